@@ -1,0 +1,46 @@
+# A newcomer's two commands: `make demo` and `make test`. Everything is installed into .venv on first use.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo serve test test-all lint format protos bench clean
+
+demo: $(STAMP)            ## eight prompts at once through a real server, live
+	@$(BIN)/python -m clients.demo
+
+serve: $(STAMP)           ## a server on 127.0.0.1:50051, until Ctrl-C; ARGS="--model …"
+	@$(BIN)/pagoda serve $(ARGS)
+
+test: $(STAMP)            ## the whole suite, under 6 minutes on 2 cores
+	@$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-all: $(STAMP)        ## and the long ones
+	@$(BIN)/python -m pytest -m "not gpu" --timeout=1800 $(ARGS)
+
+lint: $(STAMP)            ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+protos: $(STAMP)          ## regenerate the committed stubs
+	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
+
+bench: $(STAMP)           ## the standard workload through gRPC, beside transformers' static batching
+	@$(BIN)/python -m bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(STAMP): pyproject.toml
+	@echo "Installing into $(VENV) (once; about a minute) …"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Pagoda needs Python 3.11 or newer: make PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(BIN)/python -m pip install --progress-bar on -e '.[engine,dev]' | grep -E '^(Collecting|Installing|Successfully)' | cut -c1-100
+	@$(BIN)/python -c 'import torch, grpc, tokenizers'   # the pipe above hides pip's status: prove it instead
+	@touch $@

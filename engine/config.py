@@ -1,0 +1,52 @@
+"""The engine's settings: one frozen value, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """
+    model           folder of the checkpoint
+    kv_cache_gb     size of the paged KV cache in 10^9 bytes; None: what is free on a GPU, 0.5 on a CPU
+    block_size      tokens a KV block holds
+    max_num_seqs    sequences that run at once
+    token_budget    tokens that one step computes at most, decodes included
+    max_model_len   prompt + output of one sequence; None: what the model was trained for, as far as the cache holds it
+    threads         of the model's matrix products; None: one a physical core
+    """
+
+    model: str
+    device: Device = "auto"
+    dtype: DType = "auto"
+    kv_cache_gb: float | None = None
+    block_size: int = 16
+    max_num_seqs: int = 64
+    token_budget: int = 512
+    max_model_len: int | None = None
+    prefix_caching: bool = True
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ConfigError(f"--block-size must be a power of two, not {self.block_size}")
+        if self.max_num_seqs < 1:
+            raise ConfigError(f"--max-num-seqs must be at least 1, not {self.max_num_seqs}")
+        if self.token_budget <= self.max_num_seqs:
+            raise ConfigError(
+                f"--token-budget ({self.token_budget}) must exceed --max-num-seqs ({self.max_num_seqs}): "
+                "otherwise decodes fill every step and a waiting prompt never advances"
+            )
+        if self.kv_cache_gb is not None and self.kv_cache_gb <= 0:
+            raise ConfigError(f"--kv-cache-gb must be positive, not {self.kv_cache_gb}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"--max-model-len must be at least 2, not {self.max_model_len}")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"--threads must be at least 1, not {self.threads}")

@@ -1,0 +1,13 @@
+"""What can go wrong in the engine, as far as a caller tells it apart."""
+
+
+class EngineError(Exception):
+    """Base of the engine's own errors."""
+
+
+class ConfigError(EngineError):
+    """A setting, model or file that cannot work: reported once at start, never retried."""
+
+
+class RequestError(EngineError):
+    """This request cannot be run; the message names what and the limit."""

@@ -1,0 +1,150 @@
+"""A sequence: tokens that exist, of which some are computed. Prefill, decode and resumption are one quantity chasing another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one sequence's next token is chosen; defaults take the most likely token.
+
+    seed            with the position of the token to choose, determines the randomness: the same at any load
+    stop_token_ids  end the sequence; they cannot be chosen before min_tokens tokens exist
+    logprobs        None: none; 0: of the chosen token; N: also of the N most likely
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class State(Enum):
+    WAITING = "waiting"  # new or preempted: holds no blocks
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class EndReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    DEADLINE = "deadline"
+    REJECTED = "rejected"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One stream of tokens, from its prompt to its end.
+
+    tokens        prompt, then output; grows by one each time that `num_computed` has caught up
+    num_computed  leading tokens whose keys and values are in the cache
+    blocks        the block table: block i holds tokens [i * block_size, (i + 1) * block_size)
+    deadline      on the engine's clock; math.inf for none
+    """
+
+    id: int
+    tokens: list[int]
+    prompt_len: int
+    params: SamplingParams
+    arrived: float
+    deadline: float
+    priority: int = 0
+    cache_salt: bytes = b""
+    bypass_cache: bool = False
+
+    state: State = State.WAITING
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # chained, one for each full block hashed so far
+
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def remaining_len(self) -> int:
+        """Tokens that exist but are not computed: 1 for a decode."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute `length` tokens of a sequence from position `start` on; its blocks are allocated."""
+
+    seq: Sequence
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def samples(self) -> bool:
+        """The chunk reaches the last token that exists, so that its last row's logits choose the next one."""
+        return self.end == self.seq.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes: chunks of different sequences, decodes first."""
+
+    chunks: list[Chunk]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.chunks
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of the model's own distribution, before temperature, penalties and truncation; natural logarithm."""
+
+    chosen: float
+    top_ids: list[int]
+    top: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A step's outcome, one entry a chunk of its plan.
+
+    tokens    the chosen id, or -1 where the chunk does not sample
+    logprobs  None where not asked for
+    faults    chunk position → what went wrong with that sequence alone; its token is not to be used
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+    faults: dict[int, str] = field(default_factory=dict)
