@@ -66,13 +66,15 @@ class Sequence:
     arrived: float
     deadline: float
     priority: int = 0
-    cache_salt: bytes = b""
+    cache_root: bytes = b""  # of blocks.chain_root
     bypass_cache: bool = False
 
     state: State = State.WAITING
     num_computed: int = 0
+    num_lost: int = 0  # what num_computed was when last preempted
+    num_published: int = 0  # leading blocks that others may find
     blocks: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)  # chained, one for each full block hashed so far
+    block_hashes: list[bytes] = field(default_factory=list)  # one for each full block hashed so far
 
     first_scheduled: float | None = None
     first_token: float | None = None

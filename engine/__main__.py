@@ -1,0 +1,64 @@
+"""`python -m engine`: an engine alone, for a router that attaches to it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated, Literal
+
+import typer
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.main import EXIT_CONFIG, run
+from engine.server import is_local
+from engine.synthetic import StepTime
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Name, folder or .gguf file.")] = "smollm2-135m-instruct",
+    listen: Annotated[str, typer.Option(help="unix:PATH or HOST:PORT.")] = "127.0.0.1:50052",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Option()] = "auto",
+    kv_cache_gb: Annotated[float | None, typer.Option(help="Default: what a GPU has free; 0.5 on a CPU.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
+    token_budget: Annotated[int, typer.Option(help="Tokens that one step computes at most.")] = 512,
+    max_model_len: Annotated[int | None, typer.Option(help="Prompt + output of one sequence.")] = None,
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse the blocks of computed prompts.")] = True,
+    threads: Annotated[int | None, typer.Option(help="For the model's arithmetic. Default: one a core.")] = None,
+    allow_insecure: Annotated[bool, typer.Option(help="Listen where other hosts can reach it.")] = False,
+    exit_with_parent: Annotated[bool, typer.Option(help="Exit when standard input ends.")] = False,
+    step_ms: Annotated[
+        str | None, typer.Option(help="Synthetic model: milliseconds of a step, BASE[,PER_SEQUENCE[,PER_TOKEN]].")
+    ] = None,
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option()] = "info",
+) -> None:
+    """Serves a model's tokens to routers. The channel has no authentication: keep it on this host or a private network."""
+    logging.basicConfig(
+        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
+    try:
+        if not (is_local(listen) or allow_insecure):
+            raise ConfigError(f"--listen {listen} is reachable by others: --allow-insecure if the network is guarded")
+        config = EngineConfig(
+            model=model,
+            device=device,
+            dtype=dtype,
+            kv_cache_gb=kv_cache_gb,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            token_budget=token_budget,
+            max_model_len=max_model_len,
+            prefix_caching=prefix_caching,
+            threads=threads,
+        )
+        step_time = StepTime.parse(step_ms) if step_ms else None
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
+    sys.exit(run(config, listen, exit_with_parent=exit_with_parent, step_time=step_time))
+
+
+if __name__ == "__main__":
+    typer.run(main)

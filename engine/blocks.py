@@ -1,0 +1,143 @@
+"""The block pool: which KV blocks are free, which hold a reusable prefix, which are in use and by how many sequences.
+
+A block is in exactly one of three places: free (content worthless), evictable (nobody uses it, but its content is addressed
+by hash and may be wanted again) or referenced (in the block tables of `references` sequences). The scheme of block tables
+and reference counts is PagedAttention's (Kwon et al., 2023).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+def chain_root(salt: str) -> bytes:
+    """Where the chain of a prompt with this salt starts. Prompts of different salts never share an address."""
+    return hashlib.sha256(salt.encode()).digest()
+
+
+def chain_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
+    """Address of a full block: its tokens and, through `previous`, all that came before, down to `chain_root`.
+
+    SHA-256, not Python's hash: a prompt that collides with another tenant's would read its cache.
+    """
+    digest = hashlib.sha256(previous)
+    digest.update(array("q", tokens).tobytes())
+    return digest.digest()
+
+
+class BlockPool:
+    """Hands out blocks by number, shares them by content, and forgets the least recently used content first."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._references = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable)
+
+    @property
+    def num_available(self) -> int:
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_referenced(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` blocks, evicting cached ones when no others are left. The caller has checked num_available."""
+        taken = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._evictable.popitem(last=False)
+                self._forget(block)
+            self._references[block] = 1
+            taken.append(block)
+        return taken
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks that hold the longest cached run of these addresses. Nothing changes until `share`."""
+        found = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_unreferenced(self, blocks: Iterable[int]) -> int:
+        """How many of these count as available now and would not once shared."""
+        return sum(self._references[block] == 0 for block in blocks)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more sequence uses each of these."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._evictable[block]
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One sequence fewer uses each of these, a block table in order."""
+        # Backwards: a prefix is only reachable through its head, so its tail is to be evicted first.
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._hash_of[block] is None:
+                    self._free.append(block)
+                else:
+                    self._evictable[block] = None
+
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """A full block's content is computed: others may find it. A second block of the same content stays private."""
+        if block_hash not in self._block_of and self._hash_of[block] is None:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def flush(self) -> int:
+        """Forgets all cached content; blocks in use stay with their sequences. Returns how many became free."""
+        flushed = len(self._evictable)
+        self._free.extend(self._evictable)
+        self._evictable.clear()
+        for block in self._block_of.values():
+            self._hash_of[block] = None
+        self._block_of.clear()
+        return flushed
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        assert block_hash is not None, f"evictable block {block} has no address"
+        del self._block_of[block_hash]
+        self._hash_of[block] = None
+
+    def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
+        """Raises AssertionError unless free + evictable + referenced == total and references are the block tables' own."""
+        used = Counter(block for table in block_tables for block in table)
+        free, evictable = set(self._free), set(self._evictable)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & evictable and not (free | evictable) & used.keys(), "a block is in two places"
+        assert len(free) + len(evictable) + len(used) == self.num_blocks, (
+            f"{len(free)} free + {len(evictable)} evictable + {len(used)} referenced != {self.num_blocks} blocks"
+        )
+        for block, references in enumerate(self._references):
+            assert references == used[block], f"block {block}: {references} references, in {used[block]} block tables"
+        for block_hash, block in self._block_of.items():
+            assert self._hash_of[block] == block_hash, f"block {block} is found under an address that is not its own"
+            assert block not in free, f"free block {block} can be found"
+        assert all(self._hash_of[block] is not None for block in evictable), "an evictable block cannot be found"

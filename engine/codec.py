@@ -1,0 +1,115 @@
+"""Channel messages to the engine's own types, and back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from engine.blocks import chain_root
+from engine.loop import LoadSnapshot
+from engine.scheduler import Ended
+from engine.sequence import EndReason, SamplingParams, Sequence, TokenLogprobs
+from protos import control_pb2, engine_pb2
+
+_END_REASONS = {
+    EndReason.STOP: engine_pb2.END_REASON_STOP,
+    EndReason.LENGTH: engine_pb2.END_REASON_LENGTH,
+    EndReason.ABORTED: engine_pb2.END_REASON_ABORTED,
+    EndReason.DEADLINE: engine_pb2.END_REASON_DEADLINE,
+    EndReason.REJECTED: engine_pb2.END_REASON_REJECTED,
+    EndReason.FAILED: engine_pb2.END_REASON_FAILED,
+}
+_SEED_MASK = (1 << 64) - 1
+
+
+def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: float) -> Sequence:
+    """The request's sequence number `index` of n. Siblings draw from different seeds."""
+    sampling = submit.sampling
+    params = SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=tuple(sampling.logit_bias.items()),
+        seed=(sampling.seed + index) & _SEED_MASK,
+        max_tokens=submit.max_tokens,
+        min_tokens=submit.min_tokens,
+        stop_token_ids=frozenset(submit.stop_token_ids),
+        logprobs=submit.logprobs if submit.HasField("logprobs") else None,
+    )
+    tokens = list(submit.prompt)
+    return Sequence(
+        id=id,
+        tokens=tokens,
+        prompt_len=len(tokens),
+        params=params,
+        arrived=now,
+        deadline=now + submit.timeout_s if submit.HasField("timeout_s") else math.inf,
+        priority=submit.priority,
+        cache_root=chain_root(submit.cache.salt),
+        bypass_cache=submit.cache.bypass,
+    )
+
+
+@dataclass(slots=True)
+class PendingOutput:
+    """What a router has not been sent yet. Steps that it is too slow to read gather here, to leave as one message."""
+
+    sequences: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    ended: list[tuple[int, Ended]] = field(default_factory=list)
+    load: LoadSnapshot | None = None
+
+    def to_message(self) -> engine_pb2.StepOutput:
+        return engine_pb2.StepOutput(
+            sequences=self.sequences,
+            tokens=self.tokens,
+            logprobs=[
+                engine_pb2.Logprobs(at=at, logprob=found.chosen, top_ids=found.top_ids, top_logprobs=found.top)
+                for at, found in self.logprobs
+            ],
+            ended=[_ended_message(sequence, ended) for sequence, ended in self.ended],
+            load=_load_message(self.load) if self.load else None,
+        )
+
+
+def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
+    seq = ended.seq
+    scheduled = seq.first_scheduled if seq.first_scheduled is not None else ended.at
+    first_token = seq.first_token if seq.first_token is not None else ended.at
+    return engine_pb2.Ended(
+        sequence=sequence,
+        reason=_END_REASONS[ended.reason],
+        matched=ended.matched,
+        cached_tokens=seq.cached_tokens,
+        preemptions=seq.preemptions,
+        recomputed_tokens=seq.recomputed_tokens,
+        queue_s=scheduled - seq.arrived,
+        prefill_s=first_token - scheduled,
+        decode_s=ended.at - first_token,
+        detail=ended.detail,
+    )
+
+
+def _load_message(load: LoadSnapshot) -> control_pb2.Load:
+    counters = load.counters
+    return control_pb2.Load(
+        waiting=load.waiting,
+        running=load.running,
+        blocks_total=load.blocks_total,
+        blocks_free=load.blocks_free,
+        blocks_evictable=load.blocks_evictable,
+        blocks_referenced=load.blocks_total - load.blocks_free - load.blocks_evictable,
+        steps=counters.steps,
+        preemptions=counters.preemptions,
+        prompt_tokens=counters.prompt_tokens,
+        cached_tokens=counters.cached_tokens,
+        output_tokens=counters.output_tokens,
+        step_sequences=counters.step_sequences,
+        step_tokens=counters.step_tokens,
+        step_s=load.step_s,
+    )

@@ -1,0 +1,59 @@
+"""Which runner serves a checkpoint: the model's own, or the synthetic one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from checkpoints import Progress
+from engine.config import EngineConfig
+from engine.loop import Runner
+from engine.runner_info import KVCacheSpec, RunnerInfo
+from engine.synthetic import StepTime, SyntheticRunner
+
+SYNTHETIC_BYTES_PER_TOKEN = 8  # one checksum
+SYNTHETIC_NUM_BLOCKS = 8192
+
+
+class InformedRunner(Runner, Protocol):
+    @property
+    def info(self) -> RunnerInfo: ...
+
+
+def load_runner(
+    config: EngineConfig, folder: Path, progress: Progress, step_time: StepTime | None
+) -> InformedRunner:
+    """Raises ConfigError if the checkpoint cannot be served with these settings."""
+    model_config = json.loads((folder / "config.json").read_bytes())
+    if model_config.get("model_type") == "synthetic":
+        return _load_synthetic(config, model_config, step_time)
+    from engine.runner import ModelRunner  # torch takes a second to import: not for the synthetic model
+
+    return ModelRunner(replace(config, model=str(folder)), progress)
+
+
+def _load_synthetic(config: EngineConfig, model_config: dict[str, int], step_time: StepTime | None) -> SyntheticRunner:
+    # One layer of one head of dimension one, in whose cache a slot holds half a checksum as key and half as value.
+    spec = KVCacheSpec(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        element_bytes=SYNTHETIC_BYTES_PER_TOKEN // 2,
+        block_size=config.block_size,
+    )
+    budget = config.kv_cache_gb and int(config.kv_cache_gb * 1e9)
+    info = RunnerInfo(
+        model="synthetic",
+        architecture="synthetic",
+        device="cpu",
+        dtype="int64",
+        kernel_backend="none",
+        vocab_size=model_config["vocab_size"],
+        max_model_len=config.max_model_len or model_config["max_position_embeddings"],
+        weight_bytes=0,
+        kv_cache=spec,
+        num_blocks=budget // spec.bytes_per_block if budget else SYNTHETIC_NUM_BLOCKS,
+    )
+    return SyntheticRunner(info, step_time)

@@ -1,0 +1,185 @@
+"""The one thread that owns all model state: scheduler, blocks and runner. Others leave messages in its inbox."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from engine.scheduler import Counters, Scheduler, StepOutput
+from engine.sequence import Sampled, Sequence, StepPlan, TokenLogprobs
+
+log = logging.getLogger("pagoda.engine")
+
+
+class Runner(Protocol):
+    """Computes a plan. Computing the same chunk twice writes the same cache, so a failed step may be run again."""
+
+    def execute(self, plan: StepPlan) -> Sampled: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    seq: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCache:
+    """`reply` is called on the loop's thread with the number of freed blocks."""
+
+    reply: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+Message = Add | Abort | FlushCache | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSnapshot:
+    """How busy the engine is after a step."""
+
+    counters: Counters
+    waiting: int
+    running: int
+    blocks_total: int
+    blocks_free: int
+    blocks_evictable: int
+    step_s: float
+
+
+class Outbox(Protocol):
+    """Takes a step's output to the routers; called on the loop's thread and never blocks it."""
+
+    def send(self, output: StepOutput, load: LoadSnapshot) -> None: ...
+
+
+class Inbox:
+    """Messages for the loop, from any thread."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def put(self, message: Message) -> None:
+        self._queue.put(message)
+
+    def take(self, timeout_s: float | None = 0.0) -> list[Message]:
+        """All messages there are; with a timeout (None: forever) waits for the first."""
+        messages: list[Message] = []
+        try:
+            messages.append(self._queue.get(block=timeout_s != 0.0, timeout=timeout_s))
+            while True:
+                messages.append(self._queue.get_nowait())
+        except queue.Empty:
+            return messages
+
+
+class EngineLoop(threading.Thread):
+    """`on_end` is called on this thread when the loop ends, for whatever reason; `failure` then tells which."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, outbox: Outbox, on_end: Callable[[], None]) -> None:
+        super().__init__(name="engine-loop", daemon=True)
+        self.inbox = Inbox()
+        self.failure: BaseException | None = None  # what ended the loop, if anything but stop() did
+        self._scheduler = scheduler
+        self._runner = runner
+        self._outbox = outbox
+        self._on_end = on_end
+        self._stopping = False
+        self._step_s = 0.0
+
+    def stop(self) -> None:
+        self.inbox.put(Stop())
+
+    def run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            log.critical("the engine loop died", exc_info=True)
+            self.failure = error
+        finally:
+            self._on_end()
+
+    def _loop(self) -> None:
+        timeout_s: float | None = 0.0
+        while True:
+            for message in self.inbox.take(timeout_s):
+                self._handle(message)
+            if self._stopping:
+                return
+            plan = self._scheduler.schedule()
+            if not plan.is_empty:
+                started = time.perf_counter()
+                sampled = execute_contained(self._runner, plan)
+                self._scheduler.commit(plan, sampled)
+                self._step_s = time.perf_counter() - started
+            output = self._scheduler.take_output()
+            if not plan.is_empty or not output.is_empty:
+                self._outbox.send(output, self._load())
+            timeout_s = 0.0 if not plan.is_empty else self._idle_timeout_s()
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Add(seq):
+                self._scheduler.add(seq)
+            case Abort(ids):
+                self._scheduler.abort(ids)
+            case FlushCache(reply):
+                reply(self._scheduler.flush_cache())
+            case Stop():
+                self._stopping = True
+
+    def _idle_timeout_s(self) -> float | None:
+        """Nothing can run: sleep until a message comes or a queued deadline passes."""
+        until = self._scheduler.next_deadline - self._scheduler.clock()
+        return min(max(until, 0.001), threading.TIMEOUT_MAX) if until < float("inf") else None
+
+    def _load(self) -> LoadSnapshot:
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        return LoadSnapshot(
+            counters=replace(scheduler.counters),
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            blocks_total=pool.num_blocks,
+            blocks_free=pool.num_free,
+            blocks_evictable=pool.num_evictable,
+            step_s=self._step_s,
+        )
+
+
+def execute_contained(runner: Runner, plan: StepPlan) -> Sampled:
+    """Runs a step; if it raises, runs its chunks one by one, so that only those at fault fail."""
+    try:
+        return runner.execute(plan)
+    except Exception:
+        log.exception("a step of %d sequences failed; running them one by one", len(plan.chunks))
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs | None] = []
+    faults: dict[int, str] = {}
+    failed: list[Exception] = []
+    for at, chunk in enumerate(plan.chunks):
+        try:
+            alone = runner.execute(StepPlan([chunk]))
+        except Exception as error:
+            log.exception("sequence %d fails alone", chunk.seq.id)
+            alone = Sampled([-1], [None], {0: f"{type(error).__name__} while computing"})
+            failed.append(error)
+        tokens += alone.tokens
+        logprobs += alone.logprobs
+        if alone.faults:
+            faults[at] = alone.faults[0]
+    if len(failed) == len(plan.chunks) > 1:
+        raise failed[0]  # not one request's fault: the device or the code is broken
+    return Sampled(tokens, logprobs, faults)

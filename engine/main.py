@@ -1,0 +1,111 @@
+"""The engine process: from a configuration to a served channel."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import uvloop
+
+from checkpoints import CheckpointError, PrintedProgress, resolve
+from engine.blocks import BlockPool
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.load import InformedRunner, load_runner
+from engine.loop import EngineLoop
+from engine.runner_info import RunnerInfo
+from engine.scheduler import Scheduler
+from engine.server import EngineServicer, start_server
+from engine.synthetic import StepTime
+from protos import control_pb2
+
+log = logging.getLogger("pagoda.engine")
+
+EXIT_FAILURE = 1
+EXIT_CONFIG = 2  # no restart mends it
+
+
+def run(config: EngineConfig, listen: str, *, exit_with_parent: bool, step_time: StepTime | None) -> int:
+    """Serves until told to stop. Returns the process's exit code."""
+    if exit_with_parent:
+        threading.Thread(target=_exit_at_end_of_input, name="parent-watch", daemon=True).start()
+    try:
+        progress = PrintedProgress()
+        folder = resolve(config.model, progress)
+        runner = load_runner(config, folder, progress, step_time)
+        return uvloop.run(_serve(config, folder, runner, listen))
+    except (ConfigError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_CONFIG
+
+
+async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, listen: str) -> int:
+    info = runner.info
+    stop = asyncio.Event()
+    events = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        events.add_signal_handler(number, stop.set)
+    servicer = EngineServicer(engine_info(config, info, folder))
+    loop = EngineLoop(
+        Scheduler(
+            BlockPool(info.num_blocks, config.block_size),
+            max_num_seqs=config.max_num_seqs,
+            token_budget=config.token_budget,
+            max_model_len=info.max_model_len,
+            prefix_caching=config.prefix_caching,
+            clock=time.monotonic,
+        ),
+        runner,
+        servicer,
+        on_end=lambda: events.call_soon_threadsafe(stop.set),
+    )
+    servicer.attach(loop.inbox)
+    server = await start_server(servicer, listen)
+    loop.start()
+    log.info("serving %s at %s", info.model, listen)
+    await stop.wait()
+    loop.stop()
+    await server.stop(grace=0.2)
+    loop.join(timeout=5.0)
+    return EXIT_FAILURE if loop.failure else 0
+
+
+def engine_info(config: EngineConfig, info: RunnerInfo, folder: Path) -> control_pb2.EngineInfo:
+    spec = info.kv_cache
+    return control_pb2.EngineInfo(
+        epoch=secrets.randbits(63),
+        model=info.model,
+        architecture=info.architecture,
+        device=info.device,
+        dtype=info.dtype,
+        kernel_backend=info.kernel_backend,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        token_budget=config.token_budget,
+        kv_cache=control_pb2.KvCacheInfo(
+            block_size=spec.block_size,
+            num_blocks=info.num_blocks,
+            bytes_per_token=spec.bytes_per_token,
+            bytes_per_block=spec.bytes_per_block,
+            total_bytes=info.num_blocks * spec.bytes_per_block,
+            token_capacity=info.token_capacity,
+        ),
+        weight_bytes=info.weight_bytes,
+        tokenizer_sha256=hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest(),
+    )
+
+
+def _exit_at_end_of_input() -> None:
+    """The parent holds the other end of our standard input; when it is gone, nobody wants our tokens."""
+    while os.read(0, 1024):
+        pass
+    os._exit(0)

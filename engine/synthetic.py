@@ -1,0 +1,91 @@
+"""A model without weights, through the same scheduler, blocks, loop and channel.
+
+Its cache holds one number a slot, a checksum of the sequence up to there: each is computed from the one before it, read
+through the block table. The next token follows from the last checksum, so a single wrong block, slot or position changes
+every token after it, and the right ones can be computed by hand: see `expected_tokens`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+from engine.runner_info import RunnerInfo
+from engine.sequence import Sampled, StepPlan, TokenLogprobs
+
+_MODULUS = (1 << 61) - 1
+_POISON = -1
+
+
+def _advance(checksum: int, token: int) -> int:
+    return (checksum * 1_000_003 + token + 1) % _MODULUS
+
+
+def expected_tokens(prompt: Iterable[int], count: int, vocab_size: int) -> list[int]:
+    """What the synthetic model generates after `prompt`."""
+    checksum = 0
+    for token in prompt:
+        checksum = _advance(checksum, token)
+    tokens = []
+    for _ in range(count):
+        tokens.append(checksum % vocab_size)
+        checksum = _advance(checksum, tokens[-1])
+    return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds that a step takes: a constant, and a part for each sequence and each token."""
+
+    base_s: float = 0.0
+    per_sequence_s: float = 0.0
+    per_token_s: float = 0.0
+
+    @classmethod
+    def parse(cls, milliseconds: str) -> StepTime:
+        """From "BASE[,PER_SEQUENCE[,PER_TOKEN]]". Raises ConfigError."""
+        try:
+            parts = [float(part) / 1e3 for part in milliseconds.split(",")]
+            if not 1 <= len(parts) <= 3 or not all(0 <= part < 3600 for part in parts):
+                raise ValueError
+        except ValueError:
+            raise ConfigError(f"--step-ms takes one to three numbers of milliseconds, not {milliseconds!r}") from None
+        return cls(*parts)
+
+    def of(self, plan: StepPlan) -> float:
+        return self.base_s + self.per_sequence_s * len(plan.chunks) + self.per_token_s * plan.num_tokens
+
+
+class SyntheticRunner:
+    """Computes as fast as it can, or takes a simulated time for each step."""
+
+    def __init__(self, info: RunnerInfo, step_time: StepTime | None = None) -> None:
+        self.info = info
+        self._block_size = info.kv_cache.block_size
+        self._cache = [_POISON] * info.token_capacity
+        self._step_time = step_time
+
+    def execute(self, plan: StepPlan) -> Sampled:
+        started = time.monotonic()
+        tokens = [-1] * len(plan.chunks)
+        logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
+        for at, chunk in enumerate(plan.chunks):
+            seq = chunk.seq
+            checksum = self._cache[self._slot(seq.blocks, chunk.start - 1)] if chunk.start else 0
+            if checksum == _POISON:
+                raise AssertionError(f"sequence {seq.id} reads a slot that was never written")
+            for position in range(chunk.start, chunk.end):
+                checksum = _advance(checksum, seq.tokens[position])
+                self._cache[self._slot(seq.blocks, position)] = checksum
+            if chunk.samples:
+                tokens[at] = checksum % self.info.vocab_size
+                if seq.params.logprobs is not None:
+                    logprobs[at] = TokenLogprobs(0.0, [tokens[at]][: seq.params.logprobs], [0.0][: seq.params.logprobs])
+        if self._step_time:
+            time.sleep(max(0.0, self._step_time.of(plan) - (time.monotonic() - started)))
+        return Sampled(tokens, logprobs)
+
+    def _slot(self, blocks: list[int], position: int) -> int:
+        return blocks[position // self._block_size] * self._block_size + position % self._block_size

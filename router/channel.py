@@ -1,0 +1,227 @@
+"""The router's end of the channel: one long-lived stream to an engine, every request multiplexed on it.
+
+The stream is opened again whenever it closes. What an engine of an older epoch says is never mixed with the new one's:
+a stream that closes fails everything it carried, and sequence numbers are not used twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import grpc
+
+from protos import control_pb2, engine_pb2, engine_pb2_grpc
+from router.errors import PagodaError, Unavailable
+
+log = logging.getLogger("pagoda.router")
+
+RECONNECT_S = 0.1  # a Unix socket or a neighbour: trying is cheap, and a restarted engine is picked up at once
+MAX_MESSAGE_BYTES = 64 << 20
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # gRPC's own waits between attempts grow to two minutes; ours are to be felt instead.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+
+EngineCall: TypeAlias = grpc.aio.StreamStreamCall[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
+
+
+@dataclass(slots=True)
+class SequenceInbox:
+    """What the engine has said of one sequence and the handler has not yet taken."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[engine_pb2.Logprobs] = field(default_factory=list)  # one a token where asked for
+    ended: engine_pb2.Ended | None = None
+
+
+class EngineStream:
+    """One request on the channel: n sequences, one reader. Tokens gather while the reader is busy with its client."""
+
+    def __init__(self, channel: EngineChannel, first_sequence: int, count: int) -> None:
+        self.first_sequence = first_sequence
+        self.inboxes = [SequenceInbox() for _ in range(count)]
+        self.error: PagodaError | None = None
+        self.wake = asyncio.Event()
+        self.live = set(range(count))  # sequences whose end has not come
+        self._channel = channel
+
+    async def wait(self) -> None:
+        """Until there is something in an inbox. Raises Unavailable when the engine is gone."""
+        await self.wake.wait()
+        self.wake.clear()
+        if self.error:
+            raise self.error
+
+    def abort(self, index: int | None = None) -> None:
+        """Asks the engine to end one sequence, or all; their ends still come."""
+        which = self.live if index is None else self.live & {index}
+        self._channel.abort([self.first_sequence + at for at in which])
+
+    def close(self) -> None:
+        """Ends what still runs and forgets the request: nothing more is delivered."""
+        self.abort()
+        self._channel.forget(self)
+
+
+class EngineChannel:
+    """
+    address         unix:PATH or HOST:PORT
+    hang_timeout_s  with work under way and no word from the engine for this long, it counts as dead
+    on_change       called when the engine becomes ready and when it is lost
+    on_hang         called when it hangs: whoever started it may end it
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        hang_timeout_s: float,
+        on_change: Callable[[], Awaitable[None]],
+        on_hang: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.address = address
+        self.info: control_pb2.EngineInfo | None = None
+        self.load = control_pb2.Load()
+        self._hang_timeout_s = hang_timeout_s
+        self._on_change = on_change
+        self._on_hang = on_hang
+        self._next_sequence = itertools.count(1)
+        self._routes: dict[int, tuple[EngineStream, int]] = {}
+        self._outgoing: asyncio.Queue[engine_pb2.RouterMessage] = asyncio.Queue()
+        self._flushes: list[asyncio.Future[int]] = []
+        self._last_word = time.monotonic()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.info is not None
+
+    @property
+    def num_live_sequences(self) -> int:
+        return len(self._routes)
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, submit: engine_pb2.Submit) -> EngineStream:
+        """Sends a request; `first_sequence` is filled in here. Raises Unavailable unless the engine is ready."""
+        if not self.is_ready:
+            raise Unavailable("the engine is not ready")
+        count = submit.sampling.n
+        numbers = [next(self._next_sequence) for _ in range(count)]
+        stream = EngineStream(self, numbers[0], count)
+        if not self._routes:
+            self._last_word = time.monotonic()
+        for index, number in enumerate(numbers):
+            self._routes[number] = (stream, index)
+        submit.first_sequence = numbers[0]
+        self._outgoing.put_nowait(engine_pb2.RouterMessage(submit=submit))
+        return stream
+
+    def abort(self, sequences: list[int]) -> None:
+        known = [number for number in sequences if number in self._routes]
+        if known and self.is_ready:
+            self._outgoing.put_nowait(engine_pb2.RouterMessage(abort=engine_pb2.Abort(sequences=known)))
+
+    def forget(self, stream: EngineStream) -> None:
+        for index in range(len(stream.inboxes)):
+            self._routes.pop(stream.first_sequence + index, None)
+
+    async def flush_cache(self) -> int:
+        """Blocks that became free. Raises Unavailable unless the engine is ready."""
+        if not self.is_ready:
+            raise Unavailable("the engine is not ready")
+        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._flushes.append(reply)
+        self._outgoing.put_nowait(engine_pb2.RouterMessage(flush_cache=engine_pb2.FlushCache()))
+        return await reply
+
+    # -- the stream -------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keeps the stream open until cancelled."""
+        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+            stub = engine_pb2_grpc.EngineStub(channel)
+            while True:
+                try:
+                    await self._converse(stub)
+                except grpc.aio.AioRpcError as error:
+                    if self.is_ready or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        log.warning("lost the engine: %s", error.details())
+                finally:
+                    await self._lose()
+                await asyncio.sleep(RECONNECT_S)
+
+    async def _converse(self, stub: engine_pb2_grpc.EngineStub) -> None:
+        call = stub.Connect()
+        helpers = [asyncio.create_task(self._watch(call))]
+        try:
+            async for message in call:
+                self._last_word = time.monotonic()
+                match message.WhichOneof("message"):
+                    case "step":
+                        self._deliver(message.step)
+                    case "hello":
+                        log.info("engine ready at %s, epoch %x", self.address, message.epoch)
+                        self.info = message.hello
+                        self._outgoing = asyncio.Queue()
+                        helpers.append(asyncio.create_task(self._send(call, self._outgoing)))
+                        await self._on_change()
+                    case "cache_flushed":
+                        if self._flushes:
+                            self._flushes.pop(0).set_result(message.cache_flushed.freed_blocks)
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            call.cancel()
+
+    async def _send(self, call: EngineCall, outgoing: asyncio.Queue[engine_pb2.RouterMessage]) -> None:
+        while True:
+            await call.write(await outgoing.get())
+
+    async def _watch(self, call: EngineCall) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, self._hang_timeout_s / 4))
+            if self._routes and time.monotonic() - self._last_word > self._hang_timeout_s:
+                log.error("the engine has made no step for %.0f s: giving it up", self._hang_timeout_s)
+                self._on_hang()
+                call.cancel()
+
+    def _deliver(self, step: engine_pb2.StepOutput) -> None:
+        self.load = step.load
+        logprobs = {entry.at: entry for entry in step.logprobs}
+        for at, (number, token) in enumerate(zip(step.sequences, step.tokens, strict=True)):
+            if route := self._routes.get(number):
+                stream, index = route
+                stream.inboxes[index].tokens.append(token)
+                if at in logprobs:
+                    stream.inboxes[index].logprobs.append(logprobs[at])
+                stream.wake.set()
+        for ended in step.ended:
+            if route := self._routes.pop(ended.sequence, None):
+                stream, index = route
+                stream.inboxes[index].ended = ended
+                stream.live.discard(index)
+                stream.wake.set()
+
+    async def _lose(self) -> None:
+        """The stream has closed: everything it carried fails, and nobody waits for a word that cannot come."""
+        was_ready, self.info = self.is_ready, None
+        self.load = control_pb2.Load()
+        for stream, _ in self._routes.values():
+            stream.error = Unavailable("the engine was lost while the request ran")
+            stream.wake.set()
+        self._routes.clear()
+        for flush in self._flushes:
+            flush.set_exception(Unavailable("the engine was lost"))
+        self._flushes.clear()
+        if was_ready:
+            await self._on_change()

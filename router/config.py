@@ -1,0 +1,62 @@
+"""What `pagoda serve` can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """
+    model              name or path of the checkpoint; the engine's flags below it are passed on when it is spawned
+    listen             HOST:PORT or unix:PATH; port 0 takes a free one
+    engine             "spawn", or the addresses of running engines (unix:PATH or HOST:PORT), comma-separated
+    max_queued_tokens  prompt + max_tokens over all admitted requests; None: eight times what the KV cache holds
+    reflection         None: on for loopback and Unix sockets
+    auth_token_file    clients must send its content as a bearer token; $PAGODA_AUTH_TOKEN does the same
+    allow_insecure     listen on a public address without TLS and token
+    grace_s            how long SIGTERM waits for running requests
+    hang_timeout_s     work under way and no step for this long: the engine counts as dead
+    """
+
+    model: str = "smollm2-135m-instruct"
+    listen: str = "127.0.0.1:50051"
+    engine: str = "spawn"
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_cache_gb: float | None = None
+    block_size: int = 16
+    max_num_seqs: int = 64
+    token_budget: int = 512
+    max_model_len: int | None = None
+    prefix_caching: bool = True
+    threads: int | None = None
+    max_requests: int = 1024
+    max_queued_tokens: int | None = None
+    max_text_bytes: int = 1 << 20
+    reflection: bool | None = None
+    auth_token_file: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    allow_insecure: bool = False
+    grace_s: float = 30.0
+    hang_timeout_s: float = 60.0
+    log_level: LogLevel = "info"
+
+    def engine_arguments(self, model_folder: str, listen: str) -> list[str]:
+        """The command line of an engine that serves as told here."""
+        arguments = ["--model", model_folder, "--listen", listen, "--device", self.device, "--dtype", self.dtype]
+        arguments += ["--block-size", str(self.block_size), "--max-num-seqs", str(self.max_num_seqs)]
+        arguments += ["--token-budget", str(self.token_budget), "--log-level", self.log_level]
+        if self.kv_cache_gb is not None:
+            arguments += ["--kv-cache-gb", str(self.kv_cache_gb)]
+        if self.max_model_len is not None:
+            arguments += ["--max-model-len", str(self.max_model_len)]
+        if self.threads is not None:
+            arguments += ["--threads", str(self.threads)]
+        if not self.prefix_caching:
+            arguments.append("--no-prefix-caching")
+        return arguments

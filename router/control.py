@@ -1,0 +1,154 @@
+"""The Control service: looking at a running server, and steering it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from protos import control_pb2, control_pb2_grpc
+from router.admission import Admission
+from router.dispatch import Dispatcher
+from router.errors import InvalidArgument, NotFound, Unavailable
+from router.limits import Limits
+from router.live import LiveRequests
+from router.state import ServingState
+from router.tokenizer import Tokenizer
+
+MIN_WATCH_INTERVAL_S = 0.05
+MAX_WATCH_INTERVAL_S = 3600.0
+
+
+class ControlServicer(control_pb2_grpc.ControlServicer):
+    def __init__(
+        self,
+        *,
+        model: str,
+        tokenizer: Tokenizer,
+        limits: Callable[[], Limits],
+        admission: Admission,
+        dispatcher: Dispatcher,
+        live: LiveRequests,
+        state: ServingState,
+        engine_restarts: Callable[[], int],
+        max_message_bytes: int,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._admission = admission
+        self._dispatcher = dispatcher
+        self._live = live
+        self._state = state
+        self._engine_restarts = engine_restarts
+        self._max_message_bytes = max_message_bytes
+        self._started = time.monotonic()
+
+    async def GetServerInfo(  # noqa: N802 (gRPC's names, here and below)
+        self,
+        request: control_pb2.GetServerInfoRequest,
+        context: grpc.aio.ServicerContext[control_pb2.GetServerInfoRequest, control_pb2.ServerInfo],
+    ) -> control_pb2.ServerInfo:
+        limits = self._limits()
+        uptime = Duration()
+        uptime.FromMilliseconds(round(1e3 * (time.monotonic() - self._started)))
+        ready = self._dispatcher.ready
+        return control_pb2.ServerInfo(
+            version=version("pagoda"),
+            model=self._model,
+            engine_state=self._state.engine_state,
+            engine=ready[0].info if ready else None,
+            limits=control_pb2.Limits(
+                max_requests=self._admission.max_requests,
+                max_queued_tokens=self._admission.max_tokens,
+                max_text_bytes=limits.max_text_bytes,
+                max_sequences_per_request=limits.max_n,
+                max_logprobs=limits.max_logprobs,
+                max_stop_strings=limits.max_stop,
+                max_message_bytes=self._max_message_bytes,
+            ),
+            uptime=uptime,
+            engine_restarts=self._engine_restarts(),
+        )
+
+    async def GetModelInfo(  # noqa: N802
+        self,
+        request: control_pb2.GetModelInfoRequest,
+        context: grpc.aio.ServicerContext[control_pb2.GetModelInfoRequest, control_pb2.ModelInfo],
+    ) -> control_pb2.ModelInfo:
+        if request.model not in ("", self._model):
+            raise NotFound(f"model: not served here; {self._model} is")
+        if not (ready := self._dispatcher.ready):
+            raise Unavailable("the engine is loading or being restarted")
+        info = ready[0].info
+        assert info is not None
+        return control_pb2.ModelInfo(
+            name=self._model,
+            architecture=info.architecture,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            has_chat_template=self._tokenizer.has_chat_template,
+            eos_token_ids=sorted(self._tokenizer.eos_token_ids),
+        )
+
+    async def GetLoad(  # noqa: N802
+        self,
+        request: control_pb2.GetLoadRequest,
+        context: grpc.aio.ServicerContext[control_pb2.GetLoadRequest, control_pb2.Load],
+    ) -> control_pb2.Load:
+        return self._load()
+
+    async def WatchLoad(  # noqa: N802
+        self,
+        request: control_pb2.WatchLoadRequest,
+        context: grpc.aio.ServicerContext[control_pb2.WatchLoadRequest, control_pb2.Load],
+    ) -> None:
+        interval_s = request.interval.ToTimedelta().total_seconds() if request.HasField("interval") else 1.0
+        if not MIN_WATCH_INTERVAL_S <= interval_s <= MAX_WATCH_INTERVAL_S:
+            allowed = f"[{MIN_WATCH_INTERVAL_S}, {MAX_WATCH_INTERVAL_S:.0f}] s"
+            raise InvalidArgument("interval", f"{interval_s} s is outside {allowed}")
+        while True:
+            await context.write(self._load())
+            await asyncio.sleep(interval_s)
+
+    async def Abort(  # noqa: N802
+        self,
+        request: control_pb2.AbortRequest,
+        context: grpc.aio.ServicerContext[control_pb2.AbortRequest, control_pb2.AbortResponse],
+    ) -> control_pb2.AbortResponse:
+        self._live.abort(request.request_id)
+        return control_pb2.AbortResponse()
+
+    async def Drain(  # noqa: N802
+        self,
+        request: control_pb2.DrainRequest,
+        context: grpc.aio.ServicerContext[control_pb2.DrainRequest, control_pb2.DrainResponse],
+    ) -> control_pb2.DrainResponse:
+        await self._state.drain()
+        self._admission.is_draining = True
+        await self._live.wait_idle()
+        return control_pb2.DrainResponse()
+
+    async def FlushCache(  # noqa: N802
+        self,
+        request: control_pb2.FlushCacheRequest,
+        context: grpc.aio.ServicerContext[control_pb2.FlushCacheRequest, control_pb2.FlushCacheResponse],
+    ) -> control_pb2.FlushCacheResponse:
+        self._dispatcher.pick()
+        freed = [await channel.flush_cache() for channel in self._dispatcher.ready]
+        return control_pb2.FlushCacheResponse(freed_blocks=sum(freed))
+
+    def _load(self) -> control_pb2.Load:
+        """Summed over the engines; what describes a step is the first engine's."""
+        load = control_pb2.Load()
+        for channel in self._dispatcher.ready:
+            for field, value in channel.load.ListFields():
+                summed = value if field.name.startswith("step_") else getattr(load, field.name) + value
+                setattr(load, field.name, summed)
+        load.requests = self._admission.requests
+        load.reserved_tokens = self._admission.tokens
+        return load

@@ -1,0 +1,136 @@
+"""What can go wrong in the router, as far as a client tells it apart, and the one place where it becomes a gRPC status."""
+
+from __future__ import annotations
+
+import logging
+from typing import ClassVar
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+logger = logging.getLogger(__name__)
+
+ERROR_DOMAIN = "pagoda"
+INTERNAL_MESSAGE = "internal error; the server's log has the details"
+
+
+class ConfigError(Exception):
+    """A setting, model or file that cannot work: reported once at start, never retried."""
+
+
+class PagodaError(Exception):
+    """Base of what ends a call. The message goes to the client: no path, host name, repr or prompt belongs in it.
+
+    details  google.rpc messages that travel with the status
+    """
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+
+    def __init__(self, message: str, *details: Message) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+
+class InvalidArgument(PagodaError):
+    """A field of the request is wrong.
+
+    field        its path, such as `sampling.temperature` or `stopping.stop[3]`
+    description  what was wrong, the value, the limit
+    """
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, field: str, description: str) -> None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
+        super().__init__(f"{field}: {description}", error_details_pb2.BadRequest(field_violations=[violation]))
+        self.field = field
+
+
+class NotFound(PagodaError):
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class AlreadyExists(PagodaError):
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class ResourceExhausted(PagodaError):
+    """Too much work, or a reader that has stalled.
+
+    retry_after_s  when the client may come back; None: not as a matter of waiting
+    queue_depth    requests admitted now, for clients that balance load themselves
+    reason         constant in UPPER_SNAKE_CASE that a program can compare with
+    """
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_s: float | None = None,
+        queue_depth: int | None = None,
+        reason: str = "QUEUE_FULL",
+    ) -> None:
+        metadata = {} if queue_depth is None else {"queue_depth": str(queue_depth)}
+        info = error_details_pb2.ErrorInfo(reason=reason, domain=ERROR_DOMAIN, metadata=metadata)
+        super().__init__(message, info, *_retry_info(retry_after_s))
+
+
+class DeadlineExceeded(PagodaError):
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class Unavailable(PagodaError):
+    """Draining, or the engine is loading, dead or restarting."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message, *_retry_info(retry_after_s))
+
+
+class Unimplemented(PagodaError):
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
+class Internal(PagodaError):
+    """A bug. The story is for the log; the client gets a fixed text."""
+
+    def __init__(self, story: str) -> None:
+        super().__init__(INTERNAL_MESSAGE)
+        self.story = story
+
+
+def to_status(error: Exception) -> grpc.Status:
+    """The status that ends a call which failed with `error`: `context.abort(s.code, s.details, s.trailing_metadata)`.
+
+    The metadata holds `grpc-status-details-bin`. What is not a PagodaError, or is Internal, is logged here in full and
+    leaves as INTERNAL with a fixed text. Cancellation is no Exception and does not belong here.
+    """
+    if isinstance(error, Internal):
+        logger.error("internal error: %s", error.story, exc_info=error)
+    elif not isinstance(error, PagodaError):
+        logger.error("internal error", exc_info=error)
+        error = PagodaError(INTERNAL_MESSAGE)
+    return rpc_status.to_status(
+        status_pb2.Status(code=error.code.value[0], message=error.message, details=map(_packed, error.details))
+    )
+
+
+def _retry_info(retry_after_s: float | None) -> tuple[error_details_pb2.RetryInfo, ...]:
+    if retry_after_s is None:
+        return ()
+    delay = duration_pb2.Duration()
+    delay.FromNanoseconds(round(retry_after_s * 1e9))
+    return (error_details_pb2.RetryInfo(retry_delay=delay),)
+
+
+def _packed(detail: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed

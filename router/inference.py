@@ -1,0 +1,196 @@
+"""The Inference service: text in, a stream of tokens out. One coroutine a request, from validation to the last message."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+
+import grpc
+
+from protos import engine_pb2, inference_pb2, inference_pb2_grpc
+from router.admission import Admission
+from router.channel import EngineStream
+from router.detokenizer import Detokenizer
+from router.dispatch import Dispatcher
+from router.errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted
+from router.limits import Limits
+from router.live import LiveRequest, LiveRequests
+from router.output import SequenceOutput
+from router.tokenizer import Tokenizer
+from router.validation import (
+    GenerateParams,
+    check_prompt,
+    to_submit,
+    validate_detokenize,
+    validate_generate,
+    validate_tokenize,
+)
+
+WRITE_TIMEOUT_S = 30.0  # a client that takes no message for this long is given up
+
+GenerateContext = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    def __init__(
+        self,
+        *,
+        model: str,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        admission: Admission,
+        dispatcher: Dispatcher,
+        live: LiveRequests,
+    ) -> None:
+        self.limits = limits  # replaced when an engine says what it can hold
+        self._model = model
+        self._tokenizer = tokenizer
+        self._admission = admission
+        self._dispatcher = dispatcher
+        self._live = live
+
+    async def Generate(  # noqa: N802 (gRPC's name)
+        self, request: inference_pb2.GenerateRequest, context: GenerateContext
+    ) -> None:
+        received = time.monotonic()
+        params = validate_generate(request, self.limits, [self._model])
+        self._dispatcher.pick()  # without an engine the prompt need not be tokenized
+        request_id = request.request_id or secrets.token_hex(8)
+        with self._admission.reserve(params.n * (params.max_tokens or 1)) as reservation:
+            live = self._live.add(request_id)
+            try:
+                prompt = await self._tokenizer.encode_prompt(request)
+                params = check_prompt(params, len(prompt), self.limits)
+                reservation.grow(params.n * (len(prompt) + params.max_tokens) - reservation.tokens)
+                remaining_s = context.time_remaining()
+                if remaining_s is not None and remaining_s <= 0:
+                    raise DeadlineExceeded("the deadline passed before the request was scheduled")
+                submit = to_submit(params, prompt, self._tokenizer.eos_token_ids, remaining_s)
+                call = GenerateCall(request_id, request, params, self._tokenizer, context, len(prompt), received)
+                if request.output.prompt:
+                    await call.write(inference_pb2.GenerateResponse(prompt=inference_pb2.Prompt(token_ids=prompt)))
+                await self._stream(call, live, submit)
+            finally:
+                self._live.remove(request_id)
+
+    async def _stream(self, call: GenerateCall, live: LiveRequest, submit: engine_pb2.Submit) -> None:
+        stream = live.stream = self._dispatcher.pick().submit(submit)
+        try:
+            if live.is_aborted:  # while it was tokenized
+                stream.abort()
+            await call.run(stream)
+        finally:
+            stream.close()
+
+    async def Tokenize(  # noqa: N802
+        self,
+        request: inference_pb2.TokenizeRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse],
+    ) -> inference_pb2.TokenizeResponse:
+        validate_tokenize(request, self.limits, [self._model])
+        return inference_pb2.TokenizeResponse(token_ids=await self._tokenizer.encode_prompt(request))
+
+    async def Detokenize(  # noqa: N802
+        self,
+        request: inference_pb2.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse],
+    ) -> inference_pb2.DetokenizeResponse:
+        validate_detokenize(request, self.limits, [self._model])
+        text = await self._tokenizer.decode(list(request.token_ids), special_tokens=request.special_tokens)
+        return inference_pb2.DetokenizeResponse(text=text)
+
+
+class GenerateCall:
+    """One Generate call from its submission on: takes what the engine says, writes what the client asked for."""
+
+    def __init__(
+        self,
+        request_id: str,
+        request: inference_pb2.GenerateRequest,
+        params: GenerateParams,
+        tokenizer: Tokenizer,
+        context: GenerateContext,
+        prompt_len: int,
+        received: float,
+    ) -> None:
+        self._request_id = request_id
+        self._context = context
+        self._received = received
+        self._first_written: float | None = None
+        self._prompt_len = prompt_len
+        self._outputs = [
+            SequenceOutput(
+                index,
+                Detokenizer(tokenizer, special_tokens=request.output.special_tokens) if params.wants_text else None,
+                params.stop,
+                params.min_tokens,
+            )
+            for index in range(params.n)
+        ]
+        self._unfinished = params.n
+
+    async def run(self, stream: EngineStream) -> None:
+        """Until every sequence has ended. Raises what the engine's end means, if it is no regular one."""
+        while self._unfinished:
+            await stream.wait()
+            for output, inbox in zip(self._outputs, stream.inboxes, strict=True):
+                if output.ended is not None or (not inbox.tokens and inbox.ended is None):
+                    continue
+                was_stopped = output.is_stopped
+                if tokens := output.take(inbox):
+                    await self.write(inference_pb2.GenerateResponse(tokens=tokens))
+                if output.ended is not None:
+                    await self.write(self._finish(output))
+                elif output.is_stopped and not was_stopped:
+                    stream.abort(output.index)  # the stop string is the router's knowledge
+
+    async def write(self, response: inference_pb2.GenerateResponse) -> None:
+        """Raises ResourceExhausted when the client has stopped reading."""
+        response.request_id = self._request_id
+        if self._first_written is None and response.HasField("tokens"):
+            self._first_written = time.monotonic()
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await self._context.write(response)
+        except TimeoutError:
+            message = f"the client has read nothing for {WRITE_TIMEOUT_S:.0f} s"
+            raise ResourceExhausted(message, reason="READER_STALLED") from None
+
+    def _finish(self, output: SequenceOutput) -> inference_pb2.GenerateResponse:
+        ended = output.ended
+        assert ended is not None
+        match ended.reason:
+            case engine_pb2.END_REASON_DEADLINE:
+                raise DeadlineExceeded("the deadline passed")
+            case engine_pb2.END_REASON_REJECTED:
+                raise InvalidArgument("input", ended.detail)
+            case engine_pb2.END_REASON_FAILED:
+                raise Internal(f"sequence failed in the engine: {ended.detail}")
+        self._unfinished -= 1
+        response = inference_pb2.GenerateResponse(finished=output.finished())
+        if not self._unfinished:
+            response.usage.CopyFrom(self._usage())
+            response.timing.CopyFrom(self._timing())
+        return response
+
+    def _usage(self) -> inference_pb2.Usage:
+        return inference_pb2.Usage(
+            prompt_tokens=self._prompt_len,
+            completion_tokens=sum(output.num_tokens for output in self._outputs),
+            cached_tokens=max(output.ended.cached_tokens for output in self._outputs if output.ended),
+        )
+
+    def _timing(self) -> inference_pb2.Timing:
+        ends = [output.ended for output in self._outputs if output.ended]
+        slowest = max(ends, key=lambda ended: ended.queue_s + ended.prefill_s + ended.decode_s)
+        now = time.monotonic()
+        return inference_pb2.Timing(
+            queue_s=slowest.queue_s,
+            prefill_s=slowest.prefill_s,
+            decode_s=slowest.decode_s,
+            preemptions=slowest.preemptions,
+            recomputed_tokens=slowest.recomputed_tokens,
+            time_to_first_token_s=(self._first_written or now) - self._received,
+            total_s=now - self._received,
+        )

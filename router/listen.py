@@ -1,0 +1,70 @@
+"""The public port: where it listens, with which credentials, and what is too dangerous to open by accident."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+
+import grpc
+
+from router.config import ServeConfig
+from router.errors import ConfigError
+
+MAX_MESSAGE_BYTES = 16 << 20
+SERVER_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # on by default: two servers could share a port, each getting half of the calls
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients may ping an idle stream this often
+]
+
+
+def is_local(listen: str) -> bool:
+    """A Unix socket or a loopback address."""
+    if listen.startswith("unix:"):
+        return True
+    host = listen.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def auth_token(config: ServeConfig) -> str | None:
+    """From --auth-token-file or $PAGODA_AUTH_TOKEN. Raises ConfigError if it is empty or cannot be read."""
+    if config.auth_token_file is None:
+        return os.environ.get("PAGODA_AUTH_TOKEN") or None
+    try:
+        token = Path(config.auth_token_file).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"--auth-token-file: cannot read {config.auth_token_file}: {error.strerror}") from error
+    if not token:
+        raise ConfigError(f"--auth-token-file: {config.auth_token_file} is empty")
+    return token
+
+
+def check_exposure(config: ServeConfig) -> None:
+    """Raises ConfigError for an address that others can reach with neither TLS nor a token to hold them off."""
+    if bool(config.tls_cert) != bool(config.tls_key):
+        raise ConfigError("--tls-cert and --tls-key go together")
+    is_guarded = config.tls_cert is not None or auth_token(config) is not None
+    if not (is_local(config.listen) or is_guarded or config.allow_insecure):
+        raise ConfigError(
+            f"--listen {config.listen} is reachable by others: give --tls-cert and --tls-key or --auth-token-file, "
+            "or --allow-insecure if the network itself is guarded"
+        )
+
+
+def bind(server: grpc.aio.Server, config: ServeConfig) -> str:
+    """Binds the configured address and returns it with the port that was taken. Raises ConfigError."""
+    try:
+        if config.tls_cert and config.tls_key:
+            pair = (Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes())
+            port = server.add_secure_port(config.listen, grpc.ssl_server_credentials([pair]))
+        else:
+            port = server.add_insecure_port(config.listen)
+    except OSError as error:
+        raise ConfigError(f"--tls-cert, --tls-key: cannot read {error.filename}: {error.strerror}") from error
+    except RuntimeError as error:
+        raise ConfigError(f"--listen: cannot bind {config.listen}; is it in use?") from error
+    return config.listen if config.listen.startswith("unix:") else f"{config.listen.rpartition(':')[0]}:{port}"

@@ -1,0 +1,232 @@
+"""The router process: from a configuration to a served address, and back down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import uvloop
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from checkpoints import CheckpointError, PrintedProgress, Progress, resolve
+from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from router.admission import Admission
+from router.channel import EngineChannel
+from router.config import ServeConfig
+from router.control import ControlServicer
+from router.dispatch import Dispatcher
+from router.errors import ConfigError
+from router.inference import InferenceServicer
+from router.interceptors import StatusInterceptor, TokenInterceptor
+from router.limits import Limits
+from router.listen import MAX_MESSAGE_BYTES, SERVER_OPTIONS, auth_token, bind, check_exposure, is_local
+from router.live import LiveRequests
+from router.state import ServingState
+from router.supervisor import EngineFailedError, Supervisor
+from router.tokenizer import Tokenizer
+
+log = logging.getLogger("pagoda.router")
+
+QUEUE_IN_CACHES = 8  # default of max_queued_tokens, in KV caches: what waits beyond that waits too long
+EXIT_CONFIG = 2
+
+
+def serve(config: ServeConfig, progress: Progress | None = None) -> int:
+    """Serves until SIGTERM or SIGINT. Returns the process's exit code: 0, 1 for a failure, 2 for a wrong setting."""
+    logging.basicConfig(
+        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
+    try:
+        check_exposure(config)
+        folder = resolve(config.model, progress or PrintedProgress())
+        tokenizer = Tokenizer(folder)
+        uvloop.run(Router(config, folder, tokenizer).run())
+    except (ConfigError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except EngineFailedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+class Router:
+    """The parts of a router and the order in which they start and stop."""
+
+    def __init__(self, config: ServeConfig, folder: Path, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._supervisor: Supervisor | None = None
+        self._live = LiveRequests()
+        self._admission = Admission(config.max_requests, config.max_queued_tokens or 1 << 62)
+        self._stop = asyncio.Event()
+        self._failure: Exception | None = None
+
+    async def run(self) -> None:
+        """Until told to stop. Raises ConfigError, EngineFailedError."""
+        self._stop_on_signals()
+        with tempfile.TemporaryDirectory(prefix="pagoda-") as private:  # mode 0700: the socket is ours alone
+            addresses = self._engine_addresses(Path(private))
+            channels = [
+                EngineChannel(
+                    address,
+                    hang_timeout_s=self._config.hang_timeout_s,
+                    on_change=self._on_engine_change,
+                    on_hang=self._supervisor.kill if self._supervisor else lambda: None,
+                )
+                for address in addresses
+            ]
+            self._dispatcher = Dispatcher(channels)
+            self._state = ServingState(self._dispatcher)
+            server = await self._start_server()
+            parts: list[Callable[[], Awaitable[None]]] = [channel.run for channel in channels]
+            if self._supervisor:
+                parts.append(self._supervisor.run)
+            async with self._running(parts):
+                await self._stop.wait()
+                if self._failure is None:
+                    await self._drain()
+                await server.stop(grace=0.5)
+        if self._failure is not None:
+            raise self._failure
+
+    def _engine_addresses(self, private: Path) -> list[str]:
+        if self._config.engine != "spawn":
+            return self._config.engine.split(",")
+        address = f"unix:{private / 'engine.sock'}"
+        self._supervisor = Supervisor(self._config.engine_arguments(str(self._folder), address))
+        return [address]
+
+    async def _start_server(self) -> grpc.aio.Server:
+        config = self._config
+        token = auth_token(config)
+        guards = [TokenInterceptor(token)] if token else []
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[*guards, StatusInterceptor()])
+        limits = Limits(
+            max_model_len=config.max_model_len or 1 << 31,
+            vocab_size=self._tokenizer.vocab_size,
+            kv_token_capacity=1 << 62,
+            max_text_bytes=config.max_text_bytes,
+        )
+        self._inference = InferenceServicer(
+            model=self._model_name,
+            tokenizer=self._tokenizer,
+            limits=limits,
+            admission=self._admission,
+            dispatcher=self._dispatcher,
+            live=self._live,
+        )
+        control = ControlServicer(
+            model=self._model_name,
+            tokenizer=self._tokenizer,
+            limits=lambda: self._inference.limits,
+            admission=self._admission,
+            dispatcher=self._dispatcher,
+            live=self._live,
+            state=self._state,
+            engine_restarts=lambda: self._supervisor.restarts if self._supervisor else 0,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+        )
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
+        control_pb2_grpc.add_ControlServicer_to_server(control, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._state.health, server)
+        if is_local(config.listen) if config.reflection is None else config.reflection:
+            services = [
+                inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+                control_pb2.DESCRIPTOR.services_by_name["Control"].full_name,
+                "grpc.health.v1.Health",
+                reflection.SERVICE_NAME,
+            ]
+            reflection.enable_server_reflection(services, server)
+        await self._state.refresh()
+        address = bind(server, config)
+        await server.start()
+        print(f"listening on {address}", flush=True)
+        return server
+
+    @property
+    def _model_name(self) -> str:
+        return self._folder.name if "/" in self._config.model else self._config.model
+
+    async def _on_engine_change(self) -> None:
+        for channel in self._dispatcher.channels:
+            if channel.info is not None:
+                self._adopt(channel, channel.info)
+        await self._state.refresh()
+
+    def _adopt(self, channel: EngineChannel, info: control_pb2.EngineInfo) -> None:
+        """What the engine can hold becomes what a request may ask for."""
+        if info.tokenizer_sha256 != self._tokenizer.fingerprint:
+            self._fail(ConfigError(f"the engine at {channel.address} serves {info.model} with another tokenizer"))
+            return
+        if self._supervisor:
+            self._supervisor.mark_ready()
+        old, cache = self._inference.limits, info.kv_cache
+        self._inference.limits = Limits(
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            kv_token_capacity=cache.token_capacity,
+            max_text_bytes=old.max_text_bytes,
+        )
+        if self._config.max_queued_tokens is None:
+            self._admission.max_tokens = QUEUE_IN_CACHES * cache.token_capacity
+        log.info(
+            "%s on %s, %s; KV cache %.2f GB: %d blocks of %d tokens, %d tokens in all, %d bytes a token",
+            info.model, info.device, info.dtype, cache.total_bytes / 1e9,
+            cache.num_blocks, cache.block_size, cache.token_capacity, cache.bytes_per_token,
+        )  # fmt: skip
+
+    async def _drain(self) -> None:
+        """Health says so first; then nothing new; then what runs may finish within the grace period."""
+        await self._state.drain()
+        self._admission.is_draining = True
+        if not self._live:
+            return
+        log.info("draining: %d requests, up to %.0f s", len(self._live), self._config.grace_s)
+        self._stop.clear()  # a second signal ends the wait
+        idle = asyncio.create_task(self._live.wait_idle())
+        again = asyncio.create_task(self._stop.wait())
+        _, pending = await asyncio.wait(
+            {idle, again}, timeout=self._config.grace_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in pending:
+            task.cancel()
+        if self._live:
+            log.warning("ending %d requests unfinished", len(self._live))
+            self._live.abort_all()
+
+    @contextlib.asynccontextmanager
+    async def _running(self, parts: list[Callable[[], Awaitable[None]]]) -> AsyncIterator[None]:
+        """Runs the parts beside the body. One that fails stops the router."""
+
+        async def guarded(part: Callable[[], Awaitable[None]]) -> None:
+            try:
+                await part()
+            except Exception as error:
+                self._fail(error)
+
+        tasks = [asyncio.create_task(guarded(part)) for part in parts]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        self._stop.set()
+
+    def _stop_on_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)

@@ -1,0 +1,104 @@
+"""One sequence's way from token ids back to what its client asked for: records, text, and the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protos import engine_pb2, inference_pb2
+from router.channel import SequenceInbox
+from router.detokenizer import Detokenizer
+from router.stop_strings import StopMatcher
+
+FinishReason = inference_pb2.FinishReason
+_FINISH_REASONS = {
+    engine_pb2.END_REASON_STOP: FinishReason.FINISH_REASON_STOP,
+    engine_pb2.END_REASON_LENGTH: FinishReason.FINISH_REASON_LENGTH,
+    engine_pb2.END_REASON_ABORTED: FinishReason.FINISH_REASON_CANCELLED,
+}
+
+
+class SequenceOutput:
+    """
+    detokenizer  None when the client wants no text
+    stops        stop strings; looked for from the token after the first min_tokens on
+    """
+
+    def __init__(self, index: int, detokenizer: Detokenizer | None, stops: Sequence[str], min_tokens: int) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.stop: str | None = None  # the stop string that was met
+        self.ended: engine_pb2.Ended | None = None
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops) if stops else None
+        self._min_tokens = min_tokens
+
+    @property
+    def is_stopped(self) -> bool:
+        """Nothing more goes to the client but the end."""
+        return self.stop is not None or self.ended is not None
+
+    def take(self, inbox: SequenceInbox) -> inference_pb2.Tokens | None:
+        """Empties the inbox. None if there is nothing to send; once the engine's end is taken, `ended` holds it."""
+        ids, inbox.tokens = inbox.tokens, []
+        logprobs, inbox.logprobs = inbox.logprobs, []
+        if self.stop is not None:  # what the engine computed before it heard of the stop
+            ids = []
+        text, count = self._text_of(ids, inbox.ended)
+        self.num_tokens += count
+        self.ended = inbox.ended
+        if not count and not text:
+            return None
+        return inference_pb2.Tokens(index=self.index, tokens=_token_records(ids[:count], logprobs), text=text)
+
+    def finished(self) -> inference_pb2.Finished:
+        """The client's view of the end that was taken."""
+        assert self.ended is not None, "the engine's end comes first"
+        if self.stop is not None:
+            return inference_pb2.Finished(index=self.index, reason=FinishReason.FINISH_REASON_STOP, stop=self.stop)
+        return inference_pb2.Finished(
+            index=self.index,
+            reason=_FINISH_REASONS[self.ended.reason],
+            token_id=self.ended.matched if self.ended.HasField("matched") else None,
+        )
+
+    def _text_of(self, ids: Sequence[int], ended: engine_pb2.Ended | None) -> tuple[str, int]:
+        """Text that these tokens make known, and how many of them there are up to the stop string, if one is met."""
+        if self._detokenizer is None:
+            return "", len(ids)
+        # The id that ended the sequence is reported, but it is no part of its text.
+        with_text = ids[:-1] if ids and ended is not None and ended.HasField("matched") else ids
+        if self._matcher is None:
+            text = self._detokenizer.push(with_text)
+            return (text + self._detokenizer.flush() if ended is not None else text), len(ids)
+        pieces = []
+        for at, id in enumerate(with_text):
+            delta = self._detokenizer.push((id,))
+            if self.num_tokens + at < self._min_tokens:
+                pieces.append(delta)
+                continue
+            pieces.append(self._matcher.push(delta))
+            if self._matcher.matched is not None:
+                self.stop = self._matcher.matched
+                return "".join(pieces), at + 1
+        if ended is not None and self.stop is None:
+            pieces.append(self._matcher.push(self._detokenizer.flush()))
+            self.stop = self._matcher.matched
+            if self.stop is None:
+                pieces.append(self._matcher.flush())
+        return "".join(pieces), len(ids)
+
+
+def _token_records(ids: Sequence[int], logprobs: Sequence[engine_pb2.Logprobs]) -> list[inference_pb2.Token]:
+    if not logprobs:
+        return [inference_pb2.Token(id=id) for id in ids]
+    return [
+        inference_pb2.Token(
+            id=id,
+            logprob=found.logprob,
+            top=[
+                inference_pb2.TopToken(id=top_id, logprob=logprob)
+                for top_id, logprob in zip(found.top_ids, found.top_logprobs, strict=True)
+            ],
+        )
+        for id, found in zip(ids, logprobs, strict=False)
+    ]

@@ -1,0 +1,43 @@
+"""Whether this router can serve, for health checks and for Control."""
+
+from __future__ import annotations
+
+from grpc_health.v1 import health, health_pb2
+
+from protos import control_pb2
+from router.dispatch import Dispatcher
+
+SERVICES = ("", "pagoda.v1.Inference", "pagoda.v1.Control")
+
+
+class ServingState:
+    """Ready when an engine is and nobody drains; tells the health service of every change."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.health = health.aio.HealthServicer()
+        self.has_been_ready = False
+        self.is_draining = False
+        self._dispatcher = dispatcher
+
+    @property
+    def engine_state(self) -> control_pb2.EngineState:
+        if self.is_draining:
+            return control_pb2.ENGINE_STATE_DRAINING
+        if self._dispatcher.ready:
+            return control_pb2.ENGINE_STATE_READY
+        return control_pb2.ENGINE_STATE_UNAVAILABLE if self.has_been_ready else control_pb2.ENGINE_STATE_LOADING
+
+    async def refresh(self) -> None:
+        """After any change of engine or draining. The engine's own services say nothing of Control: it always answers."""
+        state = self.engine_state
+        self.has_been_ready |= state == control_pb2.ENGINE_STATE_READY
+        ready = health_pb2.HealthCheckResponse.SERVING
+        inference = ready if state == control_pb2.ENGINE_STATE_READY else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in SERVICES:
+            await self.health.set(
+                service, health_pb2.HealthCheckResponse(status=ready if service == SERVICES[2] else inference)
+            )
+
+    async def drain(self) -> None:
+        self.is_draining = True
+        await self.refresh()
