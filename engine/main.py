@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
@@ -65,7 +66,7 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, lis
         ),
         runner,
         servicer,
-        on_end=lambda: events.call_soon_threadsafe(stop.set),
+        on_end=lambda: wake(events, stop),
     )
     servicer.attach(loop.inbox)
     server = await start_server(servicer, listen)
@@ -76,6 +77,12 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, lis
     await server.stop(grace=0.2)
     loop.join(timeout=5.0)
     return EXIT_FAILURE if loop.failure else 0
+
+
+def wake(events: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """From another thread."""
+    with contextlib.suppress(RuntimeError):  # the event loop has closed: this process is ending anyway
+        events.call_soon_threadsafe(stop.set)
 
 
 def engine_info(config: EngineConfig, info: RunnerInfo, folder: Path) -> control_pb2.EngineInfo:

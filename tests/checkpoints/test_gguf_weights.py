@@ -1,0 +1,196 @@
+"""GGUF weights and configuration against the model they were made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_gguf import MODELS, TinyModel, gguf_tensors, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from checkpoints import CheckpointError
+from checkpoints.gguf_import import import_gguf
+from checkpoints.gguf_weights import to_bfloat16
+from checkpoints.progress import no_progress
+
+
+def imported(tiny: TinyModel, tmp_path: Path) -> Path:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    import_gguf(tiny.write(tmp_path / "tiny.gguf"), folder, no_progress)
+    return folder
+
+
+VARIANTS = {
+    "llama": tiny_model("llama"),
+    "llama, tied": tiny_model("llama", tie_word_embeddings=True),
+    "llama, biases": tiny_model("llama", attention_bias=True, mlp_bias=True),
+    "llama, wide heads": tiny_model("llama", head_dim=32),
+    "qwen2": tiny_model("qwen2"),
+    "qwen3": tiny_model("qwen3", head_dim=32, tie_word_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("tiny", VARIANTS.values(), ids=VARIANTS.keys())
+def test_imported_tensors_are_the_originals_rounded_to_bfloat16(tiny: TinyModel, tmp_path: Path) -> None:
+    tensors = load_file(imported(tiny, tmp_path) / "model.safetensors")
+    expected = {name: values.to(torch.bfloat16) for name, values in tiny.model.state_dict().items()}
+    if tiny.model.config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    assert tensors.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(tensors[name], values), name
+
+
+@pytest.mark.parametrize("tiny", VARIANTS.values(), ids=VARIANTS.keys())
+def test_imported_model_computes_the_originals_logits(tiny: TinyModel, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(imported(tiny, tmp_path), dtype=torch.bfloat16).float()
+    original = tiny.model.to(torch.bfloat16).float()
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_quantised_rows_are_dequantised_and_reordered(family: str, tmp_path: Path) -> None:
+    tiny = tiny_model(family)
+    tiny.quantisation = gguf.GGMLQuantizationType.Q8_0
+    tensors = load_file(imported(tiny, tmp_path) / "model.safetensors")
+    for name, original in tiny.model.state_dict().items():
+        if original.ndim == 2:
+            # Q8_0 scales every 32 values of a row by themselves, so the order of rows does not matter to it.
+            quantised = gguf.quants.quantize(original.numpy(), tiny.quantisation)
+            expected = torch.from_numpy(gguf.quants.dequantize(quantised, tiny.quantisation)).to(torch.bfloat16)
+            assert torch.equal(tensors[name], expected), name
+
+
+def test_rounding_to_bfloat16_is_that_of_torch() -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint32)
+    halfway = (np.arange(0, 1 << 16, 7, dtype=np.uint32) << 16) | 0x8000
+    values = np.concatenate([bits, halfway]).view(np.float32)
+    values = values[np.isfinite(values)]
+    ours = torch.from_numpy(to_bfloat16(values, "weight")).view(torch.bfloat16)
+    assert torch.equal(ours, torch.from_numpy(values).to(torch.bfloat16))
+
+
+def test_linear_and_yarn_scaling_reach_the_configuration(tmp_path: Path) -> None:
+    for kind, more in (("linear", {}), ("yarn", {"llama.rope.scaling.original_context_length": 128})):
+        tiny = tiny_model("llama")
+        tiny.metadata = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0, **more}
+        (tmp_path / kind).mkdir()
+        rope = AutoConfig.from_pretrained(imported(tiny, tmp_path / kind)).rope_parameters
+        assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == (kind, 4.0, 10000.0)
+    assert rope["original_max_position_embeddings"] == 128
+
+
+def test_llama3_scaling_is_recovered_from_its_frequency_factors(tmp_path: Path) -> None:
+    parameters = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
+    parameters |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    tiny = tiny_model("llama", rope_parameters=parameters, head_dim=64, max_position_embeddings=131072)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](tiny.model.config, "cpu")
+    plain = 500000.0 ** -(np.arange(0, 64, 2) / 64)
+    tiny.tensors["rope_freqs.weight"] = (plain / scaled.numpy()).astype(np.float32)
+    assert AutoConfig.from_pretrained(imported(tiny, tmp_path)).rope_parameters == parameters
+
+
+def test_context_beyond_a_sliding_window_is_not_offered(tmp_path: Path) -> None:
+    tiny = tiny_model("llama")
+    tiny.metadata = {"llama.attention.sliding_window": 96}
+    config = json.loads((imported(tiny, tmp_path) / "config.json").read_text())
+    assert config["max_position_embeddings"] == 96
+
+
+def with_tensor(name: str, values: np.ndarray | None) -> TinyModel:
+    tiny = tiny_model("llama")
+    tiny.tensors[name] = values
+    return tiny
+
+
+def with_metadata(**metadata: object) -> TinyModel:
+    tiny = tiny_model("llama")
+    tiny.metadata = {key.replace("__", "."): value for key, value in metadata.items()}
+    return tiny
+
+
+UNUSABLE = {
+    "lacks 1 of .* first blk.1.ffn_up.weight": with_tensor("blk.1.ffn_up.weight", None),
+    "1 tensors foreign .* first blk.0.mystery.weight": with_tensor("blk.0.mystery.weight", np.zeros(4, np.float32)),
+    "no tensor token_embd.weight": with_tensor("token_embd.weight", None),
+    "blk.0.ffn_norm.weight has values that are not finite": with_tensor(
+        "blk.0.ffn_norm.weight", np.full(64, np.nan, np.float32)
+    ),
+    "attn_q.weight has 62 rows, not 4 heads of 16": with_tensor(
+        "blk.0.attn_q.weight", np.zeros((62, 64), np.float32)
+    ),
+    "frequency factors that are not those of Llama 3": with_tensor("rope_freqs.weight", np.full(8, 2.0, np.float32)),
+    "mixture of experts": with_metadata(llama__expert_count=8),
+    "rope.dimension_count is 8": with_metadata(llama__rope__dimension_count=8),
+    "rotary frequencies by 'longrope'": with_metadata(
+        llama__rope__scaling__type="longrope", llama__rope__scaling__factor=4.0
+    ),
+    "no metadata named llama.block_count": with_metadata(llama__block_count=None),
+    "a str under llama.block_count, not a int": with_metadata(llama__block_count="two"),
+}
+
+
+@pytest.mark.parametrize(("message", "tiny"), UNUSABLE.items(), ids=UNUSABLE.keys())
+def test_a_file_that_cannot_be_used_says_why(message: str, tiny: TinyModel, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        imported(tiny, tmp_path)
+
+
+def test_an_unsupported_architecture_names_those_that_are(tmp_path: Path) -> None:
+    tiny = tiny_model("llama")
+    path = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "mamba")
+    for name, values in gguf_tensors("llama", tiny.model).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="holds a mamba model; supported architectures: llama, qwen2, qwen3"):
+        import_gguf(path, tmp_path, no_progress)
+
+
+def test_an_unsupported_quantisation_is_named(tmp_path: Path) -> None:
+    path = tiny_model("llama").write(tmp_path / "tiny.gguf")
+    file_bytes = bytearray(path.read_bytes())
+    name = b"blk.0.attn_v.weight"
+    kind_at = file_bytes.index(name) + len(name) + 4 + 2 * 8  # after the number of dimensions and two sizes
+    file_bytes[kind_at : kind_at + 4] = int(gguf.GGMLQuantizationType.I32).to_bytes(4, "little")
+    path.write_bytes(file_bytes)
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_v\.weight is quantised as I32"):
+        import_gguf(path, tmp_path, no_progress)
+
+
+def test_a_file_cut_short_anywhere_is_one_clear_error(tmp_path: Path) -> None:
+    whole = tiny_model("llama").write(tmp_path / "tiny.gguf").read_bytes()
+    for length in [0, 3, 10, 100, 3000, len(whole) // 2, len(whole) - 1]:
+        (tmp_path / "cut.gguf").write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="not a GGUF file|truncated or corrupt"):
+            import_gguf(tmp_path / "cut.gguf", tmp_path, no_progress)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_damaged_header_never_ends_in_another_error_or_a_hang(tmp_path: Path) -> None:
+    whole = tiny_model("llama").write(tmp_path / "tiny.gguf").read_bytes()
+    header_bytes = whole.index(b"blk.1.ffn_up.weight")
+    rng = np.random.default_rng(0)
+    outcomes = []
+    for _ in range(60):
+        damaged = bytearray(whole)
+        for position in rng.integers(0, header_bytes, 3):
+            damaged[position] = rng.integers(0, 256)
+        (tmp_path / "damaged.gguf").write_bytes(damaged)
+        try:
+            import_gguf(tmp_path / "damaged.gguf", tmp_path, no_progress)
+            outcomes.append("imported")
+        except CheckpointError:
+            outcomes.append("refused")
+    assert outcomes.count("refused") > 10

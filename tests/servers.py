@@ -1,0 +1,102 @@
+"""Real servers for the tests: `pagoda serve` and `python -m engine` as their own processes."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+ROOT = Path(__file__).parent.parent
+START_TIMEOUT_S = 90.0
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    address: str
+    log: Path
+
+    def engine(self) -> psutil.Process:
+        """The engine that this router has spawned."""
+        engines = [
+            child
+            for child in psutil.Process(self.process.pid).children()
+            if child.status() != psutil.STATUS_ZOMBIE and "engine" in child.cmdline()
+        ]
+        assert len(engines) == 1, f"{len(engines)} engines"
+        return engines[0]
+
+    def health(self, service: str = "") -> health_pb2.HealthCheckResponse.ServingStatus:
+        with grpc.insecure_channel(self.address) as channel:
+            request = health_pb2.HealthCheckRequest(service=service)
+            return health_pb2_grpc.HealthStub(channel).Check(request, timeout=5).status
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(grpc.RpcError):
+                if self.health() == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            assert self.process.poll() is None, f"the server exited with {self.process.returncode}:\n{self.tail()}"
+            assert time.monotonic() < deadline, f"the server was not ready within {timeout_s} s:\n{self.tail()}"
+            time.sleep(0.05)
+
+    def stop(self, timeout_s: float = 15.0) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def tail(self) -> str:
+        return self.log.read_text()[-4000:]
+
+
+@contextlib.contextmanager
+def running_server(*arguments: str, ready: bool = True) -> Iterator[Server]:
+    """`pagoda serve` with these arguments on a free port; killed, with its engine, when the block ends."""
+    listen = () if "--listen" in arguments else ("--listen", "127.0.0.1:0")
+    with tempfile.TemporaryDirectory() as folder, _spawned(
+        Path(folder) / "log", "-m", "clients.cli", "serve", *listen, *arguments
+    ) as (process, log):
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("listening on "), f"{line!r}\n{log.read_text()[-4000:]}"
+        server = Server(process, line.split()[-1], log)
+        if ready:
+            server.wait_ready()
+        yield server
+
+
+@contextlib.contextmanager
+def running_engine(listen: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`python -m engine` with these arguments."""
+    with tempfile.TemporaryDirectory() as folder, _spawned(
+        Path(folder) / "log", "-m", "engine", "--listen", listen, *arguments
+    ) as (process, _):
+        yield process
+
+
+@contextlib.contextmanager
+def _spawned(log: Path, *command: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+    try:
+        yield process, log
+    finally:
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.kill()
+        process.wait()

@@ -1,0 +1,97 @@
+"""docker-compose.yml and the Dockerfile, as far as they can be checked without a container engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, Any] = COMPOSE["services"]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def options_of(*command: str) -> set[str]:
+    result = subprocess.run(
+        [sys.executable, "-m", *command, "--help"],
+        cwd=ROOT, capture_output=True, text=True, check=True, env={"COLUMNS": "200", "TERM": "dumb", "PATH": ""},
+    )  # fmt: skip
+    return set(re.findall(r"--[a-z][a-z-]*", result.stdout))
+
+
+def flags_of(service: str) -> set[str]:
+    return {argument.partition("=")[0] for argument in SERVICES[service]["command"] if argument.startswith("--")}
+
+
+def test_the_file_is_valid_by_the_compose_specification() -> None:
+    schema = resources.files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
+    jsonschema.validate(COMPOSE, json.loads(schema.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("service", "command"),
+    [("router", ("clients.cli", "serve")), ("engine", ("engine",)), ("engine-gpu", ("engine",))],
+)
+def test_every_flag_exists(service: str, command: tuple[str, ...]) -> None:
+    flags = flags_of(service)
+    assert "--model" in flags
+    assert flags <= options_of(*command)
+
+
+def test_entrypoints_and_health_checks_are_real_commands() -> None:
+    assert 'ENTRYPOINT ["pagoda", "serve"]' in DOCKERFILE
+    assert 'ENTRYPOINT ["python", "-m", "engine"]' in DOCKERFILE
+    assert SERVICES["model"]["entrypoint"] == ["python", "-m", "checkpoints"]
+    for service in ("router", "engine", "engine-gpu"):
+        _, program, command, flag, _ = SERVICES[service]["healthcheck"]["test"]
+        assert (program, command) == ("pagoda", "health")
+        assert flag in options_of("clients.cli", "health")
+
+
+def test_every_path_that_the_images_copy_exists() -> None:
+    for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE):
+        *sources, _ = line.split()
+        assert all((ROOT / source).exists() for source in sources)
+
+
+def test_every_package_of_the_project_is_in_the_images() -> None:
+    packages = re.search(r"packages = \[([^\]]+)\]", (ROOT / "pyproject.toml").read_text())
+    assert packages
+    for name in re.findall(r'"([a-z]+)[".]', packages[1]):
+        assert f"COPY {name} {name}" in DOCKERFILE
+
+
+@pytest.mark.parametrize("service", ["model", "router", "engine", "engine-gpu"])
+def test_targets_exist_and_nobody_is_root(service: str) -> None:
+    target = SERVICES[service]["build"]["target"]
+    stage = re.search(rf"^FROM base AS {target}$(.*?)(?=^FROM|\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    assert stage, f"the Dockerfile has no stage {target}"
+    assert "USER pagoda" in stage[1]
+
+
+def test_router_and_engine_share_only_the_channel_and_the_model() -> None:
+    assert COMPOSE["networks"]["channel"] == {"internal": True}
+    assert set(SERVICES["engine"]["networks"]) == {"channel"}
+    assert set(SERVICES["engine-gpu"]["networks"]) == {"channel"}
+    assert not any("ports" in SERVICES[engine] for engine in ("engine", "engine-gpu"))
+    assert all(volume.startswith("models:") for name in SERVICES for volume in SERVICES[name]["volumes"])
+    assert all(port.startswith("127.0.0.1:") for port in SERVICES["router"]["ports"])
+
+
+def test_one_profile_runs_one_engine_under_the_name_that_the_router_calls() -> None:
+    assert "--engine=engine:50052" in SERVICES["router"]["command"]
+    assert (ROOT / ".env").read_text().strip() == "COMPOSE_PROFILES=cpu"
+    assert SERVICES["engine"]["profiles"] == ["cpu"]
+    assert SERVICES["engine-gpu"]["profiles"] == ["gpu"]
+    assert SERVICES["engine-gpu"]["networks"]["channel"]["aliases"] == ["engine"]
+    (device,) = SERVICES["engine-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["count"], device["capabilities"]) == (1, ["gpu"])
