@@ -162,7 +162,8 @@ class EngineChannel:
 
     async def _converse(self, stub: engine_pb2_grpc.EngineStub) -> None:
         call = stub.Connect()
-        helpers = [asyncio.create_task(self._watch(call))]
+        watch = asyncio.create_task(self._watch(call))
+        helpers = [watch]
         try:
             async for message in call:
                 self._last_word = time.monotonic()
@@ -178,6 +179,9 @@ class EngineChannel:
                     case "cache_flushed":
                         if self._flushes:
                             self._flushes.pop(0).set_result(message.cache_flushed.freed_blocks)
+        except asyncio.CancelledError:
+            if not watch.done():  # this task is cancelled, not the call
+                raise
         finally:
             for helper in helpers:
                 helper.cancel()
@@ -188,12 +192,14 @@ class EngineChannel:
             await call.write(await outgoing.get())
 
     async def _watch(self, call: EngineCall) -> None:
+        """Cancels the call and returns once the engine hangs."""
         while True:
             await asyncio.sleep(min(1.0, self._hang_timeout_s / 4))
             if self._routes and time.monotonic() - self._last_word > self._hang_timeout_s:
                 log.error("the engine has made no step for %.0f s: giving it up", self._hang_timeout_s)
                 self._on_hang()
                 call.cancel()
+                return
 
     def _deliver(self, step: engine_pb2.StepOutput) -> None:
         self.load = step.load

@@ -40,9 +40,9 @@ class Chat:
 
 
 class ChatTemplate:
-    """A template in the dialect of Hugging Face's `apply_chat_template`, compiled once; safe to use from many threads."""
+    """A template in the dialect of Hugging Face's `apply_chat_template`, compiled once; threads may share it."""
 
-    def __init__(self, source: str, variables: Mapping[str, str] | None = None, max_bytes: int = 4 << 20) -> None:
+    def __init__(self, source: str, variables: Mapping[str, str] | None = None, max_bytes: int = 8 << 20) -> None:
         """
         variables  what the template may name besides the conversation, such as bos_token
         max_bytes  UTF-8 bytes of a rendered conversation

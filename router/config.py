@@ -19,6 +19,7 @@ class ServeConfig:
     auth_token_file    clients must send its content as a bearer token; $PAGODA_AUTH_TOKEN does the same
     allow_insecure     listen on a public address without TLS and token
     grace_s            how long SIGTERM waits for running requests
+    step_ms            the synthetic model's step time, BASE[,PER_SEQUENCE[,PER_TOKEN]] in milliseconds
     hang_timeout_s     work under way and no step for this long: the engine counts as dead
     """
 
@@ -34,6 +35,7 @@ class ServeConfig:
     max_model_len: int | None = None
     prefix_caching: bool = True
     threads: int | None = None
+    step_ms: str | None = None
     max_requests: int = 1024
     max_queued_tokens: int | None = None
     max_text_bytes: int = 1 << 20
@@ -57,6 +59,8 @@ class ServeConfig:
             arguments += ["--max-model-len", str(self.max_model_len)]
         if self.threads is not None:
             arguments += ["--threads", str(self.threads)]
+        if self.step_ms is not None:
+            arguments += ["--step-ms", self.step_ms]
         if not self.prefix_caching:
             arguments.append("--no-prefix-caching")
         return arguments

@@ -92,7 +92,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             has_chat_template=self._tokenizer.has_chat_template,
-            eos_token_ids=sorted(self._tokenizer.eos_token_ids),
+            eos_token_ids=self._tokenizer.eos_token_ids,
         )
 
     async def GetLoad(  # noqa: N802

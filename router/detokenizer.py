@@ -1,7 +1,6 @@
-"""Token ids to text as they come: the concatenation of all deltas is what decoding all ids at once gives, for any ids.
+"""Token ids to text as they come: for any ids, all deltas together are what decoding all ids at once gives.
 
-The reference is `tokenizers.Tokenizer.decode`. What it does depends on the tokenizer's decoder, of which there are three
-kinds:
+The reference is `tokenizers.Tokenizer.decode`. What it does depends on the tokenizer's decoder:
 
 byte-level   every token is bytes (GPT-2, Llama 3, Qwen); text follows when they complete a character
 piece-wise   every token is text of its own, or one byte (SentencePiece: Llama 2, Mistral, Gemma; also WordPiece)
@@ -18,7 +17,7 @@ from typing import Protocol, TypeAlias
 
 from tokenizers import Tokenizer, decoders
 
-from router.piece_detokenizer import PieceDetokenizer, Pieces, piece_wise
+from router.piece_detokenizer import PieceDetokenizer, Pieces, flat, piece_wise
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +35,9 @@ class Detokenizer(Protocol):
 
 
 class Detokenization:
-    """How a tokenizer turns ids into text. What it works out about a token is kept for all sequences; threads may share it.
+    """How a tokenizer turns ids into text; what it works out about a token is kept for all sequences.
 
-    Tokens that are added to the tokenizer later do not count.
+    Threads may share it. Tokens that are added to the tokenizer later do not count.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -62,7 +61,7 @@ def _kind_of(decoder: decoders.Decoder | None, tokens: Tokens) -> Callable[[], D
         pieces = Pieces(tokens, " ".join, has_bytes=False)
         return lambda: PieceDetokenizer(pieces, strip=None)
     description = json.loads(decoder.__getstate__())
-    if description["type"] == "ByteLevel":
+    if [step["type"] for step in flat(description)] == ["ByteLevel"]:
         token_bytes = _TokenBytes(tokens)
         return lambda: _ByteLevelDetokenizer(token_bytes)
     if (plan := piece_wise(description)) is not None:
@@ -93,7 +92,7 @@ class _TokenBytes(dict[int, bytes]):
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable names of the 256 bytes: Latin-1's visible characters name themselves, the others follow U+0100."""
+    """GPT-2's names of the 256 bytes: visible characters of Latin-1 name themselves, the others follow U+0100."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
@@ -131,4 +130,4 @@ class _WholeDetokenizer:
 
     def flush(self) -> str:
         pushed, self._pushed = self._pushed, []
-        return self._decoder.decode(pushed)
+        return self._decoder.decode(pushed) if pushed else ""

@@ -1,4 +1,4 @@
-"""What can go wrong in the router, as far as a client tells it apart, and the one place where it becomes a gRPC status."""
+"""What can go wrong in the router, as far as a client tells it apart, and how it becomes a gRPC status."""
 
 from __future__ import annotations
 

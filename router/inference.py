@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 
 import grpc
@@ -11,7 +10,6 @@ import grpc
 from protos import engine_pb2, inference_pb2, inference_pb2_grpc
 from router.admission import Admission
 from router.channel import EngineStream
-from router.detokenizer import Detokenizer
 from router.dispatch import Dispatcher
 from router.errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted
 from router.limits import Limits
@@ -56,23 +54,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         received = time.monotonic()
         params = validate_generate(request, self.limits, [self._model])
         self._dispatcher.pick()  # without an engine the prompt need not be tokenized
-        request_id = request.request_id or secrets.token_hex(8)
         with self._admission.reserve(params.n * (params.max_tokens or 1)) as reservation:
-            live = self._live.add(request_id)
+            live = self._live.add(params.request_id)
             try:
-                prompt = await self._tokenizer.encode_prompt(request)
-                params = check_prompt(params, len(prompt), self.limits)
-                reservation.grow(params.n * (len(prompt) + params.max_tokens) - reservation.tokens)
+                prompt = await self._tokenizer.encode_prompt(params.prompt)
+                max_tokens = check_prompt(params, len(prompt), self.limits)
+                reservation.grow(params.n * (len(prompt) + max_tokens) - reservation.tokens)
+                call = GenerateCall(params, len(prompt), self._tokenizer, context, received)
+                if params.has_prompt:
+                    await call.write(inference_pb2.GenerateResponse(prompt=inference_pb2.Prompt(token_ids=prompt)))
                 remaining_s = context.time_remaining()
                 if remaining_s is not None and remaining_s <= 0:
                     raise DeadlineExceeded("the deadline passed before the request was scheduled")
-                submit = to_submit(params, prompt, self._tokenizer.eos_token_ids, remaining_s)
-                call = GenerateCall(request_id, request, params, self._tokenizer, context, len(prompt), received)
-                if request.output.prompt:
-                    await call.write(inference_pb2.GenerateResponse(prompt=inference_pb2.Prompt(token_ids=prompt)))
+                submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, remaining_s)
                 await self._stream(call, live, submit)
             finally:
-                self._live.remove(request_id)
+                self._live.remove(params.request_id)
 
     async def _stream(self, call: GenerateCall, live: LiveRequest, submit: engine_pb2.Submit) -> None:
         stream = live.stream = self._dispatcher.pick().submit(submit)
@@ -88,16 +85,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.TokenizeRequest,
         context: grpc.aio.ServicerContext[inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse],
     ) -> inference_pb2.TokenizeResponse:
-        validate_tokenize(request, self.limits, [self._model])
-        return inference_pb2.TokenizeResponse(token_ids=await self._tokenizer.encode_prompt(request))
+        params = validate_tokenize(request, self.limits, [self._model])
+        ids = await self._tokenizer.encode_prompt(params.prompt, params.add_special_tokens)
+        return inference_pb2.TokenizeResponse(token_ids=ids)
 
     async def Detokenize(  # noqa: N802
         self,
         request: inference_pb2.DetokenizeRequest,
         context: grpc.aio.ServicerContext[inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse],
     ) -> inference_pb2.DetokenizeResponse:
-        validate_detokenize(request, self.limits, [self._model])
-        text = await self._tokenizer.decode(list(request.token_ids), special_tokens=request.special_tokens)
+        ids = validate_detokenize(request, self.limits, [self._model])
+        text = await self._tokenizer.decode_ids(ids, skip_special_tokens=not request.special_tokens)
         return inference_pb2.DetokenizeResponse(text=text)
 
 
@@ -106,23 +104,22 @@ class GenerateCall:
 
     def __init__(
         self,
-        request_id: str,
-        request: inference_pb2.GenerateRequest,
         params: GenerateParams,
+        prompt_len: int,
         tokenizer: Tokenizer,
         context: GenerateContext,
-        prompt_len: int,
         received: float,
     ) -> None:
-        self._request_id = request_id
+        self._request_id = params.request_id
+        self._prompt_len = prompt_len
         self._context = context
         self._received = received
         self._first_written: float | None = None
-        self._prompt_len = prompt_len
+        skips_special_tokens = not params.keeps_special_tokens
         self._outputs = [
             SequenceOutput(
                 index,
-                Detokenizer(tokenizer, special_tokens=request.output.special_tokens) if params.wants_text else None,
+                tokenizer.detokenizer(skips_special_tokens) if params.has_text else None,
                 params.stop,
                 params.min_tokens,
             )

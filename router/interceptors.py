@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
 from router.errors import to_status
 
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]]
-Context = grpc.aio.ServicerContext[Any, Any]
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
@@ -32,7 +32,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 status = to_status(error)
                 await context.abort(status.code, status.details, status.trailing_metadata)
 
-        wrap = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        streaming, unary = grpc.unary_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
+        wrap = streaming if handler.response_streaming else unary
         return wrap(guarded, handler.request_deserializer, handler.response_serializer)
 
 

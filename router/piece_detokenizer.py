@@ -38,8 +38,8 @@ class PieceWise:
 
 
 def piece_wise(decoder: Step) -> PieceWise | None:
-    """Reads [token-wise steps …, ByteFallback?, (Fuse, Strip from the left?)?]; None if the decoder is not of that form."""
-    rest = _flat(decoder)
+    """Reads [token-wise steps …, ByteFallback?, (Fuse, Strip on the left?)?]; None for a decoder of another form."""
+    rest = flat(decoder)
     token_wise = []
     while rest and rest[0]["type"] in ("Replace", "Metaspace", "WordPiece", "Strip"):
         token_wise.append(rest.pop(0))
@@ -53,10 +53,11 @@ def piece_wise(decoder: Step) -> PieceWise | None:
     return None
 
 
-def _flat(step: Step) -> list[Step]:
+def flat(step: Step) -> list[Step]:
+    """The steps of a decoder, those of nested sequences included."""
     if step["type"] != "Sequence":
         return [step]
-    return [inner for part in step["decoders"] for inner in _flat(part)]
+    return [inner for part in step["decoders"] for inner in flat(part)]
 
 
 def _joined_by(steps: list[Step]) -> Callable[[list[str]], str]:

@@ -7,7 +7,7 @@ from grpc_health.v1 import health, health_pb2
 from protos import control_pb2
 from router.dispatch import Dispatcher
 
-SERVICES = ("", "pagoda.v1.Inference", "pagoda.v1.Control")
+INFERENCE_SERVICES = ("", "pagoda.v1.Inference")
 
 
 class ServingState:
@@ -28,15 +28,14 @@ class ServingState:
         return control_pb2.ENGINE_STATE_UNAVAILABLE if self.has_been_ready else control_pb2.ENGINE_STATE_LOADING
 
     async def refresh(self) -> None:
-        """After any change of engine or draining. The engine's own services say nothing of Control: it always answers."""
+        """To be called after any change. Control answers in every state, so it is always serving."""
         state = self.engine_state
         self.has_been_ready |= state == control_pb2.ENGINE_STATE_READY
-        ready = health_pb2.HealthCheckResponse.SERVING
-        inference = ready if state == control_pb2.ENGINE_STATE_READY else health_pb2.HealthCheckResponse.NOT_SERVING
-        for service in SERVICES:
-            await self.health.set(
-                service, health_pb2.HealthCheckResponse(status=ready if service == SERVICES[2] else inference)
-            )
+        serving = health_pb2.HealthCheckResponse.SERVING
+        not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in INFERENCE_SERVICES:
+            await self.health.set(service, serving if state == control_pb2.ENGINE_STATE_READY else not_serving)
+        await self.health.set("pagoda.v1.Control", serving)
 
     async def drain(self) -> None:
         self.is_draining = True

@@ -89,7 +89,7 @@ def _build(stops: tuple[str, ...]) -> _Automaton:
 
 
 def _link(automaton: _Automaton) -> None:
-    """Sets each node's fallback, and its stop where a shorter one ends there; breadth first, so shorter strings are done."""
+    """Sets each node's fallback, and its stop where a shorter one ends there; breadth first, as shorter come first."""
     queue = deque(automaton.children[0].values())
     while queue:
         node = queue.popleft()

@@ -44,9 +44,11 @@ class Server:
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
-            with contextlib.suppress(grpc.RpcError):
+            try:
                 if self.health() == health_pb2.HealthCheckResponse.SERVING:
                     return
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.UNAVAILABLE, self.tail()
             assert self.process.poll() is None, f"the server exited with {self.process.returncode}:\n{self.tail()}"
             assert time.monotonic() < deadline, f"the server was not ready within {timeout_s} s:\n{self.tail()}"
             time.sleep(0.05)

@@ -1,0 +1,282 @@
+"""Every field of a request, checked once, before anything is allocated for it. Sizes go first: huge costs nothing."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from protos import engine_pb2, inference_pb2
+from router.chat_template import Chat, ChatRole, Message
+from router.errors import InvalidArgument, NotFound
+from router.fields import check_bytes, check_count, check_id, check_ids, check_integer, check_number
+from router.limits import Limits
+from router.tokenizer import Prompt
+
+_ROLES: dict[int, ChatRole] = {
+    inference_pb2.ROLE_SYSTEM: "system",
+    inference_pb2.ROLE_USER: "user",
+    inference_pb2.ROLE_ASSISTANT: "assistant",
+    inference_pb2.ROLE_TOOL: "tool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateParams:
+    """A valid request with its defaults filled in.
+
+    sampling     every field is set, the seed included
+    max_tokens   None: as many as the context leaves, up to a default (`check_prompt` tells)
+    logprobs     None: none; 0: of the chosen token; N: also of the N most likely
+    has_text     the response carries text, else token ids alone
+    has_prompt   the response begins with the prompt's token ids
+    keeps_special_tokens  in the text
+    """
+
+    request_id: str
+    prompt: Prompt
+    sampling: inference_pb2.Sampling
+    max_tokens: int | None
+    min_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    has_text: bool
+    logprobs: int | None
+    has_prompt: bool
+    keeps_special_tokens: bool
+    cache_salt: str
+    bypasses_cache: bool
+    priority: int
+
+    @property
+    def n(self) -> int:
+        return self.sampling.n
+
+
+def validate_generate(
+    request: inference_pb2.GenerateRequest, limits: Limits, model_names: Collection[str]
+) -> GenerateParams:
+    """All that can be told before the prompt is tokenized. Raises InvalidArgument, NotFound for the model."""
+    _check_model(request.model, model_names)
+    check_integer(request.priority, "priority", -limits.max_priority, limits.max_priority)
+    check_bytes(request.cache.salt, "cache.salt", limits.max_salt_bytes)
+    stopping, output = request.stopping, request.output
+    check_ids(stopping.stop_token_ids, "stopping.stop_token_ids", limits.max_stop_ids, limits.vocab_size)
+    has_text = output.text if output.HasField("text") else True
+    if stopping.stop and not has_text:
+        raise InvalidArgument("stopping.stop", "needs output.text, which is off")
+    return GenerateParams(
+        request_id=_request_id(request.request_id, limits),
+        prompt=_prompt(request, limits),
+        sampling=_sampling(request.sampling, limits),
+        max_tokens=_max_tokens(stopping, limits),
+        min_tokens=_min_tokens(stopping, limits),
+        stop=_stop(stopping.stop, limits),
+        stop_token_ids=tuple(stopping.stop_token_ids),
+        ignore_eos=stopping.ignore_eos,
+        has_text=has_text,
+        logprobs=_logprobs(output, limits),
+        has_prompt=output.prompt,
+        keeps_special_tokens=output.special_tokens,
+        cache_salt=request.cache.salt,
+        bypasses_cache=request.cache.bypass,
+        priority=request.priority,
+    )
+
+
+def check_prompt(params: GenerateParams, prompt_len: int, limits: Limits) -> int:
+    """What could not be told before tokenizing: whether prompt and output fit. Returns the resolved max_tokens.
+
+    Raises InvalidArgument.
+    """
+    field = _prompt_field(params.prompt)
+    if prompt_len == 0:
+        raise InvalidArgument(field, "becomes a prompt of 0 tokens, must be at least 1")
+    longest = min(limits.max_model_len, limits.kv_token_capacity)
+    what = "the context" if longest == limits.max_model_len else "the KV cache"
+    if prompt_len >= longest:
+        raise InvalidArgument(
+            field, f"is a prompt of {prompt_len} tokens; {what} holds {longest}, of which the output needs at least 1"
+        )
+    room = longest - prompt_len
+    if params.max_tokens is None:
+        max_tokens = min(limits.default_max_tokens, room)
+        _check_min_tokens(params.min_tokens, max_tokens)
+        return max_tokens
+    if params.max_tokens > room:
+        raise InvalidArgument(
+            "stopping.max_tokens",
+            f"is {params.max_tokens}; {what} holds {longest} tokens and the prompt takes {prompt_len}, leaving {room}",
+        )
+    return params.max_tokens
+
+
+def to_submit(
+    params: GenerateParams,
+    prompt_ids: Sequence[int],
+    max_tokens: int,
+    eos_token_ids: Collection[int],
+    timeout_s: float | None = None,
+) -> engine_pb2.Submit:
+    """The request as the engine takes it; the channel names the sequences.
+
+    max_tokens  as `check_prompt` resolved it
+    timeout_s   from now; None: no deadline
+    """
+    eos = () if params.ignore_eos else eos_token_ids
+    return engine_pb2.Submit(
+        prompt=prompt_ids,
+        sampling=params.sampling,
+        max_tokens=max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=sorted({*eos, *params.stop_token_ids}),
+        logprobs=params.logprobs,
+        cache=inference_pb2.Cache(salt=params.cache_salt, bypass=params.bypasses_cache),
+        priority=params.priority,
+        timeout_s=timeout_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeParams:
+    prompt: str | Chat
+    add_special_tokens: bool
+
+
+def validate_tokenize(
+    request: inference_pb2.TokenizeRequest, limits: Limits, model_names: Collection[str]
+) -> TokenizeParams:
+    """Empty text is allowed. Raises InvalidArgument, NotFound for the model."""
+    _check_model(request.model, model_names)
+    match request.WhichOneof("input"):
+        case "text":
+            check_bytes(request.text, "text", limits.max_text_bytes)
+            prompt: str | Chat = request.text
+        case "chat":
+            prompt = _chat(request.chat, limits)
+        case _:
+            raise InvalidArgument("input", "is missing: set one of text, chat")
+    return TokenizeParams(prompt, request.add_special_tokens if request.HasField("add_special_tokens") else True)
+
+
+def validate_detokenize(
+    request: inference_pb2.DetokenizeRequest, limits: Limits, model_names: Collection[str]
+) -> tuple[int, ...]:
+    """The token ids. Raises InvalidArgument, NotFound for the model."""
+    _check_model(request.model, model_names)
+    check_ids(request.token_ids, "token_ids", limits.max_model_len, limits.vocab_size)
+    return tuple(request.token_ids)
+
+
+def _check_model(model: str, model_names: Collection[str]) -> None:
+    if model and model not in model_names:
+        raise NotFound("the model asked for is not served here; leave `model` empty for the one that is")
+
+
+def _request_id(request_id: str, limits: Limits) -> str:
+    if not request_id:
+        return secrets.token_hex(16)
+    if len(request_id) > limits.max_request_id:
+        raise InvalidArgument("request_id", f"has {len(request_id)} characters, at most {limits.max_request_id}")
+    if not request_id.isprintable():
+        raise InvalidArgument("request_id", "holds characters that are not printable")
+    return request_id
+
+
+def _prompt(request: inference_pb2.GenerateRequest, limits: Limits) -> Prompt:
+    match request.WhichOneof("input"):
+        case "text":
+            if not request.text:
+                raise InvalidArgument("text", "is empty")
+            check_bytes(request.text, "text", limits.max_text_bytes)
+            return request.text
+        case "token_ids":
+            if not request.token_ids.ids:
+                raise InvalidArgument("token_ids.ids", "is empty")
+            check_ids(request.token_ids.ids, "token_ids.ids", limits.max_model_len, limits.vocab_size)
+            return tuple(request.token_ids.ids)
+        case "chat":
+            return _chat(request.chat, limits)
+        case _:
+            raise InvalidArgument("input", "is missing: set one of text, token_ids, chat")
+
+
+def _prompt_field(prompt: Prompt) -> str:
+    return "text" if isinstance(prompt, str) else "chat" if isinstance(prompt, Chat) else "token_ids.ids"
+
+
+def _chat(chat: inference_pb2.Chat, limits: Limits) -> Chat:
+    if not chat.messages:
+        raise InvalidArgument("chat.messages", "is empty")
+    check_count(len(chat.messages), "chat.messages", limits.max_messages)
+    messages = []
+    num_bytes = 0
+    for at, message in enumerate(chat.messages):
+        role = _ROLES.get(message.role)
+        if role is None:
+            raise InvalidArgument(f"chat.messages[{at}].role", f"is {message.role}, which is no role to speak in")
+        num_bytes += len(message.content.encode())
+        if num_bytes > limits.max_text_bytes:
+            raise InvalidArgument("chat.messages", f"holds more than {limits.max_text_bytes} bytes of text together")
+        messages.append(Message(role, message.content))
+    if chat.continue_last and messages[-1].role != "assistant":
+        raise InvalidArgument("chat.continue_last", "needs the last message to be the assistant's")
+    return Chat(tuple(messages), chat.continue_last)
+
+
+def _sampling(given: inference_pb2.Sampling, limits: Limits) -> inference_pb2.Sampling:
+    check_count(len(given.logit_bias), "sampling.logit_bias", limits.max_logit_bias)
+    for id, bias in given.logit_bias.items():
+        check_id(id, f"sampling.logit_bias[{id}]", limits.vocab_size)
+        check_number(bias, f"sampling.logit_bias[{id}]", -100, 100)
+    resolved = inference_pb2.Sampling(
+        temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=1, presence_penalty=0, frequency_penalty=0, n=1
+    )
+    resolved.seed = secrets.randbits(64)
+    resolved.MergeFrom(given)
+    resolved.DiscardUnknownFields()  # a client may send megabytes of them, and this message goes on to the engine
+    check_number(resolved.temperature, "sampling.temperature", 0, 100)
+    check_number(resolved.top_p, "sampling.top_p", 0, 1, is_low_allowed=False)
+    check_number(resolved.min_p, "sampling.min_p", 0, 1)
+    check_number(resolved.repetition_penalty, "sampling.repetition_penalty", 0, 10, is_low_allowed=False)
+    check_number(resolved.presence_penalty, "sampling.presence_penalty", -10, 10)
+    check_number(resolved.frequency_penalty, "sampling.frequency_penalty", -10, 10)
+    check_integer(resolved.n, "sampling.n", 1, limits.max_n)
+    if resolved.top_k >= limits.vocab_size:
+        resolved.top_k = 0  # both keep every token
+    return resolved
+
+
+def _max_tokens(stopping: inference_pb2.Stopping, limits: Limits) -> int | None:
+    if not stopping.HasField("max_tokens"):
+        return None
+    check_integer(stopping.max_tokens, "stopping.max_tokens", 1, limits.max_model_len - 1)
+    return stopping.max_tokens
+
+
+def _min_tokens(stopping: inference_pb2.Stopping, limits: Limits) -> int:
+    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else limits.default_max_tokens
+    _check_min_tokens(stopping.min_tokens, max_tokens)
+    return stopping.min_tokens
+
+
+def _check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+    if min_tokens > max_tokens:
+        raise InvalidArgument("stopping.min_tokens", f"is {min_tokens}, more than max_tokens, which is {max_tokens}")
+
+
+def _stop(stops: Sequence[str], limits: Limits) -> tuple[str, ...]:
+    check_count(len(stops), "stopping.stop", limits.max_stop)
+    for at, stop in enumerate(stops):
+        if not stop:
+            raise InvalidArgument(f"stopping.stop[{at}]", "is empty")
+        check_bytes(stop, f"stopping.stop[{at}]", limits.max_stop_bytes)
+    return tuple(stops)
+
+
+def _logprobs(output: inference_pb2.Output, limits: Limits) -> int | None:
+    if not output.HasField("logprobs"):
+        return None
+    check_integer(output.logprobs, "output.logprobs", 0, limits.max_logprobs)
+    return output.logprobs

