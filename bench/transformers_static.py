@@ -44,5 +44,10 @@ class StaticBatches:
         count = max(request.output_len for request in batch)
         with torch.inference_mode():
             self._model.generate(
-                ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=PAD_ID
+                ids,
+                attention_mask=mask,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                pad_token_id=PAD_ID,
             )

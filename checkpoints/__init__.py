@@ -1,0 +1,17 @@
+"""Where models come from: a name, a folder or a file becomes a Hugging Face folder that router and engine can read."""
+
+from checkpoints.catalog import DEFAULT_MODEL, AvailableModel, list_models, resolve
+from checkpoints.errors import CheckpointError
+from checkpoints.manifest import verify
+from checkpoints.progress import PrintedProgress, Progress
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "AvailableModel",
+    "CheckpointError",
+    "PrintedProgress",
+    "Progress",
+    "list_models",
+    "resolve",
+    "verify",
+]

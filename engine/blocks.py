@@ -1,8 +1,8 @@
 """The block pool: which KV blocks are free, which hold a reusable prefix, which are in use and by how many sequences.
 
-A block is in exactly one of three places: free (content worthless), evictable (nobody uses it, but its content is addressed
-by hash and may be wanted again) or referenced (in the block tables of `references` sequences). The scheme of block tables
-and reference counts is PagedAttention's (Kwon et al., 2023).
+A block is in exactly one of three places: free (content worthless), evictable (nobody uses it, but its content is
+addressed by hash and may be wanted again) or referenced (in the block tables of sequences). Block tables and reference
+counts are PagedAttention's (Kwon et al., 2023).
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ class BlockPool:
         self._hash_of[block] = None
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError unless free + evictable + referenced == total and references are the block tables' own."""
+        """Raises AssertionError unless free + evictable + referenced == total and references are the tables' own."""
         used = Counter(block for table in block_tables for block in table)
         free, evictable = set(self._free), set(self._evictable)
         assert len(free) == len(self._free), "a block is free twice"
-        assert not free & evictable and not (free | evictable) & used.keys(), "a block is in two places"
+        assert not (free & evictable or (free | evictable) & used.keys()), "a block is in two places"
         assert len(free) + len(evictable) + len(used) == self.num_blocks, (
             f"{len(free)} free + {len(evictable)} evictable + {len(used)} referenced != {self.num_blocks} blocks"
         )

@@ -22,9 +22,7 @@ class InformedRunner(Runner, Protocol):
     def info(self) -> RunnerInfo: ...
 
 
-def load_runner(
-    config: EngineConfig, folder: Path, progress: Progress, step_time: StepTime | None
-) -> InformedRunner:
+def load_runner(config: EngineConfig, folder: Path, progress: Progress, step_time: StepTime | None) -> InformedRunner:
     """Raises ConfigError if the checkpoint cannot be served with these settings."""
     model_config = json.loads((folder / "config.json").read_bytes())
     if model_config.get("model_type") == "synthetic":

@@ -1,4 +1,7 @@
-"""A sequence: tokens that exist, of which some are computed. Prefill, decode and resumption are one quantity chasing another."""
+"""A sequence: tokens that exist, of which some are computed.
+
+Prefill, decode and resumption are one quantity chasing another.
+"""
 
 from __future__ import annotations
 

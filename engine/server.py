@@ -1,4 +1,4 @@
-"""The engine's end of the channel: a gRPC stream a router, on a Unix socket or TCP. Messages in, one message a step out."""
+"""The engine's end of the channel: a gRPC stream for each router, on a Unix socket or TCP; one message a step out."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 
     # -- from a router ----------------------------------------------------------------------------------------------
 
-    async def Connect(  # noqa: N802 (gRPC's name)
+    async def Connect(
         self,
         requests: AsyncIterator[engine_pb2.RouterMessage],
         context: grpc.aio.ServicerContext[engine_pb2.RouterMessage, engine_pb2.EngineMessage],
@@ -173,7 +173,7 @@ def is_local(listen: str) -> bool:
 
 
 async def start_server(servicer: EngineServicer, listen: str) -> grpc.aio.Server:
-    """Binds unix:PATH (readable by its owner only) or HOST:PORT and starts serving. ConfigError if it cannot be bound."""
+    """Binds unix:PATH (its owner's alone) or HOST:PORT and starts serving. Raises ConfigError if it cannot."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
     health_servicer = health.aio.HealthServicer()

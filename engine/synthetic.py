@@ -1,8 +1,8 @@
 """A model without weights, through the same scheduler, blocks, loop and channel.
 
 Its cache holds one number a slot, a checksum of the sequence up to there: each is computed from the one before it, read
-through the block table. The next token follows from the last checksum, so a single wrong block, slot or position changes
-every token after it, and the right ones can be computed by hand: see `expected_tokens`.
+through the block table. The next token follows from the last checksum, so a single wrong block, slot or position
+changes every token after it, and the right ones can be computed by hand: see `expected_tokens`.
 """
 
 from __future__ import annotations

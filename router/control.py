@@ -48,7 +48,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._max_message_bytes = max_message_bytes
         self._started = time.monotonic()
 
-    async def GetServerInfo(  # noqa: N802 (gRPC's names, here and below)
+    async def GetServerInfo(
         self,
         request: control_pb2.GetServerInfoRequest,
         context: grpc.aio.ServicerContext[control_pb2.GetServerInfoRequest, control_pb2.ServerInfo],
@@ -75,7 +75,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             engine_restarts=self._engine_restarts(),
         )
 
-    async def GetModelInfo(  # noqa: N802
+    async def GetModelInfo(
         self,
         request: control_pb2.GetModelInfoRequest,
         context: grpc.aio.ServicerContext[control_pb2.GetModelInfoRequest, control_pb2.ModelInfo],
@@ -95,14 +95,14 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             eos_token_ids=self._tokenizer.eos_token_ids,
         )
 
-    async def GetLoad(  # noqa: N802
+    async def GetLoad(
         self,
         request: control_pb2.GetLoadRequest,
         context: grpc.aio.ServicerContext[control_pb2.GetLoadRequest, control_pb2.Load],
     ) -> control_pb2.Load:
         return self._load()
 
-    async def WatchLoad(  # noqa: N802
+    async def WatchLoad(
         self,
         request: control_pb2.WatchLoadRequest,
         context: grpc.aio.ServicerContext[control_pb2.WatchLoadRequest, control_pb2.Load],
@@ -115,7 +115,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             await context.write(self._load())
             await asyncio.sleep(interval_s)
 
-    async def Abort(  # noqa: N802
+    async def Abort(
         self,
         request: control_pb2.AbortRequest,
         context: grpc.aio.ServicerContext[control_pb2.AbortRequest, control_pb2.AbortResponse],
@@ -123,17 +123,16 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._live.abort(request.request_id)
         return control_pb2.AbortResponse()
 
-    async def Drain(  # noqa: N802
+    async def Drain(
         self,
         request: control_pb2.DrainRequest,
         context: grpc.aio.ServicerContext[control_pb2.DrainRequest, control_pb2.DrainResponse],
     ) -> control_pb2.DrainResponse:
         await self._state.drain()
-        self._admission.is_draining = True
         await self._live.wait_idle()
         return control_pb2.DrainResponse()
 
-    async def FlushCache(  # noqa: N802
+    async def FlushCache(
         self,
         request: control_pb2.FlushCacheRequest,
         context: grpc.aio.ServicerContext[control_pb2.FlushCacheRequest, control_pb2.FlushCacheResponse],

@@ -1,15 +1,16 @@
-"""The Inference service: text in, a stream of tokens out. One coroutine a request, from validation to the last message."""
+"""The Inference service: text in, a stream of tokens out; one coroutine a request, from validation to the last message."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from typing import TypeAlias
 
 import grpc
 
 from protos import engine_pb2, inference_pb2, inference_pb2_grpc
 from router.admission import Admission
-from router.channel import EngineStream
+from router.channel import EngineStream, SequenceInbox
 from router.dispatch import Dispatcher
 from router.errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted
 from router.limits import Limits
@@ -27,7 +28,7 @@ from router.validation import (
 
 WRITE_TIMEOUT_S = 30.0  # a client that takes no message for this long is given up
 
-GenerateContext = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+GenerateContext: TypeAlias = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -48,7 +49,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._dispatcher = dispatcher
         self._live = live
 
-    async def Generate(  # noqa: N802 (gRPC's name)
+    async def Generate(
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
         received = time.monotonic()
@@ -80,7 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             stream.close()
 
-    async def Tokenize(  # noqa: N802
+    async def Tokenize(
         self,
         request: inference_pb2.TokenizeRequest,
         context: grpc.aio.ServicerContext[inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse],
@@ -89,7 +90,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         ids = await self._tokenizer.encode_prompt(params.prompt, params.add_special_tokens)
         return inference_pb2.TokenizeResponse(token_ids=ids)
 
-    async def Detokenize(  # noqa: N802
+    async def Detokenize(
         self,
         request: inference_pb2.DetokenizeRequest,
         context: grpc.aio.ServicerContext[inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse],
@@ -132,15 +133,16 @@ class GenerateCall:
         while self._unfinished:
             await stream.wait()
             for output, inbox in zip(self._outputs, stream.inboxes, strict=True):
-                if output.ended is not None or (not inbox.tokens and inbox.ended is None):
-                    continue
-                was_stopped = output.is_stopped
-                if tokens := output.take(inbox):
-                    await self.write(inference_pb2.GenerateResponse(tokens=tokens))
-                if output.ended is not None:
-                    await self.write(self._finish(output))
-                elif output.is_stopped and not was_stopped:
-                    stream.abort(output.index)  # the stop string is the router's knowledge
+                if inbox.tokens or inbox.ended is not None:
+                    await self._advance(output, inbox, stream)
+
+    async def _advance(self, output: SequenceOutput, inbox: SequenceInbox, stream: EngineStream) -> None:
+        if (tokens := output.take(inbox)) is not None:
+            await self.write(inference_pb2.GenerateResponse(tokens=tokens))
+        if output.ended is not None:
+            await self.write(self._finish(output))
+        elif output.stop is not None:
+            stream.abort(output.index)  # a stop string is the router's knowledge; until it is heard, tokens go on coming
 
     async def write(self, response: inference_pb2.GenerateResponse) -> None:
         """Raises ResourceExhausted when the client has stopped reading."""

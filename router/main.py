@@ -86,7 +86,7 @@ class Router:
                 for address in addresses
             ]
             self._dispatcher = Dispatcher(channels)
-            self._state = ServingState(self._dispatcher)
+            self._state = ServingState(self._dispatcher, self._admission)
             server = await self._start_server()
             parts: list[Callable[[], Awaitable[None]]] = [channel.run for channel in channels]
             if self._supervisor:
@@ -188,7 +188,6 @@ class Router:
     async def _drain(self) -> None:
         """Health says so first; then nothing new; then what runs may finish within the grace period."""
         await self._state.drain()
-        self._admission.is_draining = True
         if not self._live:
             return
         log.info("draining: %d requests, up to %.0f s", len(self._live), self._config.grace_s)

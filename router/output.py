@@ -32,20 +32,15 @@ class SequenceOutput:
         self._matcher = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
 
-    @property
-    def is_stopped(self) -> bool:
-        """Nothing more goes to the client but the end."""
-        return self.stop is not None or self.ended is not None
-
     def take(self, inbox: SequenceInbox) -> inference_pb2.Tokens | None:
         """Empties the inbox. None if there is nothing to send; once the engine's end is taken, `ended` holds it."""
-        ids, inbox.tokens = inbox.tokens, []
-        logprobs, inbox.logprobs = inbox.logprobs, []
+        ids, logprobs, ended = inbox.tokens, inbox.logprobs, inbox.ended
+        inbox.tokens, inbox.logprobs, inbox.ended = [], [], None
         if self.stop is not None:  # what the engine computed before it heard of the stop
             ids = []
-        text, count = self._text_of(ids, inbox.ended)
+        text, count = self._text_of(ids, ended)
         self.num_tokens += count
-        self.ended = inbox.ended
+        self.ended = ended
         if not count and not text:
             return None
         return inference_pb2.Tokens(index=self.index, tokens=_token_records(ids[:count], logprobs), text=text)

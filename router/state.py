@@ -5,6 +5,7 @@ from __future__ import annotations
 from grpc_health.v1 import health, health_pb2
 
 from protos import control_pb2
+from router.admission import Admission
 from router.dispatch import Dispatcher
 
 INFERENCE_SERVICES = ("", "pagoda.v1.Inference")
@@ -13,24 +14,24 @@ INFERENCE_SERVICES = ("", "pagoda.v1.Inference")
 class ServingState:
     """Ready when an engine is and nobody drains; tells the health service of every change."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, admission: Admission) -> None:
         self.health = health.aio.HealthServicer()
-        self.has_been_ready = False
-        self.is_draining = False
         self._dispatcher = dispatcher
+        self._admission = admission
+        self._has_been_ready = False
 
     @property
     def engine_state(self) -> control_pb2.EngineState:
-        if self.is_draining:
+        if self._admission.is_draining:
             return control_pb2.ENGINE_STATE_DRAINING
         if self._dispatcher.ready:
             return control_pb2.ENGINE_STATE_READY
-        return control_pb2.ENGINE_STATE_UNAVAILABLE if self.has_been_ready else control_pb2.ENGINE_STATE_LOADING
+        return control_pb2.ENGINE_STATE_UNAVAILABLE if self._has_been_ready else control_pb2.ENGINE_STATE_LOADING
 
     async def refresh(self) -> None:
         """To be called after any change. Control answers in every state, so it is always serving."""
         state = self.engine_state
-        self.has_been_ready |= state == control_pb2.ENGINE_STATE_READY
+        self._has_been_ready |= state == control_pb2.ENGINE_STATE_READY
         serving = health_pb2.HealthCheckResponse.SERVING
         not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
         for service in INFERENCE_SERVICES:
@@ -38,5 +39,6 @@ class ServingState:
         await self.health.set("pagoda.v1.Control", serving)
 
     async def drain(self) -> None:
-        self.is_draining = True
+        """Health says so, and nothing new is admitted; what runs goes on."""
+        self._admission.is_draining = True
         await self.refresh()

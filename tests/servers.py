@@ -48,7 +48,8 @@ class Server:
                 if self.health() == health_pb2.HealthCheckResponse.SERVING:
                     return
             except grpc.RpcError as error:
-                assert error.code() is grpc.StatusCode.UNAVAILABLE, self.tail()
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
             assert self.process.poll() is None, f"the server exited with {self.process.returncode}:\n{self.tail()}"
             assert time.monotonic() < deadline, f"the server was not ready within {timeout_s} s:\n{self.tail()}"
             time.sleep(0.05)
@@ -66,9 +67,10 @@ class Server:
 def running_server(*arguments: str, ready: bool = True) -> Iterator[Server]:
     """`pagoda serve` with these arguments on a free port; killed, with its engine, when the block ends."""
     listen = () if "--listen" in arguments else ("--listen", "127.0.0.1:0")
-    with tempfile.TemporaryDirectory() as folder, _spawned(
-        Path(folder) / "log", "-m", "clients.cli", "serve", *listen, *arguments
-    ) as (process, log):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _spawned(Path(folder) / "log", "-m", "clients.cli", "serve", *listen, *arguments) as (process, log),
+    ):
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("listening on "), f"{line!r}\n{log.read_text()[-4000:]}"
@@ -81,9 +83,10 @@ def running_server(*arguments: str, ready: bool = True) -> Iterator[Server]:
 @contextlib.contextmanager
 def running_engine(listen: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """`python -m engine` with these arguments."""
-    with tempfile.TemporaryDirectory() as folder, _spawned(
-        Path(folder) / "log", "-m", "engine", "--listen", listen, *arguments
-    ) as (process, _):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _spawned(Path(folder) / "log", "-m", "engine", "--listen", listen, *arguments) as (process, _),
+    ):
         yield process
 
 

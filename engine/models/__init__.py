@@ -1,0 +1,64 @@
+"""The models that can be served, one file a family, chosen by what config.json calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.errors import ConfigError
+from engine.models.config import ConfigFile, ModelConfig
+from engine.models.inputs import StepInputs
+from engine.models.llama import Llama, configure_llama, configure_mistral
+from engine.models.parameters import Parameters
+from engine.models.qwen2 import configure_qwen2
+from engine.models.qwen3 import Qwen3, configure_qwen3
+from engine.weights import Progress, load_weights, no_progress
+from kernels import Backend
+
+__all__ = ["Llama", "ModelConfig", "StepInputs", "load_model", "read_config"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    architecture: str
+    model_type: str
+    configure: Callable[[ConfigFile], ModelConfig]
+    model: type[Llama]
+
+
+_FAMILIES = (
+    _Family("LlamaForCausalLM", "llama", configure_llama, Llama),
+    _Family("MistralForCausalLM", "mistral", configure_mistral, Llama),
+    _Family("Qwen2ForCausalLM", "qwen2", configure_qwen2, Llama),
+    _Family("Qwen3ForCausalLM", "qwen3", configure_qwen3, Qwen3),
+)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """What the folder's config.json describes. Raises ConfigError if it is broken or not supported."""
+    file = ConfigFile(folder)
+    return _family(file).configure(file)
+
+
+def load_model(
+    folder: Path, backend: Backend, device: torch.device, dtype: torch.dtype, progress: Progress = no_progress
+) -> Llama:
+    """A model with its weights on `device`. Raises ConfigError if the checkpoint is broken or not supported."""
+    file = ConfigFile(folder)
+    family = _family(file)
+    config = family.configure(file)
+    parameters = Parameters.allocate(config, device, dtype)
+    load_weights(folder, parameters.by_name(config), progress)
+    return family.model(config, parameters, backend)
+
+
+def _family(file: ConfigFile) -> _Family:
+    named = file.architecture or file.text("model_type", "")
+    for family in _FAMILIES:
+        if named in (family.architecture, family.model_type):
+            return family
+    supported = ", ".join(family.architecture for family in _FAMILIES)
+    raise ConfigError(f"architecture {named!r} is not supported; {supported} are")

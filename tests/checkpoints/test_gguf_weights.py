@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_gguf import MODELS, TinyModel, gguf_tensors, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -18,6 +17,7 @@ from checkpoints import CheckpointError
 from checkpoints.gguf_import import import_gguf
 from checkpoints.gguf_weights import to_bfloat16
 from checkpoints.progress import no_progress
+from tests.checkpoints.tiny_gguf import MODELS, TinyModel, gguf_tensors, tiny_model
 
 
 def imported(tiny: TinyModel, tmp_path: Path) -> Path:
@@ -124,9 +124,7 @@ UNUSABLE = {
     "blk.0.ffn_norm.weight has values that are not finite": with_tensor(
         "blk.0.ffn_norm.weight", np.full(64, np.nan, np.float32)
     ),
-    "attn_q.weight has 62 rows, not 4 heads of 16": with_tensor(
-        "blk.0.attn_q.weight", np.zeros((62, 64), np.float32)
-    ),
+    "attn_q.weight has 62 rows, not 4 heads of 16": with_tensor("blk.0.attn_q.weight", np.zeros((62, 64), np.float32)),
     "frequency factors that are not those of Llama 3": with_tensor("rope_freqs.weight", np.full(8, 2.0, np.float32)),
     "mixture of experts": with_metadata(llama__expert_count=8),
     "rope.dimension_count is 8": with_metadata(llama__rope__dimension_count=8),
@@ -173,7 +171,7 @@ def test_a_file_cut_short_anywhere_is_one_clear_error(tmp_path: Path) -> None:
     whole = tiny_model("llama").write(tmp_path / "tiny.gguf").read_bytes()
     for length in [0, 3, 10, 100, 3000, len(whole) // 2, len(whole) - 1]:
         (tmp_path / "cut.gguf").write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="not a GGUF file|truncated or corrupt"):
+        with pytest.raises(CheckpointError, match=r"not a GGUF file|truncated or corrupt"):
             import_gguf(tmp_path / "cut.gguf", tmp_path, no_progress)
 
 

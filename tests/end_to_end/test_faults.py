@@ -269,7 +269,17 @@ def test_an_idle_server_uses_under_one_percent_of_a_core() -> None:
     ],
 )
 def test_a_wrong_setting_is_one_clear_line_and_exit_code_two(arguments: tuple[str, ...], complaint: str) -> None:
-    command = [sys.executable, "-m", "clients.cli", "serve", "--model", "synthetic", "--listen", "127.0.0.1:0", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "clients.cli",
+        "serve",
+        "--model",
+        "synthetic",
+        "--listen",
+        "127.0.0.1:0",
+        *arguments,
+    ]
     result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False, env={**os.environ, "COLUMNS": "200"}
     )
@@ -279,7 +289,16 @@ def test_a_wrong_setting_is_one_clear_line_and_exit_code_two(arguments: tuple[st
 
 
 def test_a_port_in_use_is_refused(synthetic_server: Server) -> None:
-    command = [sys.executable, "-m", "clients.cli", "serve", "--model", "synthetic", "--listen", synthetic_server.address]
+    command = [
+        sys.executable,
+        "-m",
+        "clients.cli",
+        "serve",
+        "--model",
+        "synthetic",
+        "--listen",
+        synthetic_server.address,
+    ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
     assert result.returncode == 2
     assert "cannot bind" in result.stderr

@@ -177,7 +177,9 @@ def test_sigterm_ends_an_engine_with_exit_code_zero(tmp_path: Path) -> None:
         (("--model", "synthetic", "--block-size", "12"), "--block-size"),
     ],
 )
-def test_a_wrong_setting_is_one_clear_line_and_exit_code_two(tmp_path: Path, flags: tuple[str, ...], complaint: str) -> None:
+def test_a_wrong_setting_is_one_clear_line_and_exit_code_two(
+    tmp_path: Path, flags: tuple[str, ...], complaint: str
+) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "engine", "--listen", f"unix:{tmp_path / 's'}", *flags],
         capture_output=True, text=True, timeout=30, check=False,

@@ -1,0 +1,122 @@
+"""The cache of imported models: each is built once, by one process, and appears whole or not at all.
+
+models/NAME    published folders, each with its manifest
+work/NAME      of an import under way: finished stages, kept for the next try if it dies, and the folder being built
+locks/NAME     held by the process that imports NAME; released by the kernel if that process dies
+sources/…      checksums of GGUF files already read, so that a file is not hashed at every start
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoints.errors import CheckpointError
+from checkpoints.files import remove_tree, sync
+from checkpoints.manifest import is_intact, seal
+from checkpoints.progress import Progress
+
+LOCK_POLL_S = 0.1
+DRAFT = "draft"
+
+# Called with the folder for stages worth keeping and the empty folder to fill.
+Build = Callable[[Path, Path], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    root: Path
+
+    @classmethod
+    def default(cls) -> Cache:
+        """$PAGODA_CACHE, else $XDG_CACHE_HOME/pagoda, else ~/.cache/pagoda."""
+        if own := os.environ.get("PAGODA_CACHE"):
+            return cls(Path(own).expanduser().absolute())
+        base = os.environ.get("XDG_CACHE_HOME")
+        return cls((Path(base) if base else Path.home() / ".cache") / "pagoda")
+
+    def published(self, name: str) -> Path | None:
+        folder = self.root / "models" / name
+        return folder if is_intact(folder) else None
+
+    def published_names(self) -> list[str]:
+        models = self.root / "models"
+        return sorted(path.name for path in models.iterdir() if is_intact(path)) if models.is_dir() else []
+
+    def obtain(self, name: str, build: Build, progress: Progress) -> Path:
+        """The published folder `name`; built first where it is missing, damaged or of an older format.
+
+        Raises CheckpointError if the build does, or if the disk is full or cannot be written.
+        """
+        if folder := self.published(name):
+            return folder
+        try:
+            with self._locked(name, progress):
+                return self.published(name) or self._build(name, build, progress)
+        except OSError as error:
+            raise self._storage_error(name, error) from error
+
+    def _build(self, name: str, build: Build, progress: Progress) -> Path:
+        self._remove_abandoned_drafts()
+        folder, work = self.root / "models" / name, self.root / "work" / name
+        draft = work / DRAFT
+        remove_tree(draft)
+        draft.mkdir(parents=True)
+        try:
+            build(work, draft)
+            seal(draft, progress)
+            folder.parent.mkdir(exist_ok=True)
+            remove_tree(folder)
+            draft.rename(folder)
+            sync(folder.parent)
+        finally:
+            remove_tree(draft)
+        remove_tree(work)
+        return folder
+
+    def _remove_abandoned_drafts(self) -> None:
+        """A killed import leaves its draft, the largest part, for its next try; other imports need the disk now."""
+        for draft in (self.root / "work").glob(f"*/{DRAFT}"):
+            with self._lock_file(draft.parent.name) as lock:
+                if _try_lock(lock):
+                    remove_tree(draft)
+
+    @contextmanager
+    def _locked(self, name: str, progress: Progress) -> Iterator[None]:
+        with self._lock_file(name) as lock:
+            waiting = f"Waiting for another process that imports {name}"
+            if not _try_lock(lock):
+                progress(waiting, 0, 0)
+                while not _try_lock(lock):
+                    time.sleep(LOCK_POLL_S)
+                progress(waiting, 1, 1)
+            yield
+
+    @contextmanager
+    def _lock_file(self, name: str) -> Iterator[int]:
+        locks = self.root / "locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        lock = os.open(locks / name, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            yield lock
+        finally:
+            os.close(lock)
+
+    def _storage_error(self, name: str, error: OSError) -> CheckpointError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return CheckpointError(f"the disk that holds {self.root} is full: {name} was not imported")
+        return CheckpointError(f"{name} was not imported into {self.root}: {error}")
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

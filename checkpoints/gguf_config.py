@@ -1,0 +1,160 @@
+"""GGUF metadata → config.json of the architectures that the engine runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.gguf_file import GgufFile
+
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What an architecture's checkpoints have that others have not.
+
+    interleaved_rotary  the GGUF keeps the rows of Q and K in the order of interleaved rotary pairs
+    qkv_bias            None where the file decides
+    """
+
+    transformers_class: str
+    interleaved_rotary: bool = False
+    qkv_bias: bool | None = None
+    qk_norm: bool = False
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", interleaved_rotary=True),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes that both the configuration and the weights depend on; head_dim is that of queries, keys and values."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    qkv_bias: bool
+    mlp_bias: bool
+    tied_embeddings: bool
+
+
+def read_shape(file: GgufFile) -> ModelShape:
+    """Raises CheckpointError for an architecture, or a variant of one, that the engine has no code for."""
+    arch = file.architecture
+    if arch not in FAMILIES:
+        raise CheckpointError(f"{file.name} holds a {arch} model; supported architectures: {', '.join(FAMILIES)}")
+    if file.integer(f"{arch}.expert_count", 0):
+        raise CheckpointError(f"{file.name} holds a mixture of experts, which is not supported")
+    if "token_embd.weight" not in file.tensors:
+        raise CheckpointError(f"{file.name} has no tensor token_embd.weight")
+    hidden_size, num_heads = file.integer(f"{arch}.embedding_length"), file.integer(f"{arch}.attention.head_count")
+    head_dim = file.integer(f"{arch}.attention.key_length", hidden_size // max(num_heads, 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (length := file.integer(f"{arch}.{key}", head_dim)) != head_dim:
+            raise CheckpointError(
+                f"{file.name}: {arch}.{key} is {length}; only the head size, {head_dim}, is supported"
+            )
+    qkv_bias = FAMILIES[arch].qkv_bias
+    return ModelShape(
+        family=arch,
+        num_layers=file.integer(f"{arch}.block_count"),
+        hidden_size=hidden_size,
+        ffn_size=file.integer(f"{arch}.feed_forward_length"),
+        num_heads=num_heads,
+        num_kv_heads=file.integer(f"{arch}.attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        vocab_size=int(file.tensors["token_embd.weight"].shape[-1]),
+        qkv_bias="blk.0.attn_q.bias" in file.tensors if qkv_bias is None else qkv_bias,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        tied_embeddings="output.weight" not in file.tensors,
+    )
+
+
+def config_of(file: GgufFile, shape: ModelShape) -> dict[str, object]:
+    """The model's config.json, with `rope_theta` and `rope_scaling` where every version of transformers finds them."""
+    arch = shape.family
+    config: dict[str, object] = {
+        "architectures": [FAMILIES[arch].transformers_class],
+        "model_type": arch,
+        "dtype": "bfloat16",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": _context_len(file),
+        "rms_norm_eps": file.number(f"{arch}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": file.number(f"{arch}.rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(file, shape),
+        "tie_word_embeddings": shape.tied_embeddings,
+    }
+    if arch != "qwen2":  # there the biases are part of the architecture
+        config["attention_bias"] = shape.qkv_bias
+    if arch == "llama":
+        config["mlp_bias"] = shape.mlp_bias
+    for name in ("bos", "eos"):
+        if file.has(key := f"tokenizer.ggml.{name}_token_id"):
+            config[f"{name}_token_id"] = file.integer(key)
+    return config
+
+
+def _context_len(file: GgufFile) -> int:
+    """Up to a sliding window's length, windowed attention is full attention: beyond it the model is not offered."""
+    context_len = file.integer(f"{file.architecture}.context_length")
+    window = file.integer(f"{file.architecture}.attention.sliding_window", 0)
+    return min(context_len, window) if window else context_len
+
+
+def _rope_scaling(file: GgufFile, shape: ModelShape) -> dict[str, object] | None:
+    prefix = f"{shape.family}.rope.scaling"
+    if ROPE_FACTORS in file.tensors:
+        return _llama3_scaling(file, shape)
+    kind = file.text(f"{prefix}.type", "none")
+    if kind == "none":
+        return None
+    scaling: dict[str, object] = {"rope_type": kind, "factor": file.number(f"{prefix}.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = file.integer(f"{prefix}.original_context_length")
+        for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+            if file.has(f"{prefix}.{key}"):
+                scaling[name] = file.number(f"{prefix}.{key}")
+    elif kind != "linear":
+        raise CheckpointError(f"{file.name} scales its rotary frequencies by {kind!r}; supported: linear, yarn, llama3")
+    return scaling
+
+
+def _llama3_scaling(file: GgufFile, shape: ModelShape) -> dict[str, object]:
+    """The parameters whose frequency factors are those that the file holds in place of them.
+
+    Every published Llama 3.1, 3.2 and 3.3 has the same ones but for `factor`, which is the factor of the slowest pair.
+    """
+    found = np.asarray(file.tensors[ROPE_FACTORS].data, dtype=np.float32)
+    factor, low_freq_factor, high_freq_factor, original_len = float(found[-1]), 1.0, 4.0, 8192
+    theta = file.number(f"{shape.family}.rope.freq_base", 10000.0)
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, shape.head_dim, 2) / shape.head_dim)
+    smooth = (original_len / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    expected = 1 / (np.clip(smooth, 0, 1) + (1 - np.clip(smooth, 0, 1)) / factor)
+    if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-3):
+        raise CheckpointError(f"{file.name} has rotary frequency factors that are not those of Llama 3")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low_freq_factor,
+        "high_freq_factor": high_freq_factor,
+        "original_max_position_embeddings": original_len,
+    }

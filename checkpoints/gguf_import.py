@@ -1,0 +1,55 @@
+"""A .gguf file → a Hugging Face folder."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from checkpoints.cache import Cache
+from checkpoints.errors import CheckpointError
+from checkpoints.files import sha256_of, written_whole
+from checkpoints.json_file import write_json
+from checkpoints.progress import Progress
+
+
+def obtain_gguf_model(path: Path, cache: Cache, progress: Progress) -> Path:
+    """The folder made from this file's contents, imported once however often it is renamed or moved.
+
+    Raises CheckpointError if the file is broken or its architecture, vocabulary or quantisation is not supported.
+    """
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-") or "model"
+    name = f"{stem}-{_content_key(path, cache, progress)[:12]}"
+    return cache.obtain(name, lambda work, draft: import_gguf(path, draft, progress), progress)
+
+
+def import_gguf(path: Path, folder: Path, progress: Progress) -> None:
+    """Fills an empty folder with config.json, model.safetensors in bfloat16, the tokenizer and its settings."""
+    # Here, as reading GGUF takes numpy and the whole quantisation code, which a start from the cache has no use for.
+    from checkpoints.gguf_config import config_of, read_shape
+    from checkpoints.gguf_file import GgufFile
+    from checkpoints.gguf_tokenizer import write_tokenizer
+    from checkpoints.gguf_weights import write_weights
+
+    progress("Reading the GGUF file", 0, 0)
+    file = GgufFile(path)
+    shape = read_shape(file)
+    write_json(folder / "config.json", config_of(file, shape))
+    write_tokenizer(file, folder)
+    write_weights(file, shape, folder / "model.safetensors", progress)
+
+
+def _content_key(path: Path, cache: Cache, progress: Progress) -> str:
+    """The file's SHA-256, remembered for as long as its path, size and time of change stay what they are."""
+    stat = path.stat()
+    if stat.st_size == 0:
+        raise CheckpointError(f"{path} is empty")
+    identity = f"{path.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{stat.st_ino}"
+    remembered = cache.root / "sources" / hashlib.sha256(identity.encode()).hexdigest()
+    if remembered.is_file():
+        return remembered.read_text()
+    key = sha256_of(path, lambda done: progress(f"Checksumming {path.name}", done, stat.st_size))
+    remembered.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(remembered) as partial:
+        partial.write_text(key)
+    return key

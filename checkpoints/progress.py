@@ -1,0 +1,40 @@
+"""How far a long part has come, for whoever waits."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Protocol, TextIO
+
+
+class Progress(Protocol):
+    def __call__(self, description: str, done: int, total: int, /) -> None:
+        """`done` of `total` bytes of the part that `description` names; total 0 where it is not known."""
+
+
+def no_progress(description: str, done: int, total: int, /) -> None:
+    pass
+
+
+class PrintedProgress:
+    """Plain lines for logs: one when a part begins, then one at most every `interval_s`, then one at its end."""
+
+    def __init__(self, stream: TextIO | None = None, interval_s: float = 2.0) -> None:
+        self._stream = stream or sys.stderr
+        self._interval_s = interval_s
+        self._description = ""
+        self._next_at = 0.0
+        self._is_complete = False
+
+    def __call__(self, description: str, done: int, total: int, /) -> None:
+        if description != self._description:
+            self._description, self._next_at, self._is_complete = description, 0.0, False
+        completes = total > 0 and done >= total and not self._is_complete
+        now = time.monotonic()
+        if now < self._next_at and not completes:
+            return
+        if self._is_complete:
+            return
+        self._next_at, self._is_complete = now + self._interval_s, completes
+        amount = f" {done / 1e6:.0f} of {total / 1e6:.0f} MB" if total >= 1_000_000 else ""
+        print(f"{description}{amount}", file=self._stream, flush=True)

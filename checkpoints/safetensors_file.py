@@ -1,0 +1,68 @@
+"""Writes the safetensors format a piece at a time: the library's own writer wants every tensor in memory at once.
+
+A file is the header's length (8 bytes, little endian), the header (JSON: name → dtype, shape, offsets), the data.
+Source: the format's description in the safetensors repository.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """dtype as the format names it ("BF16"), and the bytes of one of its elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    element_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.element_bytes
+
+
+class SafetensorsWriter:
+    """Takes the data of `entries` in their order, in pieces of any size; ValueError if too little or too much came."""
+
+    def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
+        self._file = path.open("wb")
+        self._remaining_bytes = sum(entry.num_bytes for entry in entries)
+        self._file.write(_header(entries))
+
+    def write(self, values: NDArray[np.generic]) -> None:
+        self._remaining_bytes -= values.nbytes
+        self._file.write(np.ascontiguousarray(values).data)
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if kind is None and self._remaining_bytes:
+            raise ValueError(f"{self._remaining_bytes} bytes of tensor data are missing (negative: too many)")
+
+
+def _header(entries: Sequence[TensorEntry]) -> bytes:
+    document: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for entry in entries:
+        end = start + entry.num_bytes
+        document[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end]}
+        start = end
+    header = json.dumps(document, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % ALIGNMENT_BYTES)
+    return len(header).to_bytes(8, "little") + header

@@ -1,0 +1,131 @@
+"""The `pagoda` command."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from clients.cli_chat import chat
+from clients.cli_generate import generate
+from clients.cli_inspect import models, status
+
+app = typer.Typer(
+    help="Pagoda: a gRPC streaming inference server for language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_ENGINE = "The engine (passed on when it is spawned)"
+_LIMITS = "Limits"
+_EXPOSURE = "Exposure"
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Option(help="A name, a folder, a .gguf file or a hub name.")] = "smollm2-135m-instruct",
+    listen: Annotated[str, typer.Option(help="HOST:PORT (port 0 takes a free one) or unix:PATH.")] = "127.0.0.1:50051",
+    engine: Annotated[
+        str, typer.Option(help="'spawn', or where engines run: unix:PATH or HOST:PORT, comma-separated.")
+    ] = "spawn",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(rich_help_panel=_ENGINE)] = "auto",
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Option(rich_help_panel=_ENGINE)] = "auto",
+    kv_cache_gb: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_ENGINE, help="KV cache in GB.", show_default="0.5 on a CPU, what is free on a GPU"
+        ),
+    ] = None,
+    block_size: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Tokens in a KV block.")] = 16,
+    max_num_seqs: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Sequences that run at once.")] = 64,
+    token_budget: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Tokens a step computes at most.")] = 512,
+    max_model_len: Annotated[
+        int | None, typer.Option(rich_help_panel=_ENGINE, help="Longest prompt + output.", show_default="the model's")
+    ] = None,
+    prefix_caching: Annotated[
+        bool, typer.Option(rich_help_panel=_ENGINE, help="Reuse what prompts have in common.")
+    ] = True,
+    threads: Annotated[
+        int | None, typer.Option(rich_help_panel=_ENGINE, help="CPU threads.", show_default="one a physical core")
+    ] = None,
+    step_ms: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_ENGINE, help="Step time of the synthetic model: BASE[,PER_SEQUENCE[,PER_TOKEN]] in ms."
+        ),
+    ] = None,
+    hang_timeout_s: Annotated[
+        float, typer.Option(rich_help_panel=_ENGINE, help="An engine with work but no step for so long is dead.")
+    ] = 60.0,
+    max_requests: Annotated[
+        int, typer.Option(rich_help_panel=_LIMITS, help="Requests admitted at once; more are refused.")
+    ] = 1024,
+    max_queued_tokens: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=_LIMITS, help="Tokens admitted at once.", show_default="eight KV caches full"),
+    ] = None,
+    max_text_bytes: Annotated[int, typer.Option(rich_help_panel=_LIMITS, help="Longest prompt text.")] = 1 << 20,
+    reflection: Annotated[
+        bool | None,
+        typer.Option("--reflection/--no-reflection", rich_help_panel=_EXPOSURE, show_default="on where local"),
+    ] = None,
+    auth_token_file: Annotated[
+        str | None, typer.Option(rich_help_panel=_EXPOSURE, help="Clients must send this file's content as a token.")
+    ] = None,
+    tls_cert: Annotated[str | None, typer.Option(rich_help_panel=_EXPOSURE, help="PEM file.")] = None,
+    tls_key: Annotated[str | None, typer.Option(rich_help_panel=_EXPOSURE, help="PEM file.")] = None,
+    allow_insecure: Annotated[
+        bool, typer.Option("--allow-insecure", rich_help_panel=_EXPOSURE, help="A public address without TLS or token.")
+    ] = False,
+    grace_s: Annotated[float, typer.Option(help="How long SIGTERM waits for running requests.")] = 30.0,
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option()] = "info",
+) -> None:
+    """Serve a model: a router, with its engine spawned and supervised unless it runs elsewhere."""
+    from clients.progress_bars import shown_progress
+    from router.config import ServeConfig
+    from router.main import serve as serve_until_stopped
+
+    config = ServeConfig(
+        model=model,
+        listen=listen,
+        engine=engine,
+        device=device,
+        dtype=dtype,
+        kv_cache_gb=kv_cache_gb,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        token_budget=token_budget,
+        max_model_len=max_model_len,
+        prefix_caching=prefix_caching,
+        threads=threads,
+        step_ms=step_ms,
+        hang_timeout_s=hang_timeout_s,
+        max_requests=max_requests,
+        max_queued_tokens=max_queued_tokens,
+        max_text_bytes=max_text_bytes,
+        reflection=reflection,
+        auth_token_file=auth_token_file,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        allow_insecure=allow_insecure,
+        grace_s=grace_s,
+        log_level=log_level,
+    )
+    with shown_progress() as progress:
+        exit_code = serve_until_stopped(config, progress)
+    raise typer.Exit(exit_code)
+
+
+app.command()(generate)
+app.command()(chat)
+app.command()(models)
+app.command()(status)
+
+
+def main() -> None:
+    app(prog_name="pagoda")
+
+
+if __name__ == "__main__":
+    main()

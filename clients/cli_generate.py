@@ -1,0 +1,77 @@
+"""`pagoda generate`: one answer, streamed to standard output."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from clients.stream_meter import StreamMeter
+from clients.terminal import (
+    DEFAULT_ADDRESS,
+    Address,
+    MaxTokens,
+    Seed,
+    Temperature,
+    Timeout,
+    Tls,
+    TlsCa,
+    Token,
+    TopK,
+    TopP,
+    connect,
+    errors_reported,
+)
+
+if TYPE_CHECKING:
+    from clients.chunk import Chunk
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text; - reads it from standard input.")],
+    chat: Annotated[
+        bool, typer.Option("--chat/--raw", help="Ask it as a chat message, or continue it as it stands.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="System message, with --chat.", show_default=False)] = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
+    seed: Seed = None,
+    timeout: Timeout = None,
+    address: Address = DEFAULT_ADDRESS,
+    token: Token = None,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+) -> None:
+    """Stream one answer to standard output; figures go to standard error."""
+    if system is not None and not chat:
+        raise typer.BadParameter("a system message needs --chat", param_hint="--system")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with errors_reported(address), connect(address, token, tls, tls_ca, timeout) as client:
+        from clients.request import GenerateOptions
+
+        options = GenerateOptions(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop, seed=seed
+        )
+        system_message = [{"role": "system", "content": system}] if system is not None else []
+        conversation = [*system_message, {"role": "user", "content": text}]
+        chunks = client.chat(conversation, **options) if chat else client.generate(text, **options)
+        with closing(chunks):
+            meter = write_stream(chunks)
+        print()
+        typer.secho(str(meter), dim=True, err=True)
+
+
+def write_stream(chunks: Iterator[Chunk]) -> StreamMeter:
+    """Writes each delta to standard output as it comes."""
+    meter = StreamMeter()
+    for chunk in chunks:
+        meter.add(len(chunk.tokens))
+        sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+    return meter

@@ -1,0 +1,31 @@
+"""How a client reaches a server: channel options, TLS, and the token that goes with each call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # By default a channel waits 1 s after a refused connection before it tries another: longer than most retries.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    # A peer that has vanished without a word is noticed though the stream is quiet.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+
+
+def credentials(tls: bool | Path) -> grpc.ChannelCredentials | None:
+    """tls: whether to use TLS with the system's authorities, or a PEM file of the authorities to trust."""
+    if tls is False:
+        return None
+    return grpc.ssl_channel_credentials(None if tls is True else tls.read_bytes())
+
+
+def call_metadata(token: str | None) -> list[tuple[str, str]]:
+    return [] if token is None else [("authorization", f"Bearer {token}")]

@@ -1,0 +1,122 @@
+"""What can end a call, as a class to catch, made from the gRPC status and its google.rpc details."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+
+M = TypeVar("M", bound=Message)
+
+
+class PagodaError(Exception):
+    """Any failed call. Statuses without a class of their own arrive as this one.
+
+    code           the gRPC status
+    retry_after_s  when the server suggests to try again; None where waiting will not help or it does not say
+    """
+
+    def __init__(self, message: str, code: grpc.StatusCode, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class InvalidArgument(PagodaError):
+    """field: path of the field that is wrong, such as `sampling.temperature`; None if the server does not name one."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message, grpc.StatusCode.INVALID_ARGUMENT)
+        self.field = field
+
+
+class Unauthenticated(PagodaError):
+    """No token, or a wrong one."""
+
+
+class PermissionDenied(PagodaError):
+    """The token does not allow this call."""
+
+
+class NotFound(PagodaError):
+    """No such model, or no live request of this id."""
+
+
+class AlreadyExists(PagodaError):
+    """A request of this id is live."""
+
+
+class Overloaded(PagodaError):
+    """The queue is full, the message too large, or this client has stopped reading.
+
+    queue_depth  requests that the server has admitted, where it says so
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None, queue_depth: int | None = None) -> None:
+        super().__init__(message, grpc.StatusCode.RESOURCE_EXHAUSTED, retry_after_s)
+        self.queue_depth = queue_depth
+
+
+class DeadlineExceeded(PagodaError):
+    """`timeout_s` has passed."""
+
+
+class Unavailable(PagodaError):
+    """The server cannot be reached, drains, or has no running engine."""
+
+
+class Cancelled(PagodaError):
+    """The call was cancelled from elsewhere."""
+
+
+class Unimplemented(PagodaError):
+    """The server knows no such call or feature."""
+
+
+_PLAIN: dict[grpc.StatusCode, type[PagodaError]] = {
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
+}
+
+
+def error_from(failure: grpc.RpcError) -> PagodaError:
+    """The typed error that a failed call of grpc or grpc.aio means."""
+    code, message, status = failure.code(), failure.details() or "", _status(failure)
+    if code == grpc.StatusCode.INVALID_ARGUMENT:
+        violations = _detail(status, error_details_pb2.BadRequest()).field_violations
+        return InvalidArgument(message, violations[0].field if violations else None)
+    retry_info = _detail(status, error_details_pb2.RetryInfo())
+    has_delay = retry_info.HasField("retry_delay")
+    retry_after_s = retry_info.retry_delay.ToTimedelta().total_seconds() if has_delay else None
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        queue_depth = _detail(status, error_details_pb2.ErrorInfo()).metadata.get("queue_depth", "")
+        return Overloaded(message, retry_after_s, int(queue_depth) if queue_depth.isdecimal() else None)
+    return _PLAIN.get(code, PagodaError)(message or code.name, code, retry_after_s)
+
+
+def _status(failure: grpc.RpcError) -> status_pb2.Status:
+    for key, value in failure.trailing_metadata() or ():
+        if key == STATUS_DETAILS_KEY:
+            try:
+                return status_pb2.Status.FromString(value)
+            except DecodeError:  # the details are a courtesy: without them the status still says what happened
+                break
+    return status_pb2.Status()
+
+
+def _detail(status: status_pb2.Status, message: M) -> M:
+    """The first detail of this message's type; the message as it is, empty, where there is none."""
+    for detail in status.details:
+        if detail.Unpack(message):
+            break
+    return message

@@ -1,0 +1,157 @@
+"""From the arguments of a Python call to the request messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from google.protobuf.message import Message
+
+from clients.errors import InvalidArgument
+from protos import inference_pb2
+
+# {"role": "system" | "user" | "assistant" | "tool", "content": "…"}
+ChatMessage = Mapping[str, str]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Options of `generate` and `chat`; each is the server's default where it is left out or None.
+
+    Ranges and meanings are those of protos/inference.proto.
+    """
+
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    n: int | None
+    logprobs: int | None
+    text: bool | None
+    prompt_ids: bool | None
+    special_tokens: bool | None
+    cache_salt: str | None
+    bypass_cache: bool | None
+    priority: int | None
+    model: str | None
+    request_id: str | None
+
+
+# Option → field of GenerateRequest.
+_FIELDS = {
+    "max_tokens": "stopping.max_tokens",
+    "min_tokens": "stopping.min_tokens",
+    "stop": "stopping.stop",
+    "stop_token_ids": "stopping.stop_token_ids",
+    "ignore_eos": "stopping.ignore_eos",
+    "temperature": "sampling.temperature",
+    "top_k": "sampling.top_k",
+    "top_p": "sampling.top_p",
+    "min_p": "sampling.min_p",
+    "repetition_penalty": "sampling.repetition_penalty",
+    "presence_penalty": "sampling.presence_penalty",
+    "frequency_penalty": "sampling.frequency_penalty",
+    "logit_bias": "sampling.logit_bias",
+    "seed": "sampling.seed",
+    "n": "sampling.n",
+    "logprobs": "output.logprobs",
+    "text": "output.text",
+    "prompt_ids": "output.prompt",
+    "special_tokens": "output.special_tokens",
+    "cache_salt": "cache.salt",
+    "bypass_cache": "cache.bypass",
+    "priority": "priority",
+    "model": "model",
+    "request_id": "request_id",
+}
+
+_ROLES = {
+    "system": inference_pb2.ROLE_SYSTEM,
+    "user": inference_pb2.ROLE_USER,
+    "assistant": inference_pb2.ROLE_ASSISTANT,
+    "tool": inference_pb2.ROLE_TOOL,
+}
+
+
+def generate_request(prompt: str | Sequence[int], options: GenerateOptions) -> inference_pb2.GenerateRequest:
+    """Raises InvalidArgument for a value that does not fit its field, TypeError for an unknown option."""
+    request = inference_pb2.GenerateRequest()
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.SetInParent()  # an empty prompt is the server's to refuse, not "no input"
+        _assign(request, "token_ids.ids", prompt)
+    return _with_options(request, options)
+
+
+def chat_request(
+    messages: str | Sequence[ChatMessage], continue_last: bool, options: GenerateOptions
+) -> inference_pb2.GenerateRequest:
+    """Raises InvalidArgument for an unknown role too; a text is one message of the user."""
+    conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    request = inference_pb2.GenerateRequest(chat=chat(conversation, continue_last))
+    return _with_options(request, options)
+
+
+def chat(messages: Sequence[ChatMessage], continue_last: bool = False) -> inference_pb2.Chat:
+    rendered = inference_pb2.Chat(continue_last=continue_last)
+    for i, message in enumerate(messages):
+        role = _ROLES.get(message["role"])
+        if role is None:
+            field = f"chat.messages[{i}].role"
+            raise InvalidArgument(f"{field}: {message['role']!r} is none of {', '.join(_ROLES)}", field)
+        rendered.messages.add(role=role, content=message["content"])
+    return rendered
+
+
+def tokenize_request(
+    content: str | Sequence[ChatMessage], add_special_tokens: bool, model: str
+) -> inference_pb2.TokenizeRequest:
+    if isinstance(content, str):
+        return inference_pb2.TokenizeRequest(model=model, text=content, add_special_tokens=add_special_tokens)
+    return inference_pb2.TokenizeRequest(model=model, chat=chat(content), add_special_tokens=add_special_tokens)
+
+
+def detokenize_request(token_ids: Sequence[int], special_tokens: bool, model: str) -> inference_pb2.DetokenizeRequest:
+    request = inference_pb2.DetokenizeRequest(model=model, special_tokens=special_tokens)
+    _assign(request, "token_ids", token_ids)
+    return request
+
+
+def _with_options(
+    request: inference_pb2.GenerateRequest, options: Mapping[str, object]
+) -> inference_pb2.GenerateRequest:
+    for name, value in options.items():
+        if name not in _FIELDS:
+            raise TypeError(f"unknown option {name!r}; known: {', '.join(_FIELDS)}")
+        if value is not None:
+            _assign(request, _FIELDS[name], value)
+    return request
+
+
+def _assign(message: Message, path: str, value: object) -> None:
+    *parents, field = path.split(".")
+    try:
+        for parent in parents:
+            message = getattr(message, parent)
+        match value:
+            case str() | bytes() | int() | float():
+                if hasattr(getattr(message, field), "append"):  # one stop string needs no list around it
+                    getattr(message, field).append(value)
+                else:
+                    setattr(message, field, value)
+            case Mapping():
+                getattr(message, field).update(value)
+            case _:
+                getattr(message, field).extend(value)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidArgument(f"{path}: {error}", path) from error

@@ -1,0 +1,56 @@
+"""What the commands share: options that reach a server, and how an error looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from clients.client import Client
+
+Address = Annotated[str, typer.Option(envvar="PAGODA_ADDRESS", help="HOST:PORT or unix:PATH of the server.")]
+Token = Annotated[
+    str | None, typer.Option(envvar="PAGODA_AUTH_TOKEN", show_envvar=True, help="Bearer token of the server.")
+]
+Tls = Annotated[bool, typer.Option("--tls", help="Use TLS with the system's authorities.")]
+TlsCa = Annotated[Path | None, typer.Option(help="Use TLS with the authorities in this PEM file.")]
+Timeout = Annotated[float | None, typer.Option(help="Deadline in seconds.", show_default=False)]
+MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
+Temperature = Annotated[float, typer.Option(help="0 always takes the most likely token.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability.")]
+TopK = Annotated[int | None, typer.Option(help="Keep this many of the most likely tokens.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.", show_default=False)]
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has ended
+
+
+def connect(address: str, token: str | None, tls: bool, tls_ca: Path | None, timeout_s: float | None = None) -> Client:
+    from clients.client import Client
+
+    return Client(address, token=token, tls=tls_ca or tls, timeout_s=timeout_s)
+
+
+def print_error(message: str) -> None:
+    typer.secho(f"error: {' '.join(message.split())}", fg="red", err=True)
+
+
+@contextmanager
+def errors_reported(address: str = "") -> Iterator[None]:
+    """An expected error becomes one red line and exit code 1; Ctrl-C, exit code 130."""
+    from checkpoints import CheckpointError
+    from clients.errors import PagodaError, Unavailable
+
+    try:
+        yield
+    except (PagodaError, CheckpointError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise  # the reader has seen enough: typer ends quietly
+        print_error(f"{address} is unavailable: {error}" if isinstance(error, Unavailable) else str(error))
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None

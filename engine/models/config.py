@@ -1,0 +1,162 @@
+"""What config.json says of a model, checked and in one vocabulary."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ConfigError
+from engine.models.rope import RopeConfig
+
+DEFAULT_ROPE_THETA = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """
+    family                   name of the model code that runs it
+    ffn_size                 width of the feed-forward layer
+    max_position_embeddings  positions that the model was trained for, RoPE scaling included
+    sliding_window           tokens that a query sees at most; None: all
+    qkv_bias, output_bias    of the attention's projections
+    qk_norm                  queries and keys are normalised before they are rotated
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    sliding_window: int | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+class ConfigFile:
+    """config.json of a checkpoint. What it lacks, or has of the wrong type, is a ConfigError that names the field."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "config.json"
+        try:
+            self._fields = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise ConfigError(f"the model folder has no config.json: {folder}") from None
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {error}") from None
+        if not isinstance(self._fields, dict):
+            raise ConfigError(f"{path} must hold an object, not {type(self._fields).__name__}")
+
+    @property
+    def architecture(self) -> str:
+        """What the model code is chosen by; empty if the file does not say."""
+        architectures = self._fields.get("architectures") or [""]
+        if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+            raise ConfigError(f"config.json: architectures must be a list of names, not {architectures!r}")
+        return architectures[0]
+
+    def text(self, name: str, default: str) -> str:
+        value = self._fields.get(name)
+        return value if isinstance(value, str) else default
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._fields.get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"config.json: {name} must be true or false, not {value!r}")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive whole number."""
+        value = self._fields.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise ConfigError(f"config.json has no {name}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"config.json: {name} must be a positive whole number, not {value!r}")
+        return value
+
+    def count(self, name: str, default: int) -> int:
+        """A whole number, zero included."""
+        return 0 if self._fields.get(name) == 0 else self.size(name, default)
+
+    def optional_size(self, name: str, absent: int | None = None) -> int | None:
+        """None where the file says null; `absent` where it says nothing."""
+        return None if self._fields.get(name, absent) is None else self.size(name, absent)
+
+    def number(self, name: str, default: float) -> float:
+        value = self._fields.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ConfigError(f"config.json: {name} must be a number, not {value!r}")
+        return float(value)
+
+    def names(self, name: str) -> list[str]:
+        value = self._fields.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"config.json: {name} must be a list of names, not {value!r}")
+        return value
+
+    def has(self, name: str) -> bool:
+        return self._fields.get(name) is not None
+
+    def rope(self) -> RopeConfig:
+        """From `rope_parameters`, or from `rope_theta` and `rope_scaling`, as older files have it."""
+        theta = self.number("rope_theta", DEFAULT_ROPE_THETA)
+        parameters = self._fields.get("rope_parameters") or self._fields.get("rope_scaling") or {}
+        if not isinstance(parameters, dict):
+            raise ConfigError(f"config.json: the RoPE parameters must be an object, not {parameters!r}")
+        return RopeConfig.parse(parameters, theta, self.size("max_position_embeddings"))
+
+
+def read_llama_like(file: ConfigFile, family: str, head_dim: int | None = None) -> ModelConfig:
+    """The fields that all families share; `head_dim` is the family's default, None: hidden size over heads.
+
+    Raises ConfigError for what no family here supports.
+    """
+    activation = file.text("hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError(f"config.json: hidden_act {activation!r} is not supported; only 'silu' is")
+    if file.has("quantization_config"):
+        raise ConfigError("config.json has a quantization_config: quantised safetensors are not supported")
+    if file.number("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("config.json: partial_rotary_factor is not supported; heads are rotated whole")
+    hidden_size, num_heads = file.size("hidden_size"), file.size("num_attention_heads")
+    num_kv_heads = file.size("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key-value heads")
+    if head_dim is None and not file.has("head_dim") and hidden_size % num_heads:
+        raise ConfigError(f"config.json: hidden_size {hidden_size} is not a multiple of {num_heads} attention heads")
+    head_dim = file.size("head_dim", head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise ConfigError(f"config.json: head_dim must be even, as RoPE turns pairs; it is {head_dim}")
+    rope = file.rope()
+    return ModelConfig(
+        family=family,
+        num_layers=file.size("num_hidden_layers"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_size=file.size("intermediate_size"),
+        vocab_size=file.size("vocab_size"),
+        max_position_embeddings=max(file.size("max_position_embeddings"), rope.extended_positions),
+        rms_norm_eps=file.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        tie_word_embeddings=file.flag("tie_word_embeddings", False),
+    )

@@ -1,0 +1,102 @@
+"""Llama and what differs from it only by configuration: Mistral, SmolLM (Touvron et al., 2023; Jiang et al., 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.nn import functional
+
+from engine.models.config import ConfigFile, ModelConfig, read_llama_like
+from engine.models.inputs import StepInputs
+from engine.models.parameters import LayerParameters, Parameters
+from engine.models.rope import Rope
+from kernels import Backend, Linear, PagedKV
+
+# What transformers assumes where config.json is silent.
+MISTRAL_SLIDING_WINDOW = 4096
+
+
+def configure_llama(file: ConfigFile) -> ModelConfig:
+    attention_bias = file.flag("attention_bias", False)
+    return replace(
+        read_llama_like(file, "llama"),
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=file.flag("mlp_bias", False),
+    )
+
+
+def configure_mistral(file: ConfigFile) -> ModelConfig:
+    return replace(
+        read_llama_like(file, "mistral"),
+        sliding_window=file.optional_size("sliding_window", absent=MISTRAL_SLIDING_WINDOW),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A decoder layer, ready to run."""
+
+    input_norm: Tensor
+    qkv: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Linear
+    post_attention_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+    @staticmethod
+    def prepare(weights: LayerParameters, ops: Backend) -> Layer:
+        return Layer(
+            input_norm=weights.input_norm,
+            qkv=ops.linear(weights.qkv_weight, weights.qkv_bias),
+            query_norm=weights.query_norm,
+            key_norm=weights.key_norm,
+            output=ops.linear(weights.output_weight, weights.output_bias),
+            post_attention_norm=weights.post_attention_norm,
+            gate_up=ops.linear(weights.gate_up_weight, weights.gate_up_bias),
+            down=ops.linear(weights.down_weight, weights.down_bias),
+        )
+
+
+class Llama:
+    """A decoder over a paged KV cache. Takes over `parameters`, whose layers it releases one by one."""
+
+    def __init__(self, config: ModelConfig, parameters: Parameters, ops: Backend) -> None:
+        self.config = config
+        self._ops = ops
+        self._rope = Rope(config.rope, config.head_dim, parameters.embedding.device)
+        self._embedding = parameters.embedding
+        self._layers: list[Layer] = []
+        while parameters.layers:
+            self._layers.append(Layer.prepare(parameters.layers.pop(0), ops))
+        self._final_norm = parameters.final_norm
+        self._head = parameters.head
+
+    def forward(self, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
+        """Logits [num_logits, vocab], in the dtype of the weights; keys and values go to `cache`, a PagedKV a layer."""
+        ops, eps = self._ops, self.config.rms_norm_eps
+        rotations = self._rope.rotations(inputs.positions)
+        residual = functional.embedding(inputs.token_ids, self._embedding)
+        x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
+        norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
+        for layer, kv, next_norm in zip(self._layers, cache, norms, strict=True):
+            x = self._attend(layer, x, rotations, inputs, kv)
+            x = ops.rms_norm(x, layer.post_attention_norm, eps, residual)
+            x = layer.down(ops.silu_and_mul(layer.gate_up(x)))
+            x = ops.rms_norm(x, next_norm, eps, residual)
+        return functional.linear(x.index_select(0, inputs.logit_rows), self._head)
+
+    def _attend(
+        self, layer: Layer, x: Tensor, rotations: tuple[Tensor, Tensor], inputs: StepInputs, kv: PagedKV
+    ) -> Tensor:
+        qkv = self._normalise(layer, layer.qkv(x).view(len(x), -1, self.config.head_dim))
+        q = self._ops.rope_and_store_kv(qkv, *rotations, inputs.slots, kv)
+        return layer.output(self._ops.paged_attention(q, kv, inputs.attention).flatten(1))
+
+    def _normalise(self, layer: Layer, qkv: Tensor) -> Tensor:
+        """For families that normalise queries and keys before they are rotated."""
+        return qkv

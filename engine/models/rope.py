@@ -1,0 +1,149 @@
+"""Rotary position embedding: how fast each pair of dimensions turns, by the variants that checkpoints use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """
+    variant             default, linear, llama3 or yarn
+    theta               base of the geometric series of wavelengths
+    factor              how much longer contexts are than those the frequencies were trained for
+    original_positions  positions of the training that the variant extends
+    low_freq_factor, high_freq_factor    of llama3
+    beta_fast, beta_slow, truncate       of yarn
+    attention_factor    multiplies cosines and sines
+    """
+
+    theta: float
+    variant: str = "default"
+    factor: float = 1.0
+    original_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+    @property
+    def extended_positions(self) -> int:
+        """Positions that the variant reaches by itself, whatever max_position_embeddings says; 0: it does not tell."""
+        return int(self.factor * self.original_positions) if self.variant == "yarn" else 0
+
+    @staticmethod
+    def parse(parameters: Mapping[str, Any], theta: float, max_position_embeddings: int) -> RopeConfig:
+        """From an object of config.json. Raises ConfigError for an unknown variant or a broken field."""
+        variant = parameters.get("rope_type") or parameters.get("type") or "default"
+        if variant not in _FREQUENCIES:
+            raise ConfigError(f"config.json: RoPE type {variant!r} is not supported; {', '.join(_FREQUENCIES)} are")
+
+        def number(name: str, default: float | None = None) -> float:
+            value = parameters.get(name)
+            value = default if value is None else value
+            if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+                raise ConfigError(f"config.json: {name} of {variant} RoPE must be a positive number, not {value!r}")
+            return float(value)
+
+        if number("partial_rotary_factor", 1.0) != 1.0:
+            raise ConfigError("config.json: partial_rotary_factor is not supported; heads are rotated whole")
+        theta = number("rope_theta", theta)
+        if variant == "default":
+            return RopeConfig(theta)
+        factor = number("factor")
+        original = int(number("original_max_position_embeddings", max_position_embeddings))
+        match variant:
+            case "linear":
+                return RopeConfig(theta, variant, factor)
+            case "llama3":
+                low, high = number("low_freq_factor"), number("high_freq_factor")
+                if high <= low:
+                    raise ConfigError(f"config.json: high_freq_factor {high} must exceed low_freq_factor {low}")
+                return RopeConfig(theta, variant, factor, original, low_freq_factor=low, high_freq_factor=high)
+            case _:
+                gain = _yarn_gain(factor, 1.0)
+                if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+                    gain = _yarn_gain(factor, number("mscale")) / _yarn_gain(factor, number("mscale_all_dim"))
+                return RopeConfig(
+                    theta,
+                    variant,
+                    factor,
+                    original,
+                    beta_fast=number("beta_fast", 32.0),
+                    beta_slow=number("beta_slow", 1.0),
+                    truncate=bool(parameters.get("truncate", True)),
+                    attention_factor=number("attention_factor", gain),
+                )
+
+
+class Rope:
+    """Cosines and sines of positions."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
+        # On the CPU, so that the frequencies are the same to the last bit whatever the device.
+        self._frequencies = _FREQUENCIES[config.variant](config, head_dim).to(device)
+        self._gain = config.attention_factor
+
+    def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each [num_tokens, head_dim / 2] float32, of positions [num_tokens]."""
+        angles = positions[:, None].float() * self._frequencies
+        return angles.cos() * self._gain, angles.sin() * self._gain
+
+
+def _default(config: RopeConfig, head_dim: int) -> Tensor:
+    """theta^(-2i / head_dim), radians a position (Su et al., 2021)."""
+    return 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+
+
+def _linear(config: RopeConfig, head_dim: int) -> Tensor:
+    """Positions are interpolated (Chen et al., 2023)."""
+    return _default(config, head_dim) / config.factor
+
+
+def _llama3(config: RopeConfig, head_dim: int) -> Tensor:
+    """Llama 3.1: long wavelengths are interpolated, short ones are kept, those between are blended."""
+    kept = _default(config, head_dim)
+    turns = config.original_positions * kept / (2 * math.pi)  # over the length of the training's contexts
+    low, high = config.low_freq_factor, config.high_freq_factor
+    share_kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return torch.lerp(kept / config.factor, kept, share_kept)
+
+
+def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
+    """YaRN (Peng et al., 2023): like llama3, but the blend is linear in the dimension."""
+    kept = _default(config, head_dim)
+
+    def dimension_that_turns(times: float) -> float:
+        wavelength = config.original_positions / (times * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(config.theta))
+
+    first, last = dimension_that_turns(config.beta_fast), dimension_that_turns(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    dimension = torch.arange(head_dim // 2, dtype=torch.float32)
+    share_interpolated = ((dimension - first) / (max(last - first, 0.001))).clamp(0, 1)
+    return torch.lerp(kept, kept / config.factor, share_interpolated)
+
+
+def _yarn_gain(factor: float, scale: float) -> float:
+    """Sharpens attention over longer contexts."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+_FREQUENCIES: dict[str, Callable[[RopeConfig, int], Tensor]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -1,0 +1,74 @@
+"""A backend: one implementation of every op, chosen once at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from kernels.adjust_logits import LogitAdjustments, adjust_logits
+from kernels.linear import Linear, linear, linear_cpu
+from kernels.paged import AttentionPlan, PagedKV
+from kernels.paged_attention import paged_attention, plan_attention
+from kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
+from kernels.rms_norm import rms_norm, rms_norm_cpu
+from kernels.rope_and_store_kv import rope_and_store_kv, rope_and_store_kv_cpu
+from kernels.sample import Draws, sample
+from kernels.sample_cpu import sample_cpu
+from kernels.silu_and_mul import silu_and_mul, silu_and_mul_cpu
+
+
+class RmsNorm(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The ops. The reference function of the same name, in the file of the same name, says what each does."""
+
+    name: str
+    linear: Callable[[Tensor, Tensor | None], Linear]
+    rms_norm: RmsNorm
+    rope_and_store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, PagedKV], Tensor]
+    plan_attention: Callable[[np.ndarray, np.ndarray, np.ndarray, PagedKV, int | None], AttentionPlan]
+    paged_attention: Callable[[Tensor, PagedKV, AttentionPlan], Tensor]
+    silu_and_mul: Callable[[Tensor], Tensor]
+    adjust_logits: Callable[[Tensor, LogitAdjustments], None]
+    sample: Callable[[Tensor, Draws], Tensor]
+
+
+REFERENCE = Backend(
+    name="reference",
+    linear=linear,
+    rms_norm=rms_norm,
+    rope_and_store_kv=rope_and_store_kv,
+    plan_attention=plan_attention,
+    paged_attention=paged_attention,
+    silu_and_mul=silu_and_mul,
+    adjust_logits=adjust_logits,
+    sample=sample,
+)
+
+CPU = Backend(
+    name="cpu",
+    linear=linear_cpu,
+    rms_norm=rms_norm_cpu,
+    rope_and_store_kv=rope_and_store_kv_cpu,
+    plan_attention=plan_attention_cpu,
+    paged_attention=paged_attention_cpu,
+    silu_and_mul=silu_and_mul_cpu,
+    adjust_logits=adjust_logits,
+    sample=sample_cpu,
+)
+
+_BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU)}
+
+
+def load_backend(name: str) -> Backend:
+    """`cpu`, or `reference`: plain torch that runs on any device. Raises ValueError for another name."""
+    if name not in _BACKENDS:
+        raise ValueError(f"no kernel backend is called {name!r}; there are {', '.join(_BACKENDS)}")
+    return _BACKENDS[name]

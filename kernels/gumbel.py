@@ -1,0 +1,58 @@
+"""Counter-based noise: a function of (seed, position, token id) alone, so a seed draws the same tokens at any load.
+
+A 64-bit key is made from seed and position on the host; two rounds of 32-bit integer arithmetic then turn key and token
+id into noise on the device, the same on every device.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_MASK_32 = 0xFFFF_FFFF
+_MASK_64 = 0xFFFF_FFFF_FFFF_FFFF
+
+# Uniform numbers are odd multiples of 2^-24: never 0 or 1, exact in float32, so their noise is finite.
+_STEP = 2.0**-24
+_LEAST = -math.log(-math.log(_STEP))
+_MOST = -math.log(-math.log1p(-_STEP))
+# No token whose score is further than this below the best can be drawn.
+GUMBEL_RANGE = _MOST - _LEAST + 0.01
+
+
+def noise_key(seed: int, position: int) -> int:
+    """64 bits, as a signed integer. A splitmix64 step (Steele et al., 2014) over the seed, then over the position."""
+    key = _mix_64(_mix_64(seed & _MASK_64) ^ (position & _MASK_64))
+    return key - (1 << 64) if key >> 63 else key
+
+
+def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Gumbel noise -log(-log u) of each token.
+
+    keys, token_ids  int64, shapes that broadcast; keys by `noise_key`
+    return           float32 of the broadcast shape
+
+    u comes from two rounds of the 32-bit finalizer of MurmurHash3 (Appleby, 2011), keyed by the key's halves.
+    """
+    low, high = keys & _MASK_32, (keys >> 32) & _MASK_32
+    bits = _mix_32(_mix_32(token_ids ^ low) ^ high)
+    uniform = ((bits >> 8) | 1).float() * _STEP
+    return -torch.log(-torch.log(uniform))
+
+
+def _mix_64(x: int) -> int:
+    x = (x + 0x9E37_79B9_7F4A_7C15) & _MASK_64
+    x = ((x ^ (x >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK_64
+    x = ((x ^ (x >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK_64
+    return x ^ (x >> 31)
+
+
+def _mix_32(x: Tensor) -> Tensor:
+    """On the low 32 bits of int64: products wrap, and only their low half is kept."""
+    x = x ^ (x >> 16)
+    x = (x * 0x85EB_CA6B) & _MASK_32
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2_AE35) & _MASK_32
+    return x ^ (x >> 16)

@@ -1,0 +1,94 @@
+"""Values that the attention ops share: the pages of a KV cache and the shape of one step's attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """One layer's keys and values, each [num_blocks, block_size, num_kv_heads, head_dim].
+
+    Token t of a sequence lives in slot `block_table[t // block_size] * block_size + t % block_size`.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.keys.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Sequences with one query each and contexts of about one length, attended together.
+
+    rows    [group] int64, their rows among the packed queries
+    slots   [group * padded_len] int64; what lies beyond a context repeats its first slot
+    mask    [group, 1, 1, padded_len], 0 or -inf, in the dtype of the cache; None if no context is padded
+    keys    [group, padded_len, num_kv_heads, head_dim], room for the gathered keys; values likewise
+    """
+
+    rows: Tensor
+    slots: Tensor
+    mask: Tensor | None
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Several adjacent queries of one sequence.
+
+    start, end  their rows among the packed queries
+    slots       [context] int64
+    mask        [end - start, context], 0 or -inf, in the dtype of the cache; None if the chunk is the whole context,
+                so that plain causality describes it
+    keys        [context, num_kv_heads, head_dim], room for the gathered keys; values likewise
+    """
+
+    start: int
+    end: int
+    slots: Tensor
+    mask: Tensor | None
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Which queries see which slots: made once a step, used by every layer.
+
+    query_start     [num_seqs + 1] int32: sequence i has rows query_start[i] to query_start[i + 1] of the packed queries
+    context_len     [num_seqs] int32, tokens in the cache once this step's are stored; the queries are the last of them
+    block_table     [num_seqs, max_blocks] int32; entries beyond a sequence's blocks are never used
+    sliding_window  a query sees this many tokens at most, its own included; None: all
+    decodes         filled by a backend that gathers pages before it attends, like `prefills`
+    """
+
+    query_start: Tensor
+    context_len: Tensor
+    block_table: Tensor
+    sliding_window: int | None
+    decodes: tuple[DecodeGroup, ...] = ()
+    prefills: tuple[PrefillChunk, ...] = ()

@@ -1,0 +1,89 @@
+"""The choice of the next token: the contract, and the reference that every backend is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.gumbel import gumbel
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The rows whose token is drawn at random; all others take their most likely token.
+
+    rows         [draws] int64, ascending
+    temperature  [draws] float32, positive
+    top_k        [draws] int64, keep the k most likely tokens; 0: all
+    top_p        [draws] float32, then keep the fewest tokens whose probability among the kept reaches p; 1: all
+    min_p        [draws] float32, then keep tokens at least min_p times as likely as the most likely; 0: all
+    keys         [draws] int64, by gumbel.noise_key
+    """
+
+    rows: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    keys: Tensor
+
+    def select(self, draws: Tensor) -> Draws:
+        """Some of them, by their positions here."""
+        parts = (self.rows, self.temperature, self.top_k, self.top_p, self.min_p, self.keys)
+        return Draws(*(part[draws] for part in parts))
+
+
+def sample(logits: Tensor, draws: Draws) -> Tensor:
+    """Chooses one token a row: the best of (logit / temperature + Gumbel noise) among the tokens that are kept.
+
+    logits  [rows, vocab] floating point; -inf cannot be chosen
+    return  [rows] int64; -1 where the row holds NaN or +inf, or nothing that can be chosen
+
+    Each rule keeps what is at or above some logit, so equally likely tokens are kept or dropped together, and what is
+    kept depends on the values alone. The maximum of scores with Gumbel noise is a draw from their softmax
+    (Gumbel-max; Maddison et al., 2014).
+    """
+    best, tokens = logits.max(dim=-1)
+    if len(draws.rows):
+        scaled = scale(logits, best, draws)
+        cutoff, _ = find_cutoff(scaled.sort(dim=-1, descending=True).values, scaled, draws)
+        noise = gumbel(draws.keys[:, None], torch.arange(logits.shape[-1], device=logits.device))
+        tokens[draws.rows] = torch.where(scaled >= cutoff[:, None], scaled + noise, float("-inf")).argmax(dim=-1)
+    return tokens.masked_fill(~best.isfinite(), -1)
+
+
+def scale(logits: Tensor, best: Tensor, draws: Draws) -> Tensor:
+    """[draws, vocab] float32: logits below the row's best, over the temperature. However low that is, the best is 0."""
+    chosen = logits[draws.rows].float() - best[draws.rows, None].float()
+    return chosen / draws.temperature[:, None]
+
+
+def find_cutoff(leading: Tensor, scaled: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    """The least scaled logit that top-k, top-p and min-p keep.
+
+    leading  [draws, n], the n greatest of each row of `scaled`, in descending order
+    return   [draws] float32, and [draws] bool: whether the leading logits suffice to tell
+    """
+    vocab = scaled.shape[-1]
+    is_complete = leading.shape[-1] == vocab
+    unlimited = torch.full_like(leading[:, 0], float("-inf"))
+
+    is_topped = (draws.top_k > 0) & (draws.top_k < vocab)
+    kth = (draws.top_k - 1).clamp(0, leading.shape[-1] - 1)
+    top_k_cutoff = torch.where(is_topped, leading.gather(1, kth[:, None])[:, 0], unlimited)
+    # Tokens as likely as the k-th are kept too, so all of them must be in sight.
+    is_sure = ~is_topped | (leading[:, -1] < top_k_cutoff) | is_complete
+
+    weights = leading.double().exp() * (leading >= top_k_cutoff[:, None])
+    mass = weights.cumsum(dim=-1)
+    total = torch.where(is_topped, mass[:, -1], scaled.exp().sum(dim=-1, dtype=torch.float64))
+    wanted = draws.top_p.double() * total
+    num_kept = (mass - weights < wanted[:, None]).sum(dim=-1).clamp(min=1)
+    is_nucleus = draws.top_p < 1
+    top_p_cutoff = torch.where(is_nucleus, leading.gather(1, num_kept[:, None] - 1)[:, 0], unlimited)
+    is_sure &= ~is_nucleus | (mass[:, -1] >= wanted) | is_complete
+
+    cutoff = torch.maximum(torch.maximum(top_k_cutoff, top_p_cutoff), draws.min_p.log())
+    return cutoff, is_sure

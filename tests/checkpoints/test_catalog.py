@@ -1,0 +1,161 @@
+"""What a user may call a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from checkpoints import DEFAULT_MODEL, AvailableModel, CheckpointError, list_models, resolve, verify
+from checkpoints.cache import Cache
+from tests.checkpoints.tiny_gguf import tiny_model
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PAGODA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PAGODA_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert Cache.default().root == tmp_path / "own"
+    monkeypatch.delenv("PAGODA_CACHE")
+    assert Cache.default().root == tmp_path / "xdg" / "pagoda"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert Cache.default().root == tmp_path / "home" / ".cache" / "pagoda"
+
+
+def test_the_default_model_is_smollm2(default_model_folder: Path) -> None:
+    verify(default_model_folder)
+    config = json.loads((default_model_folder / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]) == (30, 576, 49152)
+    assert json.loads((default_model_folder / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+    tokenizer = Tokenizer.from_file(str(default_model_folder / "tokenizer.json"))
+    assert tokenizer.encode("x = 12345").tokens == ["x", "Ġ=", "Ġ", "1", "2", "3", "4", "5"]
+    assert "You are a helpful AI assistant named SmolLM" in (default_model_folder / "chat_template.jinja").read_text()
+
+
+def test_the_imported_default_model_knows_the_capital_of_sweden(default_model_folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(default_model_folder)
+    model = AutoModelForCausalLM.from_pretrained(default_model_folder, dtype=torch.bfloat16)
+    question = [{"role": "user", "content": "What is the capital of Sweden?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    answer = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs.input_ids.shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of Sweden is Stockholm.<|im_end|>"
+
+
+def test_synthetic_tokens_are_bytes(own_cache: Path) -> None:
+    folder = resolve("synthetic")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = "all of it: 🙂\x00\n é"
+    assert tokenizer.encode(text).ids == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.encode("<|im_start|>a<|im_end|>").ids == [256, 97, 257]
+    assert json.loads((folder / "config.json").read_text()) == {
+        "model_type": "synthetic",
+        "vocab_size": 258,
+        "max_position_embeddings": 32768,
+    }
+    assert resolve(str(folder)) == folder
+
+
+def test_an_imported_file_can_be_called_by_its_folders_name(own_cache: Path, tmp_path: Path) -> None:
+    path = tiny_model("qwen3").write(tmp_path / "My model.gguf")
+    folder = resolve(str(path))
+    assert folder.name.startswith("My-model-")
+    path.unlink()
+    assert resolve(folder.name) == folder
+
+
+def test_the_list_shows_what_is_imported_and_what_would_be(own_cache: Path, tmp_path: Path) -> None:
+    default, synthetic = list_models()
+    assert default == AvailableModel(DEFAULT_MODEL, "llama", folder=None, size_bytes=None)
+    assert synthetic == AvailableModel("synthetic", "synthetic", folder=None, size_bytes=None)
+    folder = resolve(str(tiny_model("qwen2").write(tmp_path / "tiny.gguf")))
+    imported = list_models()[2]
+    size_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    assert imported == AvailableModel(folder.name, "qwen2", folder, size_bytes)
+
+
+def test_a_local_folder_is_used_where_it_lies(own_cache: Path, tmp_path: Path) -> None:
+    folder = local_folder(own_cache, tmp_path)
+    assert resolve(str(folder)) == folder
+    assert os.path.samefile(resolve(os.path.relpath(folder)), folder)
+
+
+def local_folder(own_cache: Path, tmp_path: Path) -> Path:
+    imported = resolve(str(tiny_model("llama").write(tmp_path / "tiny.gguf")))
+    (imported / "manifest.json").unlink()
+    return imported.rename(tmp_path / "local")
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_local_folder_without_a_part_names_it(missing: str, own_cache: Path, tmp_path: Path) -> None:
+    folder = local_folder(own_cache, tmp_path)
+    (folder / missing).unlink()
+    with pytest.raises(CheckpointError, match=missing):
+        resolve(str(folder))
+
+
+def test_local_weights_cut_short_are_noticed(own_cache: Path, tmp_path: Path) -> None:
+    folder = local_folder(own_cache, tmp_path)
+    weights = folder / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing, truncated or corrupt"):
+        resolve(str(folder))
+
+
+def test_every_shard_of_local_weights_must_be_there(own_cache: Path, tmp_path: Path) -> None:
+    folder = local_folder(own_cache, tmp_path)
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    index = {"weight_map": {"lm_head.weight": "a.safetensors", "model.norm.weight": "b.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"b\.safetensors is missing"):
+        resolve(str(folder))
+    (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
+    assert resolve(str(folder)) == folder
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_broken_local_configuration_is_named(content: str, own_cache: Path, tmp_path: Path) -> None:
+    folder = local_folder(own_cache, tmp_path)
+    (folder / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        resolve(str(folder))
+
+
+def test_an_unknown_name_lists_what_would_be_known(own_cache: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"no model 'unheard-of': give {DEFAULT_MODEL}, synthetic, a folder"):
+        resolve("unheard-of")
+
+
+def test_a_hub_name_without_a_network_is_a_clear_error(own_cache: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    command = [sys.executable, "-m", "checkpoints", "some-org/some-model"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: some-org/some-model is no folder here and could not be had")
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_command_prints_the_folder_alone_on_standard_output(own_cache: Path) -> None:
+    command = [sys.executable, "-m", "checkpoints", "synthetic", "--verify"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout == f"{own_cache / 'models' / 'synthetic'}\n"
+
+
+def test_importing_the_package_loads_no_torch_and_no_numpy() -> None:
+    code = "import sys, checkpoints; assert not {'torch', 'numpy', 'gguf', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,171 @@
+"""Vocabularies of GGUF files as tokenizers."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from gguf.constants import TokenType
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from checkpoints import CheckpointError
+from checkpoints.gguf_import import import_gguf
+from checkpoints.gguf_tokenizer import WORD_SPLITS
+from checkpoints.progress import no_progress
+from tests.checkpoints.tiny_gguf import CHAT_TEMPLATE, bpe_vocabulary, tiny_model
+
+TINY = tiny_model("llama", vocab_size=400)
+
+
+def imported(tmp_path: Path, **metadata: object) -> Path:
+    TINY.metadata = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    folder = tmp_path / "folder"
+    folder.mkdir(exist_ok=True)
+    import_gguf(TINY.write(tmp_path / "tiny.gguf"), folder, no_progress)
+    return folder
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("split", WORD_SPLITS)
+def test_any_text_survives_encoding_and_decoding(split: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(imported(tmp_path, pre=split, add_bos_token=False))
+    for text in ("hello world 12345", " leading", "a\n\n\tb", "don't", "Zürich 🙂 日本語", "<not special>"):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def words(split: str, text: str, tmp_path: Path) -> list[str]:
+    tokenizer = tokenizer_of(imported(tmp_path, pre=split))
+    return [text[start:end] for _, (start, end) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+
+
+def test_word_splits_differ_as_their_models_expect(tmp_path: Path) -> None:
+    text = "It's 12345\n"
+    assert words("gpt-2", text, tmp_path) == ["It", "'s", " 12345", "\n"]
+    assert words("smollm", text, tmp_path) == ["It", "'s", " ", "1", "2", "3", "4", "5", "\n"]
+    assert words("llama-bpe", text, tmp_path) == ["It", "'s", " ", "123", "45", "\n"]
+    assert words("qwen2", text, tmp_path) == ["It", "'s", " ", "1", "2", "3", "4", "5", "\n"]
+    assert words("qwen2", "a.b", tmp_path) == ["a", ".b"]
+    assert words("gpt-2", "a.b", tmp_path) == ["a", ".", "b"]
+
+
+def test_merges_are_applied_in_their_order(tmp_path: Path) -> None:
+    assert tokenizer_of(imported(tmp_path)).encode("hello world").tokens == ["hello", "Ġw", "o", "r", "l", "d"]
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_not(tmp_path: Path) -> None:
+    vocabulary = bpe_vocabulary()
+    tokens, kinds = list(vocabulary["tokenizer.ggml.tokens"]), list(vocabulary["tokenizer.ggml.token_type"])
+    tokens += ["<tool>", "[PAD]"]
+    kinds += [int(TokenType.USER_DEFINED), int(TokenType.UNUSED)]
+    tokenizer = tokenizer_of(imported(tmp_path, tokens=tokens, token_type=kinds))
+    ids = tokenizer.encode("a<tool>b<|im_end|>").ids
+    assert ids == [ord("a"), tokens.index("<tool>"), ord("b"), tokens.index("<|im_end|>")]
+    assert tokenizer.decode(ids) == "a<tool>b"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a<tool>b<|im_end|>"
+    assert tokenizer.token_to_id("[PAD]") is None
+
+
+def test_beginning_of_sequence_is_added_where_the_file_or_its_kind_says_so(tmp_path: Path) -> None:
+    begin = bpe_vocabulary()["tokenizer.ggml.bos_token_id"]
+    end = bpe_vocabulary()["tokenizer.ggml.eos_token_id"]
+    assert tokenizer_of(imported(tmp_path)).encode("a").ids == [97]
+    assert tokenizer_of(imported(tmp_path, add_bos_token=True)).encode("a").ids == [begin, 97]
+    assert tokenizer_of(imported(tmp_path, pre="llama-bpe")).encode("a").ids == [begin, 97]
+    assert tokenizer_of(imported(tmp_path, pre="llama-bpe", add_bos_token=False)).encode("a").ids == [97]
+    both = tokenizer_of(imported(tmp_path, add_bos_token=True, add_eos_token=True))
+    assert both.encode("a").ids == [begin, 97, end]
+    assert both.encode("a", add_special_tokens=False).ids == [97]
+
+
+def test_transformers_reads_the_tokenizer_its_tokens_and_its_template(tmp_path: Path) -> None:
+    folder = imported(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert (folder / "chat_template.jinja").read_text() == CHAT_TEMPLATE
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+    assert rendered == "<|im_start|>user\nhello<|im_end|>\n"
+    assert tokenizer("hello world").input_ids == tokenizer_of(folder).encode("hello world").ids
+
+
+def test_every_token_that_ends_a_turn_ends_generation_the_files_own_first(tmp_path: Path) -> None:
+    tokens = bpe_vocabulary()["tokenizer.ggml.tokens"]
+    ends, document, turn = (tokens.index(token) for token in ("h", "<|endoftext|>", "<|im_end|>"))
+    folder = imported(tmp_path, eos_token_id=ends)
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [ends, document, turn]
+
+
+UNUSABLE = {
+    "'bert' vocabulary; supported: gpt2, llama": {"model": "bert"},
+    "splits words as 'martian'; supported: default, gpt-2": {"pre": "martian"},
+    "does not fit together": {"merges": ["x nonsense"]},
+    "264 tokens but 1 token types": {"token_type": [1]},
+    "its eos token is 9999": {"eos_token_id": 9999},
+    "tokens but embeddings for 400": {"tokens": [str(i) for i in range(401)], "token_type": [1] * 401},
+}
+
+
+@pytest.mark.parametrize(("message", "metadata"), UNUSABLE.items(), ids=UNUSABLE.keys())
+def test_a_vocabulary_that_cannot_be_used_says_why(message: str, metadata: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        imported(tmp_path, **metadata)
+
+
+PIECES = ["▁the", "▁th", "he", "▁t", "th", "er", "in", "▁a", "▁in", "the", "ther", "▁", *"abehinrt"]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES]
+    kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    kinds += [TokenType.BYTE] * 256 + [TokenType.NORMAL] * len(PIECES)
+    return imported(
+        tmp_path_factory.mktemp("sentencepiece"),
+        model="llama",
+        tokens=tokens,
+        token_type=[int(kind) for kind in kinds],
+        scores=[0.0] * 259 + [-float(i) for i in range(len(PIECES))],
+        merges=None,
+        unknown_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
+def sentencepiece_tokens(text: str) -> list[str]:
+    """The definition: join the neighbours that make the best piece, leftmost first, until none do; then bytes."""
+    parts = list("▁" + text.replace(" ", "▁"))
+    score = {piece: -i for i, piece in enumerate(PIECES)}
+    while candidates := [i for i in range(len(parts) - 1) if parts[i] + parts[i + 1] in score]:
+        best = max(candidates, key=lambda i: (score[parts[i] + parts[i + 1]], -i))
+        parts[best : best + 2] = [parts[best] + parts[best + 1]]
+    return [token for part in parts for token in ([part] if part in score else [f"<0x{b:02X}>" for b in part.encode()])]
+
+
+def test_sentencepiece_merges_follow_the_scores(sentencepiece: Path) -> None:
+    tokenizer = tokenizer_of(sentencepiece)
+    rng = random.Random(0)
+    for _ in range(500):
+        text = "".join(rng.choices("abehinrt the", k=rng.randint(1, 20)))
+        assert tokenizer.encode(text).tokens == ["<s>", *sentencepiece_tokens(text)], text
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"]), min_size=1))
+def test_sentencepiece_falls_back_to_bytes_and_loses_nothing(sentencepiece: Path, text: str) -> None:
+    tokenizer = tokenizer_of(sentencepiece)
+    if not any(token in text for token in ("<unk>", "<s>", "</s>")):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_sentencepiece_pieces_never_merge_into_a_control_token(sentencepiece: Path) -> None:
+    merges = json.loads((sentencepiece / "tokenizer.json").read_text())["model"]["merges"]
+    assert merges
+    assert not any("".join(pair) in {"<s>", "</s>", "<unk>"} for pair in merges)

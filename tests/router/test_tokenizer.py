@@ -1,0 +1,268 @@
+"""Text and chats to ids, against transformers where it is right, and against hostile text."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from router.chat_template import Chat, Message
+from router.errors import ConfigError, InvalidArgument
+from router.tokenizer import Tokenizer
+from tests.router.tokenizers_for_tests import (
+    CHATML,
+    LLAMA_2,
+    TEXT,
+    byte_level,
+    model_folder,
+    sentence_piece,
+    unigram,
+)
+
+KINDS: dict[str, tuple[Callable[[], str], dict[str, Any]]] = {
+    "ChatML": (byte_level, {"chat_template": CHATML, "eos_token": "<|im_end|>"}),
+    "Llama 2": (sentence_piece, {"chat_template": LLAMA_2, "bos_token": "<s>", "eos_token": {"content": "</s>"}}),
+    "bare": (byte_level, {"chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}"}),
+}
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", "<s>", "</s>"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: model_folder(root / name, json_of(), **config) for name, (json_of, config) in KINDS.items()}
+
+
+@pytest.fixture(scope="module")
+def served(folders: dict[str, Path]) -> dict[str, Tokenizer]:
+    return {name: Tokenizer(folder) for name, folder in folders.items()}
+
+
+@cache
+def reference(name: str) -> PreTrainedTokenizerFast:
+    json_of, config = KINDS[name]
+    texts = {key: value["content"] if isinstance(value, dict) else value for key, value in config.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(json_of()), **texts)
+
+
+def chat_of(*contents: str, continue_last: bool = False) -> Chat:
+    """User and assistant in turn."""
+    roles: tuple[Literal["user"], Literal["assistant"]] = ("user", "assistant")
+    return Chat(tuple(Message(roles[at % 2], content) for at, content in enumerate(contents)), continue_last)
+
+
+def messages_of(chat: Chat) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+ordinary = st.one_of(st.sampled_from(TEXT), st.text(max_size=30)).filter(
+    lambda text: not any(special in text for special in SPECIAL)
+)
+hostile = st.lists(
+    st.one_of(
+        st.sampled_from([*SPECIAL, "<|", "im_end", "|>", "<", "s>", "</", " ", "\n", "<|im_<|im_end|>end|>"]),
+        st.text(max_size=4),
+    ),
+    max_size=8,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", ["ChatML", "Llama 2"])
+@given(contents=st.lists(ordinary, min_size=1, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_chat_becomes_the_ids_that_transformers_makes(
+    served: dict[str, Tokenizer], name: str, contents: list[str]
+) -> None:
+    chat = chat_of(*contents)
+    expected = reference(name).apply_chat_template(messages_of(chat), add_generation_prompt=True, return_dict=False)
+    assert served[name].encode_chat(chat) == expected
+
+
+@pytest.mark.parametrize("name", ["ChatML", "Llama 2"])
+@pytest.mark.parametrize("last", ["Well, the", "Well, the  ", "ends in a bracket <"])
+def test_continued_chat_ends_inside_the_last_message(served: dict[str, Tokenizer], name: str, last: str) -> None:
+    chat = chat_of("Go on", last, continue_last=True)
+    expected = reference(name).apply_chat_template(
+        messages_of(chat), continue_final_message=True, add_generation_prompt=False, return_dict=False
+    )
+    assert served[name].encode_chat(chat) == expected
+    assert served[name].decode(expected).rstrip().endswith(last.rstrip())
+
+
+@pytest.mark.parametrize("name", KINDS)
+@given(contents=st.lists(hostile, min_size=1, max_size=4))
+@example(contents=["split over messages <|im_", "end|>"])
+@example(contents=["</", "s>"])
+@settings(max_examples=150, deadline=None)
+def test_message_cannot_bring_in_special_tokens(served: dict[str, Tokenizer], name: str, contents: list[str]) -> None:
+    """Whatever messages hold, the special tokens are those of the same chat with harmless messages."""
+
+    def specials_in(chat: Chat) -> list[int]:
+        return [id for id in served[name].encode_chat(chat) if id in (0, 1, 2)]
+
+    assert specials_in(chat_of(*contents)) == specials_in(chat_of(*("x" for _ in contents)))
+
+
+@given(contents=st.lists(hostile, min_size=1, max_size=3))
+@settings(max_examples=150, deadline=None)
+def test_special_text_in_a_message_is_kept_as_text(served: dict[str, Tokenizer], contents: list[str]) -> None:
+    tokenizer = served["ChatML"]
+    ids = tokenizer.encode_chat(chat_of(*contents))
+    system = "<|im_start|>system\nYou are helpful<|im_end|>\n"
+    roles = ("user", "assistant")
+    turns = [f"<|im_start|>{roles[at % 2]}\n{content}<|im_end|>\n" for at, content in enumerate(contents)]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == system + "".join(turns) + "<|im_start|>assistant\n"
+
+
+def test_special_text_in_plain_text_stays_text(served: dict[str, Tokenizer]) -> None:
+    ids = served["ChatML"].encode("a<|im_end|>b<tool call>")
+    library = tokenizers.Tokenizer.from_str(byte_level())
+    library.encode_special_tokens = True
+    assert ids == library.encode("a<|im_end|>b<tool call>").ids
+    assert served["ChatML"].encode("<|im_start|>assistant") == library.encode("<|im_start|>assistant").ids
+    assert served["ChatML"].decode(ids, skip_special_tokens=True) == "a<|im_end|>b<tool call>"
+    assert not {0, 1, 2} & set(ids)
+    assert served["Llama 2"].encode("<s></s>").count(1) == 1  # the one in front
+    assert 2 not in served["Llama 2"].encode("<s></s>")
+
+
+def test_special_text_stays_text_where_the_vocabulary_has_it_as_an_ordinary_piece(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(model_folder(tmp_path, unigram(), chat_template="{{ messages[0]['content'] }}</s>"))
+    end = tokenizers.Tokenizer.from_str(unigram()).token_to_id("</s>")
+    assert end not in tokenizer.encode("the</s>dog")
+    assert "</s>" in tokenizer.decode(tokenizer.encode("the</s>dog")).replace(" ", "")
+    assert tokenizer.encode_chat(chat_of("the</s>dog")).count(end) == 1
+    assert 0 in tokenizer.encode("世")  # what stands for characters outside the vocabulary is not forged
+
+
+def test_special_texts_that_overlap_stay_text(tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer.from_str(byte_level())
+    library.add_special_tokens(["<|x|>", "|><|"])
+    template = "<|x|>{{ messages[0]['content'] }}<|x|>"
+    tokenizer = Tokenizer(model_folder(tmp_path, library.to_str(), chat_template=template))
+    special = {library.token_to_id(text) for text in ("<|x|>", "|><|")}
+    ids = tokenizer.encode_chat(chat_of("<|x|><|y|>"))
+    assert [at for at, id in enumerate(ids) if id in special] == [0, len(ids) - 1]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|x|><|x|><|y|><|x|>"
+
+
+def test_plain_text_is_encoded_with_and_without_the_tokens_around_it(served: dict[str, Tokenizer]) -> None:
+    text = "the lazy dog 🙂"
+    for add in (True, False):
+        expected = tokenizers.Tokenizer.from_str(sentence_piece()).encode(text, add_special_tokens=add).ids
+        assert served["Llama 2"].encode(text, add_special_tokens=add) == expected
+
+
+def test_vocabulary_with_gaps_keeps_its_ids(tmp_path: Path) -> None:
+    content = json.loads(byte_level())
+    top = max(token["id"] for token in content["added_tokens"])
+    content["model"]["vocab"]["a"] = top + 2  # counted on, the next ids would run into it
+    tokenizer = Tokenizer(model_folder(tmp_path, json.dumps(content), chat_template=CHATML))
+    assert tokenizer.encode("a") == [top + 2]
+    assert tokenizer.vocab_size == top + 3
+    ids = tokenizer.encode_chat(chat_of("a"))
+    assert "<|im_start|>user\na<|im_end|>" in tokenizer.decode(ids, skip_special_tokens=False)
+    assert 1 in ids
+
+
+def test_facts_about_the_model_are_read_from_its_folder(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, byte_level(), eos_token="<|im_end|>")
+    tokenizer = Tokenizer(folder)
+    library = tokenizers.Tokenizer.from_str(byte_level())
+    assert tokenizer.vocab_size == library.get_vocab_size()
+    assert tokenizer.fingerprint == hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    assert tokenizer.eos_token_ids == (2,)
+    assert not tokenizer.has_chat_template
+
+    (folder / "config.json").write_text('{"eos_token_id": 1}')
+    assert Tokenizer(folder).eos_token_ids == (1, 2)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    assert Tokenizer(folder).eos_token_ids == (0, 2)
+
+
+def test_chat_template_is_found_wherever_models_keep_it(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "ab"}]
+    folder = model_folder(tmp_path, byte_level(), chat_template=named)
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode_chat(chat_of("x"))) == "ab"
+    (folder / "chat_template.jinja").write_text("cd")
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode_chat(chat_of("x"))) == "cd"
+
+
+def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="no chat template") as refused:
+        Tokenizer(model_folder(tmp_path, byte_level())).encode_chat(chat_of("x"))
+    assert refused.value.field == "chat"
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_broken_file_is_one_clear_error(tmp_path: Path, file: str) -> None:
+    folder = model_folder(tmp_path, byte_level())
+    (folder / file).write_text('{"broken')
+    with pytest.raises(ConfigError, match=file):
+        Tokenizer(folder)
+
+
+def test_missing_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        Tokenizer(tmp_path)
+
+
+def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer.from_str(byte_level())
+    library.enable_truncation(4)
+    library.enable_padding(length=8)
+    tokenizer = Tokenizer(model_folder(tmp_path, library.to_str()))
+    assert tokenizer.encode("a") == tokenizers.Tokenizer.from_str(byte_level()).encode("a").ids
+    assert len(tokenizer.encode("a b c d e f g h i j")) > 8
+
+
+async def test_event_loop_turns_while_a_long_prompt_is_encoded(served: dict[str, Tokenizer]) -> None:
+    """The library's plain `encode` keeps the interpreter to itself all the while, from whatever thread."""
+    long = "The quick brown fox, 12345.\n" * 30_000
+    work = asyncio.ensure_future(served["ChatML"].encode_prompt(long))
+    start = time.perf_counter()
+    turns = 0
+    while not work.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    took_s = time.perf_counter() - start
+    assert turns > took_s * 50, f"{turns} turns in {took_s:.2f} s"
+
+
+async def test_prompts_of_every_kind_are_encoded(served: dict[str, Tokenizer]) -> None:
+    tokenizer = served["ChatML"]
+    assert await tokenizer.encode_prompt("a dog") == tokenizer.encode("a dog")
+    assert await tokenizer.encode_prompt(chat_of("a dog")) == tokenizer.encode_chat(chat_of("a dog"))
+    assert await tokenizer.encode_prompt((5, 6, 7)) == [5, 6, 7]
+    assert await tokenizer.decode_ids(tokenizer.encode("a dog")) == "a dog"
+
+
+def test_many_threads_share_a_tokenizer(served: dict[str, Tokenizer]) -> None:
+    tokenizer = served["ChatML"]
+    chats = [chat_of(f"{number} <|im_end|> dogs") for number in range(50)]
+    expected = [tokenizer.encode_chat(chat) for chat in chats]
+    results: dict[int, list[list[int]]] = {}
+
+    def work(at: int) -> None:
+        results[at] = [tokenizer.encode_chat(chat) for chat in chats]
+
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[at] for at in range(4)] == [expected] * 4

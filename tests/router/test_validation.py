@@ -1,0 +1,355 @@
+"""The table of bad inputs: each is refused by the field's name, before anything is made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+
+import grpc
+import pytest
+from google.protobuf import any_pb2
+from google.protobuf.json_format import ParseDict
+from google.rpc import error_details_pb2, status_pb2
+
+from protos import inference_pb2
+from protos.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from router.chat_template import Chat, Message
+from router.errors import (
+    INTERNAL_MESSAGE,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PagodaError,
+    ResourceExhausted,
+    Unavailable,
+    to_status,
+)
+from router.limits import Limits
+from router.validation import (
+    GenerateParams,
+    check_prompt,
+    to_submit,
+    validate_detokenize,
+    validate_generate,
+    validate_tokenize,
+)
+
+LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)
+MODELS = ("served",)
+
+
+def params_of(limits: Limits = LIMITS, **fields: object) -> GenerateParams:
+    fields = fields if fields.keys() & {"text", "token_ids", "chat"} else {"text": "Hello", **fields}
+    return validate_generate(ParseDict(fields, GenerateRequest()), limits, MODELS)
+
+
+def user(content: str = "Hello") -> dict[str, str]:
+    return {"role": "ROLE_USER", "content": content}
+
+
+def test_smallest_request_gets_every_default() -> None:
+    params = params_of(text="Hello")
+    assert params.prompt == "Hello"
+    assert (params.max_tokens, params.min_tokens, params.stop, params.stop_token_ids) == (None, 0, (), ())
+    assert (params.has_text, params.logprobs, params.has_prompt, params.keeps_special_tokens) == (
+        True,
+        None,
+        False,
+        False,
+    )
+    assert (params.n, params.priority, params.ignore_eos, params.cache_salt, params.bypasses_cache) == (
+        1,
+        0,
+        False,
+        "",
+        False,
+    )
+    sampling = params.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0, 0, 1, 0)
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1, 0, 0)
+    assert all(sampling.HasField(field.name) for field in sampling.DESCRIPTOR.fields if field.name != "logit_bias")
+
+
+def test_made_up_seeds_and_request_ids_differ() -> None:
+    assert len({params_of().sampling.seed for _ in range(100)}) == 100
+    assert len({params_of().request_id for _ in range(100)}) == 100
+
+
+def test_what_the_client_sets_is_kept() -> None:
+    sampling = {
+        "temperature": 1e-10,
+        "topK": 3,
+        "topP": 0.5,
+        "minP": 0.25,
+        "seed": 0,
+        "n": 64,
+        "logitBias": {"7": -100},
+    }
+    params = params_of(
+        request_id="my request",
+        model="served",
+        sampling=sampling,
+        stopping={"maxTokens": 9, "minTokens": 9, "stop": ["\n", "END"], "stopTokenIds": [999], "ignoreEos": True},
+        output={"text": True, "logprobs": 0, "prompt": True, "specialTokens": True},
+        cache={"salt": "s" * 128, "bypass": True},
+        priority=-1000,
+    )
+    assert params.request_id == "my request"
+    assert params.sampling.temperature == pytest.approx(1e-10)
+    assert (params.sampling.top_k, params.sampling.seed, params.n, dict(params.sampling.logit_bias)) == (
+        3,
+        0,
+        64,
+        {7: -100},
+    )
+    assert (params.max_tokens, params.min_tokens, params.stop) == (9, 9, ("\n", "END"))
+    assert (params.stop_token_ids, params.ignore_eos, params.logprobs) == ((999,), True, 0)
+    assert (params.has_prompt, params.keeps_special_tokens) == (True, True)
+    assert (params.cache_salt, params.bypasses_cache, params.priority) == ("s" * 128, True, -1000)
+
+
+def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
+    assert params_of(sampling={"topK": 2**32 - 1}).sampling.top_k == 0
+
+
+def test_each_input_becomes_a_prompt() -> None:
+    assert params_of(token_ids={"ids": [0, 999]}).prompt == (0, 999)
+    messages = [{"role": "ROLE_SYSTEM", "content": ""}, user(), {"role": "ROLE_ASSISTANT", "content": "Hi"}]
+    assert params_of(chat={"messages": messages, "continueLast": True}).prompt == Chat(
+        (Message("system", ""), Message("user", "Hello"), Message("assistant", "Hi")), continue_last=True
+    )
+
+
+BAD = [
+    ("text", {"text": ""}),
+    ("text", {"text": "é" * (1 << 19) + "a"}),
+    ("token_ids.ids", {"token_ids": {}}),
+    ("token_ids.ids[1]", {"token_ids": {"ids": [5, 1000, 2000]}}),
+    ("token_ids.ids", {"token_ids": {"ids": [1] * 2049}}),
+    ("chat.messages", {"chat": {}}),
+    ("chat.messages[1].role", {"chat": {"messages": [user(), {"content": "x"}]}}),
+    ("chat.messages[0].role", {"chat": {"messages": [{"role": 17, "content": "x"}]}}),
+    ("chat.messages", {"chat": {"messages": [user("a" * (1 << 19))] * 2 + [user("a")]}}),
+    ("chat.messages", {"chat": {"messages": [user()] * 4097}}),
+    ("chat.continue_last", {"chat": {"messages": [user()], "continueLast": True}}),
+    ("request_id", {"request_id": "a" * 129}),
+    ("request_id", {"request_id": "a\nb"}),
+    ("request_id", {"request_id": "a\x00"}),
+    *[
+        (f"sampling.{field}", {"sampling": {field: value}})
+        for field, values in {
+            "temperature": (-0.1, 100.1, "NaN", "Infinity"),
+            "top_p": (0, 1.1, "NaN", "-Infinity"),
+            "min_p": (-0.1, 1.1, "NaN"),
+            "repetition_penalty": (0, -1, 10.1, "NaN", "Infinity"),
+            "presence_penalty": (-10.1, 10.1, "NaN"),
+            "frequency_penalty": (-10.1, 10.1, "NaN"),
+            "n": (0, 65, 10**6),
+        }.items()
+        for value in values
+    ],
+    ("sampling.logit_bias[1000]", {"sampling": {"logit_bias": {"1000": 1}}}),
+    ("sampling.logit_bias[3]", {"sampling": {"logit_bias": {"3": 100.1}}}),
+    ("sampling.logit_bias[3]", {"sampling": {"logit_bias": {"3": "NaN"}}}),
+    ("sampling.logit_bias", {"sampling": {"logit_bias": {str(id): 1 for id in range(1025)}}}),
+    ("stopping.max_tokens", {"stopping": {"max_tokens": 0}}),
+    ("stopping.max_tokens", {"stopping": {"max_tokens": 2048}}),
+    ("stopping.min_tokens", {"stopping": {"max_tokens": 5, "min_tokens": 6}}),
+    ("stopping.min_tokens", {"stopping": {"min_tokens": 257}}),
+    ("stopping.stop[1]", {"stopping": {"stop": ["a", ""]}}),
+    ("stopping.stop[0]", {"stopping": {"stop": ["é" * 128 + "a"]}}),
+    ("stopping.stop", {"stopping": {"stop": ["a"] * 17}}),
+    ("stopping.stop", {"stopping": {"stop": ["a"]}, "output": {"text": False}}),
+    ("stopping.stop_token_ids[0]", {"stopping": {"stop_token_ids": [1000]}}),
+    ("stopping.stop_token_ids", {"stopping": {"stop_token_ids": [1] * 65}}),
+    ("output.logprobs", {"output": {"logprobs": 21}}),
+    ("cache.salt", {"cache": {"salt": "é" * 64 + "a"}}),
+    ("priority", {"priority": 1001}),
+    ("priority", {"priority": -1001}),
+]
+
+
+@pytest.mark.parametrize(("field", "fields"), BAD, ids=lambda value: str(value)[:60])
+def test_bad_field_is_refused_by_name(field: str, fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        params_of(**fields)
+    assert refused.value.field == field
+
+
+def test_request_without_input_is_refused() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        validate_generate(GenerateRequest(), LIMITS, MODELS)
+    assert refused.value.field == "input"
+
+
+def test_unknown_model_is_not_found_and_not_repeated() -> None:
+    with pytest.raises(NotFound) as refused:
+        params_of(model="/secret/path")
+    assert "secret" not in refused.value.message
+
+
+def test_refusal_tells_the_value_and_the_limit() -> None:
+    with pytest.raises(InvalidArgument, match=r"sampling.temperature: is 101, must be in \[0, 100\]"):
+        params_of(sampling={"temperature": 101})
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda: GenerateRequest(text="x", stopping={"stop": ["a"] * 10**6}),
+        lambda: GenerateRequest(text="x", stopping={"stop_token_ids": [1] * 10**6}),
+        lambda: GenerateRequest(token_ids={"ids": [1] * 10**6}),
+        lambda: GenerateRequest(text="x", sampling={"n": 2**32 - 1}),
+    ],
+)
+def test_huge_request_is_refused_at_once(request_of: Callable[[], GenerateRequest]) -> None:
+    request = request_of()
+    start = time.perf_counter()
+    with pytest.raises(InvalidArgument):
+        validate_generate(request, LIMITS, MODELS)
+    assert time.perf_counter() - start < 0.01
+
+
+def test_unknown_fields_do_not_reach_the_engine() -> None:
+    unknown = GenerateRequest(request_id="x" * 100_000).SerializeToString()
+    bytes_of_sampling = unknown.replace(b"\x0a", b"\xfa\x07", 1)  # the same bytes as field 127
+    request = GenerateRequest(text="x", sampling=inference_pb2.Sampling.FromString(bytes_of_sampling))
+    assert request.ByteSize() > 100_000
+    submit = to_submit(validate_generate(request, LIMITS, MODELS), [1], 5, ())
+    assert submit.ByteSize() < 200
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "resolved"),
+    [(1, None, 256), (2000, None, 48), (2047, None, 1), (2000, 48, 48), (1, 3, 3)],
+)
+def test_output_is_as_long_as_asked_for_or_as_the_context_leaves(
+    prompt_len: int, max_tokens: int | None, resolved: int
+) -> None:
+    params = dataclasses.replace(params_of(), max_tokens=max_tokens)
+    assert check_prompt(params, prompt_len, LIMITS) == resolved
+
+
+@pytest.mark.parametrize(
+    ("field", "prompt", "prompt_len", "max_tokens"),
+    [
+        ("text", "Hello", 0, None),
+        ("text", "Hello", 2048, None),
+        ("chat", Chat((Message("user", "x"),)), 5000, 1),
+        ("token_ids.ids", (1,) * 2048, 2048, 1),
+        ("stopping.max_tokens", "Hello", 2000, 49),
+    ],
+)
+def test_prompt_that_does_not_fit_is_refused(
+    field: str, prompt: str | tuple[int, ...] | Chat, prompt_len: int, max_tokens: int | None
+) -> None:
+    params = dataclasses.replace(params_of(), prompt=prompt, max_tokens=max_tokens)
+    with pytest.raises(InvalidArgument) as refused:
+        check_prompt(params, prompt_len, LIMITS)
+    assert refused.value.field == field
+
+
+def test_request_for_more_than_the_whole_cache_is_refused() -> None:
+    limits = dataclasses.replace(LIMITS, kv_token_capacity=100)
+    assert check_prompt(params_of(), 90, limits) == 10
+    with pytest.raises(InvalidArgument, match="the KV cache holds 100"):
+        check_prompt(params_of(), 100, limits)
+    with pytest.raises(InvalidArgument, match="leaving 10"):
+        check_prompt(params_of(stopping={"maxTokens": 11}), 90, limits)
+
+
+def test_min_tokens_that_the_context_does_not_leave_is_refused() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        check_prompt(params_of(stopping={"minTokens": 50}), 2000, LIMITS)
+    assert refused.value.field == "stopping.min_tokens"
+
+
+def test_submission_carries_everything_to_the_engine() -> None:
+    params = params_of(
+        sampling={"seed": 2**64 - 1, "n": 3, "logitBias": {"7": 1}},
+        stopping={"minTokens": 2, "stopTokenIds": [9, 2]},
+        output={"logprobs": 0},
+        cache={"salt": "mine"},
+        priority=5,
+    )
+    submit = to_submit(params, [1, 2, 3], max_tokens=20, eos_token_ids=[2, 0], timeout_s=1.5)
+    assert list(submit.prompt) == [1, 2, 3]
+    assert (submit.sampling.seed, submit.sampling.n, dict(submit.sampling.logit_bias)) == (2**64 - 1, 3, {7: 1})
+    assert (submit.max_tokens, submit.min_tokens, submit.priority, submit.timeout_s) == (20, 2, 5, 1.5)
+    assert list(submit.stop_token_ids) == [0, 2, 9]
+    assert submit.HasField("logprobs")
+    assert submit.logprobs == 0
+    assert (submit.cache.salt, submit.cache.bypass) == ("mine", False)
+
+
+def test_ignored_eos_is_no_stop_id_and_unset_fields_stay_unset() -> None:
+    params = params_of(stopping={"ignoreEos": True, "stopTokenIds": [9]})
+    submit = to_submit(params, [1], max_tokens=1, eos_token_ids=[2])
+    assert list(submit.stop_token_ids) == [9]
+    assert not submit.HasField("logprobs")
+    assert not submit.HasField("timeout_s")
+
+
+def test_tokenize_request_is_checked() -> None:
+    params = validate_tokenize(TokenizeRequest(text=""), LIMITS, MODELS)
+    assert (params.prompt, params.add_special_tokens) == ("", True)
+    assert not validate_tokenize(TokenizeRequest(text="x", add_special_tokens=False), LIMITS, MODELS).add_special_tokens
+    for field, request in {
+        "input": TokenizeRequest(),
+        "text": TokenizeRequest(text="a" * ((1 << 20) + 1)),
+        "chat.messages": TokenizeRequest(chat=inference_pb2.Chat()),
+    }.items():
+        with pytest.raises(InvalidArgument) as refused:
+            validate_tokenize(request, LIMITS, MODELS)
+        assert refused.value.field == field
+
+
+def test_detokenize_request_is_checked() -> None:
+    assert validate_detokenize(DetokenizeRequest(token_ids=[1, 2]), LIMITS, MODELS) == (1, 2)
+    assert validate_detokenize(DetokenizeRequest(), LIMITS, MODELS) == ()
+    for field, ids in {"token_ids[1]": [1, 1000], "token_ids": [1] * 2049}.items():
+        with pytest.raises(InvalidArgument) as refused:
+            validate_detokenize(DetokenizeRequest(token_ids=ids), LIMITS, MODELS)
+        assert refused.value.field == field
+
+
+def details_of(error: Exception) -> tuple[grpc.Status, list[any_pb2.Any]]:
+    status = to_status(error)
+    ((key, value),) = status.trailing_metadata
+    assert key == "grpc-status-details-bin"
+    carried = status_pb2.Status.FromString(value)
+    assert (carried.code, carried.message) == (status.code.value[0], status.details)
+    return status, list(carried.details)
+
+
+def test_status_names_the_bad_field() -> None:
+    status, (detail,) = details_of(InvalidArgument("stopping.stop[3]", "is empty"))
+    assert (status.code, status.details) == (grpc.StatusCode.INVALID_ARGUMENT, "stopping.stop[3]: is empty")
+    bad_request = error_details_pb2.BadRequest()
+    assert detail.Unpack(bad_request)
+    (violation,) = bad_request.field_violations
+    assert (violation.field, violation.description) == ("stopping.stop[3]", "is empty")
+
+
+def test_status_of_overload_tells_the_delay_and_the_queue_depth() -> None:
+    status, details = details_of(ResourceExhausted("the queue is full", retry_after_s=1.25, queue_depth=7))
+    assert status.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    assert details[0].Unpack(info)
+    assert details[1].Unpack(retry)
+    assert (info.reason, dict(info.metadata)) == ("QUEUE_FULL", {"queue_depth": "7"})
+    assert math.isclose(retry.retry_delay.ToTimedelta().total_seconds(), 1.25)
+
+
+def test_unavailable_carries_a_delay_only_when_there_is_one() -> None:
+    assert details_of(Unavailable("draining"))[1] == []
+    assert len(details_of(Unavailable("restarting", retry_after_s=1))[1]) == 1
+
+
+@pytest.mark.parametrize("error", [Internal("/secret/path"), ValueError("/secret/path"), PagodaError(INTERNAL_MESSAGE)])
+def test_bug_leaves_as_a_fixed_text(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    status, details = details_of(error)
+    assert (status.code, status.details, details) == (grpc.StatusCode.INTERNAL, INTERNAL_MESSAGE, [])
+    assert ("/secret/path" in caplog.text) == (type(error) is not PagodaError)

@@ -1,0 +1,43 @@
+"""The committed stubs are those of the committed protos, and run where clients run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import google.protobuf
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STUBS = sorted(path.name for path in (ROOT / "protos").glob("*_pb2*"))
+
+
+@pytest.fixture(scope="module")
+def regenerated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("stubs")
+    protos = [f"protos/{path.name}" for path in sorted((ROOT / "protos").glob("*.proto"))]
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", f"--python_out={out}", f"--pyi_out={out}"]
+    subprocess.run([*command, f"--grpc_python_out={out}", *protos], cwd=ROOT, check=True)
+    return out / "protos"
+
+
+def test_every_proto_has_its_stubs(regenerated: Path) -> None:
+    assert sorted(path.name for path in regenerated.iterdir()) == STUBS
+
+
+@pytest.mark.parametrize("name", STUBS)
+def test_stubs_are_fresh(regenerated: Path, name: str) -> None:
+    committed = (ROOT / "protos" / name).read_text()
+    assert committed == (regenerated / name).read_text(), f"protos/{name} is stale: make protos"
+
+
+def test_stubs_are_of_the_oldest_supported_protobuf_so_that_6_and_7_run_them() -> None:
+    # protobuf runs stubs of its own major version and of the one before; 6 is what it says in each stub.
+    generated = {line for name in STUBS if name.endswith("_pb2.py") for line in _version_lines(ROOT / "protos" / name)}
+    assert generated == {"# Protobuf Python Version: 6.31.1"}
+    assert int(google.protobuf.__version__.split(".")[0]) in (6, 7)
+
+
+def _version_lines(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line.startswith("# Protobuf Python Version")]
