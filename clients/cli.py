@@ -8,6 +8,7 @@ import typer
 
 from clients.cli_chat import chat
 from clients.cli_generate import generate
+from clients.cli_health import health
 from clients.cli_inspect import models, status
 
 app = typer.Typer(
@@ -121,6 +122,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(models)
 app.command()(status)
+app.command()(health)
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
-from types import FrameType
 
 from rich.console import Console
 from rich.text import Text
@@ -22,6 +21,7 @@ from clients.demo_view import Stream, View, view_of
 from clients.errors import PagodaError
 from clients.progress_bars import shown_progress
 from clients.stream_meter import StreamMeter
+from clients.terminal import INTERRUPTED
 
 MAX_TOKENS = 80
 TIMEOUT_S = 300.0
@@ -42,7 +42,8 @@ TEXTS = [
 def main(model: str = DEFAULT_MODEL, *serve_options: str) -> int:
     """Returns the exit code: 0, or 1 with a message and the server's last log lines on standard error."""
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    # As Ctrl-C, which unwinds through the server's block and asyncio alike; the default would leave the server behind.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     server = ServerProcess(["--model", model, *serve_options])
     try:
         with shown_progress() as progress:
@@ -57,13 +58,9 @@ def main(model: str = DEFAULT_MODEL, *serve_options: str) -> int:
             errors.print(f"  {line}", style="dim", markup=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     _report(streams, console)
     return 0
-
-
-def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)  # unwinds through the server's block, which a default SIGTERM would not
 
 
 def _wait_ready(server: ServerProcess, model: str, console: Console) -> None:

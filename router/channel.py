@@ -29,7 +29,7 @@ CHANNEL_OPTIONS = [
     # gRPC's own waits between attempts grow to two minutes; ours are to be felt instead.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 200),
 ]
 
 EngineCall: TypeAlias = grpc.aio.StreamStreamCall[engine_pb2.RouterMessage, engine_pb2.EngineMessage]

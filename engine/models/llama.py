@@ -67,6 +67,7 @@ class Llama:
 
     def __init__(self, config: ModelConfig, parameters: Parameters, ops: Backend) -> None:
         self.config = config
+        self.weight_bytes = parameters.num_bytes
         self._ops = ops
         self._rope = Rope(config.rope, config.head_dim, parameters.embedding.device)
         self._embedding = parameters.embedding

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -100,6 +100,14 @@ class Parameters:
             final_norm=torch.empty(config.hidden_size, device=device, dtype=dtype),
             head=embedding if config.tie_word_embeddings else torch.empty_like(embedding),
         )
+
+    @property
+    def num_bytes(self) -> int:
+        layers = [getattr(layer, field.name) for layer in self.layers for field in fields(layer)]
+        tensors = [self.embedding, self.final_norm, *layers]
+        if self.head is not self.embedding:
+            tensors.append(self.head)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def by_name(self, config: ModelConfig) -> dict[str, Tensor]:
         """Each tensor of a checkpoint, by its name there, and the view of a parameter that it belongs in."""

@@ -1,0 +1,216 @@
+"""The `pagoda` command against a server that answers as told."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from typer.testing import CliRunner, Result
+
+from clients.cli import app
+from protos import inference_pb2
+from router.config import ServeConfig
+from tests.clients.fake_server import FakeServer, answer, answer_without_end, fail
+
+COMMAND = [sys.executable, "-m", "clients.cli"]
+
+
+@pytest.fixture(autouse=True)
+def address(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_ADDRESS", server.address)
+    monkeypatch.delenv("PAGODA_AUTH_TOKEN", raising=False)
+
+
+def pagoda(*arguments: str, typed: str | None = None) -> Result:
+    return CliRunner().invoke(app, arguments, input=typed)
+
+
+def test_generate_writes_the_answer_and_nothing_else_to_standard_output(server: FakeServer) -> None:
+    result = pagoda("generate", "Say hello")
+    assert (result.exit_code, result.stdout) == (0, "Hello world\n")
+    assert result.stderr.startswith("2 tokens · TTFT ")
+    assert server.requests[0].text == "Say hello"
+
+
+def test_generate_passes_its_options_on(server: FakeServer) -> None:
+    pagoda("generate", "text", "--max-tokens", "7", "--temperature", "0.5", "--top-p", "0.75", "--top-k", "3",
+           "--seed", "9", "--stop", "a", "--stop", "b", "--timeout", "20", "--token", "secret")  # fmt: skip
+    assert server.requests == [
+        inference_pb2.GenerateRequest(
+            text="text",
+            sampling=inference_pb2.Sampling(temperature=0.5, top_p=0.75, top_k=3, seed=9),
+            stopping=inference_pb2.Stopping(max_tokens=7, stop=["a", "b"]),
+        )
+    ]
+    assert 15 < server.remaining_s[0] < 20.5
+    assert server.metadata[0]["authorization"] == "Bearer secret"
+
+
+def test_generate_asks_as_a_chat_message_on_request(server: FakeServer) -> None:
+    pagoda("generate", "Why?", "--chat", "--system", "Be brief.")
+    assert [message.content for message in server.requests[0].chat.messages] == ["Be brief.", "Why?"]
+
+
+def test_generate_reads_a_prompt_from_standard_input(server: FakeServer) -> None:
+    pagoda("generate", "-", typed="piped text\n")
+    assert server.requests[0].text == "piped text\n"
+
+
+def test_a_system_message_without_chat_is_a_usage_error(server: FakeServer) -> None:
+    result = pagoda("generate", "text", "--system", "Be brief.")
+    assert result.exit_code == 2
+    assert "needs --chat" in result.stderr
+    assert server.requests == []
+
+
+def test_an_error_is_one_line_and_exit_code_1(server: FakeServer) -> None:
+    server.behaviours = [fail(grpc.StatusCode.INVALID_ARGUMENT, "max_tokens: must be\nat most 4096")]
+    result = pagoda("generate", "text")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "error: max_tokens: must be at most 4096\n"
+
+
+def test_no_server_is_an_error_that_names_the_address() -> None:
+    result = pagoda("generate", "text", "--address", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: 127.0.0.1:1 is unavailable: ")
+
+
+def test_interrupting_generate_cancels_the_call_and_exits_130(server: FakeServer) -> None:
+    server.behaviours = [answer_without_end]
+    with subprocess.Popen([*COMMAND, "generate", "text"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(5) == b"more "
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=10)
+    assert (process.returncode, stderr) == (130, b"")
+    assert server.ended.wait(5)
+
+
+def contents(request: inference_pb2.GenerateRequest) -> list[str]:
+    return [message.content for message in request.chat.messages]
+
+
+def chats(server: FakeServer) -> list[list[str]]:
+    return [contents(request) for request in server.requests if isinstance(request, inference_pb2.GenerateRequest)]
+
+
+def test_chat_sends_the_conversation_so_far_until_it_is_reset(server: FakeServer) -> None:
+    server.behaviours = [answer(), answer("one"), answer("two"), answer("three")]  # the first is the model's name
+    result = pagoda("chat", "--system", "Be kind.", typed="first\n\nsecond\n/reset\nthird\n/exit\n")
+    assert result.exit_code == 0
+    assert chats(server) == [
+        ["Be kind.", "first"],
+        ["Be kind.", "first", "one", "second"],
+        ["Be kind.", "third"],
+    ]
+    assert "one" in result.stdout
+
+
+def test_chat_goes_on_after_a_failed_question_without_it(server: FakeServer) -> None:
+    too_long = fail(grpc.StatusCode.INVALID_ARGUMENT, "chat: too long")
+    server.behaviours = [answer(), too_long, answer("yes")]
+    result = pagoda("chat", typed="long question\nshort question\n")
+    assert result.exit_code == 0
+    assert chats(server) == [["long question"], ["short question"]]
+    assert result.stderr == "error: chat: too long\n"
+
+
+def test_interrupting_a_chat_answer_stops_it_but_not_the_conversation(server: FakeServer) -> None:
+    server.behaviours = [answer(), answer_without_end, answer("short")]
+    with subprocess.Popen(
+        [*COMMAND, "chat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"question\n")
+        process.stdin.flush()
+        shown = b""
+        while b"more more" not in shown:
+            shown += process.stdout.read1()
+        process.send_signal(signal.SIGINT)
+        assert server.ended.wait(5)
+        stdout, stderr = process.communicate(b"again\n/exit\n", timeout=10)
+    assert (process.returncode, stderr) == (0, b"")
+    assert b"short" in stdout
+    _, (question, partial, again) = chats(server)
+    assert (question, again) == ("question", "again")
+    assert partial.startswith("more ")
+
+
+def test_models_lists_the_default_and_the_synthetic_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_CACHE", str(tmp_path))
+    lines = pagoda("models").stdout.splitlines()
+    assert lines[1].split() == ["smollm2-135m-instruct", "(default)", "llama", "imported", "on", "first", "use"]
+    assert lines[2].split() == ["synthetic", "synthetic", "imported", "on", "first", "use"]
+
+
+def test_status_shows_the_server_and_its_load() -> None:
+    output = pagoda("status").stdout
+    for fact in ("fake", "1.2.3", "ready", "8192 tokens", "3 running, 1 waiting", "25 in use"):
+        assert fact in output
+
+
+def test_status_watch_ends_with_ctrl_c(server: FakeServer) -> None:
+    with subprocess.Popen([*COMMAND, "status", "--watch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while not any(type(request).__name__ == "WatchLoadRequest" for request in server.requests):
+            server.begun.wait(0.05)
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=10)
+    assert (process.returncode, stderr) == (130, b"")
+    assert server.ended.wait(5)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
+    configs: list[ServeConfig] = []
+
+    def serve(config: ServeConfig, progress: Any) -> int:
+        configs.append(config)
+        return 2
+
+    monkeypatch.setattr("router.main.serve", serve)
+    return configs
+
+
+def test_serve_without_options_is_the_default_configuration(served: list[ServeConfig]) -> None:
+    assert pagoda("serve").exit_code == 2
+    assert served == [ServeConfig()]
+
+
+def test_every_setting_of_the_server_is_an_option_of_serve(served: list[ServeConfig]) -> None:
+    given = ServeConfig(
+        model="m", listen="unix:/s", engine="unix:/e", device="cuda", dtype="float16", kv_cache_gb=1.5, block_size=32,
+        max_num_seqs=8, token_budget=128, max_model_len=4096, prefix_caching=False, threads=3, step_ms="1,2",
+        max_requests=5, max_queued_tokens=6, max_text_bytes=7, reflection=False, auth_token_file="t", tls_cert="c",
+        tls_key="k", allow_insecure=True, grace_s=8.5, hang_timeout_s=9.5, log_level="debug",
+    )  # fmt: skip
+    arguments = []
+    for field in dataclasses.fields(given):
+        value, option = getattr(given, field.name), field.name.replace("_", "-")
+        assert value != field.default, f"{field.name} is not tested"
+        match value:
+            case True:
+                arguments.append(f"--{option}")
+            case False:
+                arguments.append(f"--no-{option}")
+            case _:
+                arguments.append(f"--{option}={value}")
+    assert pagoda("serve", *arguments).exit_code == 2
+    assert served == [given]
+
+
+def test_help_imports_neither_grpc_nor_the_server() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from clients.cli import app; "
+        "assert 'generate' in CliRunner().invoke(app, ['--help']).output; "
+        "assert not {'torch', 'numpy', 'router.main', 'gguf', 'uvloop'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,196 @@
+"""The real model through real processes: its answers are transformers' own, whatever else runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tests.end_to_end.asking import Answer, ask, chat, request
+from tests.servers import Server, running_server
+
+COUNT = 24
+PROMPTS = [
+    "The capital of Sweden is",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):\n",
+    "Water boils at",
+    "The three laws of motion are",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "1, 1, 2, 3, 5, 8,",
+    "La capitale de la France est",
+    "Photosynthesis is the process by which",
+    "She opened the door and saw",
+]
+OTHERS = [f"Number {at} of the other requests says: " + "and so on, " * (at % 9) for at in range(31)]
+
+
+@pytest.fixture(scope="module")
+def reference(default_model_folder: Path) -> dict[str, list[int]]:
+    """Greedy tokens of each prompt by transformers, in float32."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(default_model_folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(default_model_folder, dtype=torch.float32).eval()
+    answers = {}
+    with torch.inference_mode():
+        for prompt in PROMPTS:
+            ids = tokenizer(prompt, return_tensors="pt")
+            output = model.generate(
+                **ids, max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False, pad_token_id=tokenizer.eos_token_id
+            )
+            answers[prompt] = output[0, ids["input_ids"].shape[1] :].tolist()
+    return answers
+
+
+def request_as_reference(prompt: str) -> inference_pb2.GenerateRequest:
+    """transformers' min_new_tokens keeps end-of-sequence tokens from being chosen; so does min_tokens."""
+    message = request(prompt, max_tokens=COUNT)
+    message.stopping.ignore_eos = False
+    message.stopping.min_tokens = COUNT
+    return message
+
+
+@pytest.fixture(scope="module")
+def exact_server(default_model_folder: Path) -> Iterator[Server]:
+    """float32, a token budget that cuts prompts into chunks, and a cache too small for all: preemption included."""
+    arguments = ("--dtype", "float32", "--token-budget", "80", "--kv-cache-gb", "0.06")
+    with running_server("--model", str(default_model_folder), *arguments) as server:
+        yield server
+
+
+@pytest.fixture
+def exact(exact_server: Server) -> Iterator[inference_pb2_grpc.InferenceStub]:
+    with grpc.insecure_channel(exact_server.address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+def load_of(server: Server) -> control_pb2.Load:
+    with grpc.insecure_channel(server.address) as channel:
+        return control_pb2_grpc.ControlStub(channel).GetLoad(control_pb2.GetLoadRequest())
+
+
+def test_greedy_tokens_are_transformers_alone(
+    exact: inference_pb2_grpc.InferenceStub, reference: dict[str, list[int]]
+) -> None:
+    for prompt in PROMPTS:
+        assert ask(exact, request_as_reference(prompt)).ids() == reference[prompt], prompt
+
+
+def test_greedy_tokens_are_transformers_in_one_batch_with_31_others_and_under_preemption(
+    exact_server: Server, exact: inference_pb2_grpc.InferenceStub, reference: dict[str, list[int]]
+) -> None:
+    before = load_of(exact_server).preemptions
+    with ThreadPoolExecutor(64) as threads:
+        others = [threads.submit(ask, exact, request(other, max_tokens=40)) for other in OTHERS]
+        answers = dict(zip(PROMPTS, threads.map(lambda prompt: ask(exact, request_as_reference(prompt)), PROMPTS)))
+        assert all(len(other.result().ids()) == 40 for other in others)
+    for prompt in PROMPTS:
+        assert answers[prompt].ids() == reference[prompt], prompt
+    load = load_of(exact_server)
+    assert load.preemptions > before, "the cache is too small for all of them"
+    assert load.blocks_referenced == 0
+
+
+def test_greedy_tokens_are_transformers_from_a_cached_prefix(
+    exact: inference_pb2_grpc.InferenceStub, reference: dict[str, list[int]]
+) -> None:
+    # A prompt that continues an earlier one's answer starts from that one's blocks, output included.
+    for prompt in PROMPTS[:3]:
+        earlier = ask(exact, request_as_reference(prompt)).ids()
+        ids = list(exact.Tokenize(inference_pb2.TokenizeRequest(text=prompt)).token_ids)
+        message = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids + earlier[:-4]))
+        message.stopping.max_tokens = message.stopping.min_tokens = 4
+        answer = ask(exact, message)
+        assert answer.responses[-1].usage.cached_tokens >= 16
+        assert answer.ids() == reference[prompt][-4:]
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(exact: inference_pb2_grpc.InferenceStub) -> None:
+    message = request("A dragon and a knight met and", max_tokens=20, sampling={"temperature": 0.9, "top_p": 0.95})
+    message.sampling.seed = 42
+    alone = ask(exact, message)
+    with ThreadPoolExecutor(20) as threads:
+        crowd = [threads.submit(ask, exact, request(other, max_tokens=25)) for other in OTHERS[:12]]
+        answers = list(threads.map(lambda _: ask(exact, message), range(4)))
+        assert all(other.result() for other in crowd)
+    assert {tuple(answer.ids()) for answer in answers} == {tuple(alone.ids())}
+    message.sampling.seed = 43
+    assert ask(exact, message).ids() != alone.ids()
+
+
+def test_logprobs_of_the_chosen_and_the_most_likely_agree(exact: inference_pb2_grpc.InferenceStub) -> None:
+    message = request("The capital of Sweden is", max_tokens=6)
+    message.output.logprobs = 3
+    for token in ask(exact, message).tokens():
+        assert token.id == token.top[0].id, "greedy takes the most likely"
+        assert token.logprob == pytest.approx(token.top[0].logprob)
+        assert [top.logprob for top in token.top] == sorted((top.logprob for top in token.top), reverse=True)
+        assert all(top.logprob <= 0 for top in token.top)
+
+
+def test_logit_bias_and_penalties_change_what_is_chosen(exact: inference_pb2_grpc.InferenceStub) -> None:
+    plain = ask(exact, request("Yes yes yes yes yes", max_tokens=12)).ids()
+    banned = request("Yes yes yes yes yes", max_tokens=12)
+    banned.sampling.logit_bias[plain[0]] = -100
+    assert plain[0] not in ask(exact, banned).ids()
+    frequent = request("Yes yes yes yes yes", max_tokens=12, sampling={"frequency_penalty": 10.0})
+    ids = ask(exact, frequent).ids()
+    assert len(set(ids)) > len(set(plain))
+
+
+@pytest.fixture(scope="module")
+def served_by_default(default_model_folder: Path) -> Iterator[Server]:
+    """As a newcomer serves it: no flag but the port."""
+    with running_server() as server:
+        yield server
+
+
+def test_the_question_about_sweden_is_answered(served_by_default: Server) -> None:
+    with grpc.insecure_channel(served_by_default.address) as channel:
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        answer = ask(inference, chat("What is the capital of Sweden?", max_tokens=40))
+        assert "Stockholm" in answer.text()
+        assert answer.finished().reason == inference_pb2.FINISH_REASON_STOP
+        assert "<|im_end|>" not in answer.text()
+
+
+def test_64_streams_at_once_stay_right_and_return_every_block(served_by_default: Server) -> None:
+    questions = [f"What is {at} plus {at}?" for at in range(64)]
+    with grpc.insecure_channel(served_by_default.address) as channel:
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        with ThreadPoolExecutor(64) as threads:
+            answers: list[Answer] = list(threads.map(lambda text: ask(inference, chat(text, 16), 120), questions))
+        for answer in answers:
+            assert answer.text()
+            ids = [token.id for token in answer.tokens()]
+            decoded = inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=ids)).text
+            assert answer.text() == decoded, "the deltas of a stream are the text of its own tokens"
+        assert sum("Stockholm" in answer.text() for answer in answers) == 0
+    load = load_of(served_by_default)
+    assert (load.running, load.waiting, load.blocks_referenced) == (0, 0, 0)
+    assert load.blocks_free + load.blocks_evictable == load.blocks_total
+
+
+def test_sizes_are_those_of_the_model(served_by_default: Server) -> None:
+    with grpc.insecure_channel(served_by_default.address) as channel:
+        control = control_pb2_grpc.ControlStub(channel)
+        engine = control.GetServerInfo(control_pb2.GetServerInfoRequest()).engine
+    # 30 layers, 3 KV heads of 64, bfloat16
+    assert engine.kv_cache.bytes_per_token == 2 * 30 * 3 * 64 * 2
+    assert engine.kv_cache.total_bytes <= 500_000_000 < engine.kv_cache.total_bytes + engine.kv_cache.bytes_per_block
+
+
+def test_the_engine_stays_under_one_and_a_half_gigabytes(served_by_default: Server) -> None:
+    with grpc.insecure_channel(served_by_default.address) as channel:
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        long = "A sentence to fill the cache with, and another one. " * 60
+        with ThreadPoolExecutor(32) as threads:  # about 24,000 tokens: every block of the cache is touched
+            list(threads.map(lambda at: ask(inference, request(f"{at} {long}", max_tokens=2), 120), range(32)))
+    assert served_by_default.engine().memory_info().rss < 1.5e9
+    assert psutil.Process(served_by_default.process.pid).memory_info().rss < 0.4e9
