@@ -67,6 +67,8 @@ class Cache:
         folder, work = self.root / "models" / name, self.root / "work" / name
         draft = work / DRAFT
         remove_tree(draft)
+        for partial in work.glob("*.partial"):
+            partial.unlink()
         draft.mkdir(parents=True)
         try:
             build(work, draft)

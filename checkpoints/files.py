@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,8 +15,11 @@ PIECE_BYTES = 1 << 22
 
 @contextmanager
 def written_whole(target: Path) -> Iterator[Path]:
-    """A path to write to, which becomes `target` when the block succeeds and vanishes when it fails."""
-    partial = target.with_name(target.name + ".partial")
+    """A path to write to, the caller's alone, which becomes `target` when the block succeeds and vanishes if it fails.
+
+    A process killed meanwhile leaves it behind, as TARGET.….partial.
+    """
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
     try:
         yield partial
         sync(partial)

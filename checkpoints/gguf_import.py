@@ -19,7 +19,10 @@ def obtain_gguf_model(path: Path, cache: Cache, progress: Progress) -> Path:
     Raises CheckpointError if the file is broken or its architecture, vocabulary or quantisation is not supported.
     """
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-") or "model"
-    name = f"{stem}-{_content_key(path, cache, progress)[:12]}"
+    try:
+        name = f"{stem}-{_content_key(path, cache, progress)[:12]}"
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be imported: {error}") from error
     return cache.obtain(name, lambda work, draft: import_gguf(path, draft, progress), progress)
 
 

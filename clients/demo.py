@@ -35,7 +35,7 @@ CHATS = [
 TEXTS = [
     "Once upon a time, in a small village by the sea,",
     "def fibonacci(n):\n",
-    "The three most important inventions in history are",
+    "Photosynthesis is the process by which",
 ]
 
 

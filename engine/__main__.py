@@ -34,7 +34,7 @@ def main(
     ] = None,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option()] = "info",
 ) -> None:
-    """Serves a model's tokens to routers. The channel has no authentication: keep it to this host or a private network."""
+    """Serves a model's tokens to routers. The channel has no authentication: keep it on a private network."""
     logging.basicConfig(
         level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )

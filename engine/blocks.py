@@ -131,7 +131,8 @@ class BlockPool:
         used = Counter(block for table in block_tables for block in table)
         free, evictable = set(self._free), set(self._evictable)
         assert len(free) == len(self._free), "a block is free twice"
-        assert not (free & evictable or (free | evictable) & used.keys()), "a block is in two places"
+        assert free.isdisjoint(evictable), "a block is in two places"
+        assert (free | evictable).isdisjoint(used), "a block that is in use is free"
         assert len(free) + len(evictable) + len(used) == self.num_blocks, (
             f"{len(free)} free + {len(evictable)} evictable + {len(used)} referenced != {self.num_blocks} blocks"
         )

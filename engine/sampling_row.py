@@ -47,7 +47,7 @@ class SamplingRow:
 
 
 def find_fault(params: SamplingParams, vocab_size: int) -> str | None:
-    """Why these parameters cannot be used with a vocabulary of this size: one row's mistake must not spoil the batch."""
+    """Why these parameters cannot be used with this vocabulary: one row's mistake must not spoil the batch."""
     for name, least, most in (
         ("temperature", 0.0, math.inf),
         ("top_p", 0.0, 1.0),

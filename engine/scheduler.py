@@ -2,8 +2,9 @@
 
 There are no phases: every sequence has `num_computed` tokens chasing `num_tokens`, and a decode is a chunk of length
 one. Running decodes come first and prefill chunks fill the rest of the token budget (Sarathi-Serve, Agrawal et al.,
-2024), so that a long prompt stalls no stream. When blocks run out, the last admitted of the lowest priority gives up its
-own and is computed again later. Standard library only; the clock is an argument, so that tests run in simulated time.
+2024), so that a long prompt stalls no stream. When blocks run out, the last admitted of the lowest priority gives up
+its own and is computed again later. Standard library only; the clock is an argument, so that tests run in simulated
+time.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +66,7 @@ def _files(folder: Path, names: Iterable[str]) -> dict[Path, list[str]]:
         weight_map = dict(json.loads(index.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{index} is not the index of a sharded checkpoint") from None
-    files = defaultdict(list)
+    files: defaultdict[Path, list[str]] = defaultdict(list)
     for name in names:
         if name not in weight_map:
             raise ConfigError(f"tensor {name} is missing in {INDEX_FILE}")

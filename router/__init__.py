@@ -2,6 +2,6 @@
 
 import os
 
-# The engine is started by fork and exec from a process that runs gRPC. gRPC's fork handlers, which serve children that go
-# on using it, would only complain that they cannot run; these are read when grpc is first imported.
+# The engine is started by fork and exec from a process that runs gRPC. gRPC's fork handlers, which serve children that
+# go on using it, would only complain that they cannot run. Read when grpc is first imported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -1,4 +1,4 @@
-"""The Inference service: text in, a stream of tokens out; one coroutine a request, from validation to the last message."""
+"""The Inference service: text in, a stream of tokens out. One coroutine a request, from first to last message."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._dispatcher = dispatcher
         self._live = live
 
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: GenerateContext
-    ) -> None:
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: GenerateContext) -> None:
         received = time.monotonic()
         params = validate_generate(request, self.limits, [self._model])
         self._dispatcher.pick()  # without an engine the prompt need not be tokenized
@@ -142,7 +140,9 @@ class GenerateCall:
         if output.ended is not None:
             await self.write(self._finish(output))
         elif output.stop is not None:
-            stream.abort(output.index)  # a stop string is the router's knowledge; until it is heard, tokens go on coming
+            stream.abort(
+                output.index
+            )  # a stop string is the router's knowledge; until it is heard, tokens go on coming
 
     async def write(self, response: inference_pb2.GenerateResponse) -> None:
         """Raises ResourceExhausted when the client has stopped reading."""

@@ -71,10 +71,10 @@ class LayerParameters:
             ("bias", self.qkv_bias, self.gate_up_bias),
         ):
             if qkv is not None:
-                for name, rows in zip("qkv", qkv.split((query, kv, kv)), strict=True):
+                for name, rows in zip("qkv", torch.split(qkv, [query, kv, kv]), strict=True):
                     places[f"self_attn.{name}_proj.{kind}"] = rows
             if gate_up is not None:
-                for name, rows in zip(("gate", "up"), gate_up.split((ffn, ffn)), strict=True):
+                for name, rows in zip(("gate", "up"), torch.split(gate_up, [ffn, ffn]), strict=True):
                     places[f"mlp.{name}_proj.{kind}"] = rows
         return {prefix + name: place for name, place in places.items() if place is not None}
 

@@ -17,7 +17,7 @@ def configure_qwen2(file: ConfigFile) -> ModelConfig:
 
 
 def qwen_sliding_window(file: ConfigFile) -> int | None:
-    """Qwen models may slide on their upper layers only: here all layers do, or none. Raises ConfigError for a mixture."""
+    """Qwen may slide on its upper layers only; here all layers do or none. Raises ConfigError for a mixture."""
     if not file.flag("use_sliding_window", False):
         return None
     num_layers = file.size("num_hidden_layers")

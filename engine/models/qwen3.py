@@ -30,6 +30,6 @@ class Qwen3(Llama):
         assert layer.query_norm is not None
         assert layer.key_norm is not None
         kv_heads, eps = self.config.num_kv_heads, self.config.rms_norm_eps
-        q, k, v = qkv.split((self.config.num_heads, kv_heads, kv_heads), dim=1)
+        q, k, v = torch.split(qkv, [self.config.num_heads, kv_heads, kv_heads], dim=1)
         q, k = self._ops.rms_norm(q, layer.query_norm, eps), self._ops.rms_norm(k, layer.key_norm, eps)
         return torch.cat((q, k, v), dim=1)

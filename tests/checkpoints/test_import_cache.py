@@ -79,6 +79,22 @@ def test_processes_that_race_for_one_model_import_it_once(tiny: Path, cache: Cac
     verify(Path(folders.pop()))
 
 
+def test_a_partly_written_stage_of_a_killed_import_is_removed(tiny_default: Path, cache: Cache) -> None:
+    work = cache.root / "work" / default_model.NAME
+    work.mkdir(parents=True)
+    (work / "model.gguf.0a1b2c3d.partial").write_bytes(b"half")
+    with pytest.raises(Killed):
+        resolve(default_model.NAME, die_at("Reading"))
+    assert files_under(work) == ["model.gguf"]
+
+
+def test_an_unreadable_cache_is_one_clear_error(tiny: Path, cache: Cache) -> None:
+    cache.root.write_text("a file where the folder belongs")
+    for model in (str(tiny), "synthetic"):
+        with pytest.raises(CheckpointError, match=r"Not a directory|File exists"):
+            resolve(model)
+
+
 def test_an_import_waits_for_the_one_under_way_and_takes_its_result(cache: Cache) -> None:
     second_waits = threading.Event()
 

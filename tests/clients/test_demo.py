@@ -11,18 +11,19 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 
 from clients.demo import CHATS, TEXTS
 
-# `pagoda serve` takes any number here: it marks the processes of one test.
 Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
 def mark() -> str:
+    """A value of --hang-timeout-s that no other test has: it tells this test's processes from others."""
     return f"{600 + uuid.uuid4().int % 10**9 / 10**9:.9f}"
 
 
@@ -81,6 +82,13 @@ def test_demo_streams_eight_prompts_interleaved_and_reports_figures(start: Start
     changes = sum(a != b for a, b in itertools.pairwise(order))
     assert changes > 100
     assert routers(mark) == []
+
+
+def test_demo_on_the_default_model_knows_the_capital_of_sweden(default_model_folder: Path) -> None:
+    demo = subprocess.run([sys.executable, "-m", "clients.demo"], capture_output=True, text=True, check=False)
+    assert demo.returncode == 0, demo.stderr
+    answer = demo.stdout[demo.stdout.rindex(f"chat › {CHATS[0]}") :].splitlines()[1]
+    assert "Stockholm" in answer
 
 
 def test_a_server_that_cannot_start_ends_the_demo_with_its_last_log_lines(start: Start, mark: str) -> None:
