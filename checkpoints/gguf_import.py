@@ -34,11 +34,13 @@ def import_gguf(path: Path, folder: Path, progress: Progress) -> None:
     from checkpoints.gguf_tokenizer import write_tokenizer
     from checkpoints.gguf_weights import write_weights
 
-    progress("Reading the GGUF file", 0, 0)
+    size_bytes = path.stat().st_size
+    progress("Reading the GGUF file", 0, size_bytes)
     file = GgufFile(path)
     shape = read_shape(file)
     write_json(folder / "config.json", config_of(file, shape))
     write_tokenizer(file, folder)
+    progress("Reading the GGUF file", size_bytes, size_bytes)
     write_weights(file, shape, folder / "model.safetensors", progress)
 
 

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text; - reads it from standard input.")],
-    chat: Annotated[
-        bool, typer.Option("--chat/--raw", help="Ask it as a chat message, or continue it as it stands.")
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it stands, without a chat template.")
     ] = False,
-    system: Annotated[str | None, typer.Option(help="System message, with --chat.", show_default=False)] = None,
+    system: Annotated[str | None, typer.Option(help="System message, for a model that chats.")] = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = None,
@@ -49,18 +49,26 @@ def generate(
     tls_ca: TlsCa = None,
 ) -> None:
     """Stream one answer to standard output; figures go to standard error."""
-    if system is not None and not chat:
-        raise typer.BadParameter("a system message needs --chat", param_hint="--system")
+    if system is not None and raw:
+        raise typer.BadParameter("raw text has no system message", param_hint="--system")
     text = sys.stdin.read() if prompt == "-" else prompt
     with errors_reported(address), connect(address, token, tls, tls_ca, timeout) as client:
         from clients.request import GenerateOptions
 
         options = GenerateOptions(
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop, seed=seed
+            raw=raw or None,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop=stop,
+            seed=seed,
         )
-        system_message = [{"role": "system", "content": system}] if system is not None else []
-        conversation = [*system_message, {"role": "user", "content": text}]
-        chunks = client.chat(conversation, **options) if chat else client.generate(text, **options)
+        if system is None:
+            chunks = client.generate(text, **options)
+        else:
+            conversation = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+            chunks = client.chat(conversation, **options)
         with closing(chunks):
             meter = write_stream(chunks)
         print()

@@ -65,7 +65,7 @@ class Client:
     def generate(
         self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[Chunk, None, None]:
-        """Continues text, or token ids, as they stand."""
+        """Answers text, or with `raw=True` continues it as it stands; token ids are always continued."""
         request = generate_request(prompt, options)
         return self._stream(self._inference.Generate, request, self._attempts(timeout_s), chunk_from)
 

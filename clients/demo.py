@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 
 from rich.console import Console
 from rich.text import Text
@@ -89,7 +90,7 @@ async def _stream_all(address: str, console: Console) -> list[Stream]:
 
 async def _stream(client: AsyncClient, stream: Stream, view: View) -> None:
     stream.meter = StreamMeter()
-    ask = client.chat if stream.is_chat else client.generate
+    ask = client.chat if stream.is_chat else partial(client.generate, raw=True)
     async for chunk in ask(stream.prompt, max_tokens=MAX_TOKENS):
         stream.meter.add(len(chunk.tokens))
         stream.text += chunk.text

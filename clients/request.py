@@ -20,6 +20,7 @@ class GenerateOptions(TypedDict, total=False):
     Ranges and meanings are those of protos/inference.proto.
     """
 
+    raw: bool | None
     max_tokens: int | None
     min_tokens: int | None
     stop: str | Sequence[str] | None
@@ -48,6 +49,7 @@ class GenerateOptions(TypedDict, total=False):
 
 # Option → field of GenerateRequest.
 _FIELDS = {
+    "raw": "raw",
     "max_tokens": "stopping.max_tokens",
     "min_tokens": "stopping.min_tokens",
     "stop": "stopping.stop",

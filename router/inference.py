@@ -11,12 +11,13 @@ import grpc
 from protos import engine_pb2, inference_pb2, inference_pb2_grpc
 from router.admission import Admission
 from router.channel import EngineStream, SequenceInbox
+from router.chat_template import Chat, Message
 from router.dispatch import Dispatcher
 from router.errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted
 from router.limits import Limits
 from router.live import LiveRequest, LiveRequests
 from router.output import SequenceOutput
-from router.tokenizer import Tokenizer
+from router.tokenizer import Prompt, Tokenizer
 from router.validation import (
     GenerateParams,
     check_prompt,
@@ -56,7 +57,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with self._admission.reserve(params.n * (params.max_tokens or 1)) as reservation:
             live = self._live.add(params.request_id)
             try:
-                prompt = await self._tokenizer.encode_prompt(params.prompt)
+                prompt = await self._tokenizer.encode_prompt(self._as_asked(params))
                 max_tokens = check_prompt(params, len(prompt), self.limits)
                 reservation.grow(params.n * (len(prompt) + max_tokens) - reservation.tokens)
                 call = GenerateCall(params, len(prompt), self._tokenizer, context, received)
@@ -69,6 +70,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 await self._stream(call, live, submit)
             finally:
                 self._live.remove(params.request_id)
+
+    def _as_asked(self, params: GenerateParams) -> Prompt:
+        """Text is what a user says, unless it is to be continued as it stands or the model does not chat."""
+        if isinstance(params.prompt, str) and not params.is_raw and self._tokenizer.has_chat_template:
+            return Chat((Message("user", params.prompt),))
+        return params.prompt
 
     async def _stream(self, call: GenerateCall, live: LiveRequest, submit: engine_pb2.Submit) -> None:
         stream = live.stream = self._dispatcher.pick().submit(submit)

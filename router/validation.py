@@ -26,6 +26,7 @@ class GenerateParams:
     """A valid request with its defaults filled in.
 
     sampling     every field is set, the seed included
+    is_raw       a text prompt is continued as it stands, even by a model that chats
     max_tokens   None: as many as the context leaves, up to a default (`check_prompt` tells)
     logprobs     None: none; 0: of the chosen token; N: also of the N most likely
     has_text     the response carries text, else token ids alone
@@ -35,6 +36,7 @@ class GenerateParams:
 
     request_id: str
     prompt: Prompt
+    is_raw: bool
     sampling: inference_pb2.Sampling
     max_tokens: int | None
     min_tokens: int
@@ -69,6 +71,7 @@ def validate_generate(
     return GenerateParams(
         request_id=_request_id(request.request_id, limits),
         prompt=_prompt(request, limits),
+        is_raw=request.raw,
         sampling=_sampling(request.sampling, limits),
         max_tokens=_max_tokens(stopping, limits),
         min_tokens=_min_tokens(stopping, limits),
@@ -185,6 +188,8 @@ def _request_id(request_id: str, limits: Limits) -> str:
 
 
 def _prompt(request: inference_pb2.GenerateRequest, limits: Limits) -> Prompt:
+    if request.raw and not request.HasField("text"):
+        raise InvalidArgument("raw", "says how to take text, and there is none")
     match request.WhichOneof("input"):
         case "text":
             if not request.text:

@@ -51,9 +51,11 @@ def test_the_imported_default_model_knows_the_capital_of_sweden(default_model_fo
     model = AutoModelForCausalLM.from_pretrained(default_model_folder, dtype=torch.bfloat16)
     question = [{"role": "user", "content": "What is the capital of Sweden?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
-    inputs = tokenizer(prompt, return_tensors="pt")
-    answer = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs.input_ids.shape[1] :]
-    assert tokenizer.decode(answer) == "The capital of Sweden is Stockholm.<|im_end|>"
+    answer = tokenizer("The capital of Sweden is Stockholm.<|im_end|>").input_ids
+    ids = torch.tensor([tokenizer(prompt).input_ids + answer])
+    with torch.inference_mode():
+        chosen = model(ids).logits[0].argmax(-1).tolist()
+    assert chosen[-1 - len(answer) : -1] == answer  # each token is the likeliest after those before it: greedy
 
 
 def test_synthetic_tokens_are_bytes(own_cache: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,14 @@ def test_generate_passes_its_options_on(server: FakeServer) -> None:
     assert server.metadata[0]["authorization"] == "Bearer secret"
 
 
-def test_generate_asks_as_a_chat_message_on_request(server: FakeServer) -> None:
-    pagoda("generate", "Why?", "--chat", "--system", "Be brief.")
+def test_generate_lets_the_server_answer_text_unless_it_is_raw(server: FakeServer) -> None:
+    pagoda("generate", "Why?")
+    pagoda("generate", "Because", "--raw")
+    assert [(request.text, request.raw) for request in server.requests] == [("Why?", False), ("Because", True)]
+
+
+def test_generate_with_a_system_message_asks_as_a_conversation(server: FakeServer) -> None:
+    pagoda("generate", "Why?", "--system", "Be brief.")
     assert [message.content for message in server.requests[0].chat.messages] == ["Be brief.", "Why?"]
 
 
@@ -62,10 +69,10 @@ def test_generate_reads_a_prompt_from_standard_input(server: FakeServer) -> None
     assert server.requests[0].text == "piped text\n"
 
 
-def test_a_system_message_without_chat_is_a_usage_error(server: FakeServer) -> None:
-    result = pagoda("generate", "text", "--system", "Be brief.")
+def test_a_system_message_for_raw_text_is_a_usage_error(server: FakeServer) -> None:
+    result = pagoda("generate", "text", "--raw", "--system", "Be brief.")
     assert result.exit_code == 2
-    assert "needs --chat" in result.stderr
+    assert "no system message" in result.stderr
     assert server.requests == []
 
 
@@ -162,8 +169,12 @@ def test_status_watch_ends_with_ctrl_c(server: FakeServer) -> None:
         while not any(type(request).__name__ == "WatchLoadRequest" for request in server.requests):
             server.begun.wait(0.05)
             assert process.poll() is None
+        time.sleep(0.3)  # an interrupt while gRPC sets the call up would find its locks held
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=10)
+        try:
+            _, stderr = process.communicate(timeout=10)
+        finally:
+            process.kill()
     assert (process.returncode, stderr) == (130, b"")
     assert server.ended.wait(5)
 
@@ -207,7 +218,7 @@ def test_every_setting_of_the_server_is_an_option_of_serve(served: list[ServeCon
     assert served == [given]
 
 
-def test_help_imports_neither_grpc_nor_the_server() -> None:
+def test_help_loads_neither_the_server_nor_numerics() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from clients.cli import app; "
         "assert 'generate' in CliRunner().invoke(app, ['--help']).output; "

@@ -10,9 +10,10 @@ from protos import inference_pb2, inference_pb2_grpc
 def request(
     text: str, max_tokens: int, *, stop: list[str] | None = None, sampling: dict[str, float] | None = None
 ) -> inference_pb2.GenerateRequest:
-    """End-of-sequence ignored: the synthetic model meets it by chance."""
+    """Text to be continued; end-of-sequence ignored, as the synthetic model meets it by chance."""
     return inference_pb2.GenerateRequest(
         text=text,
+        raw=True,
         sampling=inference_pb2.Sampling(**(sampling or {})),  # type: ignore[arg-type]
         stopping=inference_pb2.Stopping(max_tokens=max_tokens, stop=stop, ignore_eos=True),
     )

@@ -51,6 +51,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("priority out of range", {"priority": 5000}, "priority"),
     ("request id too long", {"request_id": "x" * 129}, "request_id"),
     ("request id with control characters", {"request_id": "a\nb"}, "request_id"),
+    ("raw without text", {"text": None, "token_ids": {"ids": [1]}, "raw": True}, "raw"),
     ("an empty chat", {"text": None, "chat": {"messages": []}}, "chat.messages"),
     ("an unknown role", {"text": None, "chat": {"messages": [{"role": 9, "content": "x"}]}}, "chat.messages[0].role"),
     ("salt too long", {"cache": {"salt": "x" * 129}}, "cache.salt"),

@@ -34,7 +34,9 @@ def test_grpcurl_lists_describes_and_generates_with_no_proto_file(synthetic_serv
     assert {"pagoda.v1.Inference", "pagoda.v1.Control", "grpc.health.v1.Health"} <= set(services)
     assert "rpc Generate" in grpcurl(address, "describe", "pagoda.v1.Inference")
     assert "temperature" in grpcurl(address, "describe", "pagoda.v1.Sampling")
-    output = grpcurl("-d", '{"text": "hello", "stopping": {"max_tokens": 4}}', address, "pagoda.v1.Inference/Generate")
+    output = grpcurl(
+        "-d", '{"text": "hello", "raw": true, "stopping": {"max_tokens": 4}}', address, "pagoda.v1.Inference/Generate"
+    )
     *tokens, last = (json.loads(part) for part in output.replace("\n}\n", "\n}\0").strip("\0").split("\0"))
     assert len(tokens) == 4
     assert last["finished"]["reason"] == "FINISH_REASON_LENGTH"

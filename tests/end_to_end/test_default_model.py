@@ -88,7 +88,9 @@ def test_greedy_tokens_are_transformers_in_one_batch_with_31_others_and_under_pr
     before = load_of(exact_server).preemptions
     with ThreadPoolExecutor(64) as threads:
         others = [threads.submit(ask, exact, request(other, max_tokens=40)) for other in OTHERS]
-        answers = dict(zip(PROMPTS, threads.map(lambda prompt: ask(exact, request_as_reference(prompt)), PROMPTS), strict=True))
+        answers = dict(
+            zip(PROMPTS, threads.map(lambda prompt: ask(exact, request_as_reference(prompt)), PROMPTS), strict=True)
+        )
         assert all(len(other.result().ids()) == 40 for other in others)
     for prompt in PROMPTS:
         assert answers[prompt].ids() == reference[prompt], prompt

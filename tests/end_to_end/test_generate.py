@@ -79,6 +79,15 @@ def test_chat_is_rendered_by_the_template_and_the_prompt_event_shows_it(
     assert answer.ids() == expected_tokens(ids, 3, VOCAB_SIZE)
 
 
+def test_text_is_answered_as_a_users_message_unless_it_is_raw(inference: inference_pb2_grpc.InferenceStub) -> None:
+    prompts = {}
+    for raw in (False, True):
+        message = inference_pb2.GenerateRequest(text="Hi", raw=raw, output=inference_pb2.Output(prompt=True))
+        message.stopping.max_tokens = 1
+        prompts[raw] = bytes(id for id in ask(inference, message).responses[0].prompt.token_ids if id < 256)
+    assert prompts == {False: b"user\nHi\nassistant\n", True: b"Hi"}
+
+
 def test_a_stop_string_cuts_the_text_before_it_and_is_reported(inference: inference_pb2_grpc.InferenceStub) -> None:
     whole = ask(inference, request("find a stop", max_tokens=60)).text()
     stop = whole[10:13]

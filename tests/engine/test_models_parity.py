@@ -1,0 +1,110 @@
+"""Every family computes what transformers computes, however its tokens are packed and wherever its pages lie."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.runner import ModelRunner
+from tests.engine.tiny_models import (
+    MODELS,
+    ShuffledBlocks,
+    generate,
+    load_runner,
+    next_chunk,
+    random_prompt,
+    save_model,
+    step,
+    step_logits,
+)
+
+NUM_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One model, here and in transformers."""
+
+    ours: ModelRunner
+    theirs: Any
+
+    def their_logits(self, tokens: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.theirs(torch.tensor([tokens])).logits[0]
+
+    def their_tokens(self, prompt: list[int], count: int) -> list[int]:
+        with torch.inference_mode():
+            out = self.theirs.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=count,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("model")
+    theirs = save_model(MODELS[request.param], folder)
+    theirs.generation_config.eos_token_id = None
+    runner = load_runner(folder)
+    for kv in runner._cache:  # a slot that no token was written to must never matter
+        kv.keys.fill_(float("nan"))
+        kv.values.fill_(float("nan"))
+    return Pair(runner, theirs)
+
+
+def test_logits_equal_those_of_transformers(pair: Pair) -> None:
+    prompt = random_prompt(53, seed=1)
+    seq = ShuffledBlocks(pair.ours).sequence(prompt, 1)
+    logits = step_logits(pair.ours, [next_chunk(seq)])
+    torch.testing.assert_close(logits[0], pair.their_logits(prompt)[-1], atol=1e-4, rtol=1e-4)
+
+
+def test_greedy_tokens_equal_those_of_transformers(pair: Pair) -> None:
+    prompt = random_prompt(11, seed=2)
+    seq = ShuffledBlocks(pair.ours).sequence(prompt, NUM_TOKENS)
+    assert generate(pair.ours, seq, NUM_TOKENS) == pair.their_tokens(prompt, NUM_TOKENS)
+
+
+def test_mixed_batches_of_decodes_and_odd_chunks_choose_the_tokens_of_each_sequence_alone(pair: Pair) -> None:
+    prompts = [random_prompt(length, seed=length) for length in (1, 2, 5, 17, 31, 66)]
+    blocks = ShuffledBlocks(pair.ours)
+    seqs = [blocks.sequence(prompt, NUM_TOKENS) for prompt in prompts]
+    sizes = random.Random(3)
+    while unfinished := [seq for seq in seqs if seq.output_len < NUM_TOKENS]:
+        chunks = [next_chunk(seq, at_most=sizes.choice((1, 2, 3, 7, 13))) for seq in unfinished]
+        step(pair.ours, sizes.sample(chunks, k=sizes.randint(1, len(chunks))))
+    for seq, prompt in zip(seqs, prompts, strict=True):
+        assert seq.tokens[seq.prompt_len :] == pair.their_tokens(prompt, NUM_TOKENS)
+
+
+def test_older_config_files_with_rope_scaling_describe_the_same_model(tmp_path: Path) -> None:
+    theirs = save_model(MODELS["llama3 rope"], tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    parameters = fields.pop("rope_parameters")
+    fields["rope_theta"] = parameters.pop("rope_theta")
+    fields["rope_scaling"] = parameters
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    pair = Pair(load_runner(tmp_path), theirs)
+    prompt = random_prompt(100, seed=4)
+    logits = step_logits(pair.ours, [next_chunk(ShuffledBlocks(pair.ours).sequence(prompt, 1))])
+    torch.testing.assert_close(logits[0], pair.their_logits(prompt)[-1], atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(tmp_path: Path) -> None:
+    prompt = random_prompt(40, seed=5)
+    theirs = save_model(MODELS["smollm"], tmp_path)
+    true = Pair(load_runner(tmp_path), theirs).their_logits(prompt)[-1]
+    rounded = Pair(load_runner(tmp_path, dtype="bfloat16"), theirs.to(torch.bfloat16))
+    ours = step_logits(rounded.ours, [next_chunk(ShuffledBlocks(rounded.ours).sequence(prompt, 1))])[0].float()
+    their_error = (rounded.their_logits(prompt)[-1].float() - true).square().mean().sqrt()
+    assert (ours - true).square().mean().sqrt() < 1.5 * their_error

@@ -1,0 +1,136 @@
+"""Tiny models with random weights, as transformers saves them, and plans that run them by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from engine.config import EngineConfig
+from engine.runner import ModelRunner
+from engine.sequence import Chunk, SamplingParams, Sequence, StepPlan
+
+VOCAB_SIZE = 199
+BLOCK_SIZE = 4
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    # Large enough that attention is far from uniform, and a mistake shows.
+    "initializer_range": 0.3,
+}
+
+
+def _rope(kind: str, **parameters: float) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0, **parameters}
+
+
+MODELS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**_SIZES),
+    "llama with biases": LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True),
+    "smollm": LlamaConfig(**_SIZES, tie_word_embeddings=True),
+    "mistral": MistralConfig(**_SIZES, head_dim=16, sliding_window=None),
+    "mistral with a sliding window": MistralConfig(**_SIZES, sliding_window=7),
+    "qwen2": Qwen2Config(**_SIZES),
+    "qwen2 with a sliding window": Qwen2Config(
+        **_SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=0
+    ),
+    "qwen3": Qwen3Config(**_SIZES, head_dim=16),
+    "linear rope": LlamaConfig(**_SIZES, rope_parameters=_rope("linear")),
+    "llama3 rope": LlamaConfig(
+        **_SIZES,
+        rope_parameters=_rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    ),
+    "yarn rope": LlamaConfig(**_SIZES, rope_parameters=_rope("yarn", original_max_position_embeddings=64)),
+    "yarn rope, not truncated": LlamaConfig(
+        **_SIZES,
+        rope_parameters=_rope(
+            "yarn",
+            original_max_position_embeddings=64,
+            beta_fast=8.0,
+            beta_slow=2.0,
+            mscale=1.0,
+            mscale_all_dim=0.5,
+            truncate=False,
+        ),
+    ),
+}
+
+
+def save_model(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Saves a model with random weights, norms and biases included; returns transformers' own."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def load_runner(folder: Path, **settings: Any) -> ModelRunner:
+    defaults = {"device": "cpu", "dtype": "float32", "block_size": BLOCK_SIZE, "kv_cache_gb": 0.002, "threads": 1}
+    return ModelRunner(EngineConfig(str(folder), **(defaults | settings)))
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB_SIZE), k=length)
+
+
+class ShuffledBlocks:
+    """Sequences whose blocks lie anywhere in the cache."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._block_size = runner.info.kv_cache.block_size
+        self._free = list(range(runner.info.num_blocks))
+        random.Random(0).shuffle(self._free)
+        self._num_sequences = 0
+
+    def sequence(self, prompt: Items[int], max_tokens: int, params: SamplingParams | None = None) -> Sequence:
+        num_blocks = -(-(len(prompt) + max_tokens) // self._block_size)
+        if num_blocks > len(self._free):
+            raise AssertionError(f"the test's cache has {len(self._free)} free blocks; {num_blocks} are wanted")
+        params = params or SamplingParams()
+        self._num_sequences += 1
+        seq = Sequence(self._num_sequences, list(prompt), len(prompt), params, arrived=0.0, deadline=math.inf)
+        seq.blocks = [self._free.pop() for _ in range(num_blocks)]
+        return seq
+
+
+def next_chunk(seq: Sequence, at_most: int = 10_000) -> Chunk:
+    return Chunk(seq, seq.num_computed, min(at_most, seq.remaining_len))
+
+
+def step(runner: ModelRunner, chunks: list[Chunk]) -> None:
+    """Executes a plan and does what the scheduler would with its outcome. Fails on any fault."""
+    sampled = runner.execute(StepPlan(chunks))
+    assert not sampled.faults, sampled.faults
+    for chunk, token in zip(chunks, sampled.tokens, strict=True):
+        chunk.seq.num_computed = chunk.end
+        if token >= 0:
+            chunk.seq.tokens.append(token)
+
+
+def generate(runner: ModelRunner, seq: Sequence, count: int, chunk_size: int = 10_000) -> list[int]:
+    """The sequence alone, until it has `count` tokens of output."""
+    while seq.output_len < count:
+        step(runner, [next_chunk(seq, chunk_size)])
+    return seq.tokens[seq.prompt_len :]
+
+
+def step_logits(runner: ModelRunner, chunks: list[Chunk]) -> torch.Tensor:
+    """What the model computes for a plan: a row of logits for each chunk that samples."""
+    with torch.inference_mode():
+        inputs = runner._arrays.pack(chunks, runner._ops, runner._cache[0], runner._model.config.sliding_window)
+        return runner._model.forward(inputs, runner._cache)
