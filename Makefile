@@ -4,6 +4,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# One line that moves on a terminal, one line a package in a log.
+SHOW_INSTALL = awk -v is_terminal="$$(test -t 2 && echo 1)" \
+	'/^(Collecting|Downloading|Installing)/ { sub(/ \(from.*/, ""); printf "  %-76.76s", $$0; printf is_terminal ? "\r" : "\n"; fflush() } \
+	END { print "" }'
+
 .PHONY: demo serve test test-all lint format protos bench clean
 
 demo: $(STAMP)            ## eight prompts at once through a real server, live
@@ -37,10 +42,10 @@ clean:
 	rm -rf $(VENV) build *.egg-info
 
 $(STAMP): pyproject.toml
-	@echo "Installing into $(VENV) (once; about a minute) …"
+	@echo "Installing into $(VENV), once:"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Pagoda needs Python 3.11 or newer: make PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
-	@$(BIN)/python -m pip install --progress-bar on -e '.[engine,dev]' | grep -E '^(Collecting|Installing|Successfully)' | cut -c1-100
-	@$(BIN)/python -c 'import torch, grpc, tokenizers'   # the pipe above hides pip's status: prove it instead
+	@$(BIN)/python -m pip install -e '.[engine,dev]' 2>&1 | tee $(VENV)/install.log | $(SHOW_INSTALL)
+	@grep -q '^Successfully installed' $(VENV)/install.log || { tail -30 $(VENV)/install.log; exit 1; }
 	@touch $@
