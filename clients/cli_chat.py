@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import closing, suppress
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,8 +29,8 @@ from clients.terminal import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from clients.client import Client
-    from clients.request import GenerateOptions
+    from clients.aio import AsyncClient
+    from clients.request import ChatMessage, GenerateOptions
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -49,28 +52,35 @@ def chat(
 
     with suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
-    with errors_reported(address), connect(address, token, tls, tls_ca) as client:
-        console = Console()
-        model = client.model_info()
-        console.print(f"[bold]{model.name}[/] at {address}. {HELP}.", highlight=False)
-        options: GenerateOptions = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "seed": seed,
-        }
-        Conversation(client, console, system, options).run()
+    options: GenerateOptions = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+    }
+    console = Console()
+    connection = partial(connect, address, token, tls, tls_ca)
+
+    async def model_name() -> str:
+        async with connection() as client:
+            return (await client.model_info()).name
+
+    with errors_reported(address):
+        console.print(f"[bold]{asyncio.run(model_name())}[/] at {address}. {HELP}.", highlight=False)
+        Conversation(connection, console, system, options).run()
 
 
 class Conversation:
     """Turns of user and assistant, all of which go with each question."""
 
-    def __init__(self, client: Client, console: Console, system: str | None, options: GenerateOptions) -> None:
-        self._client = client
+    def __init__(
+        self, connect: Callable[[], AsyncClient], console: Console, system: str | None, options: GenerateOptions
+    ) -> None:
+        self._connect = connect
         self._console = console
         self._options = options
-        self._beginning = [] if system is None else [{"role": "system", "content": system}]
+        self._beginning: list[ChatMessage] = [] if system is None else [{"role": "system", "content": system}]
         self._turns = list(self._beginning)
 
     def run(self) -> None:
@@ -101,14 +111,11 @@ class Conversation:
         """Streams the answer. A stopped one stays in the conversation as far as it came; a failed question does not."""
         from clients.errors import PagodaError
 
-        question = {"role": "user", "content": text}
+        question: ChatMessage = {"role": "user", "content": text}
         answer: list[str] = []
         self._console.print("[bold green]model ›[/] ", end="")
         try:
-            with closing(self._client.chat([*self._turns, question], **self._options)) as chunks:
-                for chunk in chunks:
-                    answer.append(chunk.text)
-                    self._console.out(chunk.text, end="", highlight=False)
+            asyncio.run(self._stream([*self._turns, question], answer))
             self._console.print()
         except KeyboardInterrupt:
             self._console.print(" [dim](stopped)[/]")
@@ -117,3 +124,9 @@ class Conversation:
             print_error(str(error))
             return
         self._turns += [question, {"role": "assistant", "content": "".join(answer)}]
+
+    async def _stream(self, conversation: list[ChatMessage], answer: list[str]) -> None:
+        async with self._connect() as client:
+            async for chunk in client.chat(conversation, **self._options):
+                answer.append(chunk.text)
+                self._console.out(chunk.text, end="", highlight=False)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,6 +28,7 @@ from clients.terminal import (
 
 if TYPE_CHECKING:
     from clients.chunk import Chunk
+    from clients.request import GenerateOptions
 
 
 def generate(
@@ -52,33 +53,35 @@ def generate(
     if system is not None and raw:
         raise typer.BadParameter("raw text has no system message", param_hint="--system")
     text = sys.stdin.read() if prompt == "-" else prompt
-    with errors_reported(address), connect(address, token, tls, tls_ca, timeout) as client:
-        from clients.request import GenerateOptions
+    options: GenerateOptions = {
+        "raw": raw,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "stop": stop,
+        "seed": seed,
+    }
 
-        options = GenerateOptions(
-            raw=raw or None,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            stop=stop,
-            seed=seed,
-        )
-        if system is None:
-            chunks = client.generate(text, **options)
-        else:
-            conversation = [{"role": "system", "content": system}, {"role": "user", "content": text}]
-            chunks = client.chat(conversation, **options)
-        with closing(chunks):
-            meter = write_stream(chunks)
-        print()
-        typer.secho(str(meter), dim=True, err=True)
+    async def answer() -> StreamMeter:
+        async with connect(address, token, tls, tls_ca, timeout) as client:
+            if system is None:
+                chunks = client.generate(text, **options)
+            else:
+                conversation = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+                chunks = client.chat(conversation, **options)
+            return await write_stream(chunks)
+
+    with errors_reported(address):
+        meter = asyncio.run(answer())
+    print()
+    typer.secho(str(meter), dim=True, err=True)
 
 
-def write_stream(chunks: Iterator[Chunk]) -> StreamMeter:
+async def write_stream(chunks: AsyncIterator[Chunk]) -> StreamMeter:
     """Writes each delta to standard output as it comes."""
     meter = StreamMeter()
-    for chunk in chunks:
+    async for chunk in chunks:
         meter.add(len(chunk.tokens))
         sys.stdout.write(chunk.text)
         sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,16 +48,20 @@ def status(
     from rich.console import Console
     from rich.live import Live
 
-    with errors_reported(address), connect(address, token, tls, tls_ca, timeout_s=None if watch else 10.0) as client:
-        console = Console()
-        console.print(info_table(client.server_info()))
-        console.print()
-        if not watch:
-            console.print(load_table(client.load()))
-            return
-        with Live(console=console, auto_refresh=False) as live:
-            for load in client.watch_load(interval):
-                live.update(load_table(load), refresh=True)
+    async def look() -> None:
+        async with connect(address, token, tls, tls_ca, timeout_s=None if watch else 10.0) as client:
+            console = Console()
+            console.print(info_table(await client.server_info()))
+            console.print()
+            if not watch:
+                console.print(load_table(await client.load()))
+                return
+            with Live(console=console, auto_refresh=False) as live:
+                async for load in client.watch_load(interval):
+                    live.update(load_table(load), refresh=True)
+
+    with errors_reported(address):
+        asyncio.run(look())
 
 
 def info_table(info: control_pb2.ServerInfo) -> Table:

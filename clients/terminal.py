@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from clients.client import Client
+    from clients.aio import AsyncClient
 
 Address = Annotated[str, typer.Option(envvar="PAGODA_ADDRESS", help="HOST:PORT or unix:PATH of the server.")]
 Token = Annotated[
@@ -29,10 +29,17 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has ended
 
 
-def connect(address: str, token: str | None, tls: bool, tls_ca: Path | None, timeout_s: float | None = None) -> Client:
-    from clients.client import Client
+def connect(
+    address: str, token: str | None, tls: bool, tls_ca: Path | None, timeout_s: float | None = None
+) -> AsyncClient:
+    """A client for the running event loop.
 
-    return Client(address, token=token, tls=tls_ca or tls, timeout_s=timeout_s)
+    The commands use asyncio for the sake of Ctrl-C: it cancels a task there, while a KeyboardInterrupt that hits the
+    blocking grpc as it starts a call leaves the call without the thread that would end it, and closing waits for ever.
+    """
+    from clients.aio import AsyncClient
+
+    return AsyncClient(address, token=token, tls=tls_ca or tls, timeout_s=timeout_s)
 
 
 def print_error(message: str) -> None:

@@ -11,7 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-_MASK_32 = 0xFFFF_FFFF
 _MASK_64 = 0xFFFF_FFFF_FFFF_FFFF
 
 # Uniform numbers are odd multiples of 2^-24: never 0 or 1, exact in float32, so their noise is finite.
@@ -36,10 +35,12 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
 
     u comes from two rounds of the 32-bit finalizer of MurmurHash3 (Appleby, 2011), keyed by the key's halves.
     """
-    low, high = keys & _MASK_32, (keys >> 32) & _MASK_32
-    bits = _mix_32(_mix_32(token_ids ^ low) ^ high)
-    uniform = ((bits >> 8) | 1).float() * _STEP
-    return -torch.log(-torch.log(uniform))
+    bits = token_ids.int() ^ keys.int()
+    _mix_32_(bits)
+    bits ^= (keys >> 32).int()
+    _mix_32_(bits)
+    bits.bitwise_right_shift_(8).bitwise_and_(0xFF_FFFF).bitwise_or_(1)
+    return bits.float().mul_(_STEP).log_().neg_().log_().neg_()
 
 
 def _mix_64(x: int) -> int:
@@ -49,10 +50,14 @@ def _mix_64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _mix_32(x: Tensor) -> Tensor:
-    """On the low 32 bits of int64: products wrap, and only their low half is kept."""
-    x = x ^ (x >> 16)
-    x = (x * 0x85EB_CA6B) & _MASK_32
-    x = x ^ (x >> 13)
-    x = (x * 0xC2B2_AE35) & _MASK_32
-    return x ^ (x >> 16)
+def _mix_32_(x: Tensor) -> None:
+    """In place, on int32 whose products wrap; a right shift must not carry the sign along, hence the masks."""
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= _signed(0x85EB_CA6B)
+    x ^= (x >> 13).bitwise_and_(0x7_FFFF)
+    x *= _signed(0xC2B2_AE35)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 32) if bits >> 31 else bits

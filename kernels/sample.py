@@ -64,26 +64,24 @@ def find_cutoff(leading: Tensor, scaled: Tensor, draws: Draws) -> tuple[Tensor, 
     """The least scaled logit that top-k, top-p and min-p keep.
 
     leading  [draws, n], the n greatest of each row of `scaled`, in descending order
-    return   [draws] float32, and [draws] bool: whether the leading logits suffice to tell
+    return   [draws] float32, and [draws] bool: whether every token that is kept is sure to be among the leading ones
     """
     vocab = scaled.shape[-1]
     is_complete = leading.shape[-1] == vocab
-    unlimited = torch.full_like(leading[:, 0], float("-inf"))
+    last = leading[:, -1]
+    unlimited = torch.full_like(last, float("-inf"))
 
     is_topped = (draws.top_k > 0) & (draws.top_k < vocab)
     kth = (draws.top_k - 1).clamp(0, leading.shape[-1] - 1)
     top_k_cutoff = torch.where(is_topped, leading.gather(1, kth[:, None])[:, 0], unlimited)
-    # Tokens as likely as the k-th are kept too, so all of them must be in sight.
-    is_sure = ~is_topped | (leading[:, -1] < top_k_cutoff) | is_complete
+    # Tokens as likely as the k-th are kept too, so the leading ones must go on to a less likely one.
+    is_sure = ~is_topped | (last < top_k_cutoff)
 
     weights = leading.double().exp() * (leading >= top_k_cutoff[:, None])
     mass = weights.cumsum(dim=-1)
     total = torch.where(is_topped, mass[:, -1], scaled.exp().sum(dim=-1, dtype=torch.float64))
-    wanted = draws.top_p.double() * total
-    num_kept = (mass - weights < wanted[:, None]).sum(dim=-1).clamp(min=1)
-    is_nucleus = draws.top_p < 1
-    top_p_cutoff = torch.where(is_nucleus, leading.gather(1, num_kept[:, None] - 1)[:, 0], unlimited)
-    is_sure &= ~is_nucleus | (mass[:, -1] >= wanted) | is_complete
+    num_kept = (mass - weights < (draws.top_p.double() * total)[:, None]).sum(dim=-1).clamp(min=1)
+    top_p_cutoff = torch.where(draws.top_p < 1, leading.gather(1, num_kept[:, None] - 1)[:, 0], unlimited)
 
     cutoff = torch.maximum(torch.maximum(top_k_cutoff, top_p_cutoff), draws.min_p.log())
-    return cutoff, is_sure
+    return cutoff, is_sure & (last < cutoff) | is_complete

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 log = logging.getLogger("pagoda.router")
 
@@ -16,6 +16,7 @@ CONFIG_ERROR = 2  # the engine's exit code for what no restart mends; it has sai
 BACKOFF_S = (0.2, 10.0)
 HEALTHY_AFTER_S = 60.0  # an engine that lived this long died of something new: the backoff starts over
 MAX_FAILED_STARTS = 5
+STOP_TIMEOUT_S = 5.0
 
 
 class EngineFailedError(Exception):
@@ -36,7 +37,7 @@ class Supervisor:
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._command = [sys.executable, "-m", "engine", *arguments, "--exit-with-parent"]
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._failed_starts = 0
         self._has_been_ready = False
         self.restarts = 0
@@ -53,9 +54,10 @@ class Supervisor:
             while True:
                 started = time.monotonic()
                 self._has_been_ready = False
-                self._process = await asyncio.create_subprocess_exec(*self._command, stdin=asyncio.subprocess.PIPE)
+                # subprocess starts it by vfork, which runs no fork handlers: gRPC's could not do their work here.
+                self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
                 log.info("engine started, pid %d", self._process.pid)
-                code = await self._process.wait()
+                code = await asyncio.to_thread(self._process.wait)
                 log.error("the engine exited with %s", _describe(code))
                 self._judge(code)
                 if time.monotonic() - started > HEALTHY_AFTER_S:
@@ -70,8 +72,7 @@ class Supervisor:
     def kill(self) -> None:
         """Ends an engine that hangs; run() starts another."""
         if self._process:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+            self._process.kill()
 
     def _judge(self, code: int) -> None:
         if self._has_been_ready:
@@ -84,16 +85,14 @@ class Supervisor:
 
     async def _stop(self) -> None:
         process = self._process
-        if process is None or process.returncode is not None:
+        if process is None:
             return
-        with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(5.0):
-                await process.wait()
-        except TimeoutError:
+            await asyncio.to_thread(process.wait, STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
             process.kill()
-            await process.wait()
+            await asyncio.to_thread(process.wait)
 
 
 def _describe(code: int) -> str:

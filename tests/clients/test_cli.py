@@ -22,6 +22,17 @@ from tests.clients.fake_server import FakeServer, answer, answer_without_end, fa
 COMMAND = [sys.executable, "-m", "clients.cli"]
 
 
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The command as a process of its own, which does not outlive the test."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*COMMAND, *arguments], stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.fixture(autouse=True)
 def address(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_ADDRESS", server.address)
@@ -91,7 +102,7 @@ def test_no_server_is_an_error_that_names_the_address() -> None:
 
 def test_interrupting_generate_cancels_the_call_and_exits_130(server: FakeServer) -> None:
     server.behaviours = [answer_without_end]
-    with subprocess.Popen([*COMMAND, "generate", "text"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started("generate", "text") as process:
         assert process.stdout is not None
         assert process.stdout.read(5) == b"more "
         process.send_signal(signal.SIGINT)
@@ -131,9 +142,7 @@ def test_chat_goes_on_after_a_failed_question_without_it(server: FakeServer) -> 
 
 def test_interrupting_a_chat_answer_stops_it_but_not_the_conversation(server: FakeServer) -> None:
     server.behaviours = [answer(), answer_without_end, answer("short")]
-    with subprocess.Popen(
-        [*COMMAND, "chat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with started("chat") as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(b"question\n")
@@ -165,9 +174,9 @@ def test_status_shows_the_server_and_its_load() -> None:
 
 
 def test_status_watch_ends_with_ctrl_c(server: FakeServer) -> None:
-    with subprocess.Popen([*COMMAND, "status", "--watch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started("status", "--watch") as process:
         while not any(type(request).__name__ == "WatchLoadRequest" for request in server.requests):
-            server.begun.wait(0.05)
+            time.sleep(0.01)
             assert process.poll() is None
         time.sleep(0.3)  # an interrupt while gRPC sets the call up would find its locks held
         process.send_signal(signal.SIGINT)
