@@ -132,7 +132,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         self._expire()
-        has_preempted = self._make_room()
+        self._make_room()
         chunks: list[Chunk] = []
         budget = self.token_budget
         for seq in sorted(self.running, key=lambda seq: seq.remaining_len > 1):  # stable: decodes, then prefills
@@ -140,8 +140,7 @@ class Scheduler:
                 break
             chunks.append(Chunk(seq, seq.num_computed, min(seq.remaining_len, budget)))
             budget -= chunks[-1].length
-        # Who was just preempted would otherwise come straight back for the blocks that it gave up.
-        while budget > 0 and not has_preempted and (admitted := self._admit()):
+        while budget > 0 and (admitted := self._admit()):
             chunks.append(Chunk(admitted, admitted.num_computed, min(admitted.remaining_len, budget)))
             budget -= chunks[-1].length
         return StepPlan(chunks)
@@ -177,7 +176,8 @@ class Scheduler:
         seq = self.waiting[-1]
         hits = self._cached_prefix(seq)
         needed = self.pool.blocks_for(seq.num_tokens) - len(hits)
-        # One block each is left for those who run: else a newcomer would be preempted as soon as they grow.
+        # One block each is left for those who run: else a newcomer would be preempted as soon as they grow. It also keeps
+        # out who has just been preempted: what it gave up, less the block it was given up for, is too little.
         reserve = len(self.running)
         if needed + reserve > self.pool.num_available - self.pool.num_unreferenced(hits):
             return None
@@ -196,9 +196,8 @@ class Scheduler:
         seq.recomputed_tokens += max(0, seq.num_lost - seq.num_computed)
         return seq
 
-    def _make_room(self) -> bool:
-        """Gives every running sequence blocks for all its tokens, at the cost of others if need be. True if it was."""
-        preemptions = self.counters.preemptions
+    def _make_room(self) -> None:
+        """Gives every running sequence blocks for all its tokens, at the cost of others if need be."""
         for seq in list(self.running):
             while seq.state is State.RUNNING:
                 missing = self.pool.blocks_for(seq.num_tokens) - len(seq.blocks)
@@ -206,7 +205,6 @@ class Scheduler:
                     seq.blocks.extend(self.pool.allocate(missing))
                     break
                 self._preempt(min(reversed(self.running), key=lambda seq: seq.priority))
-        return self.counters.preemptions > preemptions
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)

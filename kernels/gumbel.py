@@ -6,19 +6,12 @@ id into noise on the device, the same on every device.
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
 _MASK_64 = 0xFFFF_FFFF_FFFF_FFFF
 
 # Uniform numbers are odd multiples of 2^-24: never 0 or 1, exact in float32, so their noise is finite.
 _STEP = 2.0**-24
-_LEAST = -math.log(-math.log(_STEP))
-_MOST = -math.log(-math.log1p(-_STEP))
-# No token whose score is further than this below the best can be drawn.
-GUMBEL_RANGE = _MOST - _LEAST + 0.01
 
 
 def noise_key(seed: int, position: int) -> int:

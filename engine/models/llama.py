@@ -75,7 +75,7 @@ class Llama:
         while parameters.layers:
             self._layers.append(Layer.prepare(parameters.layers.pop(0), ops))
         self._final_norm = parameters.final_norm
-        self._head = parameters.head
+        self._head = ops.linear(parameters.head, None)
 
     def forward(self, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
         """Logits [num_logits, vocab], in the dtype of the weights; keys and values go to `cache`, a PagedKV a layer."""
@@ -89,7 +89,7 @@ class Llama:
             x = ops.rms_norm(x, layer.post_attention_norm, eps, residual)
             x = layer.down(ops.silu_and_mul(layer.gate_up(x)))
             x = ops.rms_norm(x, next_norm, eps, residual)
-        return functional.linear(x.index_select(0, inputs.logit_rows), self._head)
+        return self._head(x.index_select(0, inputs.logit_rows))
 
     def _attend(
         self, layer: Layer, x: Tensor, rotations: tuple[Tensor, Tensor], inputs: StepInputs, kv: PagedKV

@@ -187,3 +187,40 @@ def test_a_fault_ends_its_own_sequence_only() -> None:
     engine.run()
     assert engine.ended[seqs[1].id].reason is EndReason.FAILED
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in (seqs[0], seqs[2]))
+
+
+def test_a_block_is_shared_only_behind_the_same_prefix() -> None:
+    engine = SteppedEngine(block_size=4, token_budget=64)
+    a, b, c, d = ([first] * 4 for first in (1, 2, 3, 4))
+    for cached in (a + b + [9], c + d + [9]):
+        engine.add(cached, max_tokens=1)
+        engine.run()
+    mixed = engine.add(a + d + [9], max_tokens=6)
+    engine.run()
+    assert mixed.cached_tokens == 4, "block d was computed behind c, not behind a"
+    assert engine.outputs[mixed.id] == engine.expected(mixed)
+
+
+def test_a_newcomer_leaves_a_block_for_each_that_runs() -> None:
+    engine = SteppedEngine(num_blocks=9, block_size=4, prefix_caching=False)
+    running = [engine.add(prompt(4, at), max_tokens=6) for at in range(3)]
+    engine.step()
+    newcomer = engine.add(prompt(9, 5), max_tokens=3)  # 3 blocks: as many as are left, and those will be wanted
+    engine.step()
+    assert newcomer.state is State.WAITING
+    engine.run()
+    assert engine.scheduler.counters.preemptions == 0
+    assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in [*running, newcomer])
+
+
+def test_the_preempted_does_not_come_straight_back() -> None:
+    engine = SteppedEngine(num_blocks=10, block_size=4)
+    for at in range(4):
+        engine.add(prompt(7, at), max_tokens=20)
+    preemptions = 0
+    while not (plan := engine.step()).is_empty:
+        if engine.scheduler.counters.preemptions > preemptions:
+            preemptions = engine.scheduler.counters.preemptions
+            assert engine.scheduler.waiting
+            assert not any(chunk.seq.preemptions and chunk.start == 0 for chunk in plan.chunks)
+    assert 0 < preemptions < 12

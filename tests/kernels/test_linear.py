@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.backend import CPU, REFERENCE, Backend
+
+
+@pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 3, 33])
+def test_linear_multiplies_by_the_transposed_weight(
+    backend: Backend, dtype: torch.dtype, has_bias: bool, rows: int
+) -> None:
+    x, weight = torch.randn(rows, 17).to(dtype), torch.randn(29, 17).to(dtype)
+    bias = torch.randn(29).to(dtype) if has_bias else None
+    expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0.0)
+    product = backend.linear(weight, bias)(x)
+    assert product.dtype == dtype
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(product.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_row_of_a_bfloat16_product_does_not_depend_on_the_rows_beside_it() -> None:
+    x, weight = torch.randn(33, 64).bfloat16(), torch.randn(48, 64).bfloat16()
+    product = CPU.linear(weight, None)
+    together = product(x)
+    for rows in (1, 2, 8, 17):
+        assert torch.equal(product(x[:rows]), together[:rows])

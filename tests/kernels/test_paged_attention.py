@@ -1,0 +1,122 @@
+"""Attention over pages equals attention over whole contexts in float64, whatever else the pages hold."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import AttentionPlan, PagedKV
+from kernels.backend import CPU, REFERENCE, Backend
+from kernels.paged_attention_cpu import GROUP_COST_SLOTS, GROUP_LIMIT_SLOTS
+
+BACKENDS = [REFERENCE, CPU]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Random sequences of (context, queries), their pages shuffled and all other slots NaN."""
+
+    lengths: list[tuple[int, int]]
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 8
+    block_size: int = 4
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+
+    def run(self, backend: Backend) -> tuple[Tensor, Tensor]:
+        """What the backend computes, and what is right, in float64."""
+        rng = random.Random(0)
+        tables = [-(-context // self.block_size) for context, _ in self.lengths]
+        free = list(range(sum(tables) + 3))
+        rng.shuffle(free)
+        pages = torch.full((2, len(free), self.block_size, self.kv_heads, self.head_dim), torch.nan, dtype=self.dtype)
+        block_table = np.full((len(self.lengths), max(tables)), free[0], dtype=np.int32)
+        queries, expected = [], []
+        for seq, (context, num_queries) in enumerate(self.lengths):
+            blocks = [free.pop() for _ in range(tables[seq])]
+            block_table[seq, : len(blocks)] = blocks
+            q = torch.randn(num_queries, self.heads, self.head_dim).to(self.dtype)
+            kv = torch.randn(2, context, self.kv_heads, self.head_dim).to(self.dtype)
+            for position in range(context):
+                pages[:, blocks[position // self.block_size], position % self.block_size] = kv[:, position]
+            queries.append(q)
+            expected.append(self.attend(q.double(), kv[0].double(), kv[1].double()))
+        kv_pages = PagedKV(pages[0], pages[1])
+        plan = self.plan(backend, block_table, kv_pages)
+        return backend.paged_attention(torch.cat(queries), kv_pages, plan), torch.cat(expected)
+
+    def plan(self, backend: Backend, block_table: np.ndarray, kv: PagedKV) -> AttentionPlan:
+        query_start = np.cumsum([0, *(queries for _, queries in self.lengths)], dtype=np.int32)
+        context_len = np.array([context for context, _ in self.lengths], dtype=np.int32)
+        return backend.plan_attention(query_start, context_len, block_table, kv, self.window)
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        for row in range(len(q)):
+            last = len(keys) - len(q) + row
+            first = 0 if self.window is None else max(0, last - self.window + 1)
+            for head in range(self.heads):
+                kv_head = head // (self.heads // self.kv_heads)
+                k, v = keys[first : last + 1, kv_head], values[first : last + 1, kv_head]
+                out[row, head] = (k @ q[row, head] / self.head_dim**0.5).softmax(dim=0) @ v
+        return out
+
+
+BATCHES = {
+    "one token": Batch([(1, 1)]),
+    "decodes of one length": Batch([(9, 1)] * 3),
+    "decodes of odd lengths": Batch([(1, 1), (5, 1), (4, 1), (23, 1), (8, 1)]),
+    "a whole prompt": Batch([(13, 13)]),
+    "a chunk in the middle": Batch([(29, 7)]),
+    "decodes, then chunks": Batch([(6, 1), (31, 1), (13, 13), (19, 2), (17, 16)]),
+    "chunks before decodes": Batch([(3, 3), (12, 1), (9, 4), (2, 1)]),
+    "one query head a KV head": Batch([(7, 1), (9, 5)], heads=3, kv_heads=3),
+    "one KV head": Batch([(7, 1), (9, 5)], heads=5, kv_heads=1, head_dim=16),
+    "blocks of one slot": Batch([(7, 1), (9, 5)], block_size=1),
+    "large blocks": Batch([(7, 1), (70, 5), (65, 1)], block_size=64),
+    "a window": Batch([(3, 1), (4, 1), (5, 1), (21, 1), (3, 3), (9, 9), (30, 6)], window=4),
+    "a window of one": Batch([(5, 1), (9, 3)], window=1),
+    "a window wider than any context": Batch([(5, 1), (9, 3), (6, 6)], window=100),
+    "groups of very different lengths": Batch(
+        [(GROUP_COST_SLOTS + 40, 1), (3, 1), (2, 1), (GROUP_COST_SLOTS // 2, 1), (7, 1)],
+        kv_heads=1,
+        heads=2,
+        head_dim=4,
+    ),
+    "more than one group holds": Batch(
+        [(GROUP_LIMIT_SLOTS // 4 + 5, 1)] * 5, kv_heads=1, heads=1, head_dim=2, block_size=64
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_attention_over_pages_is_attention_over_contexts(backend: Backend, batch: Batch) -> None:
+    out, expected = batch.run(backend)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_in_half_precision_errs_by_little_more_than_its_rounding(
+    backend: Backend, dtype: torch.dtype
+) -> None:
+    out, expected = Batch([(33, 1), (90, 1), (40, 11)], head_dim=32, dtype=dtype).run(backend)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
+
+
+def test_a_sequence_full_of_nan_does_not_reach_its_neighbours() -> None:
+    kv = PagedKV(*torch.randn(2, 4, 4, 1, 8))
+    kv.keys[2], kv.values[2] = torch.nan, torch.nan
+    tables = np.array([[0, 1], [2, 0], [3, 0]], dtype=np.int32)
+    query_start, context_len = np.arange(4, dtype=np.int32), np.array([7, 3, 2], dtype=np.int32)
+    plan = CPU.plan_attention(query_start, context_len, tables, kv, None)
+    finite = CPU.paged_attention(torch.randn(3, 2, 8), kv, plan).isfinite().flatten(1).all(dim=1)
+    assert finite.tolist() == [True, False, True]

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.backend import CPU, REFERENCE, Backend
+
+BACKENDS = [REFERENCE, CPU]
+SHAPES = [(1, 1), (3, 7), (5, 48), (2, 3, 17), (1, 576)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm_divides_by_the_root_mean_square(backend: Backend, shape: tuple[int, ...]) -> None:
+    x, weight = torch.randn(shape), torch.randn(shape[-1])
+    exact = x.double()
+    expected = exact / (exact.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(backend.rms_norm(x, weight, 1e-5), expected.float())
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_adds_to_the_residual_before_it_normalises(backend: Backend, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 5, 33, dtype=torch.float64).to(dtype)
+    weight = torch.randn(33).to(dtype)
+    summed = x + residual
+    normalised = backend.rms_norm(x, weight, 1e-6, residual)
+    assert torch.equal(residual, summed)
+    torch.testing.assert_close(normalised, REFERENCE.rms_norm(summed, weight, 1e-6))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_rms_norm_takes_its_mean_in_float32(backend: Backend) -> None:
+    x = torch.full((1, 4096), 300.0, dtype=torch.bfloat16)  # the squares' sum has no room in 8 bits
+    weight = torch.ones(4096, dtype=torch.bfloat16)
+    assert torch.equal(backend.rms_norm(x, weight, 0.0), torch.ones_like(x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_rms_norm_of_a_strided_view_leaves_its_input_alone(backend: Backend) -> None:
+    whole = torch.randn(4, 6, 8)
+    before = whole.clone()
+    part = whole[:, 1:3]
+    torch.testing.assert_close(
+        backend.rms_norm(part, torch.ones(8), 1e-6), REFERENCE.rms_norm(part.contiguous(), torch.ones(8), 1e-6)
+    )
+    assert torch.equal(whole, before)
