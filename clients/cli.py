@@ -59,6 +59,9 @@ def serve(
     hang_timeout_s: Annotated[
         float, typer.Option(rich_help_panel=_ENGINE, help="An engine with work but no step for so long is dead.")
     ] = 60.0,
+    stall_timeout_s: Annotated[
+        float, typer.Option(rich_help_panel=_LIMITS, help="A client that reads nothing for so long is given up.")
+    ] = 30.0,
     max_requests: Annotated[
         int, typer.Option(rich_help_panel=_LIMITS, help="Requests admitted at once; more are refused.")
     ] = 1024,
@@ -101,6 +104,7 @@ def serve(
         prefix_caching=prefix_caching,
         threads=threads,
         step_ms=step_ms,
+        stall_timeout_s=stall_timeout_s,
         hang_timeout_s=hang_timeout_s,
         max_requests=max_requests,
         max_queued_tokens=max_queued_tokens,

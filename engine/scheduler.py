@@ -176,8 +176,8 @@ class Scheduler:
         seq = self.waiting[-1]
         hits = self._cached_prefix(seq)
         needed = self.pool.blocks_for(seq.num_tokens) - len(hits)
-        # One block each is left for those who run: else a newcomer would be preempted as soon as they grow. It also keeps
-        # out who has just been preempted: what it gave up, less the block it was given up for, is too little.
+        # One block each is left for those who run: else a newcomer would be preempted as soon as they grow. It also
+        # keeps out who has just been preempted: what it gave up, less the block it was given up for, is too little.
         reserve = len(self.running)
         if needed + reserve > self.pool.num_available - self.pool.num_unreferenced(hits):
             return None

@@ -20,6 +20,7 @@ class ServeConfig:
     allow_insecure     listen on a public address without TLS and token
     grace_s            how long SIGTERM waits for running requests
     step_ms            the synthetic model's step time, BASE[,PER_SEQUENCE[,PER_TOKEN]] in milliseconds
+    stall_timeout_s    a client that takes no message for this long is given up
     hang_timeout_s     work under way and no step for this long: the engine counts as dead
     """
 
@@ -45,6 +46,7 @@ class ServeConfig:
     tls_key: str | None = None
     allow_insecure: bool = False
     grace_s: float = 30.0
+    stall_timeout_s: float = 30.0
     hang_timeout_s: float = 60.0
     log_level: LogLevel = "info"
 

@@ -27,8 +27,6 @@ from router.validation import (
     validate_tokenize,
 )
 
-WRITE_TIMEOUT_S = 30.0  # a client that takes no message for this long is given up
-
 GenerateContext: TypeAlias = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 
@@ -42,6 +40,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         admission: Admission,
         dispatcher: Dispatcher,
         live: LiveRequests,
+        stall_timeout_s: float,
     ) -> None:
         self.limits = limits  # replaced when an engine says what it can hold
         self._model = model
@@ -49,6 +48,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._admission = admission
         self._dispatcher = dispatcher
         self._live = live
+        self._stall_timeout_s = stall_timeout_s
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: GenerateContext) -> None:
         received = time.monotonic()
@@ -60,7 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 prompt = await self._tokenizer.encode_prompt(self._as_asked(params))
                 max_tokens = check_prompt(params, len(prompt), self.limits)
                 reservation.grow(params.n * (len(prompt) + max_tokens) - reservation.tokens)
-                call = GenerateCall(params, len(prompt), self._tokenizer, context, received)
+                call = GenerateCall(params, len(prompt), self._tokenizer, context, received, self._stall_timeout_s)
                 if params.has_prompt:
                     await call.write(inference_pb2.GenerateResponse(prompt=inference_pb2.Prompt(token_ids=prompt)))
                 remaining_s = context.time_remaining()
@@ -115,7 +115,9 @@ class GenerateCall:
         tokenizer: Tokenizer,
         context: GenerateContext,
         received: float,
+        stall_timeout_s: float,
     ) -> None:
+        self._stall_timeout_s = stall_timeout_s
         self._request_id = params.request_id
         self._prompt_len = prompt_len
         self._context = context
@@ -157,10 +159,10 @@ class GenerateCall:
         if self._first_written is None and response.HasField("tokens"):
             self._first_written = time.monotonic()
         try:
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
+            async with asyncio.timeout(self._stall_timeout_s):
                 await self._context.write(response)
         except TimeoutError:
-            message = f"the client has read nothing for {WRITE_TIMEOUT_S:.0f} s"
+            message = f"the client has read nothing for {self._stall_timeout_s:g} s"
             raise ResourceExhausted(message, reason="READER_STALLED") from None
 
     def _finish(self, output: SequenceOutput) -> inference_pb2.GenerateResponse:

@@ -124,6 +124,7 @@ class Router:
             admission=self._admission,
             dispatcher=self._dispatcher,
             live=self._live,
+            stall_timeout_s=config.stall_timeout_s,
         )
         control = ControlServicer(
             model=self._model_name,

@@ -54,8 +54,7 @@ class Supervisor:
             while True:
                 started = time.monotonic()
                 self._has_been_ready = False
-                # subprocess starts it by vfork, which runs no fork handlers: gRPC's could not do their work here.
-                self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
+                self._process = self._start()
                 log.info("engine started, pid %d", self._process.pid)
                 code = await asyncio.to_thread(self._process.wait)
                 log.error("the engine exited with %s", _describe(code))
@@ -73,6 +72,10 @@ class Supervisor:
         """Ends an engine that hangs; run() starts another."""
         if self._process:
             self._process.kill()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Not asyncio's way: subprocess uses vfork, which runs no fork handlers. gRPC's could not do their work here.
+        return subprocess.Popen(self._command, stdin=subprocess.PIPE)
 
     def _judge(self, code: int) -> None:
         if self._has_been_ready:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import trustme
 from grpc_health.v1 import health_pb2
 
 from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -143,6 +144,31 @@ def test_a_token_is_asked_for_where_one_is_set(tmp_path: Path) -> None:
                 list(inference.Generate(message, metadata=metadata))
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert list(inference.Generate(message, metadata=(("authorization", "Bearer s3cret"),)))
+
+
+def test_tls_is_served_with_the_given_certificate(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    certificate = authority.issue_cert("localhost")
+    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+    certificate.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    credentials = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+    arguments = ("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
+    with running_server("--model", "synthetic", *arguments, ready=False) as server:
+        address = f"localhost:{server.address.rpartition(':')[2]}"
+        with grpc.secure_channel(address, credentials) as channel:
+            inference = inference_pb2_grpc.InferenceStub(channel)
+            message = request("secret", max_tokens=2)
+            deadline = time.monotonic() + 20
+            while True:
+                try:
+                    assert ask(inference, message).ids()
+                    break
+                except grpc.RpcError as error:  # while the engine loads
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > deadline:
+                        raise
+                time.sleep(0.05)
+        with pytest.raises(grpc.RpcError), grpc.insecure_channel(server.address) as channel:
+            ask(inference_pb2_grpc.InferenceStub(channel), message, 5)
 
 
 def test_a_unix_socket_is_served_too(tmp_path: Path) -> None:

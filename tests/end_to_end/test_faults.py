@@ -246,6 +246,22 @@ def test_stalled_readers_slow_nobody_down(
     assert wait_idle(control).blocks_referenced == 0
 
 
+def test_a_reader_that_stalls_for_too_long_is_given_up() -> None:
+    # Of itself gRPC would widen the window to megabytes before the server feels that nobody reads.
+    small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
+    with (
+        running_server("--model", "synthetic", "--stall-timeout-s", "0.5") as server,
+        grpc.insecure_channel(server.address, options=small_window) as channel,
+    ):
+        inference, control = stubs(channel)
+        call = inference.Generate(request("stalled", max_tokens=30_000, sampling={"n": 4}))
+        next(call)
+        assert wait_idle(control, 30).blocks_referenced == 0
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 def test_an_idle_server_uses_under_one_percent_of_a_core() -> None:
     with running_server(*SYNTHETIC) as server, grpc.insecure_channel(server.address) as channel:
         inference, _ = stubs(channel)

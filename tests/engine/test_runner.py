@@ -1,0 +1,314 @@
+"""The runner: what it makes of a checkpoint and its settings, and steps as the scheduler plans them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import ConfigError
+from engine.runner import ModelRunner, largest_plan
+from engine.sequence import SamplingParams, Sequence, StepPlan
+from tests.engine.tiny_models import (
+    MODELS,
+    VOCAB_SIZE,
+    ShuffledBlocks,
+    generate,
+    load_runner,
+    next_chunk,
+    random_prompt,
+    save_model,
+    step,
+)
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders of saved models, by their names in MODELS; not to be changed."""
+    folders: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp("model")
+            save_model(MODELS[name], folders[name])
+        return folders[name]
+
+    return folder
+
+
+@pytest.fixture
+def copied(saved: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A llama of one's own, to be broken."""
+    folder = tmp_path / "broken"
+    shutil.copytree(saved("llama"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runner(saved: Callable[[str], Path]) -> ModelRunner:
+    return load_runner(saved("llama"))
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    edit(tensors)
+    save_file(tensors, path)
+
+
+# What it says of itself
+
+
+def test_cache_size_follows_the_formula(saved: Callable[[str], Path]) -> None:
+    info = load_runner(saved("qwen3"), kv_cache_gb=0.001, block_size=8).info
+    assert info.kv_cache.bytes_per_token == 2 * 2 * 2 * 16 * 4
+    assert info.num_blocks == 1_000_000 // (info.kv_cache.bytes_per_token * 8)
+    assert info.weight_bytes == (saved("qwen3") / "model.safetensors").stat().st_size - header_bytes(saved("qwen3"))
+    assert (info.architecture, info.device, info.dtype, info.kernel_backend) == ("qwen3", "cpu", "float32", "cpu")
+    assert info.vocab_size == VOCAB_SIZE
+
+
+def header_bytes(folder: Path) -> int:
+    with (folder / "model.safetensors").open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def test_default_cpu_cache_takes_half_a_gigabyte_that_is_not_resident_until_used(
+    saved: Callable[[str], Path],
+) -> None:
+    import psutil
+
+    before = psutil.Process().memory_info().rss
+    info = load_runner(saved("llama"), kv_cache_gb=None).info
+    assert 0.499e9 < info.num_blocks * info.kv_cache.bytes_per_block <= 0.5e9
+    assert psutil.Process().memory_info().rss - before < 100e6
+
+
+def test_context_is_what_the_model_was_trained_for_as_far_as_the_cache_holds_it(saved: Callable[[str], Path]) -> None:
+    assert load_runner(saved("llama")).info.max_model_len == 256
+    small = load_runner(saved("llama"), kv_cache_gb=30e3 / 1e9)
+    assert small.info.max_model_len == small.info.token_capacity < 256
+    assert load_runner(saved("llama"), max_model_len=100).info.max_model_len == 100
+
+
+def test_yarn_extends_the_context_beyond_the_positions_that_config_names(copied: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 3.0, "original_max_position_embeddings": 256}
+    edit_config(copied, rope_parameters=yarn)
+    assert load_runner(copied).info.max_model_len == 768
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_is_bfloat16_unless_the_checkpoint_is_float32(tmp_path: Path, stored: torch.dtype) -> None:
+    save_model(MODELS["smollm"], tmp_path, stored)
+    expected = "float32" if stored == torch.float32 else "bfloat16"
+    assert load_runner(tmp_path, dtype="auto").info.dtype == expected
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 257}, "exceeds the model's 256 positions"),
+        ({"max_model_len": 256, "kv_cache_gb": 30e3 / 1e9}, "tokens that the KV cache holds"),
+        ({"kv_cache_gb": 1e-7}, "holds no block"),
+    ],
+)
+def test_settings_that_the_model_cannot_meet_are_refused(
+    saved: Callable[[str], Path], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_runner(saved("llama"), **settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_cuda_device_is_refused(saved: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        load_runner(saved("llama"), device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["OPTForCausalLM"]}, "'OPTForCausalLM' is not supported; LlamaForCausalLM, Mistral"),
+        ({"architectures": None, "model_type": "opt"}, "'opt' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor of linear RoPE"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": -1}}, "factor of yarn RoPE"),
+        ({"rope_parameters": "fast"}, "RoPE parameters must be an object"),
+        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"num_hidden_layers": None}, "no num_hidden_layers"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers must be a positive whole number, not 'two'"),
+        ({"num_key_value_heads": 4}, "6 attention heads cannot share 4"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"vocab_size": 200}, r"model.embed_tokens.weight has shape \[199, 48\].*\[200, 48\]"),
+        ({"num_hidden_layers": 3}, "model.layers.2.* is missing"),
+        ({"attention_bias": True}, "bias is missing"),
+    ],
+    ids=str,
+)
+def test_a_config_that_cannot_be_served_is_one_clear_error(copied: Path, fields: dict[str, Any], message: str) -> None:
+    edit_config(copied, **fields)
+    with pytest.raises(ConfigError, match=message):
+        load_runner(copied)
+
+
+def test_layers_of_different_attention_are_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(saved("qwen2"), tmp_path / "mixed")
+    edit_config(
+        tmp_path / "mixed",
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["full_attention", "sliding_attention"],
+    )
+    with pytest.raises(ConfigError, match="different attention"):
+        load_runner(tmp_path / "mixed")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "must hold an object"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0 garbage"), "not a readable"),
+        (lambda folder: truncate(folder / "model.safetensors"), "not a readable"),
+        (lambda folder: edit_tensors(folder, lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text('{"a": 1}'), "not the index"),
+    ],
+    ids=["no config", "broken config", "config of a list", "no weights", "garbage", "truncated", "no tensor", "index"],
+)
+def test_a_broken_checkpoint_is_one_clear_error(copied: Path, damage: Callable[[Path], Any], message: str) -> None:
+    damage(copied)
+    with pytest.raises(ConfigError, match=message):
+        load_runner(copied)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+# How it loads
+
+
+def test_sharded_weights_are_the_same_model(runner: ModelRunner, copied: Path) -> None:
+    tensors = load_file(copied / "model.safetensors")
+    (copied / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for shard, held in shards.items():
+        save_file({name: tensors[name].clone() for name in held}, copied / shard)
+    weight_map = {name: shard for shard, held in shards.items() for name in held}
+    (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    prompt = random_prompt(9, seed=1)
+    sharded = load_runner(copied)
+    assert generate(sharded, ShuffledBlocks(sharded).sequence(prompt, 20), 20) == generate(
+        runner, ShuffledBlocks(runner).sequence(prompt, 20), 20
+    )
+    (copied / "model-2.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no model-2.safetensors"):
+        load_runner(copied)
+
+
+def test_progress_rises_to_the_bytes_of_the_weights(saved: Callable[[str], Path]) -> None:
+    calls: list[tuple[int, int]] = []
+    from engine.config import EngineConfig
+
+    config = EngineConfig(str(saved("llama")), device="cpu", kv_cache_gb=0.001, threads=1)
+    info = ModelRunner(config, lambda description, done, total: calls.append((done, total))).info
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1] == (info.weight_bytes, info.weight_bytes)
+
+
+# How it steps
+
+
+def test_a_chunk_that_does_not_reach_the_last_token_samples_none(runner: ModelRunner) -> None:
+    seq = ShuffledBlocks(runner).sequence(random_prompt(10, seed=1), 1)
+    sampled = runner.execute(StepPlan([next_chunk(seq, at_most=4)]))
+    assert (sampled.tokens, sampled.logprobs, sampled.faults) == ([-1], [None], {})
+
+
+def test_a_plan_run_twice_has_the_same_outcome(runner: ModelRunner) -> None:
+    blocks = ShuffledBlocks(runner)
+    params = SamplingParams(temperature=1.0, seed=5, repetition_penalty=1.2, logprobs=2)
+    seqs = [blocks.sequence(random_prompt(length, seed=length), 8, params) for length in (3, 12)]
+    step(runner, [next_chunk(seq) for seq in seqs])
+    plan = StepPlan([next_chunk(seq) for seq in seqs])
+    assert runner.execute(plan) == runner.execute(plan)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_seed_gives_the_same_tokens_alone_and_under_load(saved: Callable[[str], Path], dtype: str) -> None:
+    runner = load_runner(saved("llama"), dtype=dtype)
+    params = SamplingParams(temperature=1.0, top_p=0.95, seed=42)
+    alone = generate(runner, ShuffledBlocks(runner).sequence(random_prompt(9, seed=1), 30, params), 30)
+    blocks = ShuffledBlocks(runner)
+    seq = blocks.sequence(random_prompt(9, seed=1), 30, params)
+    others = [
+        blocks.sequence(random_prompt(n, seed=n), 40, SamplingParams(temperature=2.0, seed=n)) for n in range(1, 12)
+    ]
+    while seq.output_len < 30:
+        step(runner, [next_chunk(one, at_most=5) for one in (*others, seq)])
+    assert seq.tokens[9:] == alone
+
+
+def test_recomputation_after_preemption_does_not_change_tokens(runner: ModelRunner) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, repetition_penalty=1.2, frequency_penalty=0.3)
+    undisturbed = generate(runner, ShuffledBlocks(runner).sequence(random_prompt(7, seed=2), 20, params), 20)
+    for preempted_at in range(1, 20, 3):
+        blocks = ShuffledBlocks(runner)
+        seq = blocks.sequence(random_prompt(7, seed=2), 20, params)
+        generate(runner, seq, preempted_at)
+        seq.blocks = blocks.sequence(seq.tokens, 20).blocks
+        seq.num_computed = 0
+        assert generate(runner, seq, 20, chunk_size=5) == undisturbed
+
+
+def test_a_sequence_whose_cache_holds_nan_fails_alone(saved: Callable[[str], Path]) -> None:
+    runner = load_runner(saved("llama"))
+    blocks = ShuffledBlocks(runner)
+    seqs = [blocks.sequence(random_prompt(6, seed=n), 4) for n in range(3)]
+    step(runner, [next_chunk(seq) for seq in seqs])
+    expected = runner.execute(StepPlan([next_chunk(seq) for seq in seqs]))
+    runner._cache[0].values[seqs[1].blocks[0]] = math.nan
+    sampled = runner.execute(StepPlan([next_chunk(seq) for seq in seqs]))
+    assert sampled.tokens == [expected.tokens[0], -1, expected.tokens[2]]
+    assert list(sampled.faults) == [1]
+
+
+def test_blocks_that_a_failed_sequence_leaves_behind_do_no_harm(saved: Callable[[str], Path]) -> None:
+    runner = load_runner(saved("mistral with a sliding window"))
+    expected = generate(runner, ShuffledBlocks(runner).sequence(random_prompt(6, seed=1), 30), 30)
+    for kv in runner._cache:
+        kv.keys.fill_(math.nan)
+        kv.values.fill_(math.inf)
+    assert generate(runner, ShuffledBlocks(runner).sequence(random_prompt(6, seed=1), 30), 30) == expected
+
+
+def test_the_largest_plan_uses_the_budget_and_samples_for_every_sequence(runner: ModelRunner) -> None:
+    plan = largest_plan(token_budget=512, max_num_seqs=60, block_size=4)
+    assert 512 - 60 < plan.num_tokens <= 512
+    assert len(plan.chunks) == 60
+    assert all(chunk.samples for chunk in plan.chunks)
+    blocks = [block for chunk in plan.chunks for block in chunk.seq.blocks]
+    assert len(set(blocks)) == len(blocks)
+    assert len(runner.execute(plan).tokens) == 60

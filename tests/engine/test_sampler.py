@@ -1,0 +1,167 @@
+"""Each sequence is sampled by its own parameters, whatever stands beside it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from engine.sampler import Choice, Sampler
+from engine.sequence import SamplingParams, Sequence
+from kernels import load_backend
+
+VOCAB_SIZE = 40
+
+
+@pytest.fixture
+def sampler() -> Sampler:
+    return Sampler(load_backend("cpu"), VOCAB_SIZE, torch.device("cpu"))
+
+
+def sequence(number: int, prompt: list[int], output: list[int] | None = None, **params: Any) -> Sequence:
+    return Sequence(number, prompt + (output or []), len(prompt), SamplingParams(**params), 0.0, math.inf)
+
+
+def logits_of(**likely: float) -> torch.Tensor:
+    """A row of zeros, but for tokens named t0, t1, …"""
+    row = torch.zeros(VOCAB_SIZE)
+    for name, value in likely.items():
+        row[int(name[1:])] = value
+    return row
+
+
+def sample_one(sampler: Sampler, seq: Sequence, row: torch.Tensor) -> Choice:
+    (choice,) = sampler.sample([seq], row[None].clone())
+    return choice
+
+
+def test_no_rows_make_no_choices(sampler: Sampler) -> None:
+    assert sampler.sample([], torch.empty(0, VOCAB_SIZE)) == []
+
+
+def test_repetition_penalty_counts_prompt_and_output(sampler: Sampler) -> None:
+    row = logits_of(t1=3.0, t2=2.9, t3=2.0)
+    assert sample_one(sampler, sequence(1, [1], [2], repetition_penalty=2.0), row).token == 3
+    assert sample_one(sampler, sequence(2, [1], [9], repetition_penalty=2.0), row).token == 2
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+def test_presence_and_frequency_penalties_count_the_output_only(sampler: Sampler, penalty: str) -> None:
+    row = logits_of(t1=3.0, t2=2.5)
+    assert sample_one(sampler, sequence(1, [1, 1], [5], **{penalty: 1.0}), row).token == 1
+    assert sample_one(sampler, sequence(2, [1, 1], [1], **{penalty: 1.0}), row).token == 2
+
+
+def test_frequency_penalty_grows_with_each_time_a_token_was_chosen(sampler: Sampler) -> None:
+    seq = sequence(1, [7], frequency_penalty=1.0)
+    row = logits_of(t1=5.0, t2=2.5)
+    for _ in range(6):
+        seq.tokens.append(sample_one(sampler, seq, row).token)
+    assert seq.tokens[1:] == [1, 1, 1, 2, 1, 2]
+
+
+def test_a_sampler_that_forgot_a_sequence_goes_on_as_if_it_had_not(sampler: Sampler) -> None:
+    rows = torch.randn(30, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 2
+    params = {"temperature": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "seed": 11}
+    kept, forgotten = sequence(1, [3, 4], **params), sequence(1, [3, 4], **params)
+    other = Sampler(load_backend("cpu"), VOCAB_SIZE, torch.device("cpu"))
+    for row in rows:
+        kept.tokens.append(sample_one(sampler, kept, row).token)
+        other.sample([sequence(2, [1])], row[None].clone())
+        forgotten.tokens.append(sample_one(other, forgotten, row).token)
+    assert kept.tokens == forgotten.tokens
+
+
+def test_logit_bias_is_added(sampler: Sampler) -> None:
+    row = logits_of(t1=3.0)
+    assert sample_one(sampler, sequence(1, [0], logit_bias=((4, 3.5), (1, -0.2))), row).token == 4
+    assert sample_one(sampler, sequence(2, [0], logit_bias=((1, -100.0),)), row).token != 1
+
+
+def test_stop_tokens_cannot_be_chosen_before_min_tokens_exist(sampler: Sampler) -> None:
+    row = logits_of(t1=9.0, t2=8.0, t3=7.0)
+    stops = frozenset({1, 2, VOCAB_SIZE + 5})
+    chosen = [
+        sample_one(sampler, sequence(n, [0], [5] * n, min_tokens=2, stop_token_ids=stops), row).token for n in range(4)
+    ]
+    assert chosen == [3, 3, 1, 1]
+
+
+def test_top_k_of_one_takes_the_most_likely_token_even_among_ties(sampler: Sampler) -> None:
+    row = logits_of(t4=1.0, t9=1.0)
+    seqs = [sequence(seed, [0], temperature=5.0, top_k=1, seed=seed) for seed in range(20)]
+    assert {choice.token for choice in sampler.sample(seqs, row.repeat(20, 1))} == {4}
+
+
+def test_seed_and_position_determine_the_token_at_any_load(sampler: Sampler) -> None:
+    rows = torch.randn(12, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
+    seqs = [sequence(n, [0], [1] * n, temperature=1.0 + n / 10, top_p=0.9, seed=n // 2) for n in range(12)]
+    together = [choice.token for choice in sampler.sample(seqs, rows.clone())]
+    alone = [sample_one(sampler, seq, row).token for seq, row in zip(seqs, rows, strict=True)]
+    assert together == alone
+    uniform = torch.zeros(64, VOCAB_SIZE)
+    at_positions = [sequence(n, [0], [1] * n, temperature=1.0, seed=7) for n in range(64)]
+    of_seeds = [sequence(n, [0], temperature=1.0, seed=n) for n in range(64)]
+    for varied in (at_positions, of_seeds):
+        assert len({choice.token for choice in sampler.sample(varied, uniform.clone())}) > 20
+
+
+def test_logprobs_are_those_of_the_model_before_anything_changes_its_logits(sampler: Sampler) -> None:
+    row = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
+    seq = sequence(1, [0, 1], [2], temperature=2.0, repetition_penalty=1.5, logit_bias=((6, 50.0),), logprobs=3)
+    choice = sample_one(sampler, seq, row)
+    expected = row.log_softmax(dim=0)
+    assert choice.token == 6
+    assert choice.logprobs is not None
+    assert choice.logprobs.chosen == pytest.approx(expected[6].item(), abs=1e-5)
+    assert choice.logprobs.top_ids == expected.topk(3).indices.tolist()
+    assert choice.logprobs.top == pytest.approx(expected.topk(3).values.tolist(), abs=1e-5)
+
+
+def test_only_sequences_that_ask_get_logprobs_and_as_many_as_they_ask_for(sampler: Sampler) -> None:
+    seqs = [sequence(n, [0], logprobs=count) for n, count in enumerate((None, 0, 2, 100))]
+    choices = sampler.sample(seqs, torch.randn(4, VOCAB_SIZE))
+    assert [None if c.logprobs is None else len(c.logprobs.top_ids) for c in choices] == [None, 0, 2, VOCAB_SIZE]
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": 1.0, "top_p": 2.0}, "top_p"),
+        ({"temperature": 1.0, "min_p": math.nan}, "min_p"),
+        ({"temperature": 1.0, "top_k": -2}, "top_k"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"presence_penalty": math.inf}, "presence_penalty"),
+        ({"logit_bias": ((VOCAB_SIZE, 1.0),)}, "logit_bias"),
+        ({"logit_bias": ((-1, 1.0),)}, "logit_bias"),
+        ({"logit_bias": ((3, math.nan),)}, "logit_bias"),
+        ({"logit_bias": ((3, 1.0), (3, 2.0))}, "logit_bias"),
+    ],
+    ids=str,
+)
+def test_a_bad_parameter_is_the_fault_of_its_row_alone(sampler: Sampler, params: dict[str, Any], named: str) -> None:
+    rows = torch.randn(3, VOCAB_SIZE)
+    good = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "logit_bias": ((1, 2.0),), "logprobs": 1}
+    seqs = [sequence(1, [0], seed=1, **good), sequence(2, [0], **params), sequence(3, [0], seed=3, **good)]
+    first, bad, last = sampler.sample(seqs, rows.clone())
+    assert bad.token == -1
+    assert bad.fault is not None
+    assert named in bad.fault
+    assert first == sample_one(sampler, seqs[0], rows[0])
+    assert last == sample_one(sampler, seqs[2], rows[2])
+
+
+def test_logits_of_nan_are_the_fault_of_their_row_alone(sampler: Sampler) -> None:
+    rows = torch.randn(3, VOCAB_SIZE)
+    rows[1, 7] = math.nan
+    seqs = [sequence(n, [0], temperature=float(n), repetition_penalty=1.1, logprobs=2) for n in range(3)]
+    first, bad, last = sampler.sample(seqs, rows.clone())
+    assert (bad.token, bad.logprobs) == (-1, None)
+    assert bad.fault is not None
+    assert "NaN" in bad.fault
+    assert first == sample_one(sampler, seqs[0], rows[0])
+    assert last == sample_one(sampler, seqs[2], rows[2])

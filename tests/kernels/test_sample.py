@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import Draws, noise_key
+from kernels.backend import CPU, REFERENCE, Backend
+from kernels.sample_cpu import LEADING_TOKENS
+
+BOTH = pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=lambda backend: backend.name)
+
+
+@dataclass(frozen=True)
+class Draw:
+    row: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    position: int = 0
+
+
+def draws(*rows: Draw) -> Draws:
+    return Draws(
+        rows=torch.tensor([d.row for d in rows], dtype=torch.int64),
+        temperature=torch.tensor([d.temperature for d in rows], dtype=torch.float32),
+        top_k=torch.tensor([d.top_k for d in rows], dtype=torch.int64),
+        top_p=torch.tensor([d.top_p for d in rows], dtype=torch.float32),
+        min_p=torch.tensor([d.min_p for d in rows], dtype=torch.float32),
+        keys=torch.tensor([noise_key(d.seed, d.position) for d in rows], dtype=torch.int64),
+    )
+
+
+def drawn(backend: Backend, row: Tensor, count: int = 4000, **rules: float) -> Tensor:
+    """How often each token is drawn from one row of logits, over `count` positions."""
+    many = draws(*(Draw(row=at, position=at, **rules) for at in range(count)))  # type: ignore[arg-type]
+    tokens = backend.sample(row.repeat(count, 1), many)
+    return torch.bincount(tokens, minlength=len(row)) / count
+
+
+def kept_by_hand(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """Tokens that survive the rules, ties included, found by walking down the sorted distribution in Python."""
+    scores = [float(x) / temperature for x in row]
+    if top_k:
+        least = sorted(scores, reverse=True)[min(top_k, len(scores)) - 1]
+        scores = [score if score >= least else -math.inf for score in scores]
+    weights = [math.exp(score - max(scores)) for score in scores]
+    total, mass, nucleus = sum(weights), 0.0, 0.0
+    for weight in sorted(weights, reverse=True):
+        mass, nucleus = mass + weight, weight
+        if mass >= top_p * total:
+            break
+    return {
+        token
+        for token, weight in enumerate(weights)
+        if weight > 0 and (top_p == 1 or weight >= nucleus) and weight >= min_p
+    }
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_do_not_draw_take_their_most_likely_token(backend: Backend, dtype: torch.dtype) -> None:
+    logits = torch.randn(5, 301).to(dtype)
+    expected = logits.double().argmax(dim=-1)
+    assert torch.equal(backend.sample(logits, draws()), expected)
+    mixed = backend.sample(logits, draws(Draw(row=1, temperature=100.0), Draw(row=3, temperature=100.0)))
+    assert torch.equal(mixed[[0, 2, 4]], expected[[0, 2, 4]])
+
+
+@BOTH
+def test_draws_follow_the_softmax_of_logits_over_temperature(backend: Backend) -> None:
+    row = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.5])
+    for temperature in (0.5, 1.0, 3.0):
+        expected = (row / temperature).softmax(dim=0)
+        assert (drawn(backend, row, temperature=temperature) - expected).abs().max() < 0.03
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 10_000},
+        {"top_p": 0.3},
+        {"top_p": 0.95},
+        {"top_p": 1e-6},
+        {"min_p": 0.2},
+        {"min_p": 1.0},
+        {"top_k": 9, "top_p": 0.6},
+        {"top_k": 12, "top_p": 0.9, "min_p": 0.1, "temperature": 1.7},
+        {"top_k": 3, "min_p": 0.01, "temperature": 0.3},
+    ],
+    ids=str,
+)
+def test_only_tokens_that_the_rules_keep_are_drawn_and_all_of_them_are(
+    backend: Backend, rules: dict[str, float]
+) -> None:
+    row = torch.randn(23)
+    row[4] = row[17]  # a tie
+    kept = kept_by_hand(row, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | rules)  # type: ignore[arg-type]
+    shares = drawn(backend, row, **rules)
+    assert {token for token, share in enumerate(shares.tolist()) if share} <= kept
+    weights = (row / rules.get("temperature", 1.0)).softmax(dim=0)
+    outside = [token for token in range(23) if token not in kept]
+    weights[outside] = 0
+    assert (shares - weights / weights.sum()).abs().max() < 0.04
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
+def test_the_cpu_chooses_what_the_reference_chooses_however_many_tokens_are_kept(spread: float) -> None:
+    vocab = LEADING_TOKENS[-1] + 700
+    logits = torch.randn(24, vocab) * spread
+    rules = [
+        {},
+        {"top_k": 5},
+        {"top_k": LEADING_TOKENS[0]},
+        {"top_k": LEADING_TOKENS[0] + 1},
+        {"top_k": LEADING_TOKENS[1] + 1},
+        {"top_p": 0.5},
+        {"top_p": 0.999},
+        {"min_p": 0.02},
+        {"top_k": 1000, "top_p": 0.5},
+        {"top_k": 300, "top_p": 0.99, "min_p": 0.5},
+        {"temperature": 1e-10},
+        {"temperature": 50.0, "top_p": 0.9},
+    ]
+    batch = draws(*(Draw(row=at, seed=at, **rules[at % len(rules)]) for at in range(24)))  # type: ignore[arg-type]
+    assert torch.equal(CPU.sample(logits, batch), REFERENCE.sample(logits, batch))
+
+
+@BOTH
+def test_ties_around_the_last_kept_token_are_kept_together(backend: Backend) -> None:
+    row = torch.full((600,), -1.0)
+    row[100:400] = 2.0  # more than the leading tokens that the CPU looks at first
+    for rules in ({"top_k": 10}, {"top_p": 0.1}):
+        assert drawn(backend, row, count=2000, **rules).nonzero()[:, 0].min() >= 100
+        assert len(drawn(backend, row, count=4000, **rules).nonzero()) > 290
+
+
+@BOTH
+@pytest.mark.parametrize("temperature", [1e-10, 1.2e-38])
+def test_the_lowest_temperatures_act_greedily(backend: Backend, temperature: float) -> None:
+    logits = torch.randn(4, 50) * 100
+    tokens = backend.sample(logits, draws(*(Draw(row, temperature, top_p=0.9, seed=row) for row in range(4))))
+    assert torch.equal(tokens, logits.argmax(dim=-1))
+
+
+@BOTH
+def test_a_draw_is_the_same_alone_and_in_any_batch(backend: Backend) -> None:
+    logits = torch.randn(16, 999)
+    rows = [Draw(row=at, temperature=1.5, top_k=at * 40, top_p=1 - at / 40, seed=at) for at in range(16)]
+    together = backend.sample(logits, draws(*rows))
+    for draw in rows:
+        alone = draws(Draw(0, draw.temperature, draw.top_k, draw.top_p, seed=draw.seed))
+        assert backend.sample(logits[draw.row : draw.row + 1], alone)[0] == together[draw.row]
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("rules", [None, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+def test_a_row_that_holds_nan_or_infinity_has_no_token_and_spoils_no_other(
+    backend: Backend, bad: float, rules: dict[str, float] | None
+) -> None:
+    logits = torch.randn(3, 700)
+    batch = draws(*(Draw(row, **rules) for row in range(3))) if rules is not None else draws()  # type: ignore[arg-type]
+    expected = backend.sample(logits, batch)
+    logits[1, 5] = bad
+    assert backend.sample(logits, batch).tolist() == [expected[0], -1, expected[2]]
+
+
+@BOTH
+def test_banned_tokens_are_never_drawn_and_a_row_of_them_has_no_token(backend: Backend) -> None:
+    logits = torch.full((2, 9), -torch.inf)
+    logits[0, 3] = -50.0
+    assert backend.sample(logits, draws(Draw(0, temperature=100.0), Draw(1))).tolist() == [3, -1]
