@@ -30,7 +30,7 @@ def main(
     folder = resolve(model)
     vocab_size = json.loads((folder / "config.json").read_bytes())["vocab_size"]
     load = WORKLOADS[workload](vocab_size, seed)
-    console = Console()
+    console = Console(width=max(120, Console().width))
     console.print(
         f"{load.name}: {len(load.requests)} requests at once, "
         f"{load.prompt_tokens} prompt tokens, {load.output_tokens} output tokens"
@@ -55,7 +55,9 @@ def main(
 
 
 def _table(ours: list[Result], theirs: list[Result]) -> Table:
-    table = Table("system", "output tokens/s", "ratio (min, median, max)", "TTFT p50 / p99 ms", "ITL p50 / p99 ms")
+    table = Table(box=None, header_style="bold")
+    for heading in ("system", "output tok/s", "pagoda is … times as fast", "TTFT p50 / p99 ms", "ITL p50 / p99 ms"):
+        table.add_column(heading, no_wrap=True)
     for results in filter(None, (ours, theirs)):
         ratios = sorted(mine.tokens_per_s / its.tokens_per_s for mine, its in zip(ours, results, strict=True))
         latencies = ("–", "–")
@@ -67,7 +69,7 @@ def _table(ours: list[Result], theirs: list[Result]) -> Table:
         table.add_row(
             results[0].system,
             f"{median(result.tokens_per_s for result in results):.0f}",
-            f"{ratios[0]:.2f}, {median(ratios):.2f}, {ratios[-1]:.2f} ×" if results is not ours else "",
+            f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if results is not ours else "",
             *latencies,
         )
     return table

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from bench.measure import Result
 from bench.workloads import Request, Workload
@@ -18,6 +19,7 @@ class StaticBatches:
     def __init__(self, folder: Path, batch_size: int = 32, threads: int | None = None) -> None:
         if threads:
             torch.set_num_threads(threads)
+        logging.disable_progress_bar()
         self._batch_size = batch_size
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 

@@ -31,21 +31,27 @@ class _Packed:
     bias: Tensor | None
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return product
+        # oneDNN sums a single row in another order than it sums the rows of a batch; a row's result must not tell.
+        rows = x.expand(2, -1) if len(x) == 1 else x
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+        return product[: len(x)]
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """A product with a fixed weight, in whatever layout suits the device.
+    """A product with a fixed weight.
 
-    weight  [out, in]; may be released by the caller afterwards
+    weight  [out, in]; the caller lets go of it, so that another layout may take its place
     bias    [out] or None
     """
     return _Plain(weight, bias)
 
 
 def linear_cpu(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`linear` with bfloat16 weights laid out in oneDNN's blocks once, instead of at every call."""
-    if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return _Packed(torch.ops.mkldnn._reorder_linear_weight(weight, None), bias)
-    return _Plain(weight, bias)
+    """`linear` with the weight laid out in oneDNN's blocks once, instead of at every call.
+
+    A row of the product is the same to the last bit alone and in any batch.
+    """
+    is_bfloat16_slow = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if weight.dtype == torch.float16 or (weight.dtype == torch.bfloat16 and is_bfloat16_slow):
+        return _Plain(weight, bias)
+    return _Packed(torch.ops.mkldnn._reorder_linear_weight(weight, None), bias)

@@ -43,10 +43,10 @@ class PagedKV:
 class DecodeGroup:
     """Sequences with one query each and contexts of about one length, attended together.
 
-    rows    [group] int64, their rows among the packed queries
-    slots   [group * padded_len] int64; what lies beyond a context repeats its first slot
-    mask    [group, 1, 1, padded_len], 0 or -inf, in the dtype of the cache; None if no context is padded
-    keys    [group, padded_len, num_kv_heads, head_dim], room for the gathered keys; values likewise
+    rows          [group] int64, their rows among the packed queries
+    slots         [group * padded_len] int64; what lies beyond a context repeats its first slot
+    mask          [group, 1, 1, padded_len], 0 or -inf, in the dtype of the cache; None if no context is padded
+    keys, values  [group, padded_len, num_kv_heads, head_dim], room to gather them into
     """
 
     rows: Tensor
@@ -60,17 +60,15 @@ class DecodeGroup:
 class PrefillChunk:
     """Several adjacent queries of one sequence.
 
-    start, end  their rows among the packed queries
-    slots       [context] int64
-    mask        [end - start, context], 0 or -inf, in the dtype of the cache; None if the chunk is the whole context,
-                so that plain causality describes it
-    keys        [context, num_kv_heads, head_dim], room for the gathered keys; values likewise
+    rows          theirs among the packed queries
+    slots         [padded_len] int64, of the context; what lies beyond it repeats its first slot
+    mask          [queries, padded_len], 0 or -inf, in the dtype of the cache
+    keys, values  [padded_len, num_kv_heads, head_dim], room to gather them into
     """
 
-    start: int
-    end: int
+    rows: slice
     slots: Tensor
-    mask: Tensor | None
+    mask: Tensor
     keys: Tensor
     values: Tensor
 

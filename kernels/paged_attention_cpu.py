@@ -16,6 +16,9 @@ from torch.nn import functional
 from kernels.paged import AttentionPlan, DecodeGroup, PagedKV, PrefillChunk
 from kernels.paged_attention import visible
 
+# A softmax sums its terms in vectors. With lengths that are multiples of a vector, a row's result is the same to the
+# last bit whatever padding its group needs: alone and in any batch.
+LENGTH_MULTIPLE = 16
 # Measured: attending to a group costs about as much as this many slots of padding do.
 GROUP_COST_SLOTS = 512
 # A group's keys and values of 8192 slots take some megabytes: about what stays in the last level of cache.
@@ -31,41 +34,35 @@ def plan_attention_cpu(
     if sliding_window is not None:
         first_key = np.maximum(context_len - query_len + 1 - sliding_window, 0)
     num_keys = context_len - first_key
+    padded_len = -(-num_keys // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
 
-    groups = list(_similar_lengths(np.flatnonzero(query_len == 1), num_keys))
-    chunks = np.flatnonzero(query_len > 1)
-    most_slots = max((len(g) * int(num_keys[g].max()) for g in groups), default=0)
-    most_slots = max(most_slots, int(num_keys[chunks].max(initial=0)))
+    groups = list(_similar_lengths(np.flatnonzero(query_len == 1), padded_len))
+    chunks = np.flatnonzero(query_len > 1)[:, None]
+    most_slots = max(len(group) * int(padded_len[group].max()) for group in (*groups, *chunks))
     room = torch.empty(2, most_slots, kv.num_kv_heads, kv.head_dim, dtype=kv.dtype)
 
-    def decode(group: np.ndarray) -> DecodeGroup:
-        padded_len = int(num_keys[group].max())
-        offset = np.arange(padded_len)
-        is_padding = offset >= num_keys[group, None]
-        position = first_key[group, None] + np.where(is_padding, 0, offset)
-        slots = _slots(block_table[group], position, kv.block_size)
-        shape = (len(group), padded_len, kv.num_kv_heads, kv.head_dim)
-        return DecodeGroup(
-            rows=torch.from_numpy(query_start[group].astype(np.int64)),
-            slots=torch.from_numpy(slots.reshape(-1)),
-            mask=_additive(torch.from_numpy(~is_padding), kv.dtype)[:, None, None] if is_padding.any() else None,
-            keys=room[0, : slots.size].view(shape),
-            values=room[1, : slots.size].view(shape),
-        )
+    def gathered(group: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots of a group's contexts [group, padded_len], and room for their keys and values."""
+        offset = np.arange(int(padded_len[group].max()))
+        position = first_key[group, None] + np.where(offset < num_keys[group, None], offset, 0)
+        blocks = np.take_along_axis(block_table[group], position // kv.block_size, axis=1).astype(np.int64)
+        slots = torch.from_numpy(blocks * kv.block_size + position % kv.block_size)
+        shape = (*slots.shape, kv.num_kv_heads, kv.head_dim)
+        return slots, room[0, : slots.numel()].view(shape), room[1, : slots.numel()].view(shape)
 
-    def prefill(seq: int) -> PrefillChunk:
-        num_queries, context, first = int(query_len[seq]), int(context_len[seq]), int(first_key[seq])
-        position = np.arange(first, context)
-        is_causal = num_queries == context and (sliding_window is None or context <= sliding_window)
-        mask = None if is_causal else _additive(visible(num_queries, context, sliding_window, first), kv.dtype)
-        return PrefillChunk(
-            start=int(query_start[seq]),
-            end=int(query_start[seq + 1]),
-            slots=torch.from_numpy(_slots(block_table[seq : seq + 1], position[None], kv.block_size)[0]),
-            mask=mask,
-            keys=room[0, : len(position)],
-            values=room[1, : len(position)],
-        )
+    def decode(group: np.ndarray) -> DecodeGroup:
+        slots, keys, values = gathered(group)
+        is_key = torch.arange(slots.shape[1]) < torch.from_numpy(num_keys[group])[:, None]
+        mask = None if is_key.all() else _additive(is_key, kv.dtype)[:, None, None]
+        return DecodeGroup(torch.from_numpy(query_start[group]).long(), slots.view(-1), mask, keys, values)
+
+    def prefill(group: np.ndarray) -> PrefillChunk:
+        slots, keys, values = gathered(group)
+        (seq,) = group
+        seen = visible(int(query_len[seq]), int(context_len[seq]), sliding_window, int(first_key[seq]))
+        seen = functional.pad(seen, (0, slots.shape[1] - seen.shape[1]), value=False)
+        rows = slice(int(query_start[seq]), int(query_start[seq + 1]))
+        return PrefillChunk(rows, slots[0], _additive(seen, kv.dtype), keys[0], values[0])
 
     return AttentionPlan(
         query_start=torch.tensor(query_start),
@@ -73,7 +70,7 @@ def plan_attention_cpu(
         block_table=torch.tensor(block_table),
         sliding_window=sliding_window,
         decodes=tuple(decode(group) for group in groups),
-        prefills=tuple(prefill(int(seq)) for seq in chunks),
+        prefills=tuple(prefill(chunk) for chunk in chunks),
     )
 
 
@@ -83,7 +80,7 @@ def paged_attention_cpu(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
     for group in plan.decodes:
         out.index_copy_(0, group.rows, _attend_decodes(q.index_select(0, group.rows), kv, group))
     for chunk in plan.prefills:
-        out[chunk.start : chunk.end] = _attend_prefill(q[chunk.start : chunk.end], kv, chunk)
+        out[chunk.rows] = _attend_prefill(q[chunk.rows], kv, chunk)
     return out
 
 
@@ -96,14 +93,12 @@ def _attend_decodes(q: Tensor, kv: PagedKV, group: DecodeGroup) -> Tensor:
 
 
 def _attend_prefill(q: Tensor, kv: PagedKV, chunk: PrefillChunk) -> Tensor:
+    """KV heads stand where the sequences of a batch usually do, so that their keys need not be repeated."""
     _gather(kv, chunk.slots, chunk.keys, chunk.values)
     grouped = q.reshape(len(q), kv.num_kv_heads, -1, kv.head_dim).permute(1, 2, 0, 3)
-    keys, values = (
-        pages.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1) for pages in (chunk.keys, chunk.values)
-    )
-    attended = functional.scaled_dot_product_attention(
-        grouped, keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None
-    )
+    keys = chunk.keys.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
+    values = chunk.values.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
+    attended = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=chunk.mask)
     return attended.permute(2, 0, 1, 3).reshape(q.shape)
 
 
@@ -113,25 +108,18 @@ def _gather(kv: PagedKV, slots: Tensor, keys: Tensor, values: Tensor) -> None:
     torch.index_select(kv.values.flatten(0, 1), 0, slots, out=values.view(shape))
 
 
-def _similar_lengths(seqs: np.ndarray, num_keys: np.ndarray) -> Iterator[np.ndarray]:
+def _similar_lengths(seqs: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
     """Parts `seqs`, longest first: a group ends where more padding would cost more than another group does."""
-    by_length = seqs[np.argsort(-num_keys[seqs], kind="stable")]
+    by_length = seqs[np.argsort(-lengths[seqs], kind="stable")]
     begin, padding = 0, 0
     for end, seq in enumerate(by_length):
-        longest = int(num_keys[by_length[begin]])
-        padding += longest - int(num_keys[seq])
+        longest = int(lengths[by_length[begin]])
+        padding += longest - int(lengths[seq])
         if end > begin and (padding > GROUP_COST_SLOTS or (end + 1 - begin) * longest > GROUP_LIMIT_SLOTS):
             yield by_length[begin:end]
             begin, padding = end, 0
     if len(by_length):
         yield by_length[begin:]
-
-
-def _slots(block_table: np.ndarray, position: np.ndarray, block_size: int) -> np.ndarray:
-    """[seqs, positions] int64, of block tables [seqs, max_blocks] and positions [seqs, positions]."""
-    blocks = np.take_along_axis(block_table, position // block_size, axis=1).astype(np.int64)
-    slots: np.ndarray = blocks * block_size + position % block_size
-    return slots
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

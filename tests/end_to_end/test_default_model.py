@@ -99,6 +99,21 @@ def test_greedy_tokens_are_transformers_in_one_batch_with_31_others_and_under_pr
     assert load.blocks_referenced == 0
 
 
+def test_64_streams_at_once_each_keep_their_tokens_and_return_every_block(
+    exact_server: Server, exact: inference_pb2_grpc.InferenceStub, reference: dict[str, list[int]]
+) -> None:
+    prompts = [PROMPTS[at % len(PROMPTS)] for at in range(64)]
+    with ThreadPoolExecutor(64) as threads:
+        answers: list[Answer] = list(threads.map(lambda prompt: ask(exact, request_as_reference(prompt), 120), prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.ids() == reference[prompt], prompt
+        text = exact.Detokenize(inference_pb2.DetokenizeRequest(token_ids=answer.ids())).text
+        assert answer.text() == text, "the deltas of a stream are the text of its own tokens"
+    load = load_of(exact_server)
+    assert (load.running, load.waiting, load.blocks_referenced) == (0, 0, 0)
+    assert load.blocks_free + load.blocks_evictable == load.blocks_total
+
+
 def test_greedy_tokens_are_transformers_from_a_cached_prefix(
     exact: inference_pb2_grpc.InferenceStub, reference: dict[str, list[int]]
 ) -> None:
@@ -160,23 +175,6 @@ def test_the_question_about_sweden_is_answered(served_by_default: Server) -> Non
         assert "Stockholm" in answer.text()
         assert answer.finished().reason == inference_pb2.FINISH_REASON_STOP
         assert "<|im_end|>" not in answer.text()
-
-
-def test_64_streams_at_once_stay_right_and_return_every_block(served_by_default: Server) -> None:
-    questions = [f"What is {at} plus {at}?" for at in range(64)]
-    with grpc.insecure_channel(served_by_default.address) as channel:
-        inference = inference_pb2_grpc.InferenceStub(channel)
-        with ThreadPoolExecutor(64) as threads:
-            answers: list[Answer] = list(threads.map(lambda text: ask(inference, chat(text, 16), 120), questions))
-        for answer in answers:
-            assert answer.text()
-            ids = [token.id for token in answer.tokens()]
-            decoded = inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=ids)).text
-            assert answer.text() == decoded, "the deltas of a stream are the text of its own tokens"
-        assert sum("Stockholm" in answer.text() for answer in answers) == 0
-    load = load_of(served_by_default)
-    assert (load.running, load.waiting, load.blocks_referenced) == (0, 0, 0)
-    assert load.blocks_free + load.blocks_evictable == load.blocks_total
 
 
 def test_sizes_are_those_of_the_model(served_by_default: Server) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +29,13 @@ SYNTHETIC = ("--model", "synthetic", "--step-ms", "2")
 
 def stubs(channel: grpc.Channel) -> tuple[inference_pb2_grpc.InferenceStub, control_pb2_grpc.ControlStub]:
     return inference_pb2_grpc.InferenceStub(channel), control_pb2_grpc.ControlStub(channel)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def wait_idle(control: control_pb2_grpc.ControlStub, timeout_s: float = 5.0) -> control_pb2.Load:
@@ -214,8 +222,9 @@ def test_an_engine_that_crashes_at_every_start_is_given_up_with_a_non_zero_exit(
         assert "died 5 times before it was ready" in server.tail()
 
 
-def test_an_attached_engine_is_found_when_it_comes_and_missed_when_it_goes(tmp_path: Path) -> None:
-    listen = f"unix:{tmp_path / 'engine.sock'}"
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_an_attached_engine_is_found_when_it_comes_and_missed_when_it_goes(tmp_path: Path, transport: str) -> None:
+    listen = f"unix:{tmp_path / 'engine.sock'}" if transport == "unix" else f"127.0.0.1:{free_port()}"
     with running_server(*SYNTHETIC[:2], "--engine", listen, ready=False) as server:
         assert server.health() == health_pb2.HealthCheckResponse.NOT_SERVING
         with grpc.insecure_channel(server.address) as channel:

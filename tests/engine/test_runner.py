@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import ConfigError
 from engine.runner import ModelRunner, largest_plan
-from engine.sequence import SamplingParams, Sequence, StepPlan
+from engine.sequence import SamplingParams, StepPlan
 from tests.engine.tiny_models import (
     MODELS,
     VOCAB_SIZE,
