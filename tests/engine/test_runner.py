@@ -9,13 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.runner import ModelRunner, largest_plan
 from engine.sequence import SamplingParams, StepPlan
+from kernels import load_backend
 from tests.engine.tiny_models import (
     MODELS,
     VOCAB_SIZE,
@@ -26,9 +29,8 @@ from tests.engine.tiny_models import (
     random_prompt,
     save_model,
     step,
+    step_logits,
 )
-
-FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +92,6 @@ def header_bytes(folder: Path) -> int:
 def test_default_cpu_cache_takes_half_a_gigabyte_that_is_not_resident_until_used(
     saved: Callable[[str], Path],
 ) -> None:
-    import psutil
-
     before = psutil.Process().memory_info().rss
     info = load_runner(saved("llama"), kv_cache_gb=None).info
     assert 0.499e9 < info.num_blocks * info.kv_cache.bytes_per_block <= 0.5e9
@@ -230,8 +230,6 @@ def test_sharded_weights_are_the_same_model(runner: ModelRunner, copied: Path) -
 
 def test_progress_rises_to_the_bytes_of_the_weights(saved: Callable[[str], Path]) -> None:
     calls: list[tuple[int, int]] = []
-    from engine.config import EngineConfig
-
     config = EngineConfig(str(saved("llama")), device="cpu", kv_cache_gb=0.001, threads=1)
     info = ModelRunner(config, lambda description, done, total: calls.append((done, total))).info
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
@@ -260,7 +258,7 @@ def test_a_plan_run_twice_has_the_same_outcome(runner: ModelRunner) -> None:
 def test_a_seed_gives_the_same_tokens_alone_and_under_load(saved: Callable[[str], Path], dtype: str) -> None:
     runner = load_runner(saved("llama"), dtype=dtype)
     params = SamplingParams(temperature=1.0, top_p=0.95, seed=42)
-    alone = generate(runner, ShuffledBlocks(runner).sequence(random_prompt(9, seed=1), 30, params), 30)
+    alone = generate(runner, ShuffledBlocks(runner).sequence(random_prompt(9, seed=1), 30, params), 30, chunk_size=5)
     blocks = ShuffledBlocks(runner)
     seq = blocks.sequence(random_prompt(9, seed=1), 30, params)
     others = [
@@ -269,6 +267,42 @@ def test_a_seed_gives_the_same_tokens_alone_and_under_load(saved: Callable[[str]
     while seq.output_len < 30:
         step(runner, [next_chunk(one, at_most=5) for one in (*others, seq)])
     assert seq.tokens[9:] == alone
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN does not compute in bfloat16 on this processor"
+)
+def test_bfloat16_logits_of_a_decode_are_the_same_to_the_last_bit_alone_and_in_a_batch(
+    saved: Callable[[str], Path],
+) -> None:
+    runner = load_runner(saved("llama"), dtype="bfloat16")
+    blocks = ShuffledBlocks(runner)
+    seqs = [blocks.sequence(random_prompt(length, seed=length), 20) for length in (1, 3, 15, 16, 17, 40, 70)]
+    step(runner, [next_chunk(seq) for seq in seqs])
+    for _ in range(18):
+        chunks = [next_chunk(seq) for seq in seqs]
+        together = step_logits(runner, chunks)
+        alone = torch.cat([step_logits(runner, [chunk]) for chunk in chunks])
+        assert torch.equal(together, alone)
+        step(runner, chunks)
+
+
+def test_the_reference_backend_generates_the_same_tokens(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is what a GPU runs."""
+    params = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=9)
+    for name in ("mistral with a sliding window", "qwen3"):
+        monkeypatch.undo()
+        here = load_runner(saved(name))
+        monkeypatch.setattr("engine.runner.load_backend", lambda _: load_backend("reference"))
+        there = load_runner(saved(name))
+        assert (here.info.kernel_backend, there.info.kernel_backend) == ("cpu", "reference")
+        tokens = [
+            generate(runner, ShuffledBlocks(runner).sequence(random_prompt(21, seed=1), 30, params), 30, chunk_size=8)
+            for runner in (here, there)
+        ]
+        assert tokens[0] == tokens[1]
 
 
 def test_recomputation_after_preemption_does_not_change_tokens(runner: ModelRunner) -> None:
