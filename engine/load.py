@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -27,7 +28,10 @@ def load_runner(config: EngineConfig, folder: Path, progress: Progress, step_tim
     model_config = json.loads((folder / "config.json").read_bytes())
     if model_config.get("model_type") == "synthetic":
         return _load_synthetic(config, model_config, step_time)
-    from engine.runner import ModelRunner  # torch takes a second to import: not for the synthetic model
+    # By default a thread that waits at the end of a parallel region spins for long. When another process has the core of
+    # a thread with work left, each of a step's many regions can then last a time slice (docs/performance.md).
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is imported
+    from engine.runner import ModelRunner  # only now: torch takes a second, which the synthetic model does not need
 
     return ModelRunner(replace(config, model=str(folder)), progress)
 
