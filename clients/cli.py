@@ -25,6 +25,7 @@ _EXPOSURE = "Exposure"
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="A name, a folder, a .gguf file or a hub name.")] = "smollm2-135m-instruct",
     listen: Annotated[str, typer.Option(help="HOST:PORT (port 0 takes a free one) or unix:PATH.")] = "127.0.0.1:50051",
     engine: Annotated[
@@ -90,33 +91,7 @@ def serve(
     from router.config import ServeConfig
     from router.main import serve as serve_until_stopped
 
-    config = ServeConfig(
-        model=model,
-        listen=listen,
-        engine=engine,
-        device=device,
-        dtype=dtype,
-        kv_cache_gb=kv_cache_gb,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        token_budget=token_budget,
-        max_model_len=max_model_len,
-        prefix_caching=prefix_caching,
-        threads=threads,
-        step_ms=step_ms,
-        stall_timeout_s=stall_timeout_s,
-        hang_timeout_s=hang_timeout_s,
-        max_requests=max_requests,
-        max_queued_tokens=max_queued_tokens,
-        max_text_bytes=max_text_bytes,
-        reflection=reflection,
-        auth_token_file=auth_token_file,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        allow_insecure=allow_insecure,
-        grace_s=grace_s,
-        log_level=log_level,
-    )
+    config = ServeConfig(**context.params)  # the options are its fields, by name
     with shown_progress() as progress:
         exit_code = serve_until_stopped(config, progress)
     raise typer.Exit(exit_code)

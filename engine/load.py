@@ -28,8 +28,8 @@ def load_runner(config: EngineConfig, folder: Path, progress: Progress, step_tim
     model_config = json.loads((folder / "config.json").read_bytes())
     if model_config.get("model_type") == "synthetic":
         return _load_synthetic(config, model_config, step_time)
-    # By default a thread that waits at the end of a parallel region spins for long. When another process has the core of
-    # a thread with work left, each of a step's many regions can then last a time slice (docs/performance.md).
+    # By default a thread that waits at the end of a parallel region spins for long. When another process has the core
+    # of a thread with work left, each of a step's many regions can then last a time slice (docs/performance.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is imported
     from engine.runner import ModelRunner  # only now: torch takes a second, which the synthetic model does not need
 

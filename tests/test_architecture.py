@@ -1,0 +1,68 @@
+"""Who may import whom: the rules that keep the two processes apart and the core free of tensors."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {"protos", "router", "engine", "kernels", "checkpoints", "clients", "bench", "tests"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Full names of all modules that a file imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def packages_of(package: str) -> set[str]:
+    """Top-level names that a package's files import, itself excepted."""
+    files = list((ROOT / package).rglob("*.py"))
+    assert files
+    return {name.split(".")[0] for path in files for name in imports_of(path)} - {package}
+
+
+@pytest.mark.parametrize(
+    ("package", "allowed"),
+    [
+        ("router", {"protos", "checkpoints"}),
+        ("engine", {"protos", "checkpoints", "kernels"}),
+        ("kernels", set()),
+        ("checkpoints", set()),
+        ("clients", {"protos", "checkpoints", "router"}),  # router: `pagoda serve` starts it
+    ],
+)
+def test_a_package_imports_only_what_its_place_allows(package: str, allowed: set[str]) -> None:
+    assert packages_of(package) & PACKAGES <= allowed
+
+
+@pytest.mark.parametrize("package", ["router", "checkpoints", "clients"])
+def test_the_text_side_never_imports_torch(package: str) -> None:
+    assert not packages_of(package) & {"torch", "transformers"}
+
+
+@pytest.mark.parametrize("module", ["scheduler", "blocks", "sequence"])
+def test_the_scheduler_needs_the_standard_library_alone(module: str) -> None:
+    imported = {name.split(".")[0] for name in imports_of(ROOT / "engine" / f"{module}.py")}
+    assert imported - {"engine"} <= sys.stdlib_module_names
+    ours = {name for name in imports_of(ROOT / "engine" / f"{module}.py") if name.startswith("engine.")}
+    assert {name.split(".")[1] for name in ours} <= {"scheduler", "blocks", "sequence"}
+
+
+def test_nothing_unpickles() -> None:
+    for package in ("router", "engine", "kernels", "checkpoints", "clients"):
+        assert not packages_of(package) & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+
+
+def test_a_running_router_has_loaded_no_torch() -> None:
+    check = "import router.main, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0
