@@ -44,6 +44,8 @@ def main(model: str = DEFAULT_MODEL, *serve_options: str) -> int:
     """Returns the exit code: 0, or 1 with a message and the server's last log lines on standard error."""
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
     # As Ctrl-C, which unwinds through the server's block and asyncio alike; the default would leave the server behind.
+    # A script's background job starts with Ctrl-C ignored, and then SIGTERM would be too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     server = ServerProcess(["--model", model, *serve_options])
     try:

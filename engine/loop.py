@@ -114,6 +114,7 @@ class EngineLoop(threading.Thread):
 
     def _loop(self) -> None:
         timeout_s: float | None = 0.0
+        self._outbox.send(StepOutput(), self._load())  # so that routers know an engine which has not worked yet
         while True:
             for message in self.inbox.take(timeout_s):
                 self._handle(message)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoints.progress import Progress, no_progress
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_cache import DEFAULT_CPU_BYTES, allocate, count_blocks, free_gpu_bytes
@@ -15,7 +16,7 @@ from engine.runner_info import KVCacheSpec, RunnerInfo
 from engine.sampler import Sampler
 from engine.sequence import Chunk, Sampled, SamplingParams, Sequence, StepPlan, TokenLogprobs
 from engine.step_arrays import StepArrays
-from engine.weights import Progress, no_progress, stored_dtype
+from engine.weights import stored_dtype
 from kernels import PagedKV, load_backend
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,7 +84,9 @@ class ModelRunner:
 
     def _step_bytes(self, config: EngineConfig, spec: KVCacheSpec, dtype: torch.dtype) -> int:
         """What the largest step allocates on the GPU: as many tokens as it may have, of as many sampling sequences."""
-        plan = largest_plan(config.token_budget, config.max_num_seqs, config.block_size)
+        longest = longest_trained(self._model.config.max_position_embeddings, config.max_model_len)
+        token_budget = min(config.token_budget, config.max_num_seqs * longest)
+        plan = largest_plan(token_budget, config.max_num_seqs, config.block_size)
         num_blocks = max(chunk.seq.blocks[-1] for chunk in plan.chunks) + 1
         cache = allocate(spec, num_blocks, self._device, dtype)
         torch.cuda.reset_peak_memory_stats(self._device)

@@ -39,6 +39,10 @@ class Connection:
         self.wake = asyncio.Event()
         self.ids: dict[int, int] = {}  # the router's sequence numbers → ours
 
+    def tell(self, load: engine_loop.LoadSnapshot) -> None:
+        self.pending.load = load
+        self.wake.set()
+
     def take(self) -> PendingOutput:
         taken, self.pending = self.pending, PendingOutput()
         return taken
@@ -55,6 +59,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self._next_id = itertools.count()
         self._routes: dict[int, tuple[Connection, int]] = {}  # our sequence id → router, its number
         self._connections: set[Connection] = set()
+        self._load: engine_loop.LoadSnapshot | None = None  # as of the last step
 
     def attach(self, inbox: engine_loop.Inbox) -> None:
         self._inbox = inbox
@@ -78,9 +83,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                 connection, number = route
                 del connection.ids[number]
                 connection.pending.ended.append((number, ended))
+        self._load = load
         for connection in self._connections:
-            connection.pending.load = load
-            connection.wake.set()
+            connection.tell(load)
 
     # -- from a router ----------------------------------------------------------------------------------------------
 
@@ -91,6 +96,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     ) -> None:
         connection = Connection()
         self._connections.add(connection)
+        if self._load is not None:
+            connection.tell(self._load)
         log.info("router connected")
         reader = asyncio.create_task(self._read(connection, requests))
         writer = asyncio.create_task(self._write(connection, context))

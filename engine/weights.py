@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from checkpoints.progress import Progress, no_progress
 from engine.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-# Called with what is loaded, bytes done and bytes in all.
-Progress = Callable[[str, int, int], None]
-
-
-def no_progress(description: str, done: int, total: int) -> None:
-    pass
 
 
 def load_weights(folder: Path, places: Mapping[str, Tensor], progress: Progress = no_progress) -> None:

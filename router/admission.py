@@ -21,7 +21,7 @@ class Reservation:
 
     def grow(self, tokens: int) -> None:
         """Reserves more, as the prompt's length becomes known. Raises ResourceExhausted."""
-        self._admission.take(tokens)
+        self._admission.take(tokens, already=self.tokens)
         self.tokens += tokens
 
     def __enter__(self) -> Reservation:
@@ -59,9 +59,10 @@ class Admission:
         self.requests += 1
         return Reservation(self, tokens)
 
-    def take(self, tokens: int) -> None:
+    def take(self, tokens: int, already: int = 0) -> None:
+        """For a request that holds `already` of the tokens that are reserved. Raises ResourceExhausted."""
         # Somebody alone is always let in: the engine itself bounds what one request may hold.
-        if self.tokens and self.tokens + tokens > self.max_tokens:
+        if self.tokens > already and self.tokens + tokens > self.max_tokens:
             raise self._full(f"{self.tokens} tokens are reserved, {tokens} more exceed the limit of {self.max_tokens}")
         self.tokens += tokens
 

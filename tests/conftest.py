@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 
 from protos import control_pb2_grpc, inference_pb2_grpc
 from tests.servers import Server, running_server
+
+# Where the suite is a script's background job, SIGINT is ignored and every process started here would inherit that; the
+# tests that interrupt one need what a terminal gives.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoints.progress import Progress, no_progress
 from engine.errors import ConfigError
 from engine.models.config import ConfigFile, ModelConfig
 from engine.models.inputs import StepInputs
@@ -15,7 +16,7 @@ from engine.models.llama import Llama, configure_llama, configure_mistral
 from engine.models.parameters import Parameters
 from engine.models.qwen2 import configure_qwen2
 from engine.models.qwen3 import Qwen3, configure_qwen3
-from engine.weights import Progress, load_weights, no_progress
+from engine.weights import load_weights
 from kernels import Backend
 
 __all__ = ["Llama", "ModelConfig", "StepInputs", "load_model", "read_config"]

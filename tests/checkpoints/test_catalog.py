@@ -160,4 +160,4 @@ def test_the_command_prints_the_folder_alone_on_standard_output(own_cache: Path)
 
 def test_importing_the_package_loads_no_torch_and_no_numpy() -> None:
     code = "import sys, checkpoints; assert not {'torch', 'numpy', 'gguf', 'transformers'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -235,4 +235,4 @@ def test_help_loads_neither_the_server_nor_numerics() -> None:
         "assert 'generate' in CliRunner().invoke(app, ['--help']).output; "
         "assert not {'torch', 'numpy', 'router.main', 'gguf', 'uvloop'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

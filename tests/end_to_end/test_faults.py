@@ -240,6 +240,32 @@ def test_an_attached_engine_is_found_when_it_comes_and_missed_when_it_goes(tmp_p
         assert server.stop() == 0
 
 
+def test_two_engines_share_the_work_and_one_that_dies_leaves_it_to_the_other(tmp_path: Path) -> None:
+    first, second = (f"unix:{tmp_path / name}" for name in ("first.sock", "second.sock"))
+    with (
+        running_engine(first, *SYNTHETIC) as one,
+        running_engine(second, *SYNTHETIC),
+        running_server(*SYNTHETIC[:2], "--engine", f"{first},{second}") as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        inference, control = stubs(channel)
+        while control.GetLoad(control_pb2.GetLoadRequest()).blocks_total < 2 * 8192:
+            time.sleep(0.01)  # until both are there
+        calls = [inference.Generate(request(f"{at}", max_tokens=3000)) for at in range(4)]
+        for call in calls:
+            next(call)
+        one.kill()
+        codes = []
+        for call in calls:
+            try:
+                codes.append(len(Answer(list(call)).ids()) and grpc.StatusCode.OK)
+            except grpc.RpcError as error:
+                codes.append(error.code())
+        assert sorted(code.name for code in codes) == ["OK", "OK", "UNAVAILABLE", "UNAVAILABLE"]
+        assert server.health() == health_pb2.HealthCheckResponse.SERVING
+        assert ask(inference, request("after", max_tokens=3)).ids() == expected_tokens(b"after", 3, 258)
+
+
 def test_stalled_readers_slow_nobody_down(
     inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
 ) -> None:
