@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -11,14 +11,16 @@ from torch import Tensor
 
 from kernels.adjust_logits import LogitAdjustments, adjust_logits
 from kernels.linear import Linear, linear, linear_cpu
+from kernels.linear_int8 import linear_int8_native
 from kernels.paged import AttentionPlan, PagedKV
 from kernels.paged_attention import paged_attention, plan_attention
 from kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
-from kernels.rms_norm import rms_norm, rms_norm_cpu
-from kernels.rope_and_store_kv import rope_and_store_kv, rope_and_store_kv_cpu
+from kernels.paged_attention_native import paged_attention_native, plan_attention_native
+from kernels.rms_norm import rms_norm, rms_norm_cpu, rms_norm_native
+from kernels.rope_and_store_kv import rope_and_store_kv, rope_and_store_kv_cpu, rope_and_store_kv_native
 from kernels.sample import Draws, sample
-from kernels.sample_cpu import sample_cpu
-from kernels.silu_and_mul import silu_and_mul, silu_and_mul_cpu
+from kernels.sample_cpu import sample_cpu, sample_native
+from kernels.silu_and_mul import silu_and_mul, silu_and_mul_cpu, silu_and_mul_native
 
 
 class RmsNorm(Protocol):
@@ -64,11 +66,31 @@ CPU = Backend(
     sample=sample_cpu,
 )
 
-_BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU)}
+NATIVE = Backend(
+    name="native",
+    linear=linear_cpu,
+    rms_norm=rms_norm_native,
+    rope_and_store_kv=rope_and_store_kv_native,
+    plan_attention=plan_attention_native,
+    paged_attention=paged_attention_native,
+    silu_and_mul=silu_and_mul_native,
+    adjust_logits=adjust_logits,
+    sample=sample_native,
+)
+
+NATIVE_INT8 = replace(NATIVE, name="native-int8", linear=linear_int8_native)
+
+_BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, NATIVE, NATIVE_INT8)}
 
 
 def load_backend(name: str) -> Backend:
-    """`cpu`, or `reference`: plain torch that runs on any device. Raises ValueError for another name."""
+    """Raises ValueError for an unknown name.
+
+    reference    plain torch that runs on any device
+    cpu          torch's own fused and packed operations
+    native       compiled code for everything but products; without the compiled module the same as `cpu`
+    native-int8  and products in int8; only if `has_native_int8()`
+    """
     if name not in _BACKENDS:
         raise ValueError(f"no kernel backend is called {name!r}; there are {', '.join(_BACKENDS)}")
     return _BACKENDS[name]

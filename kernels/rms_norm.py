@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.native_module import DTYPES, native, takes
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang & Sennrich, 2019).
@@ -29,3 +31,22 @@ def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None 
     if residual is not None:
         x = residual.add_(x)
     return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def rms_norm_native(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """`rms_norm` and the addition in one pass."""
+    if native is None or not takes(x):
+        return rms_norm_cpu(x, weight, eps, residual)
+    out = torch.empty_like(x)
+    size = x.shape[-1]
+    native.rms_norm(
+        DTYPES[x.dtype],
+        x.data_ptr(),
+        weight.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        out.data_ptr(),
+        x.numel() // size,
+        size,
+        eps,
+    )
+    return out

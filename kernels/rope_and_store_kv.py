@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.native_module import DTYPES, native, takes
 from kernels.paged import PagedKV
 
 
@@ -37,6 +38,29 @@ def rope_and_store_kv_cpu(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, 
     rotated = torch.addcmul(wide * cos, wide.roll(half, dims=-1), sin).to(qkv.dtype)
     _store(rotated[:, -kv.num_kv_heads :], qkv[:, -kv.num_kv_heads :], slots, kv)
     return rotated[:, : -kv.num_kv_heads]
+
+
+def rope_and_store_kv_native(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV) -> Tensor:
+    """`rope_and_store_kv` in one pass, keys and values straight to their slots."""
+    if native is None or not takes(qkv):
+        return rope_and_store_kv_cpu(qkv, cos, sin, slots, kv)
+    num_tokens, num_heads = len(qkv), qkv.shape[1] - 2 * kv.num_kv_heads
+    queries = torch.empty(num_tokens, num_heads, kv.head_dim, dtype=qkv.dtype)
+    native.rope_and_store_kv(
+        DTYPES[qkv.dtype],
+        qkv.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        slots.data_ptr(),
+        kv.keys.data_ptr(),
+        kv.values.data_ptr(),
+        queries.data_ptr(),
+        num_tokens,
+        num_heads,
+        kv.num_kv_heads,
+        kv.head_dim,
+    )
+    return queries
 
 
 def _store(keys: Tensor, values: Tensor, slots: Tensor, kv: PagedKV) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
+
+from kernels.native_module import DTYPES, native, takes
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -20,3 +23,13 @@ def silu_and_mul_cpu(gate_up: Tensor) -> Tensor:
     """`silu_and_mul` without a float32 copy of its input: the activation is rounded before it is multiplied."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
+
+
+def silu_and_mul_native(gate_up: Tensor) -> Tensor:
+    """`silu_and_mul` in one pass."""
+    if native is None or not takes(gate_up):
+        return silu_and_mul_cpu(gate_up)
+    rows, size = len(gate_up), gate_up.shape[1] // 2
+    out = torch.empty(rows, size, dtype=gate_up.dtype)
+    native.silu_and_mul(DTYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, size)
+    return out

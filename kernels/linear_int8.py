@@ -1,0 +1,100 @@
+"""Matrix products of int8 weights and int8 activations, each with a scale for every 64 elements along the input.
+
+One scale for a whole row of activations costs this project's default model 4 % of perplexity; one for every 64 elements
+costs 0.5 % (docs/performance.md). Scales belong to a row: no request can touch the precision of another's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.linear import Linear
+from kernels.native_module import DTYPES, native, takes
+
+GROUP = 64  # elements of the input that share a scale
+PANEL = 32  # outputs that the packed layout keeps together
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows to int8, to the nearest, ties to even.
+
+    x       [rows, size] floating point
+    return  [rows, groups, GROUP] int8 in -127…127, zero beyond size; [rows, groups] float32 scales
+    """
+    padded = functional.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+    greatest = padded.abs().amax(dim=-1)
+    inverse = torch.where(greatest > 0, 127 / greatest, 0.0)
+    return (padded * inverse[..., None]).round().to(torch.int8), greatest / 127
+
+
+@dataclass(frozen=True, slots=True)
+class _Int8:
+    values: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        values, scales = quantize(x)
+        product = torch.zeros(len(x), len(self.values))
+        for group in range(scales.shape[1]):
+            whole = values[:, group].double() @ self.values[:, group].double().T  # exact
+            product += whole.float() * scales[:, group, None] * self.scales[:, group]
+        if self.bias is not None:
+            product += self.bias.float()
+        return product.to(x.dtype)
+
+
+def linear_int8(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`kernels.linear.linear` in int8: sums of a group are exact, groups are added up in float32, in order."""
+    return _Int8(*quantize(weight), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _NativeInt8:
+    packed: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    in_size: int
+    out_size: int
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        assert native is not None
+        assert takes(x)
+        rows = len(x)
+        out = torch.empty(rows, self.out_size, dtype=x.dtype)
+        native.linear_int8(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            self.packed.data_ptr(),
+            self.scales.data_ptr(),
+            0 if self.bias is None else self.bias.data_ptr(),
+            out.data_ptr(),
+            rows,
+            self.in_size,
+            self.out_size,
+        )
+        return out
+
+
+def has_native_int8() -> bool:
+    """Whether the module was compiled and the processor has AVX-512 VNNI."""
+    return native is not None and bool(native.has_int8)
+
+
+def linear_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`linear_int8` by compiled code; a row's product is the same to the last bit alone and in any batch.
+
+    weight  [out, in] float32 or bfloat16, contiguous
+    """
+    assert native is not None
+    assert takes(weight)
+    out_size, in_size = weight.shape
+    panels, groups = -(-out_size // PANEL), -(-in_size // GROUP)
+    packed = torch.empty(panels * groups * GROUP * PANEL, dtype=torch.uint8)
+    scales = torch.empty(panels * groups * PANEL)
+    native.pack_int8(DTYPES[weight.dtype], weight.data_ptr(), packed.data_ptr(), scales.data_ptr(), in_size, out_size)
+    return _NativeInt8(packed, scales, bias, in_size, out_size)

@@ -1,0 +1,138 @@
+// The ops that look at each element once or twice. No include guard: each instruction set compiles its own copy.
+
+// x = rows of `size`; with a residual, residual += x first and its rows are what is normalised.
+template <typename T>
+void rms_norm_row(const T* x, const T* weight, T* residual, T* out, int64_t size, float eps) {
+    int64_t whole = size / LANES * LANES;
+    f32x16 squares{};
+    float tail = 0;
+    for (int64_t i = 0; i < whole; i += LANES) {
+        f32x16 value = load(x + i);
+        if (residual) {
+            value += load(residual + i);
+            store(residual + i, value);
+            value = load(residual + i);  // as it was rounded
+        }
+        squares += value * value;
+    }
+    for (int64_t i = whole; i < size; i++) {
+        float value = to_float(x[i]);
+        if (residual) {
+            round_to(&residual[i], value + to_float(residual[i]));
+            value = to_float(residual[i]);
+        }
+        tail += value * value;
+    }
+    const T* from = residual ? residual : x;
+    float scale = 1.0f / std::sqrt((sum(squares) + tail) / static_cast<float>(size) + eps);
+    for (int64_t i = 0; i < whole; i += LANES) store(out + i, load(from + i) * scale * load(weight + i));
+    for (int64_t i = whole; i < size; i++) round_to(&out[i], to_float(from[i]) * scale * to_float(weight[i]));
+}
+
+template <typename T>
+void rms_norm(ThreadPool& pool, const T* x, const T* weight, T* residual, T* out, int64_t rows, int64_t size, float eps) {
+    int64_t rows_a_part = rows_per_part(rows, size);
+    pool.run(ceil_div(rows, rows_a_part), [&](int part) {
+        int64_t end = std::min(rows, (part + 1) * rows_a_part);
+        for (int64_t row = part * rows_a_part; row < end; row++)
+            rms_norm_row(x + row * size, weight, residual ? residual + row * size : nullptr, out + row * size, size, eps);
+    });
+}
+
+template <typename T>
+void silu_and_mul(ThreadPool& pool, const T* gate_up, T* out, int64_t rows, int64_t size) {
+    int64_t rows_a_part = rows_per_part(rows, 4 * size);
+    pool.run(ceil_div(rows, rows_a_part), [&](int part) {
+        int64_t end = std::min(rows, (part + 1) * rows_a_part);
+        for (int64_t row = part * rows_a_part; row < end; row++) {
+            const T *gate = gate_up + row * 2 * size, *up = gate + size;
+            T* to = out + row * size;
+            int64_t i = 0;
+            for (; i + LANES <= size; i += LANES) {
+                f32x16 value = load(gate + i);
+                store(to + i, value / (1.0f + exponential(-value)) * load(up + i));
+            }
+            for (; i < size; i++) {
+                float value = to_float(gate[i]);
+                round_to(&to[i], value / (1.0f + std::exp(-value)) * to_float(up[i]));
+            }
+        }
+    });
+}
+
+// Rotates one head: dimension i with i + half.
+template <typename T>
+void rotate(const T* from, const float* cosines, const float* sines, T* to, int64_t half) {
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        f32x16 first = load(from + i), second = load(from + half + i);
+        f32x16 cosine = load(cosines + i), sine = load(sines + i);
+        store(to + i, first * cosine - second * sine);
+        store(to + half + i, second * cosine + first * sine);
+    }
+    for (; i < half; i++) {
+        float first = to_float(from[i]), second = to_float(from[half + i]);
+        round_to(&to[i], first * cosines[i] - second * sines[i]);
+        round_to(&to[half + i], second * cosines[i] + first * sines[i]);
+    }
+}
+
+template <typename T>
+void rope_and_store_kv(ThreadPool& pool, const RopeArgs& args) {
+    int64_t head_dim = args.head_dim, half = head_dim / 2;
+    int64_t heads = args.num_heads + 2 * args.num_kv_heads;
+    int64_t tokens_a_part = rows_per_part(args.num_tokens, heads * head_dim);
+    pool.run(ceil_div(args.num_tokens, tokens_a_part), [&](int part) {
+        int64_t end = std::min(args.num_tokens, (part + 1) * tokens_a_part);
+        for (int64_t token = part * tokens_a_part; token < end; token++) {
+            const T* from = static_cast<const T*>(args.qkv) + token * heads * head_dim;
+            const float *cosines = args.cosines + token * half, *sines = args.sines + token * half;
+            T* queries = static_cast<T*>(args.queries) + token * args.num_heads * head_dim;
+            for (int64_t head = 0; head < args.num_heads; head++)
+                rotate(from + head * head_dim, cosines, sines, queries + head * head_dim, half);
+            int64_t slot = args.slots[token];
+            if (slot < 0) continue;
+            from += args.num_heads * head_dim;
+            T* keys = static_cast<T*>(args.keys) + slot * args.num_kv_heads * head_dim;
+            T* values = static_cast<T*>(args.values) + slot * args.num_kv_heads * head_dim;
+            for (int64_t head = 0; head < args.num_kv_heads; head++)
+                rotate(from + head * head_dim, cosines, sines, keys + head * head_dim, half);
+            std::memcpy(values, from + args.num_kv_heads * head_dim, args.num_kv_heads * head_dim * sizeof(T));
+        }
+    });
+}
+
+// The first of the greatest of each row; -1 where a row holds NaN or its greatest is infinite.
+template <typename T>
+void argmax(ThreadPool& pool, const T* x, int64_t* out, int64_t rows, int64_t size) {
+    pool.run(static_cast<int>(rows), [&](int part) {
+        const T* row = x + part * size;
+        f32x16 best = broadcast(-INFINITY);
+        i32x16 is_nan{};
+        int64_t whole = size / LANES * LANES;
+        for (int64_t i = 0; i < whole; i += LANES) {
+            f32x16 value = load(row + i);
+            best = max(best, value);
+            is_nan |= value != value;
+        }
+        float top = greatest(best);
+        bool broken = false;
+        for (int lane = 0; lane < LANES; lane++) broken |= is_nan[lane] != 0;
+        for (int64_t i = whole; i < size; i++) {
+            float value = to_float(row[i]);
+            top = std::max(top, value);
+            broken |= value != value;
+        }
+        out[part] = -1;
+        if (broken || !std::isfinite(top)) return;
+        int64_t at = 0;
+        for (; at < whole; at += LANES) {
+            i32x16 hit = load(row + at) == top;
+            bool any = false;
+            for (int lane = 0; lane < LANES; lane++) any |= hit[lane] != 0;
+            if (any) break;
+        }
+        while (to_float(row[at]) != top) at++;
+        out[part] = at;
+    });
+}

@@ -1,0 +1,63 @@
+// The ops compiled for the instruction set that the including file has chosen. No include guard.
+
+namespace pagoda {
+namespace {  // each file has its own copy
+
+#include "simd_ops.h"
+
+#include "attention.h"
+#include "elementwise.h"
+#include "linear_int8.h"
+
+// Calls op<float> or op<bf16>.
+template <typename Op>
+void with_type(Dtype dtype, const Op& op) {
+    if (dtype == Dtype::float32)
+        op(float{});
+    else
+        op(bf16{});
+}
+
+constexpr Ops make_ops(const char* name) {
+    Ops ops{};
+    ops.name = name;
+    ops.rms_norm = [](ThreadPool& pool, Dtype dtype, const void* x, const void* weight, void* residual, void* out,
+                      int64_t rows, int64_t size, float eps) {
+        with_type(dtype, [&](auto type) {
+            using T = decltype(type);
+            rms_norm(pool, static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<T*>(residual),
+                     static_cast<T*>(out), rows, size, eps);
+        });
+    };
+    ops.silu_and_mul = [](ThreadPool& pool, Dtype dtype, const void* gate_up, void* out, int64_t rows, int64_t size) {
+        with_type(dtype, [&](auto type) {
+            using T = decltype(type);
+            silu_and_mul(pool, static_cast<const T*>(gate_up), static_cast<T*>(out), rows, size);
+        });
+    };
+    ops.rope_and_store_kv = [](ThreadPool& pool, Dtype dtype, const RopeArgs& args) {
+        with_type(dtype, [&](auto type) { rope_and_store_kv<decltype(type)>(pool, args); });
+    };
+    ops.paged_attention = [](ThreadPool& pool, Dtype dtype, const AttentionArgs& args) {
+        with_type(dtype, [&](auto type) { paged_attention<decltype(type)>(pool, args); });
+    };
+    ops.argmax = [](ThreadPool& pool, Dtype dtype, const void* x, int64_t* out, int64_t rows, int64_t size) {
+        with_type(dtype, [&](auto type) { argmax(pool, static_cast<const decltype(type)*>(x), out, rows, size); });
+    };
+#if defined(PAGODA_VNNI)
+    ops.has_int8 = true;
+    ops.pack_int8 = [](ThreadPool& pool, Dtype dtype, const void* weight, uint8_t* packed, float* scales, int64_t in,
+                       int64_t out) {
+        with_type(dtype, [&](auto type) {
+            pack_int8(pool, static_cast<const decltype(type)*>(weight), packed, scales, in, out);
+        });
+    };
+    ops.linear_int8 = [](ThreadPool& pool, Dtype dtype, const LinearArgs& args) {
+        with_type(dtype, [&](auto type) { linear_int8<decltype(type)>(pool, args); });
+    };
+#endif
+    return ops;
+}
+
+}  // namespace
+}  // namespace pagoda

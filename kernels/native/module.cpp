@@ -1,0 +1,204 @@
+// The Python module `kernels._native`: ops on addresses. Shapes and dtypes are checked by the Python functions that call
+// them, each in the file of its op.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "ops.h"
+
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
+namespace {
+
+using namespace pagoda;
+
+// Never destroyed: at exit its threads may already be gone.
+ThreadPool& pool = *new ThreadPool;
+const Ops* ops = nullptr;
+
+// None if this processor has nothing better than what plain torch is compiled for.
+const Ops* best_ops() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return &avx512_ops;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &avx2_ops : nullptr;
+#else
+    return &generic_ops;
+#endif
+}
+
+// Reads integers, addresses and floats off an argument list, in order.
+class Arguments {
+public:
+    Arguments(PyObject* const* values, Py_ssize_t count, Py_ssize_t expected) : values_(values) {
+        if (count != expected) PyErr_Format(PyExc_TypeError, "%zd arguments, not %zd", expected, count);
+    }
+
+    int64_t integer() { return failed() ? 0 : PyLong_AsLongLong(*values_++); }
+    float real() { return failed() ? 0 : static_cast<float>(PyFloat_AsDouble(*values_++)); }
+    Dtype dtype() { return integer() == 0 ? Dtype::float32 : Dtype::bfloat16; }
+
+    template <typename T = void>
+    T* address() {
+        return failed() ? nullptr : static_cast<T*>(PyLong_AsVoidPtr(*values_++));
+    }
+
+    bool failed() const { return PyErr_Occurred() != nullptr; }
+
+private:
+    PyObject* const* values_;
+};
+
+// Runs an op without the interpreter's lock, which other threads of the engine want meanwhile.
+template <typename Op>
+PyObject* run(const Arguments& arguments, const Op& op) {
+    if (arguments.failed()) return nullptr;
+    Py_BEGIN_ALLOW_THREADS;
+    op();
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+PyObject* rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 8);
+    Dtype dtype = next.dtype();
+    void *x = next.address(), *weight = next.address(), *residual = next.address(), *out = next.address();
+    int64_t rows = next.integer(), size = next.integer();
+    float eps = next.real();
+    return run(next, [&] { ops->rms_norm(pool, dtype, x, weight, residual, out, rows, size, eps); });
+}
+
+PyObject* silu_and_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 5);
+    Dtype dtype = next.dtype();
+    void *gate_up = next.address(), *out = next.address();
+    int64_t rows = next.integer(), size = next.integer();
+    return run(next, [&] { ops->silu_and_mul(pool, dtype, gate_up, out, rows, size); });
+}
+
+PyObject* rope_and_store_kv(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 12);
+    Dtype dtype = next.dtype();
+    RopeArgs args{};
+    args.qkv = next.address();
+    args.cosines = next.address<float>();
+    args.sines = next.address<float>();
+    args.slots = next.address<int64_t>();
+    args.keys = next.address();
+    args.values = next.address();
+    args.queries = next.address();
+    args.num_tokens = next.integer();
+    args.num_heads = next.integer();
+    args.num_kv_heads = next.integer();
+    args.head_dim = next.integer();
+    return run(next, [&] { ops->rope_and_store_kv(pool, dtype, args); });
+}
+
+PyObject* paged_attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 15);
+    Dtype dtype = next.dtype();
+    AttentionArgs args{};
+    args.queries = next.address();
+    args.keys = next.address();
+    args.values = next.address();
+    args.query_start = next.address<int32_t>();
+    args.context_len = next.address<int32_t>();
+    args.block_table = next.address<int32_t>();
+    args.out = next.address();
+    args.num_seqs = next.integer();
+    args.max_blocks = next.integer();
+    args.block_size = next.integer();
+    args.num_heads = next.integer();
+    args.num_kv_heads = next.integer();
+    args.head_dim = next.integer();
+    args.sliding_window = next.integer();
+    return run(next, [&] { ops->paged_attention(pool, dtype, args); });
+}
+
+PyObject* argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 5);
+    Dtype dtype = next.dtype();
+    void* x = next.address();
+    int64_t* out = next.address<int64_t>();
+    int64_t rows = next.integer(), size = next.integer();
+    return run(next, [&] { ops->argmax(pool, dtype, x, out, rows, size); });
+}
+
+PyObject* pack_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 6);
+    Dtype dtype = next.dtype();
+    void* weight = next.address();
+    uint8_t* packed = next.address<uint8_t>();
+    float* scales = next.address<float>();
+    int64_t in = next.integer(), out = next.integer();
+    return run(next, [&] { ops->pack_int8(pool, dtype, weight, packed, scales, in, out); });
+}
+
+PyObject* linear_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 9);
+    Dtype dtype = next.dtype();
+    LinearArgs args{};
+    args.x = next.address();
+    args.weight = next.address<uint8_t>();
+    args.scales = next.address<float>();
+    args.bias = next.address();
+    args.out = next.address();
+    args.rows = next.integer();
+    args.in = next.integer();
+    args.out_size = next.integer();
+    return run(next, [&] { ops->linear_int8(pool, dtype, args); });
+}
+
+PyObject* set_num_threads(PyObject*, PyObject* number) {
+    long threads = PyLong_AsLong(number);
+    if (PyErr_Occurred()) return nullptr;
+    if (threads < 1) return PyErr_Format(PyExc_ValueError, "%ld threads, at least 1 is needed", threads);
+    if (threads != pool.size()) {
+        Py_BEGIN_ALLOW_THREADS;
+        pool.resize(static_cast<int>(threads));
+        Py_END_ALLOW_THREADS;
+    }
+    Py_RETURN_NONE;
+}
+
+// Tensors of a step come and go. By default large ones are returned to the system each time, and the next one faults
+// its pages in again.
+PyObject* keep_freed_memory(PyObject*, PyObject*) {
+#if defined(__GLIBC__)
+    mallopt(M_MMAP_THRESHOLD, 1 << 30);
+    mallopt(M_TRIM_THRESHOLD, 1 << 30);
+#endif
+    Py_RETURN_NONE;
+}
+
+#define OP(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(NAME)), METH_FASTCALL, nullptr}
+PyMethodDef methods[] = {
+    OP(rms_norm),
+    OP(silu_and_mul),
+    OP(rope_and_store_kv),
+    OP(paged_attention),
+    OP(argmax),
+    OP(pack_int8),
+    OP(linear_int8),
+    {"set_num_threads", set_num_threads, METH_O, nullptr},
+    {"keep_freed_memory", keep_freed_memory, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native() {
+    ops = best_ops();
+    if (!ops) return PyErr_Format(PyExc_ImportError, "this processor has no AVX2");
+    PyObject* module = PyModule_Create(&definition);
+    if (!module) return nullptr;
+    PyModule_AddStringConstant(module, "instruction_set", ops->name);
+    PyModule_AddIntConstant(module, "has_int8", ops->has_int8);
+    return module;
+}

@@ -1,0 +1,67 @@
+// What an instruction set has to offer, and the shapes it is called with. docs of each op: the Python file of its name.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "thread_pool.h"
+
+namespace pagoda {
+
+enum class Dtype { float32 = 0, bfloat16 = 1 };
+
+struct RopeArgs {
+    const void* qkv;                // [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+    const float *cosines, *sines;   // [num_tokens, head_dim / 2]
+    const int64_t* slots;           // [num_tokens]
+    void *keys, *values;            // the pages of one layer
+    void* queries;                  // [num_tokens, num_heads, head_dim], written
+    int64_t num_tokens, num_heads, num_kv_heads, head_dim;
+};
+
+struct AttentionArgs {
+    const void* queries;            // [num_tokens, num_heads, head_dim]
+    const void *keys, *values;      // [num_blocks, block_size, num_kv_heads, head_dim]
+    const int32_t* query_start;     // [num_seqs + 1]
+    const int32_t* context_len;     // [num_seqs]
+    const int32_t* block_table;     // [num_seqs, max_blocks]
+    void* out;                      // like queries
+    int64_t num_seqs, max_blocks, block_size, num_heads, num_kv_heads, head_dim;
+    int64_t sliding_window;         // 0: none
+};
+
+struct LinearArgs {
+    const void* x;                  // [rows, in]
+    const uint8_t* weight;          // packed by pack_int8
+    const float* scales;            // packed by pack_int8
+    const void* bias;               // [out] of x's dtype, or null
+    void* out;                      // [rows, out] of x's dtype
+    int64_t rows, in, out_size;
+};
+
+struct Ops {
+    const char* name;
+    bool has_int8;
+    void (*rms_norm)(ThreadPool&, Dtype, const void* x, const void* weight, void* residual, void* out, int64_t rows, int64_t size, float eps);
+    void (*silu_and_mul)(ThreadPool&, Dtype, const void* gate_up, void* out, int64_t rows, int64_t size);
+    void (*rope_and_store_kv)(ThreadPool&, Dtype, const RopeArgs&);
+    void (*paged_attention)(ThreadPool&, Dtype, const AttentionArgs&);
+    void (*argmax)(ThreadPool&, Dtype, const void* x, int64_t* out, int64_t rows, int64_t size);
+    void (*pack_int8)(ThreadPool&, Dtype, const void* weight, uint8_t* packed, float* scales, int64_t in, int64_t out);
+    void (*linear_int8)(ThreadPool&, Dtype, const LinearArgs&);
+};
+
+extern const Ops generic_ops, avx2_ops, avx512_ops;
+
+template <typename A, typename B>
+constexpr int64_t ceil_div(A a, B b) {
+    return (static_cast<int64_t>(a) + static_cast<int64_t>(b) - 1) / static_cast<int64_t>(b);
+}
+
+// Parts that are worth a thread's while: some thousand elements each.
+inline int64_t rows_per_part(int64_t rows, int64_t row_elements) {
+    constexpr int64_t ELEMENTS = 8192;
+    return std::max<int64_t>(1, std::min(rows, ceil_div(ELEMENTS, row_elements)));
+}
+
+}  // namespace pagoda

@@ -1,0 +1,25 @@
+"""The compiled module, where there is one: built when Pagoda is installed, if a C++ compiler is at hand.
+
+Its functions take addresses and sizes. They are called by the `…_native` function of each op, which checks dtypes and
+layouts first and leaves to plain torch what the module has no code for.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+native: ModuleType | None
+try:
+    from kernels import _native as native  # type: ignore[attr-defined,no-redef]
+except ImportError:  # no compiler at installation, or a processor that plain torch serves as well
+    native = None
+
+# The module's numbers for the dtypes that it has code for.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def takes(x: Tensor) -> bool:
+    return x.dtype in DTYPES and x.is_contiguous()
