@@ -1,8 +1,7 @@
 """`python -m bench.bookkeeping`: what a step costs the host around the model, in microseconds.
 
 Every sequence decodes, one token a step; the model is left out. The parts are those of engine/loop.py: schedule, commit
-(with take_output), the load snapshot, delivery to the router's pending output, and its encoding to bytes. The last line
-of a size is the same with as many more sequences waiting as `--waiting` says.
+(with take_output), the load snapshot, delivery to the router's pending output, and its encoding to bytes.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
     runner, servicer, connection = NoModel(), EngineServicer(control_pb2.EngineInfo()), Connection()
     loop = EngineLoop(scheduler, runner, servicer, on_end=lambda: None)
     servicer._connections.add(connection)
-    for id in range(num_seqs):
+    for id in range(num_seqs):  # of different lengths, so that not all need a block in the same step
         servicer._routes[id] = (connection, id)
         connection.ids[id] = id
-        scheduler.add(sequence(id, context_len))
+        scheduler.add(sequence(id, context_len - id % BLOCK_SIZE))
     scheduler.commit(plan := scheduler.schedule(), runner.execute(plan))
     scheduler.take_output()
     for id in range(num_seqs, num_seqs + waiting):
@@ -93,7 +92,7 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
 
 def main(
     steps: Annotated[int, typer.Option(help="Steps measured for each row.")] = 400,
-    waiting: Annotated[int, typer.Option(help="Sequences that wait, in the last row of each size.")] = 10_000,
+    waiting: Annotated[int, typer.Option(help="Sequences that wait, in the third row of each size.")] = 10_000,
 ) -> None:
     table = Table("sequences", "context", "waiting", *PARTS, "sum", box=None)
     for num_seqs in (1, 64, 256):

@@ -96,7 +96,6 @@ class Static:
 
     def leaving(self, ended: Sequence, reason: EndReason, running: list[Sequence]) -> list[Sequence]:
         if all(seq is ended or seq.state is State.FINISHED for seq in running):
-            self._padding = 0
             return list(running)
         return [] if reason in (EndReason.STOP, EndReason.LENGTH) else [ended]
 

@@ -149,6 +149,14 @@ def test_a_finished_member_keeps_its_row_and_blocks_until_the_static_batch_ends(
     assert list(rows(engine.step())) == [3], "and the next one begins"
 
 
+def test_a_finished_member_is_the_first_to_give_up_its_blocks() -> None:
+    engine = SteppedEngine(num_blocks=5, block_size=4, schedule="static", prefix_caching=False)
+    finished, going = engine.add(prompt(6), max_tokens=1, priority=1), engine.add(prompt(6, 1), max_tokens=13)
+    engine.run()
+    assert (finished.preemptions, going.preemptions) == (0, 0)
+    assert engine.outputs[going.id] == engine.expected(going)
+
+
 def test_an_aborted_member_of_a_static_batch_gives_its_blocks_back_and_nobody_takes_its_place() -> None:
     engine, finished, going, aborted = started_batch()
     engine.abort(aborted.id)
