@@ -111,19 +111,18 @@ class Scheduler:
     def commit(self, plan: StepPlan, sampled: Sampled) -> None:
         """Takes in a step's outcome: what is computed, which tokens are new, who is finished."""
         block_size = self.pool.block_size
-        for at, chunk in enumerate(plan.chunks):
+        for at, (chunk, token) in enumerate(zip(plan.chunks, sampled.tokens, strict=True)):
             seq = chunk.seq
-            if seq.state is not State.RUNNING:
+            if seq.state is not State.RUNNING:  # padding: its outcome is dropped
                 continue
             if at in sampled.faults:
                 self._end(seq, EndReason.FAILED, detail=sampled.faults[at])
                 continue
-            samples = chunk.samples
             seq.num_computed = chunk.end
             if seq.num_computed // block_size > seq.num_published:
                 self._prefixes.publish(seq)
-            if samples:
-                self._append(seq, sampled.tokens[at], sampled.logprobs[at])
+            if token >= 0:
+                self._append(seq, token, sampled.logprobs[at])
         self.counters.steps += 1
         self.counters.step_sequences = len(plan.chunks)
         self.counters.step_tokens = plan.num_tokens
