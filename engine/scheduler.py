@@ -200,7 +200,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)
-        if seq.state is State.FINISHED:
+        if seq.state is State.FINISHED:  # it only kept its row in a static batch
             return
         seq.num_lost, seq.num_computed = seq.num_computed, 0
         seq.state = State.WAITING

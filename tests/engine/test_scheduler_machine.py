@@ -99,9 +99,10 @@ class StaticMachine(SchedulerMachine):
 
 
 TestContinuous = SchedulerMachine.TestCase
-TestContinuous.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestSequential = SequentialMachine.TestCase
 TestInterleaved = InterleavedMachine.TestCase
 TestStatic = StaticMachine.TestCase
-for case in (TestSequential, TestInterleaved, TestStatic):
-    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestContinuous.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestSequential.settings = TestInterleaved.settings = TestStatic.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
