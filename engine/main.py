@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import logging
 import os
@@ -42,6 +43,8 @@ def run(config: EngineConfig, listen: str, *, exit_with_parent: bool, step_time:
         progress = PrintedProgress()
         folder = resolve(config.model, progress)
         runner = load_runner(config, folder, progress, step_time)
+        gc.collect()
+        gc.freeze()  # else a full collection, in the middle of any step, walks the 170,000 objects that torch has made
         return uvloop.run(_serve(config, folder, runner, listen))
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -63,6 +66,7 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, lis
             max_model_len=info.max_model_len,
             prefix_caching=config.prefix_caching,
             clock=time.monotonic,
+            schedule=config.schedule,
         ),
         runner,
         servicer,
