@@ -16,15 +16,24 @@ COPY engine engine
 
 FROM base AS router
 RUN pip install .
+WORKDIR /home/pagoda
 USER pagoda
 VOLUME /models
 EXPOSE 50051
 ENTRYPOINT ["pagoda", "serve"]
 
+FROM base AS wheel
+# Compiles the CPU kernels; the compiler stays out of the engine's image.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && pip wheel --no-deps --wheel-dir /wheels .
+
 FROM base AS engine
 # Another package index to take torch from: the default one's build carries CUDA, which an engine on a CPU can do without.
 ARG TORCH_INDEX=
-RUN if [ -n "$TORCH_INDEX" ]; then pip install --index-url "$TORCH_INDEX" "torch>=2.11,<2.14"; fi && pip install ".[engine]"
+RUN if [ -n "$TORCH_INDEX" ]; then pip install --index-url "$TORCH_INDEX" "torch>=2.11,<2.14"; fi
+COPY --from=wheel /wheels /wheels
+RUN pip install "$(ls /wheels/*.whl)[engine]"
+# Away from the sources, which have no compiled kernels beside them.
+WORKDIR /home/pagoda
 USER pagoda
 VOLUME /models
 EXPOSE 50052

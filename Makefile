@@ -41,7 +41,7 @@ bench: $(STAMP)           ## the standard workload through gRPC, beside transfor
 clean:
 	rm -rf $(VENV) build *.egg-info
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(wildcard kernels/native/*)
 	@echo "Installing into $(VENV), once:"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Pagoda needs Python 3.11 or newer: make PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantization
 from engine.errors import ConfigError
 from engine.main import EXIT_CONFIG, run
 from engine.schedules import ScheduleName
@@ -21,6 +21,9 @@ def main(
     listen: Annotated[str, typer.Option(help="unix:PATH or HOST:PORT.")] = "127.0.0.1:50052",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Option()] = "auto",
+    quantization: Annotated[
+        Quantization, typer.Option(help="Of products. auto: int8 where a CPU is fast at it.")
+    ] = "auto",
     kv_cache_gb: Annotated[float | None, typer.Option(help="Default: what a GPU has free; 0.5 on a CPU.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
@@ -47,6 +50,7 @@ def main(
             model=model,
             device=device,
             dtype=dtype,
+            quantization=quantization,
             kv_cache_gb=kv_cache_gb,
             block_size=block_size,
             max_num_seqs=max_num_seqs,

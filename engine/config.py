@@ -10,24 +10,27 @@ from engine.schedules import ScheduleName
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["auto", "none", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """
     model           folder of the checkpoint
+    quantization    of weights and activations in products; auto: int8 for bfloat16 where a CPU has kernels for it
     kv_cache_gb     size of the paged KV cache in 10^9 bytes; None: what is free on a GPU, 0.5 on a CPU
     block_size      tokens a KV block holds
     max_num_seqs    sequences that run at once
     token_budget    tokens that one step computes at most, decodes included
     schedule        continuous, or one of the modes that it is compared with (engine/schedules.py)
     max_model_len   prompt + output of one sequence; None: what the model was trained for, as far as the cache holds it
-    threads         of the model's matrix products; None: one a physical core
+    threads         of the model's arithmetic; None: one a physical core
     """
 
     model: str
     device: Device = "auto"
     dtype: DType = "auto"
+    quantization: Quantization = "auto"
     kv_cache_gb: float | None = None
     block_size: int = 16
     max_num_seqs: int = 64

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from checkpoints.progress import Progress, no_progress
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantization
 from engine.errors import ConfigError
 from engine.kv_cache import DEFAULT_CPU_BYTES, allocate, count_blocks, free_gpu_bytes
 from engine.models import load_model, read_config
@@ -17,7 +17,7 @@ from engine.sampler import Sampler
 from engine.sequence import Chunk, Sampled, SamplingParams, Sequence, StepPlan, TokenLogprobs
 from engine.step_arrays import StepArrays
 from engine.weights import stored_dtype
-from kernels import PagedKV, load_backend
+from kernels import PagedKV, has_native_int8, load_backend, prepare_native
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -28,16 +28,17 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, progress: Progress = no_progress) -> None:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        prepare_native(torch.get_num_threads())
         folder = Path(config.model)
         device, dtype = choose_device(config.device), choose_dtype(config.dtype, folder)
         model = read_config(folder)
         longest = longest_trained(model.max_position_embeddings, config.max_model_len)
 
         self._device = device
-        self._ops = load_backend("cpu" if device.type == "cpu" else "reference")
+        self._ops = load_backend(choose_backend(device, dtype, config.quantization))
         self._model = load_model(folder, self._ops, device, dtype, progress)
         self._sampler = Sampler(self._ops, model.vocab_size, device)
-        self._arrays = StepArrays(config.token_budget, config.max_num_seqs, longest, config.block_size)
+        self._arrays = StepArrays(config.token_budget, longest, config.block_size)
 
         spec = KVCacheSpec(model.num_layers, model.num_kv_heads, model.head_dim, dtype.itemsize, config.block_size)
         num_blocks = count_blocks(spec, self._cache_bytes(config, spec, dtype))
@@ -122,6 +123,24 @@ def choose_dtype(name: str, folder: Path) -> torch.dtype:
         return _DTYPES[name]
     is_float32 = stored_dtype(folder, "model.embed_tokens.weight") == torch.float32
     return torch.float32 if is_float32 else torch.bfloat16
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> str:
+    """The name of a kernel backend. Raises ConfigError if there is none with these properties."""
+    if quantization == "int8":
+        if device.type != "cpu":
+            raise ConfigError(f"--quantization int8: there are kernels for it on a CPU only, not on {device}")
+        if dtype == torch.float16:
+            raise ConfigError("--quantization int8: activations can be bfloat16 or float32, not float16")
+        if not has_native_int8():
+            raise ConfigError(
+                "--quantization int8 needs a CPU with AVX-512 VNNI, and Pagoda installed where there is a C++ compiler"
+            )
+        return "native-int8"
+    if device.type != "cpu":
+        return "reference"
+    is_worth_it = quantization == "auto" and dtype == torch.bfloat16 and has_native_int8()
+    return "native-int8" if is_worth_it else "native"
 
 
 def longest_trained(max_position_embeddings: int, wanted: int | None) -> int:

@@ -1,6 +1,8 @@
-"""Host arrays of one step, allocated once and filled anew for each plan."""
+"""Host arrays of a step, allocated once. Of a sequence's row of the block table only what is new is written."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,45 +12,77 @@ from engine.sequence import Chunk
 from kernels import Backend, PagedKV
 
 
-class StepArrays:
-    """Room for `token_budget` tokens of `max_num_seqs` sequences, each `max_model_len` tokens long at most."""
+@dataclass(slots=True)
+class _Row:
+    """A row of the block table. `blocks` is the list of a sequence, which only grows until it is replaced."""
 
-    def __init__(self, token_budget: int, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    number: int
+    blocks: list[int]
+    num_written: int = 0
+    last_step: int = 0
+
+
+class StepArrays:
+    """Room for `token_budget` tokens, and as many chunks, of sequences that are `max_model_len` tokens long at most."""
+
+    def __init__(self, token_budget: int, max_model_len: int, block_size: int) -> None:
         self._block_size = block_size
         self._token_ids = np.zeros(token_budget, dtype=np.int64)
-        self._positions = np.zeros(token_budget, dtype=np.int64)
-        self._context_len = np.zeros(max_num_seqs, dtype=np.int32)
-        self._query_start = np.zeros(max_num_seqs + 1, dtype=np.int32)
-        self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self._offsets = np.arange(token_budget)
+        self._context_len = np.zeros(token_budget, dtype=np.int32)
+        self._query_start = np.zeros(token_budget + 1, dtype=np.int32)
+        self._block_table = np.zeros((token_budget, -(-max_model_len // block_size)), dtype=np.int32)
+        self._rows: dict[int, _Row] = {}  # by the identity of the list, which is kept alive here
+        self._free_rows = list(range(token_budget))
+        self._step = 0
 
     def pack(self, chunks: list[Chunk], ops: Backend, kv: PagedKV, sliding_window: int | None) -> StepInputs:
         """What the model computes for these chunks, on the device of the pages `kv`. Valid until the next call."""
-        num_tokens = self._fill(chunks)
-        num_seqs = len(chunks)
+        self._step += 1
+        token_ids: list[int] = []
+        for chunk in chunks:
+            token_ids += chunk.seq.tokens[chunk.start : chunk.end]
+        num_seqs, num_tokens = len(chunks), len(token_ids)
+        self._token_ids[:num_tokens] = token_ids
+
         query_start, context_len = self._query_start[: num_seqs + 1], self._context_len[:num_seqs]
+        lengths = np.array([chunk.length for chunk in chunks])
+        starts = np.array([chunk.start for chunk in chunks])
+        np.cumsum(lengths, out=query_start[1:])
+        np.add(starts, lengths, out=context_len, casting="same_kind")
+        positions = np.repeat(starts - query_start[:-1], lengths) + self._offsets[:num_tokens]
+
+        rows = np.array([self._row(chunk) for chunk in chunks])
         num_blocks = -(-int(context_len.max()) // self._block_size)
-        block_table = self._block_table[:num_seqs, :num_blocks]
-        positions = self._positions[:num_tokens]
-        seq_of_token = np.repeat(np.arange(num_seqs), np.diff(query_start))
-        blocks = block_table[seq_of_token, positions // self._block_size].astype(np.int64)
-        logit_rows = [int(query_start[at + 1]) - 1 for at, chunk in enumerate(chunks) if chunk.samples]
+        blocks = self._block_table[np.repeat(rows, lengths), positions // self._block_size].astype(np.int64)
+        logit_rows = query_start[1:][[chunk.samples for chunk in chunks]].astype(np.int64) - 1
         return StepInputs(
             token_ids=torch.from_numpy(self._token_ids[:num_tokens]).to(kv.device),
             positions=torch.from_numpy(positions).to(kv.device),
             slots=torch.from_numpy(blocks * self._block_size + positions % self._block_size).to(kv.device),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=kv.device),
-            attention=ops.plan_attention(query_start, context_len, block_table, kv, sliding_window),
+            logit_rows=torch.from_numpy(logit_rows).to(kv.device),
+            attention=ops.plan_attention(
+                query_start, context_len, self._block_table[rows, :num_blocks], kv, sliding_window
+            ),
         )
 
-    def _fill(self, chunks: list[Chunk]) -> int:
-        """Returns the number of tokens."""
-        row = 0
-        for at, chunk in enumerate(chunks):
-            rows = slice(row, row + chunk.length)
-            self._token_ids[rows] = chunk.seq.tokens[chunk.start : chunk.end]
-            self._positions[rows] = np.arange(chunk.start, chunk.end)
-            self._query_start[at + 1] = row = rows.stop
-            self._context_len[at] = chunk.end
-            num_blocks = -(-chunk.end // self._block_size)
-            self._block_table[at, :num_blocks] = chunk.seq.blocks[:num_blocks]
-        return row
+    def _row(self, chunk: Chunk) -> int:
+        """The sequence's row of the block table, with the blocks that the chunk needs written to it."""
+        blocks = chunk.seq.blocks
+        row = self._rows.get(id(blocks))
+        if row is None:
+            if not self._free_rows:
+                self._forget()
+            row = self._rows[id(blocks)] = _Row(self._free_rows.pop(), blocks)
+        row.last_step = self._step
+        if row.num_written < len(blocks):
+            self._block_table[row.number, row.num_written : len(blocks)] = blocks[row.num_written :]
+            row.num_written = len(blocks)
+        return row.number
+
+    def _forget(self) -> None:
+        """Frees the rows of sequences that are not in this step: most have ended."""
+        for key, row in list(self._rows.items()):
+            if row.last_step != self._step:
+                self._free_rows.append(row.number)
+                del self._rows[key]

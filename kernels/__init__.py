@@ -4,6 +4,8 @@ from kernels.adjust_logits import LogitAdjustments
 from kernels.backend import Backend, load_backend
 from kernels.gumbel import noise_key
 from kernels.linear import Linear
+from kernels.linear_int8 import has_native_int8
+from kernels.native_module import prepare_native
 from kernels.paged import AttentionPlan, PagedKV
 from kernels.sample import Draws
 
@@ -14,6 +16,8 @@ __all__ = [
     "Linear",
     "LogitAdjustments",
     "PagedKV",
+    "has_native_int8",
     "load_backend",
     "noise_key",
+    "prepare_native",
 ]

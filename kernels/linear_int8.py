@@ -25,7 +25,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     x       [rows, size] floating point
     return  [rows, groups, GROUP] int8 in -127…127, zero beyond size; [rows, groups] float32 scales
     """
-    padded = functional.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+    padded = functional.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     greatest = padded.abs().amax(dim=-1)
     inverse = torch.where(greatest > 0, 127 / greatest, 0.0)
     return (padded * inverse[..., None]).round().to(torch.int8), greatest / 127

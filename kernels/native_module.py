@@ -21,5 +21,12 @@ except ImportError:  # no compiler at installation, or a processor that plain to
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
+def prepare_native(num_threads: int) -> None:
+    """Before the first op: how many threads share the work, and that what tensors free is kept for the next step's."""
+    if native is not None:
+        native.set_num_threads(num_threads)
+        native.keep_freed_memory()
+
+
 def takes(x: Tensor) -> bool:
     return x.dtype in DTYPES and x.is_contiguous()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Quantization = Literal["auto", "none", "int8"]
 Schedule = Literal["sequential", "interleaved", "static", "continuous"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -31,6 +32,7 @@ class ServeConfig:
     engine: str = "spawn"
     device: str = "auto"
     dtype: str = "auto"
+    quantization: Quantization = "auto"
     kv_cache_gb: float | None = None
     block_size: int = 16
     max_num_seqs: int = 64
@@ -56,6 +58,7 @@ class ServeConfig:
     def engine_arguments(self, model_folder: str, listen: str) -> list[str]:
         """The command line of an engine that serves as told here."""
         arguments = ["--model", model_folder, "--listen", listen, "--device", self.device, "--dtype", self.dtype]
+        arguments += ["--quantization", self.quantization]
         arguments += ["--block-size", str(self.block_size), "--max-num-seqs", str(self.max_num_seqs)]
         arguments += ["--token-budget", str(self.token_budget), "--schedule", self.schedule]
         arguments += ["--log-level", self.log_level]

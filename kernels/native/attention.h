@@ -194,7 +194,7 @@ template <int V>
 void soften_row(Tile<V>& tile, int64_t row, int64_t first, int64_t last) {
     constexpr int64_t HEAD_DIM = V * LANES;
     float* weights = tile.weights + row * KEY_TILE;
-    for (int64_t i = 0; i < first; i++) weights[i] = -INFINITY;
+    for (int64_t i = 0; i < std::min(first, KEY_TILE); i++) weights[i] = -INFINITY;
     for (int64_t i = std::max<int64_t>(last, 0); i < KEY_TILE; i++) weights[i] = -INFINITY;
     f32x16 most = broadcast(tile.tops[row]);
     for (int64_t i = 0; i < KEY_TILE; i += LANES) most = max(load(weights + i), most);

@@ -18,17 +18,19 @@ using namespace pagoda;
 ThreadPool& pool = *new ThreadPool;
 const Ops* ops = nullptr;
 
-// None if this processor has nothing better than what plain torch is compiled for.
-const Ops* best_ops() {
+// What this processor can run, the fastest first. None if it has nothing better than what plain torch is compiled for.
+std::vector<const Ops*> usable_ops() {
+    std::vector<const Ops*> usable;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return &avx512_ops;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &avx2_ops : nullptr;
+        usable.push_back(&avx512_ops);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) usable.push_back(&avx2_ops);
 #else
-    return &generic_ops;
+    usable.push_back(&generic_ops);
 #endif
+    return usable;
 }
 
 // Reads integers, addresses and floats off an argument list, in order.
@@ -165,6 +167,17 @@ PyObject* set_num_threads(PyObject*, PyObject* number) {
     Py_RETURN_NONE;
 }
 
+// By name, for tests: the fastest is in use from the start. Returns what was in use.
+PyObject* use_instruction_set(PyObject*, PyObject* name) {
+    for (const Ops* usable : usable_ops()) {
+        if (PyUnicode_CompareWithASCIIString(name, usable->name) != 0) continue;
+        const char* previous = ops->name;
+        ops = usable;
+        return PyUnicode_FromString(previous);
+    }
+    return PyErr_Format(PyExc_ValueError, "this processor, or this build, has no %R", name);
+}
+
 // Tensors of a step come and go. By default large ones are returned to the system each time, and the next one faults
 // its pages in again.
 PyObject* keep_freed_memory(PyObject*, PyObject*) {
@@ -184,6 +197,7 @@ PyMethodDef methods[] = {
     OP(argmax),
     OP(pack_int8),
     OP(linear_int8),
+    {"use_instruction_set", use_instruction_set, METH_O, nullptr},
     {"set_num_threads", set_num_threads, METH_O, nullptr},
     {"keep_freed_memory", keep_freed_memory, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -194,8 +208,9 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, methods
 }  // namespace
 
 PyMODINIT_FUNC PyInit__native() {
-    ops = best_ops();
-    if (!ops) return PyErr_Format(PyExc_ImportError, "this processor has no AVX2");
+    std::vector<const Ops*> usable = usable_ops();
+    if (usable.empty()) return PyErr_Format(PyExc_ImportError, "this processor has no AVX2");
+    ops = usable.front();
     PyObject* module = PyModule_Create(&definition);
     if (!module) return nullptr;
     PyModule_AddStringConstant(module, "instruction_set", ops->name);

@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.backend import CPU, REFERENCE, Backend
+from kernels.backend import CPU, Backend
+from tests.kernels.backends import BACKENDS
 
 
-@pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 3, 33])

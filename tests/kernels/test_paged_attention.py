@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from kernels import AttentionPlan, PagedKV
-from kernels.backend import CPU, REFERENCE, Backend
+from kernels.backend import CPU, NATIVE, Backend
 from kernels.paged_attention_cpu import GROUP_COST_SLOTS, GROUP_LIMIT_SLOTS
+from tests.kernels.backends import BACKENDS
 
-BACKENDS = [REFERENCE, CPU]
+SPLIT = 256  # tokens after which compiled code splits the context of a decode
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,28 @@ BATCHES = {
         heads=2,
         head_dim=4,
     ),
+    "decodes about a split's end": Batch(
+        [(SPLIT - 1, 1), (SPLIT, 1), (SPLIT + 1, 1), (3 * SPLIT + 17, 1)],
+        heads=3,
+        kv_heads=1,
+        head_dim=16,
+        block_size=16,
+    ),
+    "a window that begins within a split": Batch(
+        [(SPLIT + 30, 1), (2 * SPLIT + 9, 1), (300, 30)], heads=2, kv_heads=1, head_dim=16, window=SPLIT - 20
+    ),
+    "several tiles of queries and of keys": Batch(
+        [(150, 150), (200, 70), (64, 64), (65, 65)], heads=3, kv_heads=1, head_dim=32, block_size=16
+    ),
+    "a window over several tiles": Batch(
+        [(150, 150), (200, 70)], heads=4, kv_heads=2, head_dim=16, block_size=16, window=50
+    ),
+    **{
+        f"heads of {head_dim}, {group} a KV head": Batch(
+            [(70, 1), (33, 1), (40, 9)], heads=2 * group, kv_heads=2, head_dim=head_dim, block_size=16
+        )
+        for head_dim, group in ((16, 1), (32, 2), (64, 3), (64, 9), (80, 4), (96, 5), (128, 7), (256, 3), (48, 2))
+    },
     "more than one group holds": Batch(
         [(GROUP_LIMIT_SLOTS // 4 + 5, 1)] * 5, kv_heads=1, heads=1, head_dim=2, block_size=64
     ),
@@ -110,6 +133,23 @@ def test_attention_in_half_precision_errs_by_little_more_than_its_rounding(
     out, expected = Batch([(33, 1), (90, 1), (40, 11)], head_dim=32, dtype=dtype).run(backend)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("backend", [CPU, NATIVE], ids=lambda backend: backend.name)
+def test_a_decode_in_bfloat16_is_the_same_to_the_last_bit_in_any_batch(backend: Backend) -> None:
+    kv = PagedKV(*torch.randn(2, 64, 16, 2, 64).bfloat16())
+    q = torch.randn(5, 6, 64).bfloat16()
+    context_len = np.array([1, 16, 37, 300, 513], dtype=np.int32)
+    table = np.random.default_rng(0).integers(0, 64, (5, 33)).astype(np.int32)
+
+    def attend(seqs: list[int]) -> Tensor:
+        query_start = np.arange(len(seqs) + 1, dtype=np.int32)
+        plan = backend.plan_attention(query_start, context_len[seqs], table[seqs], kv, None)
+        return backend.paged_attention(q[seqs], kv, plan)
+
+    together = attend([0, 1, 2, 3, 4])
+    for seqs in ([0], [4], [3, 1], [2, 4, 0]):
+        assert torch.equal(attend(seqs), together[seqs])
 
 
 def test_a_sequence_full_of_nan_does_not_reach_its_neighbours() -> None:

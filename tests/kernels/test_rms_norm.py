@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.backend import CPU, REFERENCE, Backend
+from kernels.backend import REFERENCE, Backend
+from tests.kernels.backends import BACKENDS
 
-BACKENDS = [REFERENCE, CPU]
 SHAPES = [(1, 1), (3, 7), (5, 48), (2, 3, 17), (1, 576)]
 
 

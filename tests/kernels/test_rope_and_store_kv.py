@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kernels import PagedKV
-from kernels.backend import CPU, REFERENCE, Backend
+from kernels.backend import Backend
+from tests.kernels.backends import BACKENDS
 
-BACKENDS = [REFERENCE, CPU]
 NUM_BLOCKS, BLOCK_SIZE = 5, 4
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from kernels import Draws, noise_key
 from kernels.backend import CPU, REFERENCE, Backend
 from kernels.sample_cpu import LEADING_TOKENS
+from tests.kernels.backends import BACKENDS
 
-BOTH = pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=lambda backend: backend.name)
+BOTH = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.backend import CPU, REFERENCE, Backend
+from kernels.backend import Backend
+from tests.kernels.backends import BACKENDS
 
 
-@pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 80), (0, 4)])
 def test_silu_and_mul_gates_the_second_half_by_the_first(
@@ -20,7 +21,7 @@ def test_silu_and_mul_gates_the_second_half_by_the_first(
     torch.testing.assert_close(backend.silu_and_mul(gate_up).double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_silu_and_mul_leaves_its_input_alone(backend: Backend) -> None:
     gate_up = torch.randn(3, 8)
     before = gate_up.clone()

@@ -1,0 +1,39 @@
+"""The backends that every op's tests run with: compiled code in each version that this processor can run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+from kernels.backend import CPU, NATIVE, REFERENCE, Backend
+from kernels.native_module import native
+
+
+def _with_instruction_set(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(op)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        assert native is not None
+        previous = native.use_instruction_set(name)
+        try:
+            return op(*arguments, **keywords)
+        finally:
+            native.use_instruction_set(previous)
+
+    return call
+
+
+def _slower_native(name: str) -> Backend:
+    ops = {field.name: getattr(NATIVE, field.name) for field in dataclasses.fields(Backend) if field.name != "name"}
+    return Backend(f"native-{name}", **{op: _with_instruction_set(name, call) for op, call in ops.items()})
+
+
+BACKENDS = [REFERENCE, CPU]
+if native is not None:
+    BACKENDS.append(NATIVE)
+    if native.instruction_set == "avx512":
+        BACKENDS.append(_slower_native("avx2"))
+else:
+    assert not shutil.which("g++"), "there is a compiler, but the CPU kernels were not compiled or do not load"

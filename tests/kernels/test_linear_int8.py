@@ -1,0 +1,83 @@
+"""Products in int8: what the compiled code must give, exactly, and how far that is from the whole product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.linear_int8 import GROUP, has_native_int8, linear_int8, linear_int8_native, quantize
+
+needs_native = pytest.mark.skipif(not has_native_int8(), reason="no AVX-512 VNNI, or no compiler at installation")
+
+
+def test_quantized_values_are_within_half_a_step() -> None:
+    x = torch.randn(5, 3 * GROUP + 7) * torch.logspace(-3, 3, 5)[:, None]
+    values, scales = quantize(x)
+    assert values.shape == (5, 4, GROUP)
+    assert values.abs().max() == 127
+    restored = (values * scales[..., None]).flatten(1)[:, : x.shape[1]]
+    steps = scales.repeat_interleave(GROUP, dim=1)[:, : x.shape[1]]
+    assert ((restored - x).abs() <= steps * 0.5001).all()
+    assert (values[:, 3, 7:] == 0).all()
+
+
+def test_a_group_of_zeros_stays_zero() -> None:
+    values, scales = quantize(torch.zeros(2, GROUP))
+    assert (values == 0).all()
+    assert (scales == 0).all()
+
+
+def test_one_row_does_not_touch_the_precision_of_another() -> None:
+    weight, x = torch.randn(40, 2 * GROUP), torch.randn(3, 2 * GROUP)
+    alone = linear_int8(weight, None)(x[1:2])
+    x[0] *= 1e6
+    assert torch.equal(linear_int8(weight, None)(x)[1:2], alone)
+
+
+def test_the_error_is_that_of_the_rounding() -> None:
+    x, weight = torch.randn(64, 576), torch.randn(128, 576)
+    product, exact = linear_int8(weight, None)(x), x @ weight.T
+    assert (product - exact).norm() / exact.norm() < 0.01
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("in_size", "out_size"), [(64, 32), (17, 29), (576, 100), (100, 576)])
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 9, 33, 97, 200])
+def test_compiled_products_are_those_of_the_reference(
+    dtype: torch.dtype, has_bias: bool, in_size: int, out_size: int, rows: int
+) -> None:
+    x, weight = torch.randn(rows, in_size).to(dtype), torch.randn(out_size, in_size).to(dtype)
+    bias = torch.randn(out_size).to(dtype) if has_bias else None
+    product, expected = linear_int8_native(weight, bias)(x), linear_int8(weight, bias)(x)
+    assert product.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 0.01
+    torch.testing.assert_close(product, expected, atol=tolerance * in_size**0.5, rtol=tolerance)
+
+
+@needs_native
+def test_a_compiled_row_does_not_depend_on_the_rows_beside_it() -> None:
+    x, weight = torch.randn(203, 192).bfloat16(), torch.randn(70, 192).bfloat16()
+    product = linear_int8_native(weight, None)
+    together = product(x)
+    for rows in (1, 2, 5, 8, 31, 100):
+        assert torch.equal(product(x[:rows]), together[:rows])
+    assert torch.equal(product(x[100:101]), together[100:101])
+
+
+@needs_native
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_a_broken_row_gives_nan_and_leaves_the_others_alone(poison: float) -> None:
+    def nan_rows(product: Tensor) -> list[bool]:
+        return product.isnan().all(dim=1).tolist()
+
+    x, weight = torch.randn(20, 130), torch.randn(40, 130)
+    product = linear_int8_native(weight, None)
+    clean = product(x)
+    x[3, 129] = poison
+    broken = product(x)
+    assert nan_rows(broken) == [row == 3 for row in range(20)]
+    kept = torch.arange(20) != 3
+    assert torch.equal(broken[kept], clean[kept])
