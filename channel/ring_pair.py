@@ -12,6 +12,7 @@ import os
 import socket
 import stat
 import struct
+import sys
 from collections.abc import Sequence
 
 from channel.ring import Ring
@@ -19,7 +20,9 @@ from channel.ring import Ring
 RING_BYTES = 256 << 10  # of each ring: hundreds of steps. A larger message goes through in pieces.
 
 _SIZE = 2 * RING_BYTES
-_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL  # who shrinks it kills the other with SIGBUS
+_SEALS = 0  # where there are none, there is no memfd either
+if sys.platform == "linux":
+    _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL  # to shrink it kills the other by SIGBUS
 _OFFER = struct.Struct("<8sI")
 _MAGIC = b"pagoda\0\1"  # the last byte is the version of this layout
 _NUM_DESCRIPTORS = 5  # the memory; filled and freed of the submission ring; the same of the completion ring

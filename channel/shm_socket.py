@@ -1,9 +1,7 @@
 """Where engines with a shared-memory channel listen, and how routers reach them.
 
-    shm:PATH   a Unix socket at a path, its owner's alone (mode 0600)
-    shm:@NAME  one in Linux' abstract namespace: there is no file, so nothing can stay behind
-
-Of either, both ends check that the other process belongs to their own user.
+Both ends check that the other process belongs to their own user: an abstract name has no permissions of its own, and
+whoever is first can take it.
 """
 
 from __future__ import annotations
@@ -15,11 +13,9 @@ import stat
 import struct
 from collections.abc import Callable
 
+from channel.address import socket_file, socket_name
 from channel.ring_pair import RingPair
 from channel.shm_link import Incoming, Outgoing, ShmLink
-
-PREFIX = "shm:"
-IS_SUPPORTED = hasattr(os, "memfd_create") and hasattr(os, "eventfd")  # Linux
 
 _OFFER_TIMEOUT_S = 5.0
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -27,14 +23,13 @@ _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 def bind(address: str) -> socket.socket:
     """A listening socket. A file that a killed engine has left is replaced. Raises OSError."""
-    target = _target(address)
     listener = _unix_socket()
     try:
-        if not target.startswith("\0"):
-            _remove_stale(target)
+        if file := socket_file(address):
+            _remove_stale(file)
         previous = os.umask(0o177)
         try:
-            listener.bind(target)
+            listener.bind(socket_name(address))
         finally:
             os.umask(previous)
         listener.listen()
@@ -46,9 +41,8 @@ def bind(address: str) -> socket.socket:
 
 def unlink(address: str) -> None:
     """Removes the socket's file, where it has one."""
-    target = _target(address)
-    if not target.startswith("\0") and os.path.exists(target):
-        os.unlink(target)
+    if (file := socket_file(address)) and os.path.exists(file):
+        os.unlink(file)
 
 
 async def connect(address: str, parse: Callable[[bytes], Incoming]) -> ShmLink[Incoming, Outgoing]:
@@ -58,7 +52,7 @@ async def connect(address: str, parse: Callable[[bytes], Incoming]) -> ShmLink[I
     try:
         try:
             async with asyncio.timeout(_OFFER_TIMEOUT_S):
-                await events.sock_connect(connection, _target(address))
+                await events.sock_connect(connection, socket_name(address))
                 check_peer(connection)
                 await _readable(connection)
         except TimeoutError:
@@ -88,11 +82,6 @@ def check_peer(connection: socket.socket) -> None:
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid != os.geteuid():
         raise ConnectionError(f"the other end belongs to user {uid}, this one to user {os.geteuid()}")
-
-
-def _target(address: str) -> str:
-    path = address.removeprefix(PREFIX)
-    return "\0" + path[1:] if path.startswith("@") else path
 
 
 def _unix_socket() -> socket.socket:

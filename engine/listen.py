@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from channel import shm_socket
+from channel.address import HAS_SHM, is_shm
 from channel.shm_server import ShmServer
 from engine.errors import ConfigError
 from engine.grpc_server import GrpcServer
@@ -21,14 +21,14 @@ class Listener(Protocol):
 def is_local(listen: str) -> bool:
     """A Unix socket, shared memory or a loopback address."""
     host = listen.rpartition(":")[0].strip("[]")
-    return listen.startswith(("unix:", shm_socket.PREFIX)) or host in ("localhost", "::1") or host.startswith("127.")
+    return is_shm(listen) or listen.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
 
 
 async def start_listening(server: EngineServer, listen: str) -> Listener:
     """On unix:PATH, shm:PATH, shm:@NAME or HOST:PORT. Raises ConfigError if it cannot."""
     listener: Listener
-    if listen.startswith(shm_socket.PREFIX):
-        if not shm_socket.IS_SUPPORTED:
+    if is_shm(listen):
+        if not HAS_SHM:
             raise ConfigError(f"--listen {listen}: shared memory needs Linux; unix:PATH works here")
         listener = ShmServer(listen, engine_pb2.RouterMessage.FromString, server.serve)
     else:

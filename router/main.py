@@ -17,7 +17,7 @@ import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from channel import shm_socket
+from channel.address import HAS_SHM, SHM_PREFIX
 from checkpoints import CheckpointError, PrintedProgress, Progress, resolve
 from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import Admission
@@ -104,8 +104,8 @@ class Router:
     def _engine_addresses(self, stack: contextlib.ExitStack) -> list[str]:
         if self._config.engine != "spawn":
             return self._config.engine.split(",")
-        if self._config.channel == "shm" or (self._config.channel == "auto" and shm_socket.IS_SUPPORTED):
-            address = f"{shm_socket.PREFIX}@pagoda-{secrets.token_hex(8)}"
+        if self._config.channel == "shm" or (self._config.channel == "auto" and HAS_SHM):
+            address = f"{SHM_PREFIX}@pagoda-{secrets.token_hex(8)}"
         else:
             private = stack.enter_context(tempfile.TemporaryDirectory(prefix="pagoda-"))  # mode 0700: ours alone
             address = f"unix:{private}/engine.sock"

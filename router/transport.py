@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 import grpc
 
 from channel import shm_socket
+from channel.address import HAS_SHM, is_shm
 from channel.link import MAX_MESSAGE_BYTES, Link
 from protos import engine_pb2, engine_pb2_grpc
 from router.errors import ConfigError
@@ -34,10 +35,10 @@ class Transport(Protocol):
 
 
 def transport_to(address: str) -> Transport:
-    """Of shm:PATH, shm:@NAME, unix:PATH or HOST:PORT. Raises ConfigError."""
-    if not address.startswith(shm_socket.PREFIX):
+    """Raises ConfigError for a transport that this system lacks."""
+    if not is_shm(address):
         return GrpcTransport(address)
-    if not shm_socket.IS_SUPPORTED:
+    if not HAS_SHM:
         raise ConfigError(f"the engine address {address}: shared memory needs Linux")
     return ShmTransport(address)
 

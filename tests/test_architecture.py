@@ -39,7 +39,7 @@ def packages_of(package: str) -> set[str]:
         ("engine", {"protos", "channel", "checkpoints", "kernels"}),
         ("kernels", set()),
         ("checkpoints", set()),
-        ("clients", {"protos", "checkpoints", "router"}),  # router: `pagoda serve` starts it
+        ("clients", {"protos", "channel", "checkpoints", "router"}),  # router: `pagoda serve` starts it
     ],
 )
 def test_a_package_imports_only_what_its_place_allows(package: str, allowed: set[str]) -> None:

@@ -174,6 +174,13 @@ async def test_flush_reports_how_many_blocks_became_free(session: Session) -> No
     assert message.cache_flushed.freed_blocks >= 200 // 16
 
 
+def test_pagoda_health_asks_an_engine_over_either_transport(address: str) -> None:
+    for asked, expected in ((address, ("SERVING\n", 0)), (f"{address}.nobody", ("UNAVAILABLE\n", 1))):
+        command = [sys.executable, "-m", "clients.cli", "health", "--address", asked]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        assert (result.stdout, result.returncode) == expected
+
+
 def test_the_socket_is_its_owners_alone(address: str) -> None:
     assert stat.S_IMODE(os.stat(address.partition(":")[2]).st_mode) == 0o600
 
