@@ -6,7 +6,6 @@ The socket that brought the rings stays open and silent: its end tells that the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import struct
 from collections.abc import Callable
@@ -115,16 +114,16 @@ class ShmLink(Generic[Incoming, Outgoing]):
     def _notice(self) -> None:
         try:
             self._reader.notice()
-        except ConnectionError as error:
-            self._error = error
+        except ConnectionError:
             self._lose()
-        else:
-            self._has_news.set()
+        self._has_news.set()
 
     def _lose(self) -> None:
         """The other process has closed its socket (or talks on it, which none does). What it wrote is still read."""
-        with contextlib.suppress(ConnectionError):
+        try:
             self._reader.notice()
+        except ConnectionError as error:
+            self._error = error
         self._is_gone = True
         self._stop_watching()
         self._has_news.set()

@@ -188,8 +188,11 @@ async def test_half_a_message_is_none() -> None:
 async def test_a_count_that_cannot_be_is_an_error_of_the_connection() -> None:
     async with both_ends() as (engine, router):
         os.eventfd_write(router._rings.submission.filled, 10 * RING_BYTES)
+        router.close()
         with pytest.raises(ConnectionError, match="bytes in a ring"):
             await asyncio.wait_for(engine.read(), 1)
+        with pytest.raises(ConnectionError):
+            await engine.write(message(1))
 
 
 async def test_a_router_that_talks_on_the_socket_is_gone() -> None:
