@@ -15,7 +15,8 @@ class ServeConfig:
     """
     model              name or path of the checkpoint; the engine's flags below it are passed on when it is spawned
     listen             HOST:PORT or unix:PATH; port 0 takes a free one
-    engine             "spawn", or the addresses of running engines (unix:PATH or HOST:PORT), comma-separated
+    engine             "spawn", or the addresses of running engines (shm:PATH, unix:PATH, HOST:PORT), comma-separated
+    channel            how a spawned engine is reached: shared memory, gRPC, or "auto": shared memory where there is any
     schedule           continuous is the way to serve; the others are there to be measured against it
     max_queued_tokens  prompt + max_tokens over all admitted requests; None: eight times what the KV cache holds
     reflection         None: on for loopback and Unix sockets
@@ -30,6 +31,7 @@ class ServeConfig:
     model: str = "smollm2-135m-instruct"
     listen: str = "127.0.0.1:50051"
     engine: str = "spawn"
+    channel: Literal["auto", "shm", "grpc"] = "auto"
     device: str = "auto"
     dtype: str = "auto"
     quantization: Quantization = "auto"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import signal
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from channel.address import HAS_SHM, SHM_PREFIX
 from checkpoints import CheckpointError, PrintedProgress, Progress, resolve
 from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import Admission
@@ -74,8 +76,8 @@ class Router:
     async def run(self) -> None:
         """Until told to stop. Raises ConfigError, EngineFailedError."""
         self._stop_on_signals()
-        with tempfile.TemporaryDirectory(prefix="pagoda-") as private:  # mode 0700: the socket is ours alone
-            addresses = self._engine_addresses(Path(private))
+        with contextlib.ExitStack() as stack:
+            addresses = self._engine_addresses(stack)
             channels = [
                 EngineChannel(
                     address,
@@ -99,10 +101,14 @@ class Router:
         if self._failure is not None:
             raise self._failure
 
-    def _engine_addresses(self, private: Path) -> list[str]:
+    def _engine_addresses(self, stack: contextlib.ExitStack) -> list[str]:
         if self._config.engine != "spawn":
             return self._config.engine.split(",")
-        address = f"unix:{private / 'engine.sock'}"
+        if self._config.channel == "shm" or (self._config.channel == "auto" and HAS_SHM):
+            address = f"{SHM_PREFIX}@pagoda-{secrets.token_hex(8)}"
+        else:
+            private = stack.enter_context(tempfile.TemporaryDirectory(prefix="pagoda-"))  # mode 0700: ours alone
+            address = f"unix:{private}/engine.sock"
         self._supervisor = Supervisor(self._config.engine_arguments(str(self._folder), address))
         return [address]
 
