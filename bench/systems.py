@@ -34,7 +34,7 @@ class Started(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`start` makes it ready for the length of a block; a turn starts it anew, so that none is there in another's turn."""
+    """`start` makes it ready for the length of a block: a turn, so that none is there in another's."""
 
     name: str
     command: str

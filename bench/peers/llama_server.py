@@ -33,7 +33,7 @@ class Peer:
         command += ["--threads", str(settings.threads), "--threads-batch", str(settings.threads)]
         # A context for each slot: one that all share is slower, as every sequence then attends over all of it.
         command += ["--parallel", str(slots), "--ctx-size", str(slots * slot_len), "--no-kv-unified"]
-        command += ["--cache-ram", "0", "--metrics"]
+        command += ["--cache-ram", "0", "--metrics", "--log-verbosity", "2"]
         self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         atexit.register(self._server.kill)
         self.pid = self._server.pid
@@ -72,9 +72,9 @@ class Peer:
         count = 0
         async for line in reader:  # its server-sent events are one line each
             if line.startswith(b"data: "):
-                tokens = len(json.loads(line[6:]).get("tokens", ()))
-                arrivals.add(at, tokens)
-                count += tokens
+                # Its own count: a token that ends inside a character is sent with the one that completes it.
+                count, before = json.loads(line[6:])["tokens_predicted"], count
+                arrivals.add(at, count - before)
         writer.close()
         if count != request.output_len:
             raise BenchError(f"llama-server generated {count} tokens where {request.output_len} were asked for")

@@ -39,7 +39,8 @@ class Peer:
         arrivals = Arrivals(requests, on_tokens)
         while due or handles:
             while due and requests[due[-1]].arrival_s <= arrivals.now():
-                handles[due[-1]] = self._add(due.pop(), requests)
+                at = due.pop()
+                handles[at] = self._add(at, requests[at])
             if not handles:
                 time.sleep(IDLE_S)
                 continue
@@ -53,9 +54,9 @@ class Peer:
                     del handles[at]
         return PeerRun(arrivals.times(), steps)
 
-    def _add(self, at: int, requests: list[Request]) -> openvino_genai.GenerationHandle:
+    def _add(self, at: int, request: Request) -> openvino_genai.GenerationHandle:
         config = openvino_genai.GenerationConfig()
-        config.max_new_tokens = requests[at].output_len
+        config.max_new_tokens = request.output_len
         config.ignore_eos = True
         config.do_sample = False
-        return self._pipeline.add_request(at, openvino.Tensor(np.array([requests[at].prompt], dtype=np.int64)), config)
+        return self._pipeline.add_request(at, openvino.Tensor(np.array([request.prompt], dtype=np.int64)), config)
