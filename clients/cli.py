@@ -42,6 +42,10 @@ def serve(
     block_size: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Tokens in a KV block.")] = 16,
     max_num_seqs: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Sequences that run at once.")] = 64,
     token_budget: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Tokens a step computes at most.")] = 512,
+    schedule: Annotated[
+        Literal["sequential", "interleaved", "static", "continuous"],
+        typer.Option(rich_help_panel=_ENGINE, help="How requests share the model; all but continuous to be compared."),
+    ] = "continuous",
     max_model_len: Annotated[
         int | None, typer.Option(rich_help_panel=_ENGINE, help="Longest prompt + output.", show_default="the model's")
     ] = None,

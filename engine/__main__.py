@@ -11,6 +11,7 @@ import typer
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.main import EXIT_CONFIG, run
+from engine.schedules import ScheduleName
 from engine.server import is_local
 from engine.synthetic import StepTime
 
@@ -24,6 +25,7 @@ def main(
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
     token_budget: Annotated[int, typer.Option(help="Tokens that one step computes at most.")] = 512,
+    schedule: Annotated[ScheduleName, typer.Option(help="How requests share the model.")] = "continuous",
     max_model_len: Annotated[int | None, typer.Option(help="Prompt + output of one sequence.")] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the blocks of computed prompts.")] = True,
     threads: Annotated[int | None, typer.Option(help="For the model's arithmetic. Default: one a core.")] = None,
@@ -49,6 +51,7 @@ def main(
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             token_budget=token_budget,
+            schedule=schedule,
             max_model_len=max_model_len,
             prefix_caching=prefix_caching,
             threads=threads,

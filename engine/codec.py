@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from engine.blocks import chain_root
 from engine.loop import LoadSnapshot
-from engine.scheduler import Ended
 from engine.sequence import EndReason, SamplingParams, Sequence, TokenLogprobs
+from engine.step_output import Ended
 from protos import control_pb2, engine_pb2
 
 _END_REASONS = {

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.errors import ConfigError
+from engine.schedules import ScheduleName
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -19,6 +20,7 @@ class EngineConfig:
     block_size      tokens a KV block holds
     max_num_seqs    sequences that run at once
     token_budget    tokens that one step computes at most, decodes included
+    schedule        continuous, or one of the modes that it is compared with (engine/schedules.py)
     max_model_len   prompt + output of one sequence; None: what the model was trained for, as far as the cache holds it
     threads         of the model's matrix products; None: one a physical core
     """
@@ -30,6 +32,7 @@ class EngineConfig:
     block_size: int = 16
     max_num_seqs: int = 64
     token_budget: int = 512
+    schedule: ScheduleName = "continuous"
     max_model_len: int | None = None
     prefix_caching: bool = True
     threads: int | None = None

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from engine.scheduler import Counters, Scheduler, StepOutput
+from engine.scheduler import Scheduler
 from engine.sequence import Sampled, Sequence, StepPlan, TokenLogprobs
+from engine.step_output import Counters, StepOutput
 
 log = logging.getLogger("pagoda.engine")
 

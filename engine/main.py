@@ -63,6 +63,7 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, lis
             max_model_len=info.max_model_len,
             prefix_caching=config.prefix_caching,
             clock=time.monotonic,
+            schedule=config.schedule,
         ),
         runner,
         servicer,

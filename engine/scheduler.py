@@ -3,8 +3,8 @@
 There are no phases: every sequence has `num_computed` tokens chasing `num_tokens`, and a decode is a chunk of length
 one. Running decodes come first and prefill chunks fill the rest of the token budget (Sarathi-Serve, Agrawal et al.,
 2024), so that a long prompt stalls no stream. When blocks run out, the last admitted of the lowest priority gives up
-its own and is computed again later. Standard library only; the clock is an argument, so that tests run in simulated
-time.
+its own and is computed again later. A schedule (engine/schedules.py) says who may start and who computes. Standard
+library only; the clock is an argument, so that tests run in simulated time.
 """
 
 from __future__ import annotations
@@ -13,53 +13,22 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
-from engine.blocks import BlockPool, chain_hash
+from engine.blocks import BlockPool
+from engine.prefix_cache import PrefixCache
+from engine.schedules import SCHEDULES, ScheduleName
 from engine.sequence import Chunk, EndReason, Sampled, Sequence, State, StepPlan, TokenLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """One sequence's end. `matched` is the token id of reason STOP; `detail` explains REJECTED and FAILED."""
-
-    seq: Sequence
-    reason: EndReason
-    at: float
-    matched: int | None = None
-    detail: str = ""
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """What happened since the last one: sequence ids and their new tokens as parallel lists, and ends."""
-
-    sequences: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.tokens and not self.ended
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the engine started, except those of the last step."""
-
-    steps: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    step_sequences: int = 0
-    step_tokens: int = 0
+from engine.step_output import Counters, Ended, StepOutput
 
 
 def admission_order(seq: Sequence) -> tuple[int, int]:
     """Sorts the waiting list: the next to admit is last. Higher priority, then earlier arrival."""
     return seq.priority, -seq.id
+
+
+def preemption_order(seq: Sequence) -> tuple[bool, int]:
+    """The first to give up its blocks: one that is finished and merely keeps its place, then the lowest priority."""
+    return seq.state is State.RUNNING, seq.priority
 
 
 class Scheduler:
@@ -69,6 +38,7 @@ class Scheduler:
     token_budget   tokens of one step, decodes included; more than max_num_seqs
     max_model_len  prompt + output of one sequence
     clock          seconds, monotonic
+    schedule       one of engine/schedules.py
     """
 
     def __init__(
@@ -80,16 +50,18 @@ class Scheduler:
         max_model_len: int,
         clock: Callable[[], float],
         prefix_caching: bool = True,
+        schedule: ScheduleName = "continuous",
     ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.token_budget = token_budget
         self.max_model_len = max_model_len
-        self.prefix_caching = prefix_caching
         self.clock = clock
         self.counters = Counters()
         self.running: list[Sequence] = []  # in the order of admission
         self.waiting: list[Sequence] = []  # sorted by admission_order
+        self._prefixes = PrefixCache(pool, prefix_caching)
+        self._schedule = SCHEDULES[schedule]()
         self._live: dict[int, Sequence] = {}
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, id); ended sequences linger until their time
         self._output = StepOutput()
@@ -99,14 +71,14 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queues a sequence, or ends it at once as REJECTED if it could never run, even alone."""
         self._live[seq.id] = seq
-        most = min(seq.prompt_len + seq.params.max_tokens, self.max_model_len)
+        seq.max_len = min(seq.prompt_len + seq.params.max_tokens, self.max_model_len)
         if seq.prompt_len >= self.max_model_len:
             limit = self.max_model_len - 1
             self._end(seq, EndReason.REJECTED, detail=f"prompt of {seq.prompt_len} tokens, the limit is {limit}")
             return
-        if self.pool.blocks_for(most) > self.pool.num_blocks:
+        if self.pool.blocks_for(seq.max_len) > self.pool.num_blocks:
             capacity = self.pool.num_blocks * self.pool.block_size
-            self._end(seq, EndReason.REJECTED, detail=f"up to {most} tokens, the KV cache holds {capacity}")
+            self._end(seq, EndReason.REJECTED, detail=f"up to {seq.max_len} tokens, the KV cache holds {capacity}")
             return
         insort(self.waiting, seq, key=admission_order)
         if seq.deadline < math.inf:
@@ -138,31 +110,24 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         self._expire()
         self._make_room()
-        chunks: list[Chunk] = []
-        budget = self.token_budget
-        for seq in sorted(self.running, key=lambda seq: seq.remaining_len > 1):  # stable: decodes, then prefills
-            if budget == 0:
-                break
-            chunks.append(Chunk(seq, seq.num_computed, min(seq.remaining_len, budget)))
-            budget -= chunks[-1].length
-        while budget > 0 and (admitted := self._admit()):
-            chunks.append(Chunk(admitted, admitted.num_computed, min(admitted.remaining_len, budget)))
-            budget -= chunks[-1].length
-        return StepPlan(chunks)
+        self._admit()
+        return self._cut(self._schedule.turn(self.running, self.token_budget))
 
     def commit(self, plan: StepPlan, sampled: Sampled) -> None:
         """Takes in a step's outcome: what is computed, which tokens are new, who is finished."""
-        for at, chunk in enumerate(plan.chunks):
+        block_size = self.pool.block_size
+        for at, (chunk, token) in enumerate(zip(plan.chunks, sampled.tokens, strict=True)):
             seq = chunk.seq
-            if seq.state is not State.RUNNING:
+            if seq.state is not State.RUNNING:  # padding: its outcome is dropped
                 continue
-            if fault := sampled.faults.get(at):
-                self._end(seq, EndReason.FAILED, detail=fault)
+            if at in sampled.faults:
+                self._end(seq, EndReason.FAILED, detail=sampled.faults[at])
                 continue
             seq.num_computed = chunk.end
-            self._publish(seq)
-            if chunk.samples:
-                self._append(seq, sampled.tokens[at], sampled.logprobs[at])
+            if seq.num_computed // block_size > seq.num_published:
+                self._prefixes.publish(seq)
+            if token >= 0:
+                self._append(seq, token, sampled.logprobs[at])
         self.counters.steps += 1
         self.counters.step_sequences = len(plan.chunks)
         self.counters.step_tokens = plan.num_tokens
@@ -174,18 +139,45 @@ class Scheduler:
 
     # -- the parts of a step ----------------------------------------------------------------------------------------
 
-    def _admit(self) -> Sequence | None:
-        """Starts the next waiting sequence if it has a place and blocks for every token that it has."""
+    def _cut(self, turn: list[Sequence]) -> StepPlan:
+        """Chunks of these sequences within the token budget, which decodes alone cannot exceed."""
+        chunks: list[Chunk] = []
+        prefills: list[Sequence] = []
+        for seq in turn:
+            if len(seq.tokens) - seq.num_computed == 1:
+                chunks.append(Chunk(seq, seq.num_computed, 1))
+            else:
+                prefills.append(seq)
+        budget = self.token_budget - len(chunks)
+        for seq in prefills:
+            if budget == 0:
+                break
+            length = min(seq.remaining_len, budget)
+            chunks.append(Chunk(seq, seq.num_computed, length))
+            budget -= length
+        return StepPlan(chunks)
+
+    def _admit(self) -> None:
+        """Starts waiting sequences while there are places, the schedule takes them and their blocks exist."""
         if not self.waiting or len(self.running) >= self.max_num_seqs:
-            return None
-        seq = self.waiting[-1]
-        hits = self._cached_prefix(seq)
-        needed = self.pool.blocks_for(seq.num_tokens) - len(hits)
+            return
+        budget = self.token_budget - sum(seq.remaining_len for seq in self.running)
+        while self.waiting and len(self.running) < self.max_num_seqs and self._schedule.admits(self.running, budget):
+            if not self._start(self.waiting[-1]):
+                return
+            budget -= self.running[-1].remaining_len
+
+    def _start(self, seq: Sequence) -> bool:
+        """Gives the next waiting sequence blocks for every token that it has, if there are as many."""
         # One block each is left for those who run: else a newcomer would be preempted as soon as they grow. It also
         # keeps out who has just been preempted: what it gave up, less the block it was given up for, is too little.
-        reserve = len(self.running)
-        if needed + reserve > self.pool.num_available - self.pool.num_unreferenced(hits):
-            return None
+        spare = self.pool.num_available - len(self.running)
+        if spare < 1:
+            return False
+        hits = self._prefixes.match(seq)
+        needed = self.pool.blocks_for(seq.num_tokens) - len(hits)
+        if needed > spare - self.pool.num_unreferenced(hits):
+            return False
         self.waiting.pop()
         self.pool.share(hits)
         seq.blocks = hits + self.pool.allocate(needed)
@@ -199,21 +191,22 @@ class Scheduler:
             self.counters.prompt_tokens += seq.prompt_len
             self.counters.cached_tokens += seq.cached_tokens
         seq.recomputed_tokens += max(0, seq.num_lost - seq.num_computed)
-        return seq
+        return True
 
     def _make_room(self) -> None:
         """Gives every running sequence blocks for all its tokens, at the cost of others if need be."""
-        for seq in list(self.running):
-            while seq.state is State.RUNNING:
-                missing = self.pool.blocks_for(seq.num_tokens) - len(seq.blocks)
-                if missing <= self.pool.num_available:
-                    seq.blocks.extend(self.pool.allocate(missing))
-                    break
-                self._preempt(min(reversed(self.running), key=lambda seq: seq.priority))
+        size = self.pool.block_size
+        for seq in [seq for seq in self.running if len(seq.tokens) > len(seq.blocks) * size]:
+            while seq.blocks and len(seq.tokens) > len(seq.blocks) * size:
+                if self.pool.num_available:
+                    seq.blocks += self.pool.allocate(1)
+                else:
+                    self._preempt(min(reversed(self.running), key=preemption_order))
 
     def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self._release(seq)
+        self._leave(seq)
+        if seq.state is State.FINISHED:
+            return
         seq.num_lost, seq.num_computed = seq.num_computed, 0
         seq.state = State.WAITING
         seq.preemptions += 1
@@ -224,20 +217,20 @@ class Scheduler:
         seq.tokens.append(token)
         if seq.first_token is None:
             seq.first_token = self.clock()
+        output = self._output
+        output.sequences.append(seq.id)
+        output.tokens.append(token)
+        output.logprobs.append(logprobs)
         self.counters.output_tokens += 1
-        self._output.sequences.append(seq.id)
-        self._output.tokens.append(token)
-        self._output.logprobs.append(logprobs)
-        params = seq.params
-        if token in params.stop_token_ids and seq.output_len > params.min_tokens:
+        if token in seq.params.stop_token_ids and seq.output_len > seq.params.min_tokens:
             self._end(seq, EndReason.STOP, matched=token)
-        elif seq.output_len >= params.max_tokens or seq.num_tokens >= self.max_model_len:
+        elif len(seq.tokens) >= seq.max_len:
             self._end(seq, EndReason.LENGTH)
 
     def _end(self, seq: Sequence, reason: EndReason, *, matched: int | None = None, detail: str = "") -> None:
         if seq.state is State.RUNNING:
-            self.running.remove(seq)
-            self._release(seq)
+            for gone in self._schedule.leaving(seq, reason, self.running):
+                self._leave(gone)
         else:
             at = bisect_left(self.waiting, admission_order(seq), key=admission_order)
             if at < len(self.waiting) and self.waiting[at] is seq:
@@ -246,7 +239,8 @@ class Scheduler:
         del self._live[seq.id]
         self._output.ended.append(Ended(seq, reason, self.clock(), matched, detail))
 
-    def _release(self, seq: Sequence) -> None:
+    def _leave(self, seq: Sequence) -> None:
+        self.running.remove(seq)
         self.pool.release(seq.blocks)
         seq.blocks = []
 
@@ -257,42 +251,17 @@ class Scheduler:
             if seq := self._live.get(id):
                 self._end(seq, EndReason.DEADLINE)
 
-    # -- prefix cache -----------------------------------------------------------------------------------------------
-
-    def _cached_prefix(self, seq: Sequence) -> list[int]:
-        """Cached blocks that the sequence can start from. Its last token is always computed: its logits are needed."""
-        if not self._uses_cache(seq):
-            return []
-        usable = (seq.num_tokens - 1) // self.pool.block_size
-        self._extend_hashes(seq, usable)
-        return self.pool.match(seq.block_hashes[:usable])
-
-    def _publish(self, seq: Sequence) -> None:
-        """Lets others find the blocks that are full now."""
-        if not self._uses_cache(seq):
-            return
-        full = seq.num_computed // self.pool.block_size
-        for index in range(seq.num_published, full):
-            self._extend_hashes(seq, index + 1)
-            self.pool.publish(seq.blocks[index], seq.block_hashes[index])
-        seq.num_published = full
-
-    def _extend_hashes(self, seq: Sequence, count: int) -> None:
-        size = self.pool.block_size
-        for index in range(len(seq.block_hashes), count):
-            previous = seq.block_hashes[-1] if index else seq.cache_root
-            seq.block_hashes.append(chain_hash(previous, seq.tokens[index * size : (index + 1) * size]))
-
-    def _uses_cache(self, seq: Sequence) -> bool:
-        return self.prefix_caching and not seq.bypass_cache
-
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block and every sequence is accounted for."""
         self.pool.check_integrity(seq.blocks for seq in self.running)
         assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} running, at most {self.max_num_seqs} may"
-        assert all(seq.state is State.RUNNING for seq in self.running)
+        going = [
+            seq for seq in self.running if seq.state is not State.FINISHED
+        ]  # the others keep a static batch's rows
+        assert all(seq.state is State.RUNNING for seq in going)
+        assert bool(going) == bool(self.running), "a batch of finished sequences alone"
         assert all(seq.state is State.WAITING and not seq.blocks for seq in self.waiting)
-        assert {seq.id for seq in self.running + self.waiting} == self._live.keys()
+        assert {seq.id for seq in going + self.waiting} == self._live.keys()
         assert self.waiting == sorted(self.waiting, key=admission_order)
         for seq in self.running:
             assert seq.num_computed < seq.num_tokens, f"sequence {seq.id} runs with nothing to compute"

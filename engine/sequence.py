@@ -60,6 +60,7 @@ class Sequence:
     num_computed  leading tokens whose keys and values are in the cache
     blocks        the block table: block i holds tokens [i * block_size, (i + 1) * block_size)
     deadline      on the engine's clock; math.inf for none
+    max_len       tokens, prompt included, at which it ends with LENGTH; the scheduler sets it on arrival
     """
 
     id: int
@@ -73,6 +74,7 @@ class Sequence:
     bypass_cache: bool = False
 
     state: State = State.WAITING
+    max_len: int = 0
     num_computed: int = 0
     num_lost: int = 0  # what num_computed was when last preempted
     num_published: int = 0  # leading blocks that others may find
@@ -99,7 +101,7 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every sequence in every step, and would take five times as long
 class Chunk:
     """Compute `length` tokens of a sequence from position `start` on; its blocks are allocated."""
 

@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from engine import loop as engine_loop
 from engine.codec import PendingOutput, sequence_from_submit
 from engine.errors import ConfigError
-from engine.scheduler import StepOutput
+from engine.step_output import StepOutput
 from protos import control_pb2, engine_pb2, engine_pb2_grpc
 
 log = logging.getLogger("pagoda.engine")

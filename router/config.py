@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Schedule = Literal["sequential", "interleaved", "static", "continuous"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -14,6 +15,7 @@ class ServeConfig:
     model              name or path of the checkpoint; the engine's flags below it are passed on when it is spawned
     listen             HOST:PORT or unix:PATH; port 0 takes a free one
     engine             "spawn", or the addresses of running engines (unix:PATH or HOST:PORT), comma-separated
+    schedule           continuous is the way to serve; the others are there to be measured against it
     max_queued_tokens  prompt + max_tokens over all admitted requests; None: eight times what the KV cache holds
     reflection         None: on for loopback and Unix sockets
     auth_token_file    clients must send its content as a bearer token; $PAGODA_AUTH_TOKEN does the same
@@ -33,6 +35,7 @@ class ServeConfig:
     block_size: int = 16
     max_num_seqs: int = 64
     token_budget: int = 512
+    schedule: Schedule = "continuous"
     max_model_len: int | None = None
     prefix_caching: bool = True
     threads: int | None = None
@@ -54,7 +57,8 @@ class ServeConfig:
         """The command line of an engine that serves as told here."""
         arguments = ["--model", model_folder, "--listen", listen, "--device", self.device, "--dtype", self.dtype]
         arguments += ["--block-size", str(self.block_size), "--max-num-seqs", str(self.max_num_seqs)]
-        arguments += ["--token-budget", str(self.token_budget), "--log-level", self.log_level]
+        arguments += ["--token-budget", str(self.token_budget), "--schedule", self.schedule]
+        arguments += ["--log-level", self.log_level]
         if self.kv_cache_gb is not None:
             arguments += ["--kv-cache-gb", str(self.kv_cache_gb)]
         if self.max_model_len is not None:

@@ -7,8 +7,10 @@ import math
 
 from engine.blocks import BlockPool, chain_root
 from engine.runner_info import KVCacheSpec, RunnerInfo
-from engine.scheduler import Ended, Scheduler
+from engine.scheduler import Scheduler
+from engine.schedules import ScheduleName
 from engine.sequence import SamplingParams, Sequence, StepPlan
+from engine.step_output import Ended
 from engine.synthetic import SyntheticRunner, expected_tokens
 
 VOCAB_SIZE = 258
@@ -40,6 +42,7 @@ class SteppedEngine:
         token_budget: int = 16,
         max_model_len: int = 200,
         prefix_caching: bool = True,
+        schedule: ScheduleName = "continuous",
     ) -> None:
         self.now = 0.0
         self.pool = BlockPool(num_blocks, block_size)
@@ -50,6 +53,7 @@ class SteppedEngine:
             max_model_len=max_model_len,
             prefix_caching=prefix_caching,
             clock=lambda: self.now,
+            schedule=schedule,
         )
         self.runner = synthetic_runner(num_blocks, block_size)
         self.outputs: dict[int, list[int]] = {}

@@ -10,8 +10,9 @@ import pytest
 
 from engine.blocks import BlockPool
 from engine.loop import Abort, Add, EngineLoop, LoadSnapshot, execute_contained
-from engine.scheduler import Scheduler, StepOutput
+from engine.scheduler import Scheduler
 from engine.sequence import Chunk, EndReason, Sampled, SamplingParams, Sequence, StepPlan
+from engine.step_output import StepOutput
 from engine.synthetic import expected_tokens
 from tests.engine.harness import VOCAB_SIZE, synthetic_runner
 

@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from engine.schedules import ScheduleName
 from engine.sequence import EndReason
 from tests.engine.harness import SteppedEngine
 
@@ -19,11 +20,18 @@ prompts = st.builds(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    schedule: ScheduleName = "continuous"
+
     def __init__(self) -> None:
         super().__init__()
         # Small enough that sequences are preempted, large enough for any one of them.
         self.engine = SteppedEngine(
-            num_blocks=20, block_size=4, max_num_seqs=6, token_budget=11, max_model_len=MAX_MODEL_LEN
+            num_blocks=20,
+            block_size=4,
+            max_num_seqs=6,
+            token_budget=11,
+            max_model_len=MAX_MODEL_LEN,
+            schedule=self.schedule,
         )
         self.seqs = []
 
@@ -78,5 +86,22 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.engine.outputs[seq.id] == self.engine.expected(seq)[:limit]
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+class SequentialMachine(SchedulerMachine):
+    schedule = "sequential"
+
+
+class InterleavedMachine(SchedulerMachine):
+    schedule = "interleaved"
+
+
+class StaticMachine(SchedulerMachine):
+    schedule = "static"
+
+
+TestContinuous = SchedulerMachine.TestCase
+TestContinuous.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestSequential = SequentialMachine.TestCase
+TestInterleaved = InterleavedMachine.TestCase
+TestStatic = StaticMachine.TestCase
+for case in (TestSequential, TestInterleaved, TestStatic):
+    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

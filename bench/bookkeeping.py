@@ -1,0 +1,107 @@
+"""`python -m bench.bookkeeping`: what a step costs the host around the model, in microseconds.
+
+Every sequence decodes, one token a step; the model is left out. The parts are those of engine/loop.py: schedule, commit
+(with take_output), the load snapshot, delivery to the router's pending output, and its encoding to bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import defaultdict
+from statistics import median
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from engine.blocks import BlockPool
+from engine.loop import EngineLoop
+from engine.scheduler import Scheduler
+from engine.sequence import Sampled, SamplingParams, Sequence, StepPlan
+from engine.server import Connection, EngineServicer
+from protos import control_pb2, engine_pb2
+
+BLOCK_SIZE = 16
+PARTS = ("schedule", "commit", "load", "deliver", "encode")
+
+
+class NoModel:
+    """Chooses a token that ends nothing, at once."""
+
+    def execute(self, plan: StepPlan) -> Sampled:
+        count = len(plan.chunks)
+        return Sampled([7] * count, [None] * count)
+
+
+def sequence(id: int, prompt_len: int) -> Sequence:
+    params = SamplingParams(max_tokens=1 << 20, stop_token_ids=frozenset({2}))
+    tokens = [(id * 31 + at) % 1000 for at in range(prompt_len)]
+    return Sequence(id, tokens, prompt_len, params, arrived=0.0, deadline=math.inf)
+
+
+async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> dict[str, float]:
+    """Median microseconds of each part."""
+    blocks_each = -(-(context_len + steps + 64) // BLOCK_SIZE)
+    scheduler = Scheduler(
+        BlockPool(num_seqs * blocks_each + 1, BLOCK_SIZE),
+        max_num_seqs=num_seqs,
+        token_budget=num_seqs * context_len + 1,
+        max_model_len=context_len + steps + 64,
+        clock=time.monotonic,
+    )
+    runner, servicer, connection = NoModel(), EngineServicer(control_pb2.EngineInfo()), Connection()
+    loop = EngineLoop(scheduler, runner, servicer, on_end=lambda: None)
+    servicer._connections.add(connection)
+    for id in range(num_seqs):  # of different lengths, so that not all need a block in the same step
+        servicer._routes[id] = (connection, id)
+        connection.ids[id] = id
+        scheduler.add(sequence(id, context_len - id % BLOCK_SIZE))
+    scheduler.commit(plan := scheduler.schedule(), runner.execute(plan))
+    scheduler.take_output()
+    for id in range(num_seqs, num_seqs + waiting):
+        scheduler.add(sequence(id, 32))
+
+    spent: dict[str, list[float]] = defaultdict(list)
+    for _ in range(steps):
+        started = time.perf_counter()
+        plan = scheduler.schedule()
+        scheduled = time.perf_counter()
+        sampled = runner.execute(plan)
+        executed = time.perf_counter()
+        scheduler.commit(plan, sampled)
+        output = scheduler.take_output()
+        committed = time.perf_counter()
+        load = loop._load()
+        loaded = time.perf_counter()
+        servicer._deliver(output, load)
+        delivered = time.perf_counter()
+        message = engine_pb2.EngineMessage(epoch=1, number=1, step=connection.take().to_message())
+        message.SerializeToString()
+        encoded = time.perf_counter()
+        assert len(plan.chunks) == len(output.tokens) == num_seqs
+        spent["schedule"].append(scheduled - started)
+        spent["commit"].append(committed - executed)
+        spent["load"].append(loaded - committed)
+        spent["deliver"].append(delivered - loaded)
+        spent["encode"].append(encoded - delivered)
+    return {part: median(times) * 1e6 for part, times in spent.items()}
+
+
+def main(
+    steps: Annotated[int, typer.Option(help="Steps measured for each row.")] = 400,
+    waiting: Annotated[int, typer.Option(help="Sequences that wait, in the third row of each size.")] = 10_000,
+) -> None:
+    table = Table("sequences", "context", "waiting", *PARTS, "sum", box=None)
+    for num_seqs in (1, 64, 256):
+        for context_len, queued in ((128, 0), (2048, 0), (128, waiting)):
+            parts = asyncio.run(measure(num_seqs, context_len, steps, queued))
+            cells = [f"{parts[part]:.0f}" for part in PARTS] + [f"{sum(parts.values()):.0f}"]
+            table.add_row(str(num_seqs), str(context_len), str(queued), *cells)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,45 @@
+"""What the scheduler tells of its steps: new tokens, ends and counts. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.sequence import EndReason, Sequence, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One sequence's end. `matched` is the token id of reason STOP; `detail` explains REJECTED and FAILED."""
+
+    seq: Sequence
+    reason: EndReason
+    at: float
+    matched: int | None = None
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What happened since the last one: sequence ids and their new tokens as parallel lists, and ends."""
+
+    sequences: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.tokens and not self.ended
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the engine started, except those of the last step."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    step_sequences: int = 0
+    step_tokens: int = 0
