@@ -17,11 +17,12 @@ from bench.errors import BenchError
 from bench.measure import Targets
 from bench.options import OUTPUT, Address, Gguf, Model, Output, Peers, Repeat, Seed, ServeArgs, SystemOption, Threads
 from bench.record import usable_cores
-from bench.workloads import DEFAULT_RATE, WORKLOADS, uniform
-from checkpoints import DEFAULT_MODEL, CheckpointError
+from bench.workloads import DEFAULT_RATE, WORKLOADS, long_tail, uniform
+from checkpoints import DEFAULT_MODEL, CheckpointError, resolve
 from clients.progress_bars import shown_progress
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has ended
+PROMPT_LEN = 16
 TARGETS = Targets()
 SWEEP = "1,2,4,8,16,32,64"
 
@@ -116,6 +117,42 @@ def concurrency_command(
             progress=progress,
         )
     sweep(systems, loads, repeat=repeat, seed=seed, targets=TARGETS, threads=threads, output=output)
+
+
+@app.command("schedules")
+def schedules_command(
+    requests: Annotated[int, typer.Option(help="Of the table.")] = 10,
+    output_len: Annotated[int, typer.Option(help="Tokens of each of them.")] = 50,
+    sizes: Annotated[str, typer.Option(help="Batch sizes of the table.")] = SWEEP,
+    batch: Annotated[int, typer.Option(help="Batch size for the queue with a few long outputs.")] = 8,
+    model: Model = DEFAULT_MODEL,
+    step_ms: Annotated[str | None, typer.Option(help="Synthetic model: as of pagoda serve.")] = None,
+    threads: Threads = None,
+    repeat: Repeat = 3,
+    seed: Seed = 0,
+    output: Output = OUTPUT,
+) -> None:
+    """Four ways of serving, in the engine's own loop: a table by batch size, and why continuous wins."""
+    from bench.schedules import schedules  # only here: this command alone runs the engine in this process
+    from engine.config import EngineConfig
+    from engine.load import load_runner
+    from engine.synthetic import StepTime
+
+    threads = threads or usable_cores()
+    vocab_size = options.vocab_size(model)
+    with shown_progress() as progress:
+        config = EngineConfig(model, threads=threads)
+        runner = load_runner(config, resolve(model), progress, StepTime.parse(step_ms) if step_ms else None)
+    schedules(
+        runner,
+        uniform(vocab_size, seed, requests, PROMPT_LEN, output_len),
+        [int(size) for size in sizes.split(",")],
+        long_tail(vocab_size, seed),
+        batch,
+        repeat=repeat,
+        threads=threads,
+        output=output,
+    )
 
 
 def main() -> int:

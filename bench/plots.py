@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from bench.measure import Run, Turns
+from bench.measure import Run, Spread, Turns
 
 # Okabe and Ito's palette, safe for the colour-blind; its yellow is too pale for lines.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -73,6 +73,32 @@ def concurrency(counts: Sequence[int], results: Sequence[Sequence[Turns]], title
         figure.suptitle(title, x=0.01, ha="left")
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))
+        figure.savefig(path, dpi=DPI)
+
+
+def schedules(modes: Mapping[str, Mapping[int, Spread]], title: str, path: Path) -> None:
+    """Output tokens/s by batch size; a mode with one figure, which does not batch, is a level line."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(7, 4.4))
+        axis = figure.subplots()
+        sizes = sorted({size for values in modes.values() if len(values) > 1 for size in values})
+        for at, (name, values) in enumerate(modes.items()):
+            if len(values) == 1:
+                level = next(iter(values.values())).median
+                axis.axhline(level, color=COLORS[at], linestyle=("--", ":")[at % 2], linewidth=1.8, label=name)
+                continue
+            medians = [values[size].median for size in sizes]
+            ranges = [
+                [values[s].median - values[s].least for s in sizes],
+                [values[s].most - values[s].median for s in sizes],
+            ]
+            axis.errorbar(sizes, medians, yerr=ranges, label=name, color=COLORS[at], marker=MARKERS[at], capsize=3)
+        axis.set(xlabel="batch size", ylabel="output tokens/s", ylim=(0, None))
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.minorticks_off()
+        axis.legend()
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         figure.savefig(path, dpi=DPI)
 
 

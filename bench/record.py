@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from bench.measure import PERCENTILES, Run, Spread, Targets, Turns
+from bench.measure import PERCENTILES, Run, Targets, Turns
 from bench.workloads import Workload
 
 PACKAGES = ("pagoda", "torch", "grpcio", "numpy")
@@ -57,7 +57,7 @@ def usable_cores() -> int:
 
 def document(setting: Setting, workload: Workload, seed: int, targets: Targets, systems: list[Turns]) -> dict[str, Any]:
     return {
-        "setting": asdict(setting),
+        "setting": fields(setting),
         "workload": {
             "name": workload.name,
             "seed": seed,
@@ -108,8 +108,8 @@ def write(folder: Path, name: str, record: dict[str, Any]) -> Path:
     return path
 
 
-def spread_of(runs: Iterable[float]) -> Spread:
-    return Spread.of(list(runs))
+def fields(setting: Setting) -> dict[str, Any]:
+    return asdict(setting)
 
 
 def _cpu() -> str:

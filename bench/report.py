@@ -43,8 +43,8 @@ def throughput(systems: list[Turns], targets: Targets) -> Cells:
     rows = [
         [
             turns.name,
-            _spread(Spread.of([run.tokens_per_s for run in turns.runs]), 0),
-            NONE if turns is first else _spread(first.ratios(turns), 2),
+            spread(Spread.of([run.tokens_per_s for run in turns.runs]), 0),
+            NONE if turns is first else spread(first.ratios(turns), 2),
             f"{median(run.requests_per_s for run in turns.runs):.2f}",
             f"{median(run.goodput(targets) for run in turns.runs):.2f}",
             _median(turns.runs, lambda run: run.mean_batch, "{:.1f}"),
@@ -113,15 +113,16 @@ def page(title: str, setting: Setting, parts: list[Cells], systems: list[Turns],
     return "\n".join(lines) + "\n"
 
 
+def spread(values: Spread, digits: int) -> str:
+    """The median, and the range where there is one."""
+    middle = f"{values.median:.{digits}f}"
+    if values.least == values.most:
+        return middle
+    return f"{middle} ({values.least:.{digits}f}–{values.most:.{digits}f})"
+
+
 def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
-
-
-def _spread(spread: Spread, digits: int) -> str:
-    middle = f"{spread.median:.{digits}f}"
-    if spread.least == spread.most:
-        return middle
-    return f"{middle} ({spread.least:.{digits}f}–{spread.most:.{digits}f})"
 
 
 def _ttft(runs: list[Run], kind: str | None) -> str:
