@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -30,7 +29,7 @@ SWEEP = "1,2,4,8,16,32,64"
 class _ComparesByDefault(TyperGroup):
     """`python -m bench --workload mixed` is `python -m bench compare --workload mixed`."""
 
-    def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
         if not arguments or (arguments[0].startswith("-") and arguments[0] not in context.help_option_names):
             arguments = ["compare", *arguments]
         return super().parse_args(context, arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -17,7 +18,7 @@ from bench.measure import Run, Spread, Turns
 # Okabe and Ito's palette, safe for the colour-blind; its yellow is too pale for lines.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "os^Dv<>P"
-STYLE = {
+STYLE: dict[Any, Any] = {  # matplotlib's own type of it is a literal of every name
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titlelocation": "left",

@@ -15,13 +15,15 @@ STOP_TIMEOUT_S = 15.0
 
 
 @contextlib.contextmanager
-def spawned(command: list[str], log: Path, **streams: int) -> Iterator[subprocess.Popen[str]]:
-    """A process in a session of its own, standard error in `log`; it is gone, its children included, with the block.
+def spawned(command: list[str], log: Path, stdin: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[str]]:
+    """A process with standard output on a pipe and standard error in `log`; with the block it ends, children included.
 
-    The session keeps a terminal's Ctrl-C from it: this process alone is interrupted, and then ends the other here.
+    Its session is its own, which keeps a terminal's Ctrl-C from it: we alone are interrupted, and end it here.
     """
     with log.open("w") as stderr:
-        process = subprocess.Popen(command, stderr=stderr, text=True, start_new_session=True, **streams)
+        process = subprocess.Popen(
+            command, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+        )
     try:
         yield process
     finally:
@@ -54,8 +56,10 @@ def listener(address: str) -> int | None:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:
         return None
-    listening = (found for found in connections if found.status == psutil.CONN_LISTEN)
-    return next((found.pid for found in listening if found.laddr.port == int(port)), None)
+    for found in connections:
+        if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == int(port):
+            return found.pid
+    return None
 
 
 def _high_water_bytes(pid: int) -> int:

@@ -61,7 +61,7 @@ def latency(systems: list[Turns]) -> Cells:
     headings = ["system", f"TTFT {percentiles} ms", f"ITL {percentiles} ms"]
     rows = []
     for turns in systems:
-        itl = " / ".join(_median(turns.runs, lambda run, p=p: run.itl_ms(p), "{:.1f}") for p in PERCENTILES)
+        itl = " / ".join(f"{median(run.itl_ms(p) for run in turns.runs):.1f}" for p in PERCENTILES)
         rows.append([turns.name, _ttft(turns.runs, None), itl])
         rows += [[f"{turns.name}, {kind}", _ttft(turns.runs, kind), ""] for kind in turns.runs[0].kinds()]
     return Cells("Latency: medians over the turns", headings, rows)
@@ -72,10 +72,10 @@ def memory(systems: list[Turns]) -> Cells:
     rows = [
         [
             turns.name,
-            _median(turns.runs, lambda run: run.peak_memory_bytes and run.peak_memory_bytes / 1e9, "{:.2f}"),
-            _median(turns.runs, lambda run: run.kv and 100 * run.kv.occupancy, "{:.0f} %"),
-            _median(turns.runs, lambda run: run.kv and 100 * run.kv.peak, "{:.0f} %"),
-            _median(turns.runs, lambda run: run.kv and 100 * run.kv.waste, "{:.1f} %"),
+            _median(turns.runs, lambda run: run.peak_memory_bytes / 1e9 if run.peak_memory_bytes else None, "{:.2f}"),
+            _median(turns.runs, lambda run: 100 * run.kv.occupancy if run.kv else None, "{:.0f} %"),
+            _median(turns.runs, lambda run: 100 * run.kv.peak if run.kv else None, "{:.0f} %"),
+            _median(turns.runs, lambda run: 100 * run.kv.waste if run.kv else None, "{:.1f} %"),
         ]
         for turns in systems
     ]
@@ -126,7 +126,7 @@ def _line(cells: list[str]) -> str:
 
 
 def _ttft(runs: list[Run], kind: str | None) -> str:
-    return " / ".join(_median(runs, lambda run, p=p: run.ttft_ms(p, kind), "{:.0f}") for p in PERCENTILES)
+    return " / ".join(f"{median(run.ttft_ms(p, kind) for run in runs):.0f}" for p in PERCENTILES)
 
 
 def _median(runs: list[Run], value: Callable[[Run], float | None], form: str) -> str:

@@ -46,7 +46,7 @@ def served(arguments: list[str]) -> Iterator[Server]:
     """`pagoda serve` on a free port, ready. Raises BenchError with the end of its log if it does not become so."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with spawned(serve_command(arguments), log, stdout=subprocess.PIPE) as process:
+        with spawned(serve_command(arguments), log) as process:
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line.startswith("listening on ") or not _becomes_ready(line.split()[-1], process):

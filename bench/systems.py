@@ -27,7 +27,8 @@ OnTokens = Callable[[int], None]
 class Started(Protocol):
     """A system that is loaded and warm."""
 
-    versions: dict[str, str]
+    @property
+    def versions(self) -> dict[str, str]: ...
 
     def run(self, workload: Workload, on_tokens: OnTokens) -> Run: ...
 

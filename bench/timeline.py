@@ -17,7 +17,9 @@ from bench.plots import COLORS, DPI, STYLE
 from bench.stepping import Recording, Work
 
 SEQUENCE_COLORS = COLORS[:6]
-WHITE, PADDING, IDLE = np.ones(3), np.array(to_rgb("#8c8c8c")), np.array(to_rgb("#f4f4f4"))
+WHITE = np.ones(3)
+PADDING: NDArray[np.float64] = np.array(to_rgb("#8c8c8c"))
+IDLE: NDArray[np.float64] = np.array(to_rgb("#f4f4f4"))
 SECOND_TINT, HELD_TINT = 0.35, 0.75  # towards white
 PREFILL_SHADE = 0.55  # of the colour's own brightness
 
@@ -46,7 +48,7 @@ def image(recording: Recording) -> NDArray[np.float64]:
 
 
 def shade(request: int, work: Work) -> NDArray[np.float64]:
-    color = np.array(to_rgb(SEQUENCE_COLORS[request % len(SEQUENCE_COLORS)]))
+    color: NDArray[np.float64] = np.array(to_rgb(SEQUENCE_COLORS[request % len(SEQUENCE_COLORS)]))
     if request // len(SEQUENCE_COLORS) % 2:  # each twice, so that neighbours in a slot seldom look the same
         color = color + (WHITE - color) * SECOND_TINT
     match work:

@@ -42,7 +42,7 @@ class PeerProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise BenchError(f"{' '.join(self._process.args[:4])} ended:\n{self._log.read_text()[-2000:]}")  # type: ignore[index]
+            raise BenchError(f"the peer's process ended:\n{self._log.read_text()[-2000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -53,5 +53,5 @@ def peer_process(name: str, python: str, settings: PeerSettings) -> Iterator[Pee
     command = [python, "-m", "bench.peers.worker", name, json.dumps(dataclasses.asdict(settings))]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with spawned(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        with spawned(command, log, stdin=subprocess.PIPE) as process:
             yield PeerProcess(process, log)
