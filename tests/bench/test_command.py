@@ -61,11 +61,11 @@ def test_a_server_that_fails_a_request_fails_the_run(synthetic_server: Server) -
 
 def test_compare_is_the_default_and_writes_what_it_measured(tmp_path: Path) -> None:
     result = bench(
-        *("--workload", "burst", "--count", "6", "--model", "synthetic", "--repeat", "2", "--output", str(tmp_path)),
+        *("--workload", "mixed", "--count", "6", "--model", "synthetic", "--repeat", "2", "--output", str(tmp_path)),
         *("--serve-args", "--step-ms 1", "--system", "wide", "--system", "narrow:--max-num-seqs 2"),
     )
     assert result.returncode == 0, result.stderr
-    record = json.loads((tmp_path / "burst.json").read_text())
+    record = json.loads((tmp_path / "mixed.json").read_text())
     assert [system["name"] for system in record["systems"]] == ["wide", "narrow"]
     assert "--max-num-seqs 2" in record["systems"][1]["command"]
     for system in record["systems"]:
@@ -74,9 +74,9 @@ def test_compare_is_the_default_and_writes_what_it_measured(tmp_path: Path) -> N
             assert turn["output_tokens"] == record["workload"]["output_tokens"]
             assert sum(len(arrivals) for _, _, arrivals in turn["times"]) == turn["output_tokens"]
             assert turn["peak_memory_bytes"] > 50e6
-    assert record["setting"]["command"].startswith("python -m bench --workload burst")
-    assert "| narrow |" in (tmp_path / "burst.md").read_text()
-    assert imread(tmp_path / "burst-latency.png").shape[0] > 100
+    assert record["setting"]["command"].startswith("python -m bench --workload mixed")
+    assert "| narrow |" in (tmp_path / "mixed.md").read_text()
+    assert imread(tmp_path / "mixed-latency.png").shape[0] > 100
 
 
 def test_concurrency_measures_a_running_server_at_every_level(synthetic_server: Server, tmp_path: Path) -> None:
