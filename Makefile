@@ -41,7 +41,7 @@ bench: $(STAMP)           ## a workload through gRPC, beside every peer that is 
 bench-peers: $(STAMP)     ## installs peers for `bench` into .venv-peers, apart from Pagoda
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	@.venv-peers/bin/python -m pip install --quiet --upgrade pip
-	@.venv-peers/bin/python -m pip install --group peers 2>&1 | $(SHOW_INSTALL)
+	@.venv-peers/bin/python -m pip install --progress-bar on --group peers
 
 clean:
 	rm -rf $(VENV) .venv-peers build *.egg-info
