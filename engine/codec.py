@@ -104,6 +104,7 @@ def _load_message(load: LoadSnapshot) -> control_pb2.Load:
         blocks_free=load.blocks_free,
         blocks_evictable=load.blocks_evictable,
         blocks_referenced=load.blocks_total - load.blocks_free - load.blocks_evictable,
+        kv_slots_unused=load.kv_slots_unused,
         steps=counters.steps,
         preemptions=counters.preemptions,
         prompt_tokens=counters.prompt_tokens,

@@ -58,6 +58,7 @@ class LoadSnapshot:
     blocks_total: int
     blocks_free: int
     blocks_evictable: int
+    kv_slots_unused: int
     step_s: float
 
 
@@ -157,6 +158,7 @@ class EngineLoop(threading.Thread):
             blocks_total=pool.num_blocks,
             blocks_free=pool.num_free,
             blocks_evictable=pool.num_evictable,
+            kv_slots_unused=scheduler.num_slots_unused,
             step_s=self._step_s,
         )
 

@@ -100,6 +100,11 @@ class Scheduler:
     def next_deadline(self) -> float:
         return self._deadlines[0][0] if self._deadlines else math.inf
 
+    @property
+    def num_slots_unused(self) -> int:
+        """Slots of running sequences' blocks that hold no token yet. Blocks that are shared are full."""
+        return sum(len(seq.blocks) * self.pool.block_size - seq.num_computed for seq in self.running)
+
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:

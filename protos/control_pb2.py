@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/control.proto\x12\tpagoda.v1\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetServerInfoRequest\"\xe8\x01\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12,\n\x0c\x65ngine_state\x18\x03 \x01(\x0e\x32\x16.pagoda.v1.EngineState\x12%\n\x06\x65ngine\x18\x04 \x01(\x0b\x32\x15.pagoda.v1.EngineInfo\x12!\n\x06limits\x18\x05 \x01(\x0b\x32\x11.pagoda.v1.Limits\x12)\n\x06uptime\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x65ngine_restarts\x18\x07 \x01(\r\"\xa8\x02\n\nEngineInfo\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x16\n\x0ekernel_backend\x18\x06 \x01(\t\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x14\n\x0ctoken_budget\x18\n \x01(\r\x12(\n\x08kv_cache\x18\x0b \x01(\x0b\x32\x16.pagoda.v1.KvCacheInfo\x12\x14\n\x0cweight_bytes\x18\x0c \x01(\x04\x12\x18\n\x10tokenizer_sha256\x18\r \x01(\t\"\x94\x01\n\x0bKvCacheInfo\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0f\x62ytes_per_token\x18\x03 \x01(\x04\x12\x17\n\x0f\x62ytes_per_block\x18\x04 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x16\n\x0etoken_capacity\x18\x06 \x01(\x04\"\xbf\x01\n\x06Limits\x12\x14\n\x0cmax_requests\x18\x01 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x02 \x01(\x04\x12\x16\n\x0emax_text_bytes\x18\x03 \x01(\r\x12!\n\x19max_sequences_per_request\x18\x04 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x05 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x06 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x07 \x01(\r\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x8c\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\"\x10\n\x0eGetLoadRequest\"?\n\x10WatchLoadRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd9\x02\n\x04Load\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x04 \x01(\r\x12\x18\n\x10\x62locks_evictable\x18\x05 \x01(\r\x12\x19\n\x11\x62locks_referenced\x18\x06 \x01(\r\x12\r\n\x05steps\x18\x07 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x08 \x01(\x04\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x15\n\rcached_tokens\x18\n \x01(\x04\x12\x15\n\routput_tokens\x18\x0b \x01(\x04\x12\x16\n\x0estep_sequences\x18\x0c \x01(\r\x12\x13\n\x0bstep_tokens\x18\r \x01(\r\x12\x0e\n\x06step_s\x18\x0e \x01(\x01\x12\x10\n\x08requests\x18\x0f \x01(\r\x12\x17\n\x0freserved_tokens\x18\x10 \x01(\x04\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x13\n\x11\x46lushCacheRequest\"*\n\x12\x46lushCacheResponse\x12\x14\n\x0c\x66reed_blocks\x18\x01 \x01(\r*\x96\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_STATE_LOADING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x1c\n\x18\x45NGINE_STATE_UNAVAILABLE\x10\x03\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x04\x32\xcf\x03\n\x07\x43ontrol\x12G\n\rGetServerInfo\x12\x1f.pagoda.v1.GetServerInfoRequest\x1a\x15.pagoda.v1.ServerInfo\x12\x44\n\x0cGetModelInfo\x12\x1e.pagoda.v1.GetModelInfoRequest\x1a\x14.pagoda.v1.ModelInfo\x12\x35\n\x07GetLoad\x12\x19.pagoda.v1.GetLoadRequest\x1a\x0f.pagoda.v1.Load\x12;\n\tWatchLoad\x12\x1b.pagoda.v1.WatchLoadRequest\x1a\x0f.pagoda.v1.Load0\x01\x12:\n\x05\x41\x62ort\x12\x17.pagoda.v1.AbortRequest\x1a\x18.pagoda.v1.AbortResponse\x12:\n\x05\x44rain\x12\x17.pagoda.v1.DrainRequest\x1a\x18.pagoda.v1.DrainResponse\x12I\n\nFlushCache\x12\x1c.pagoda.v1.FlushCacheRequest\x1a\x1d.pagoda.v1.FlushCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/control.proto\x12\tpagoda.v1\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetServerInfoRequest\"\xe8\x01\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12,\n\x0c\x65ngine_state\x18\x03 \x01(\x0e\x32\x16.pagoda.v1.EngineState\x12%\n\x06\x65ngine\x18\x04 \x01(\x0b\x32\x15.pagoda.v1.EngineInfo\x12!\n\x06limits\x18\x05 \x01(\x0b\x32\x11.pagoda.v1.Limits\x12)\n\x06uptime\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x65ngine_restarts\x18\x07 \x01(\r\"\xa8\x02\n\nEngineInfo\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x16\n\x0ekernel_backend\x18\x06 \x01(\t\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x14\n\x0ctoken_budget\x18\n \x01(\r\x12(\n\x08kv_cache\x18\x0b \x01(\x0b\x32\x16.pagoda.v1.KvCacheInfo\x12\x14\n\x0cweight_bytes\x18\x0c \x01(\x04\x12\x18\n\x10tokenizer_sha256\x18\r \x01(\t\"\x94\x01\n\x0bKvCacheInfo\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0f\x62ytes_per_token\x18\x03 \x01(\x04\x12\x17\n\x0f\x62ytes_per_block\x18\x04 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x16\n\x0etoken_capacity\x18\x06 \x01(\x04\"\xbf\x01\n\x06Limits\x12\x14\n\x0cmax_requests\x18\x01 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x02 \x01(\x04\x12\x16\n\x0emax_text_bytes\x18\x03 \x01(\r\x12!\n\x19max_sequences_per_request\x18\x04 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x05 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x06 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x07 \x01(\r\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x8c\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\"\x10\n\x0eGetLoadRequest\"?\n\x10WatchLoadRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xf2\x02\n\x04Load\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x04 \x01(\r\x12\x18\n\x10\x62locks_evictable\x18\x05 \x01(\r\x12\x19\n\x11\x62locks_referenced\x18\x06 \x01(\r\x12\r\n\x05steps\x18\x07 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x08 \x01(\x04\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x15\n\rcached_tokens\x18\n \x01(\x04\x12\x15\n\routput_tokens\x18\x0b \x01(\x04\x12\x16\n\x0estep_sequences\x18\x0c \x01(\r\x12\x13\n\x0bstep_tokens\x18\r \x01(\r\x12\x0e\n\x06step_s\x18\x0e \x01(\x01\x12\x10\n\x08requests\x18\x0f \x01(\r\x12\x17\n\x0freserved_tokens\x18\x10 \x01(\x04\x12\x17\n\x0fkv_slots_unused\x18\x11 \x01(\x04\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x13\n\x11\x46lushCacheRequest\"*\n\x12\x46lushCacheResponse\x12\x14\n\x0c\x66reed_blocks\x18\x01 \x01(\r*\x96\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_STATE_LOADING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x1c\n\x18\x45NGINE_STATE_UNAVAILABLE\x10\x03\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x04\x32\xcf\x03\n\x07\x43ontrol\x12G\n\rGetServerInfo\x12\x1f.pagoda.v1.GetServerInfoRequest\x1a\x15.pagoda.v1.ServerInfo\x12\x44\n\x0cGetModelInfo\x12\x1e.pagoda.v1.GetModelInfoRequest\x1a\x14.pagoda.v1.ModelInfo\x12\x35\n\x07GetLoad\x12\x19.pagoda.v1.GetLoadRequest\x1a\x0f.pagoda.v1.Load\x12;\n\tWatchLoad\x12\x1b.pagoda.v1.WatchLoadRequest\x1a\x0f.pagoda.v1.Load0\x01\x12:\n\x05\x41\x62ort\x12\x17.pagoda.v1.AbortRequest\x1a\x18.pagoda.v1.AbortResponse\x12:\n\x05\x44rain\x12\x17.pagoda.v1.DrainRequest\x1a\x18.pagoda.v1.DrainResponse\x12I\n\nFlushCache\x12\x1c.pagoda.v1.FlushCacheRequest\x1a\x1d.pagoda.v1.FlushCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENGINESTATE']._serialized_start=1734
-  _globals['_ENGINESTATE']._serialized_end=1884
+  _globals['_ENGINESTATE']._serialized_start=1759
+  _globals['_ENGINESTATE']._serialized_end=1909
   _globals['_GETSERVERINFOREQUEST']._serialized_start=67
   _globals['_GETSERVERINFOREQUEST']._serialized_end=89
   _globals['_SERVERINFO']._serialized_start=92
@@ -53,19 +53,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHLOADREQUEST']._serialized_start=1169
   _globals['_WATCHLOADREQUEST']._serialized_end=1232
   _globals['_LOAD']._serialized_start=1235
-  _globals['_LOAD']._serialized_end=1580
-  _globals['_ABORTREQUEST']._serialized_start=1582
-  _globals['_ABORTREQUEST']._serialized_end=1616
-  _globals['_ABORTRESPONSE']._serialized_start=1618
-  _globals['_ABORTRESPONSE']._serialized_end=1633
-  _globals['_DRAINREQUEST']._serialized_start=1635
-  _globals['_DRAINREQUEST']._serialized_end=1649
-  _globals['_DRAINRESPONSE']._serialized_start=1651
-  _globals['_DRAINRESPONSE']._serialized_end=1666
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=1668
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=1687
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=1689
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=1731
-  _globals['_CONTROL']._serialized_start=1887
-  _globals['_CONTROL']._serialized_end=2350
+  _globals['_LOAD']._serialized_end=1605
+  _globals['_ABORTREQUEST']._serialized_start=1607
+  _globals['_ABORTREQUEST']._serialized_end=1641
+  _globals['_ABORTRESPONSE']._serialized_start=1643
+  _globals['_ABORTRESPONSE']._serialized_end=1658
+  _globals['_DRAINREQUEST']._serialized_start=1660
+  _globals['_DRAINREQUEST']._serialized_end=1674
+  _globals['_DRAINRESPONSE']._serialized_start=1676
+  _globals['_DRAINRESPONSE']._serialized_end=1691
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=1693
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=1712
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=1714
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=1756
+  _globals['_CONTROL']._serialized_start=1912
+  _globals['_CONTROL']._serialized_end=2375
 # @@protoc_insertion_point(module_scope)

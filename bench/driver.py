@@ -1,0 +1,87 @@
+"""Drives a Pagoda server over gRPC, as clients do: one call a request, all on one connection."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+import uvloop
+
+from bench.errors import BenchError
+from bench.kv_watch import KVWatch
+from bench.measure import RequestTimes, Run
+from bench.workloads import Request, Workload
+from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+OnTokens = Callable[[int], None]  # called with the number of tokens that have just arrived
+WARM_UP = Request([1, 2, 3, 4, 5, 6, 7, 8], 4)
+
+
+def run(address: str, workload: Workload, on_tokens: OnTokens) -> Run:
+    """The workload's requests, each sent when it is due. Raises BenchError if the server fails one of them."""
+    try:
+        return uvloop.run(_run(address, workload, on_tokens))
+    except grpc.RpcError as error:
+        raise BenchError(f"{address}: {error.code().name}: {error.details()}") from error
+
+
+def versions(address: str) -> dict[str, str]:
+    """What a server says of itself."""
+    with grpc.insecure_channel(address) as channel:
+        info = control_pb2_grpc.ControlStub(channel).GetServerInfo(control_pb2.GetServerInfoRequest())
+    engine = info.engine
+    return {
+        "pagoda": info.version,
+        "model": engine.model,
+        "device": engine.device,
+        "dtype": engine.dtype,
+        "kernels": engine.kernel_backend,
+        "kv_cache_tokens": str(engine.kv_cache.token_capacity),
+    }
+
+
+async def _run(address: str, workload: Workload, on_tokens: OnTokens) -> Run:
+    async with grpc.aio.insecure_channel(address) as channel:
+        control = control_pb2_grpc.ControlStub(channel)
+        info = await control.GetServerInfo(control_pb2.GetServerInfoRequest())
+        calls = _Calls(inference_pb2_grpc.InferenceStub(channel), on_tokens, bypass_cache=not workload.reuses_prefixes)
+        await calls.generate(WARM_UP)  # connects, too
+        async with KVWatch(control, info.engine.kv_cache.block_size) as watch:
+            calls.start()
+            times = await asyncio.gather(*(calls.generate_when_due(request) for request in workload.requests))
+        return Run(times, watch.steps, watch.use)
+
+
+@dataclass
+class _Calls:
+    stub: inference_pb2_grpc.InferenceStub
+    on_tokens: OnTokens
+    bypass_cache: bool
+    started: float = 0.0
+
+    def start(self) -> None:
+        self.started = time.perf_counter()
+
+    async def generate_when_due(self, request: Request) -> RequestTimes:
+        await asyncio.sleep(request.arrival_s - (time.perf_counter() - self.started))
+        return RequestTimes(request.arrival_s, await self.generate(request), request.kind)
+
+    async def generate(self, request: Request) -> list[float]:
+        """When each token arrived, in seconds since the start."""
+        message = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=request.prompt),
+            stopping=inference_pb2.Stopping(max_tokens=request.output_len, ignore_eos=True),
+            cache=inference_pb2.Cache(bypass=self.bypass_cache),
+        )
+        arrivals: list[float] = []
+        async for response in self.stub.Generate(message):
+            if response.HasField("tokens"):
+                count = len(response.tokens.tokens)
+                arrivals += [time.perf_counter() - self.started] * count
+                self.on_tokens(count)
+        if len(arrivals) != request.output_len:
+            raise BenchError(f"the server generated {len(arrivals)} tokens where {request.output_len} were asked for")
+        return arrivals

@@ -1,0 +1,104 @@
+"""Options that the benchmark's commands share, and the systems that they name."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench.errors import BenchError
+from bench.gguf_files import bfloat16_gguf, quantized_gguf
+from bench.peers.peer import PeerSettings
+from bench.peers.registry import PEERS
+from bench.systems import System, parse_system, peer, running_server
+from bench.workloads import WORKLOADS, Workload
+from checkpoints import Progress, resolve
+
+INSTALLED = "installed"
+NOBODY = "none"
+MAX_NUM_SEQS = 64  # Pagoda's default, and so the peers'
+
+Model = Annotated[str, typer.Option(help="What to serve.")]
+Address = Annotated[str, typer.Option(help="Drive the server that runs here instead of starting any.")]
+SystemOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--system", help='"NAME:ARGUMENTS of pagoda serve"; again for another. The first is compared with all.'
+    ),
+]
+ServeArgs = Annotated[str, typer.Option(help="Arguments of pagoda serve for every --system.")]
+Peers = Annotated[str, typer.Option(help=f"{INSTALLED}, {NOBODY}, or some of: {', '.join(PEERS)}; comma-separated.")]
+Gguf = Annotated[Path | None, typer.Option(help="The model as GGUF, for peers that read that.", show_default="found")]
+Threads = Annotated[int | None, typer.Option(help="For arithmetic, of every system.", show_default="one a core")]
+Repeat = Annotated[int, typer.Option(min=1, help="Turns; medians count, and the spread is shown.")]
+Seed = Annotated[int, typer.Option(help="Of the prompts, lengths and arrivals.")]
+Output = Annotated[Path, typer.Option(help="Folder for JSON, Markdown and pictures.")]
+OUTPUT = Path("bench-results")
+
+
+def build_workload(name: str, model: str, seed: int, **shape: float) -> Workload:
+    """Raises BenchError if there is no such workload, or it does not take this."""
+    if name not in WORKLOADS:
+        raise BenchError(f"there is no workload {name!r}, there are: {', '.join(WORKLOADS)}")
+    try:
+        return WORKLOADS[name](vocab_size(model), seed, **shape)
+    except TypeError as error:
+        raise BenchError(f"{name} does not take that: {error}") from error
+
+
+def vocab_size(model: str) -> int:
+    size: int = json.loads((resolve(model) / "config.json").read_bytes())["vocab_size"]
+    return size
+
+
+def choose_systems(
+    *,
+    model: str,
+    address: str,
+    variants: list[str] | None,
+    serve_args: str,
+    peers: str,
+    gguf: Path | None,
+    threads: int,
+    workloads: list[Workload],
+    progress: Progress,
+) -> list[System]:
+    """Ours first, then the peers. Raises BenchError if one that is named is not to be had."""
+    common = ["--model", model, "--threads", str(threads), *shlex.split(serve_args)]
+    if address:
+        ours = [running_server(address)]
+    else:
+        ours = [parse_system(variant, common) for variant in variants or ["pagoda"]]
+    names = peer_names(peers, model)
+    needs = {PEERS[name].weights for name in names}
+    quantized = gguf or (quantized_gguf(model, progress) if needs - {"folder"} else Path())
+    weights = {"folder": "", "gguf": str(quantized)}
+    if "gguf-bf16" in needs:
+        weights["gguf-bf16"] = str(bfloat16_gguf(quantized))
+    settings = {
+        kind: PeerSettings(
+            model=str(resolve(model)),
+            gguf=file,
+            threads=threads,
+            max_num_seqs=MAX_NUM_SEQS,
+            longest=max(workload.longest for workload in workloads),
+            count=max(len(workload.requests) for workload in workloads),
+            prefix_caching=any(workload.reuses_prefixes for workload in workloads),
+        )
+        for kind, file in weights.items()
+    }
+    return ours + [peer(name, settings[PEERS[name].weights]) for name in names]
+
+
+def peer_names(peers: str, model: str) -> list[str]:
+    if peers == NOBODY or (peers == INSTALLED and model == "synthetic"):
+        return []
+    if peers == INSTALLED:
+        return [name for name, spec in PEERS.items() if spec.interpreter()]
+    names = [name.strip() for name in peers.split(",")]
+    if unknown := [name for name in names if name not in PEERS]:
+        raise BenchError(f"there is no peer {unknown[0]!r}, there are: {', '.join(PEERS)}")
+    return names

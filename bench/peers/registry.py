@@ -1,0 +1,70 @@
+"""Which peers there are, what each needs, and which interpreter has it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from bench.peers.peer import Peer, PeerSettings
+
+# Peers may be installed apart from Pagoda, in .venv-peers (`make bench-peers`), so that neither's pins bind the other.
+PEERS_PYTHON = Path(__file__).parent.parent.parent / ".venv-peers" / "bin" / "python"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSpec:
+    """
+    module      defines Peer(settings, **options)
+    packages    that its interpreter must find
+    program     that must be on the PATH, or be named by the environment variable of that name in capitals
+    weights     which of the model's files it reads
+    """
+
+    module: str
+    weights: Literal["folder", "gguf", "gguf-bf16"]
+    packages: tuple[str, ...] = ()
+    program: str = ""
+    options: dict[str, int] = field(default_factory=dict)
+
+    def make(self, settings: PeerSettings) -> Peer:
+        peer: Peer = importlib.import_module(self.module).Peer(settings, **self.options)
+        return peer
+
+    def interpreter(self) -> str | None:
+        """The first Python that has all that is needed; None: this peer is not installed."""
+        if self.program and not find_program(self.program):
+            return None
+        candidates = [sys.executable, *([str(PEERS_PYTHON)] if PEERS_PYTHON.exists() else [])]
+        return next((python for python in candidates if has_packages(python, self.packages)), None)
+
+
+PEERS = {
+    "openvino-genai": PeerSpec("bench.peers.openvino_genai", "gguf", ("openvino_genai",)),
+    "llama.cpp-q4_1": PeerSpec("bench.peers.llama_server", "gguf", program="llama-server"),
+    "llama.cpp-bf16": PeerSpec("bench.peers.llama_server", "gguf-bf16", program="llama-server"),
+    "transformers-generate-batch": PeerSpec("bench.peers.transformers_continuous", "folder", ("torch", "transformers")),
+    "transformers-static-32": PeerSpec(
+        "bench.peers.transformers_static", "folder", ("torch", "transformers"), options={"batch_size": 32}
+    ),
+    "transformers-one-by-one": PeerSpec(
+        "bench.peers.transformers_static", "folder", ("torch", "transformers"), options={"batch_size": 1}
+    ),
+}
+
+
+def find_program(name: str) -> str | None:
+    return os.environ.get(name.upper().replace("-", "_")) or shutil.which(name)
+
+
+@functools.cache
+def has_packages(python: str, packages: tuple[str, ...]) -> bool:
+    check = "import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, sys.argv[1:])))"
+    needed = (*packages, "numpy")  # numpy: the workloads'
+    return subprocess.run([python, "-c", check, *needed], check=False, capture_output=True).returncode == 0

@@ -1,0 +1,67 @@
+"""transformers' own continuous batching: what `generate_batch` runs on, with each request's own output length."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+from bench.errors import BenchError
+from bench.measure import RequestTimes
+from bench.peers.peer import OnTokens, PeerRun, PeerSettings
+from bench.workloads import Workload
+
+PAGE_SIZE = 256  # its default
+MAX_BATCH_TOKENS = 512  # Pagoda's token budget
+POLL_S = 1.0
+
+
+class Peer:
+    def __init__(self, settings: PeerSettings) -> None:
+        torch.set_num_threads(settings.threads)
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+        self.pid = os.getpid()
+        self.versions = {"transformers": transformers.__version__, "torch": torch.__version__, "weights": "bfloat16"}
+        self._model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.bfloat16).eval()
+        concurrent = min(settings.count, settings.max_num_seqs)
+        self._config = ContinuousBatchingConfig(
+            page_size=PAGE_SIZE,
+            num_blocks=concurrent * -(-settings.longest // PAGE_SIZE) + 1,
+            max_batch_tokens=MAX_BATCH_TOKENS,
+            max_requests_per_batch=settings.max_num_seqs,
+            allow_block_sharing=settings.prefix_caching,
+        )
+
+    def run(self, workload: Workload, on_tokens: OnTokens) -> PeerRun:
+        """It stamps tokens itself, on time.perf_counter."""
+        requests = workload.requests
+        generation = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1)
+        with self._model.continuous_batching_context_manager(
+            generation, continuous_batching_config=self._config
+        ) as manager:
+            started = time.perf_counter()
+            for at in sorted(range(len(requests)), key=lambda at: requests[at].arrival_s):
+                time.sleep(max(0.0, requests[at].arrival_s - (time.perf_counter() - started)))
+                request = requests[at]
+                manager.add_request(
+                    request.prompt, str(at), max_new_tokens=request.output_len, record_timestamps=True, eos_token_id=-1
+                )
+            arrivals: dict[int, list[float]] = {}
+            while len(arrivals) < len(requests):
+                result = manager.get_result(timeout=POLL_S)
+                if result is None and not manager.is_running():
+                    raise BenchError("transformers' continuous batching ended before its requests did")
+                if result is not None and result.is_finished():
+                    at = int(result.request_id)
+                    stamps = (result.timestamps or [])[: requests[at].output_len]
+                    if result.error or len(stamps) != requests[at].output_len:
+                        raise BenchError(f"transformers' continuous batching failed a request: {result.error}")
+                    arrivals[at] = [stamp - started for stamp in stamps]
+                    on_tokens(len(stamps))
+        return PeerRun(
+            [RequestTimes(request.arrival_s, arrivals[at], request.kind) for at, request in enumerate(requests)]
+        )

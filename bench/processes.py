@@ -1,0 +1,70 @@
+"""Processes that the benchmark starts or measures: their end, and their memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+STOP_TIMEOUT_S = 15.0
+
+
+@contextlib.contextmanager
+def spawned(command: list[str], log: Path, stdin: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[str]]:
+    """A process with standard output on a pipe and standard error in `log`; with the block it ends, children included.
+
+    Its session is its own, which keeps a terminal's Ctrl-C from it: we alone are interrupted, and end it here.
+    """
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            command, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+def peak_memory_bytes(pid: int) -> int | None:
+    """The sum of the peaks of resident memory of a process and its descendants; None where the kernel does not tell."""
+    try:
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        return sum(_high_water_bytes(process.pid) for process in processes)
+    except (psutil.Error, OSError, LookupError):
+        return None
+
+
+def listener(address: str) -> int | None:
+    """The process that listens on a TCP address of this machine, where we may know."""
+    host, _, port = address.rpartition(":")
+    if host not in ("127.0.0.1", "localhost", "[::1]"):
+        return None
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:
+        return None
+    for found in connections:
+        if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == int(port):
+            return found.pid
+    return None
+
+
+def _high_water_bytes(pid: int) -> int:
+    # Not getrusage: its maximum starts from what the parent had at the fork.
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(f"process {pid} has no VmHWM")

@@ -1,0 +1,94 @@
+"""What a workload can be run on: Pagoda servers with any arguments, a server that runs already, and peers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from bench import driver
+from bench.errors import BenchError
+from bench.measure import Run
+from bench.peers.peer import PeerSettings
+from bench.peers.process import peer_process
+from bench.peers.registry import PEERS
+from bench.processes import listener, peak_memory_bytes
+from bench.server import served
+from bench.workloads import Workload
+
+OnTokens = Callable[[int], None]
+
+
+class Started(Protocol):
+    """A system that is loaded and warm."""
+
+    @property
+    def versions(self) -> dict[str, str]: ...
+
+    def run(self, workload: Workload, on_tokens: OnTokens) -> Run: ...
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """`start` makes it ready for the length of a block: a turn, so that none is there in another's."""
+
+    name: str
+    command: str
+    start: Callable[[], AbstractContextManager[Started]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pagoda:
+    address: str
+    pid: int | None
+    versions: dict[str, str]
+
+    def run(self, workload: Workload, on_tokens: OnTokens) -> Run:
+        run = driver.run(self.address, workload, on_tokens)
+        return dataclasses.replace(run, peak_memory_bytes=peak_memory_bytes(self.pid) if self.pid else None)
+
+
+def pagoda_server(name: str, arguments: list[str]) -> System:
+    """A server of our own with these arguments of `pagoda serve`."""
+
+    @contextlib.contextmanager
+    def start() -> Iterator[Started]:
+        with served(arguments) as server:
+            yield _Pagoda(server.address, server.pid, driver.versions(server.address))
+
+    return System(name, f"pagoda serve {shlex.join(arguments)}", start)
+
+
+def running_server(address: str) -> System:
+    """A server that somebody else has started."""
+
+    @contextlib.contextmanager
+    def start() -> Iterator[Started]:
+        yield _Pagoda(address, listener(address), driver.versions(address))
+
+    return System(address, f"a server at {address}", start)
+
+
+def peer(name: str, settings: PeerSettings) -> System:
+    """Raises BenchError if it is not installed."""
+    python = PEERS[name].interpreter()
+    if python is None:
+        raise BenchError(f"{name} is not installed: docs/benchmark.md says how")
+    return System(
+        name, f"{PEERS[name].module} in a process of its own", functools.partial(_start_peer, name, python, settings)
+    )
+
+
+def _start_peer(name: str, python: str, settings: PeerSettings) -> AbstractContextManager[Started]:
+    return peer_process(name, python, settings)
+
+
+def parse_system(text: str, common: list[str]) -> System:
+    """From "NAME:ARGUMENTS of pagoda serve"; the common arguments come first, so that its own win."""
+    name, _, arguments = text.partition(":")
+    return pagoda_server(name, common + shlex.split(arguments))

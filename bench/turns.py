@@ -1,0 +1,72 @@
+"""Systems run in turns: every turn runs each once, so that what disturbs the machine for a while disturbs all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from bench.measure import Turns
+from bench.systems import System
+from bench.workloads import Workload
+
+
+class Bars:
+    """One bar over all output tokens of all turns, with what is at work now."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+        self._aim = 0.0
+
+    @contextmanager
+    def part(self, description: str, tokens: int) -> Iterator[None]:
+        """`add` need not come to `tokens` exactly: some systems report now and then."""
+        self._aim += tokens
+        self._progress.update(self._task, description=description)
+        yield
+        self._progress.update(self._task, completed=self._aim)
+
+    def add(self, tokens: int) -> None:
+        self._progress.advance(self._task, tokens)
+
+
+@contextmanager
+def bars(total_tokens: int) -> Iterator[Bars]:
+    columns = (
+        TextColumn("{task.description:<48}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield Bars(progress, progress.add_task("", total=total_tokens))
+
+
+def run_turns(systems: list[System], workloads: list[Workload], repeat: int) -> list[list[Turns]]:
+    """One list for each workload, with one entry for each system. A system is started once a turn."""
+    results = [[Turns(system.name, system.command) for system in systems] for _ in workloads]
+    with bars(repeat * len(systems) * sum(workload.output_tokens for workload in workloads)) as shown:
+        for turn in range(repeat):
+            # Every other turn backwards: a machine that grows hotter, or busier, favours nobody.
+            order = range(len(systems)) if turn % 2 == 0 else reversed(range(len(systems)))
+            for at in order:
+                name = systems[at].name
+                with shown.part(f"turn {turn + 1} of {repeat}: {name} starts", 0), systems[at].start() as started:
+                    for number, workload in enumerate(workloads):
+                        with shown.part(f"turn {turn + 1} of {repeat}: {name}", workload.output_tokens):
+                            results[number][at].runs.append(started.run(workload, shown.add))
+                            results[number][at].versions = started.versions
+    return results
