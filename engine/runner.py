@@ -17,7 +17,7 @@ from engine.sampler import Sampler
 from engine.sequence import Chunk, Sampled, SamplingParams, Sequence, StepPlan, TokenLogprobs
 from engine.step_arrays import StepArrays
 from engine.weights import stored_dtype
-from kernels import PagedKV, has_native_int8, load_backend, prepare_native
+from kernels import PagedKV, has_native, has_native_int8, load_backend, prepare_native
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -139,8 +139,9 @@ def choose_backend(device: torch.device, dtype: torch.dtype, quantization: Quant
         return "native-int8"
     if device.type != "cpu":
         return "reference"
-    is_worth_it = quantization == "auto" and dtype == torch.bfloat16 and has_native_int8()
-    return "native-int8" if is_worth_it else "native"
+    if quantization == "auto" and dtype == torch.bfloat16 and has_native_int8():
+        return "native-int8"
+    return "native" if has_native() else "cpu"
 
 
 def longest_trained(max_position_embeddings: int, wanted: int | None) -> int:

@@ -5,7 +5,7 @@ from kernels.backend import Backend, load_backend
 from kernels.gumbel import noise_key
 from kernels.linear import Linear
 from kernels.linear_int8 import has_native_int8
-from kernels.native_module import prepare_native
+from kernels.native_module import has_native, prepare_native
 from kernels.paged import AttentionPlan, PagedKV
 from kernels.sample import Draws
 
@@ -16,6 +16,7 @@ __all__ = [
     "Linear",
     "LogitAdjustments",
     "PagedKV",
+    "has_native",
     "has_native_int8",
     "load_backend",
     "noise_key",

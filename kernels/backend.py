@@ -88,7 +88,7 @@ def load_backend(name: str) -> Backend:
 
     reference    plain torch that runs on any device
     cpu          torch's own fused and packed operations
-    native       compiled code for everything but products; without the compiled module the same as `cpu`
+    native       compiled code for everything but products; only if `has_native()`
     native-int8  and products in int8; only if `has_native_int8()`
     """
     if name not in _BACKENDS:

@@ -21,6 +21,10 @@ except ImportError:  # no compiler at installation, or a processor that plain to
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
+def has_native() -> bool:
+    return native is not None
+
+
 def prepare_native(num_threads: int) -> None:
     """Before the first op: how many threads share the work, and that what tensors free is kept for the next step's."""
     if native is not None:

@@ -13,12 +13,13 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.runner import ModelRunner, largest_plan
 from engine.sequence import SamplingParams, StepPlan
-from kernels import load_backend
+from kernels import has_native_int8, load_backend
 from tests.engine.tiny_models import (
     MODELS,
     VOCAB_SIZE,
@@ -80,7 +81,7 @@ def test_cache_size_follows_the_formula(saved: Callable[[str], Path]) -> None:
     assert info.kv_cache.bytes_per_token == 2 * 2 * 2 * 16 * 4
     assert info.num_blocks == 1_000_000 // (info.kv_cache.bytes_per_token * 8)
     assert info.weight_bytes == (saved("qwen3") / "model.safetensors").stat().st_size - header_bytes(saved("qwen3"))
-    assert (info.architecture, info.device, info.dtype, info.kernel_backend) == ("qwen3", "cpu", "float32", "cpu")
+    assert (info.architecture, info.device, info.dtype) == ("qwen3", "cpu", "float32")
     assert info.vocab_size == VOCAB_SIZE
 
 
@@ -297,7 +298,7 @@ def test_the_reference_backend_generates_the_same_tokens(
         here = load_runner(saved(name))
         monkeypatch.setattr("engine.runner.load_backend", lambda _: load_backend("reference"))
         there = load_runner(saved(name))
-        assert (here.info.kernel_backend, there.info.kernel_backend) == ("cpu", "reference")
+        assert there.info.kernel_backend == "reference" != here.info.kernel_backend
         tokens = [
             generate(runner, ShuffledBlocks(runner).sequence(random_prompt(21, seed=1), 30, params), 30, chunk_size=8)
             for runner in (here, there)
@@ -346,3 +347,39 @@ def test_the_largest_plan_uses_the_budget_and_samples_for_every_sequence(runner:
     blocks = [block for chunk in plan.chunks for block in chunk.seq.blocks]
     assert len(set(blocks)) == len(blocks)
     assert len(runner.execute(plan).tokens) == 60
+
+
+# In int8
+
+
+@pytest.mark.skipif(not has_native_int8(), reason="no AVX-512 VNNI, or no compiler at installation")
+def test_bfloat16_on_a_cpu_is_served_in_int8_unless_told_otherwise(saved: Callable[[str], Path]) -> None:
+    def backend(dtype: str, quantization: str) -> str:
+        return load_runner(saved("smollm"), dtype=dtype, quantization=quantization).info.kernel_backend
+
+    assert backend("bfloat16", "auto") == "native-int8"
+    assert backend("float32", "int8") == "native-int8"
+    assert backend("bfloat16", "none") == backend("float32", "auto") == backend("float16", "auto") == "native"
+
+
+def test_int8_is_refused_where_there_are_no_kernels_for_it(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="can be bfloat16 or float32, not float16"):
+        load_runner(saved("smollm"), dtype="float16", quantization="int8")
+    monkeypatch.setattr("engine.runner.has_native_int8", lambda: False)
+    with pytest.raises(ConfigError, match="--quantization int8 needs a CPU with AVX-512 VNNI"):
+        load_runner(saved("smollm"), quantization="int8")
+    monkeypatch.setattr("engine.runner.has_native", lambda: False)
+    assert load_runner(saved("smollm"), dtype="bfloat16").info.kernel_backend == "cpu"
+
+
+@pytest.mark.skipif(not has_native_int8(), reason="no AVX-512 VNNI, or no compiler at installation")
+@pytest.mark.parametrize("name", ["smollm", "llama with biases", "qwen3", "mistral with a sliding window"])
+def test_logits_in_int8_are_near_those_in_float32(saved: Callable[[str], Path], name: str) -> None:
+    def logits(quantization: str) -> Tensor:
+        runner = load_runner(saved(name), quantization=quantization)
+        return step_logits(runner, [next_chunk(ShuffledBlocks(runner).sequence(random_prompt(40, seed=5), 1))])[0]
+
+    exact = logits("none")
+    assert (logits("int8") - exact).norm() / exact.norm() < 0.15  # random weights, far from smooth: a wrong scale gives 1

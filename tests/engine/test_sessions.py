@@ -13,7 +13,7 @@ from engine.scheduler import Counters, StepOutput
 from engine.server import EngineServer
 from protos import control_pb2, engine_pb2, inference_pb2
 
-LOAD = LoadSnapshot(Counters(), waiting=0, running=1, blocks_total=8, blocks_free=7, blocks_evictable=0, step_s=0.0)
+LOAD = LoadSnapshot(Counters(), waiting=0, running=1, blocks_total=8, blocks_free=7, blocks_evictable=0, kv_slots_unused=0, step_s=0.0)
 
 
 class HeldLink:
