@@ -13,17 +13,12 @@ constexpr int64_t ROW_STEP = 6;     // rows whose sums stay in registers togethe
 
 // -- one query ----------------------------------------------------------------------------------------------------
 
-// Asks for the cache lines of one head's key or value.
-template <int V, typename T>
-void prefetch(const T* from) {
-    for (int64_t i = 0; i < V * LANES; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
-}
-
 // Where the tokens of one split lie in the pages: found once, used for keys and values of every head.
 struct Split {
-    int64_t count;
+    int64_t count = 0;
     int64_t offsets[SPLIT];  // elements
 
+    Split() = default;
     Split(const int32_t* blocks, int64_t block_size, int64_t stride, int64_t begin, int64_t end) : count(end - begin) {
         int64_t block = begin / block_size, within = begin % block_size;
         for (int64_t i = 0; i < count; i++) {
@@ -33,9 +28,35 @@ struct Split {
     }
 };
 
+// Fetches a split's keys and values into the cache, a few lines at a time, while another is computed: blocks lie too far
+// apart for the processor to foresee them.
+template <typename T>
+struct Prefetch {
+    static constexpr int64_t LINE = 64 / sizeof(T);
+    const Split* split = nullptr;
+    const T *keys = nullptr, *values = nullptr;
+    int64_t size = 0;            // elements of each token
+    int64_t lines_a_step = 0;    // of keys, and as many of values
+    int64_t token = 0, element = 0;
+
+    // All of it within `steps` steps.
+    Prefetch(const Split& split, const T* keys, const T* values, int64_t size, int64_t steps)
+        : split(&split), keys(keys), values(values), size(size), lines_a_step(ceil_div(split.count * size / LINE, steps)) {}
+    Prefetch() = default;
+
+    void step() {
+        for (int64_t i = 0; i < lines_a_step && token < split->count; i++) {
+            __builtin_prefetch(keys + split->offsets[token] + element, 0, 2);
+            __builtin_prefetch(values + split->offsets[token] + element, 0, 2);
+            element += LINE;
+            if (element >= size) element = 0, token++;
+        }
+    }
+};
+
 // Scores of HEADS queries [HEADS, V * LANES] and a split's keys; rows of `scores` are SPLIT apart.
 template <int HEADS, int V, typename T>
-void score(const float* queries, const T* keys, const T* values, const Split& split, float* scores) {
+void score(const float* queries, const T* keys, const Split& split, Prefetch<T>& prefetch, float* scores) {
     constexpr int64_t HEAD_DIM = V * LANES;
     f32x16 q[HEADS][V];
     for (int head = 0; head < HEADS; head++)
@@ -45,8 +66,7 @@ void score(const float* queries, const T* keys, const T* values, const Split& sp
         for (int64_t lane = 0; lane < LANES; lane++) {
             int64_t token = std::min(first + lane, split.count - 1);
             const T* key = keys + split.offsets[token];
-            prefetch<V>(keys + split.offsets[std::min(token + LANES, split.count - 1)]);
-            prefetch<V>(values + split.offsets[token]);
+            prefetch.step();
             f32x16 k[V];
             for (int i = 0; i < V; i++) k[i] = load(key + i * LANES);
             for (int head = 0; head < HEADS; head++) {
@@ -95,14 +115,14 @@ inline void soften(float* scores, int64_t count, float* greatest_score, float* t
 
 // One split of a context, of the heads that share a KV head: out [heads, head_dim], not yet divided by `totals`.
 template <int V, typename T>
-void attend_split(const float* queries, int64_t heads, const T* keys, const T* values, const Split& split, float* tops,
-                  float* totals, float* out) {
+void attend_split(const float* queries, int64_t heads, const T* keys, const T* values, const Split& split,
+                  Prefetch<T>& prefetch, float* tops, float* totals, float* out) {
     constexpr int64_t HEAD_DIM = V * LANES;
     constexpr int MOST = V <= 4 ? 4 : V <= 5 ? 3 : V <= 8 ? 2 : 1;  // whose queries, or sums, stay in registers
     alignas(64) float scores[MOST * SPLIT];
     for (int64_t head = 0; head < heads;) {
         auto attend = [&](auto count) {
-            score<count.value, V>(queries + head * HEAD_DIM, keys, values, split, scores);
+            score<count.value, V>(queries + head * HEAD_DIM, keys, split, prefetch, scores);
             for (int i = 0; i < count.value; i++)
                 soften(scores + i * SPLIT, split.count, &tops[head + i], &totals[head + i]);
             weigh<count.value, V>(scores, values, split, out + head * HEAD_DIM);
@@ -273,27 +293,26 @@ template <int V, typename T>
 void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     constexpr int64_t HEAD_DIM = V * LANES;
     int64_t group = args.num_heads / args.num_kv_heads;
-    static std::vector<AttentionPart> parts;  // one op runs at a time
+    static std::vector<AttentionPart> decodes, prefills;  // one op runs at a time
     static std::vector<float> partial;
-    parts.clear();
+    decodes.clear();
+    prefills.clear();
     int32_t num_splits = 0;
-    auto context_begin = [&](int64_t seq) -> int64_t {
-        return args.sliding_window ? std::max<int64_t>(0, args.context_len[seq] - args.sliding_window) : 0;
-    };
     for (int32_t seq = 0; seq < args.num_seqs; seq++) {
         int32_t num_queries = args.query_start[seq + 1] - args.query_start[seq], end = args.context_len[seq];
         if (num_queries == 1) {
-            int32_t begin = static_cast<int32_t>(context_begin(seq));
+            int32_t window = static_cast<int32_t>(args.sliding_window);
+            int32_t begin = window ? std::max(0, end - window) : 0;
             bool is_whole = begin / SPLIT == (end - 1) / SPLIT;
             while (begin < end) {
                 int32_t next = static_cast<int32_t>(std::min<int64_t>(end, (begin / SPLIT + 1) * SPLIT));
-                parts.push_back({seq, begin, next, is_whole ? -1 : num_splits++});
+                decodes.push_back({seq, begin, next, is_whole ? -1 : num_splits++});
                 begin = next;
             }
         } else {
             int32_t tile = static_cast<int32_t>(std::max<int64_t>(1, ROW_TILE / group));
             for (int32_t first = 0; first < num_queries; first += tile)
-                parts.push_back({seq, first, std::min(first + tile, num_queries), -1});
+                prefills.push_back({seq, first, std::min(first + tile, num_queries), -1});
         }
     }
     // Partial results: [split, num_heads, head_dim], then the greatest score and the total of each head.
@@ -302,58 +321,76 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
 
     float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM));
     int64_t stride = args.num_kv_heads * HEAD_DIM;
-    // With parts enough for every thread a part takes all KV heads, else one.
-    int64_t heads_a_part = parts.size() >= 4 * static_cast<size_t>(pool.size()) ? args.num_kv_heads : 1;
-    int64_t head_parts = args.num_kv_heads / heads_a_part;
-
-    auto decode = [&](const AttentionPart& part, int64_t first_head) {
+    const T *all_keys = static_cast<const T*>(args.keys), *all_values = static_cast<const T*>(args.values);
+    auto locate = [&](const AttentionPart& part) {
+        return Split(args.block_table + part.seq * args.max_blocks, args.block_size, stride, part.first, part.last);
+    };
+    auto decode = [&](const AttentionPart& part, const Split& split, int64_t kv_head, Prefetch<T>& prefetch) {
         static thread_local std::vector<float> room;
         room.resize(std::max<size_t>(room.size(), group * (2 * HEAD_DIM + 2)));
-        Split split(args.block_table + part.seq * args.max_blocks, args.block_size, stride, part.first, part.last);
-        for (int64_t kv_head = first_head; kv_head < first_head + heads_a_part; kv_head++) {
-            const T* keys = static_cast<const T*>(args.keys) + kv_head * HEAD_DIM;
-            const T* values = static_cast<const T*>(args.values) + kv_head * HEAD_DIM;
-            float* queries = room.data();
-            int64_t element = (args.query_start[part.seq] * args.num_heads + kv_head * group) * HEAD_DIM;
+        const T *keys = all_keys + kv_head * HEAD_DIM, *values = all_values + kv_head * HEAD_DIM;
+        float* queries = room.data();
+        int64_t element = (args.query_start[part.seq] * args.num_heads + kv_head * group) * HEAD_DIM;
+        for (int64_t i = 0; i < group * HEAD_DIM; i += LANES)
+            store(queries + i, load(static_cast<const T*>(args.queries) + element + i) * scale);
+        if (part.split < 0) {
+            float *out = queries + group * HEAD_DIM, *tops = out + group * HEAD_DIM, *totals = tops + group;
+            attend_split<V>(queries, group, keys, values, split, prefetch, tops, totals, out);
             for (int64_t i = 0; i < group * HEAD_DIM; i += LANES)
-                store(queries + i, load(static_cast<const T*>(args.queries) + element + i) * scale);
-            if (part.split < 0) {
-                float *out = queries + group * HEAD_DIM, *tops = out + group * HEAD_DIM, *totals = tops + group;
-                attend_split<V>(queries, group, keys, values, split, tops, totals, out);
-                for (int64_t i = 0; i < group * HEAD_DIM; i += LANES)
-                    store(static_cast<T*>(args.out) + element + i, load(out + i) / totals[i / HEAD_DIM]);
-            } else {
-                float* out = partial.data() + part.split * split_size;
-                float* tops = out + args.num_heads * HEAD_DIM + kv_head * group;
-                attend_split<V>(queries, group, keys, values, split, tops, tops + args.num_heads,
-                                out + kv_head * group * HEAD_DIM);
+                store(static_cast<T*>(args.out) + element + i, load(out + i) / totals[i / HEAD_DIM]);
+        } else {
+            float* out = partial.data() + part.split * split_size;
+            float* tops = out + args.num_heads * HEAD_DIM + kv_head * group;
+            attend_split<V>(queries, group, keys, values, split, prefetch, tops, tops + args.num_heads,
+                            out + kv_head * group * HEAD_DIM);
+        }
+    };
+    // With work enough, a thread takes several parts and all their heads, and fetches the next while it computes one.
+    int64_t num_decodes = static_cast<int64_t>(decodes.size());
+    bool is_plenty = num_decodes >= 4 * pool.size();
+    int64_t run_length = is_plenty ? num_decodes / (4 * pool.size()) : 1;
+    int64_t heads_a_part = is_plenty ? args.num_kv_heads : 1;
+    int64_t head_parts = args.num_kv_heads / heads_a_part, decode_runs = ceil_div(num_decodes, run_length) * head_parts;
+    auto decode_run = [&](int64_t number) {
+        int64_t first_head = number % head_parts * heads_a_part, at = number / head_parts * run_length;
+        int64_t end = std::min(num_decodes, at + run_length);
+        Split splits[2];
+        splits[at % 2] = locate(decodes[at]);
+        for (; at < end; at++) {
+            const Split& split = splits[at % 2];
+            int64_t steps = heads_a_part * ceil_div(group, 4) * split.count;
+            Prefetch<T> prefetch;
+            if (at + 1 < end) {
+                splits[(at + 1) % 2] = locate(decodes[at + 1]);
+                prefetch = {splits[(at + 1) % 2], all_keys, all_values, stride, steps};
             }
+            for (int64_t kv_head = first_head; kv_head < first_head + heads_a_part; kv_head++)
+                decode(decodes[at], split, kv_head, prefetch);
         }
     };
-    auto prefill = [&](const AttentionPart& part, int64_t first_head) {
+    auto prefill = [&](int64_t number) {
+        const AttentionPart& part = prefills[number / args.num_kv_heads];
+        int64_t kv_head = number % args.num_kv_heads;
         const int32_t* blocks = args.block_table + part.seq * args.max_blocks;
-        for (int64_t kv_head = first_head; kv_head < first_head + heads_a_part; kv_head++) {
-            Pages<T> keys{static_cast<const T*>(args.keys) + kv_head * HEAD_DIM, blocks, args.block_size, stride};
-            Pages<T> values{static_cast<const T*>(args.values) + kv_head * HEAD_DIM, blocks, args.block_size, stride};
-            attend_tile<V>(args, part.seq, kv_head, part.first, part.last, keys, values);
-        }
+        Pages<T> keys{all_keys + kv_head * HEAD_DIM, blocks, args.block_size, stride};
+        Pages<T> values{all_values + kv_head * HEAD_DIM, blocks, args.block_size, stride};
+        attend_tile<V>(args, part.seq, kv_head, part.first, part.last, keys, values);
     };
-    pool.run(static_cast<int>(parts.size() * head_parts), [&](int number) {
-        const AttentionPart& part = parts[number / head_parts];
-        int64_t first_head = number % head_parts * heads_a_part;
-        if (args.query_start[part.seq + 1] - args.query_start[part.seq] == 1)
-            decode(part, first_head);
+    int64_t prefill_parts = static_cast<int64_t>(prefills.size()) * args.num_kv_heads;
+    pool.run(static_cast<int>(prefill_parts + decode_runs), [&](int number) {
+        if (number < prefill_parts)
+            prefill(number);
         else
-            prefill(part, first_head);
+            decode_run(number - prefill_parts);
     });
     if (num_splits == 0) return;
 
-    for (size_t at = 0; at < parts.size();) {  // few and short: not worth another round of the threads
+    for (size_t at = 0; at < decodes.size();) {  // few and short: not worth another round of the threads
         size_t next = at + 1;
-        if (parts[at].split >= 0) {
-            while (next < parts.size() && parts[next].seq == parts[at].seq) next++;
+        if (decodes[at].split >= 0) {
+            while (next < decodes.size() && decodes[next].seq == decodes[at].seq) next++;
             for (int64_t head = 0; head < args.num_heads; head++) {
-                auto split = [&](size_t i) { return partial.data() + parts[i].split * split_size; };
+                auto split = [&](size_t i) { return partial.data() + decodes[i].split * split_size; };
                 int64_t top_at = args.num_heads * HEAD_DIM + head, total_at = top_at + args.num_heads;
                 float top = -INFINITY, total = 0;
                 for (size_t i = at; i < next; i++) top = std::max(top, split(i)[top_at]);
@@ -363,7 +400,7 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
                     total += split(i)[total_at] * shrink;
                     for (int j = 0; j < V; j++) sums[j] += load(split(i) + head * HEAD_DIM + j * LANES) * shrink;
                 }
-                T* out = static_cast<T*>(args.out) + (args.query_start[parts[at].seq] * args.num_heads + head) * HEAD_DIM;
+                T* out = static_cast<T*>(args.out) + (args.query_start[decodes[at].seq] * args.num_heads + head) * HEAD_DIM;
                 for (int j = 0; j < V; j++) store(out + j * LANES, sums[j] / total);
             }
         }
