@@ -9,6 +9,7 @@
 
 constexpr int64_t GROUP = 64;
 constexpr int64_t PANEL = 32;
+constexpr int64_t AHEAD_BYTES = 8192;  // what memory delivers in the time that it takes to answer, with room to spare
 
 template <typename T>
 void pack_int8(ThreadPool& pool, const T* weight, uint8_t* packed, float* scales, int64_t in, int64_t out) {
@@ -74,14 +75,21 @@ void quantize_row(const T* x, int64_t in, int8_t* values, float* scales, int32_t
     }
 }
 
+// Weights to fetch into the cache, some lines with each group.
+struct Ahead {
+    const uint8_t* bytes;
+    int64_t lines_a_group;
+};
+
 // ROWS rows times one panel.
 template <int ROWS, typename T>
 void multiply_tile(const Int8Rows& rows, int64_t first_row, const uint8_t* bytes, const float* scales, int64_t groups,
-                   const T* bias, T* out, int64_t out_stride, int64_t columns) {
+                   Ahead& ahead, const T* bias, T* out, int64_t out_stride, int64_t columns) {
     constexpr int VECTORS = PANEL / LANES;
     const int8_t* x = rows.values + first_row * groups * GROUP;
     f32x16 sums[ROWS][VECTORS] = {};
     for (int64_t group = 0; group < groups; group++) {
+        for (int64_t i = 0; i < ahead.lines_a_group; i++, ahead.bytes += 64) __builtin_prefetch(ahead.bytes, 0, 2);
         __m512i products[ROWS][VECTORS];
         for (int row = 0; row < ROWS; row++)
             for (int i = 0; i < VECTORS; i++)
@@ -155,8 +163,12 @@ void linear_int8(ThreadPool& pool, const LinearArgs& args) {
         const T* bias = args.bias ? static_cast<const T*>(args.bias) + panel * PANEL : nullptr;
         T* out = static_cast<T*>(args.out) + panel * PANEL;
         int64_t columns = std::min(PANEL, args.out_size - panel * PANEL);
+        // While it computes with one panel it fetches the next, each tile of rows its share; a single tile what it will
+        // need soon. Panels follow each other in memory; beyond the last, asking for memory does no harm.
+        int64_t tiles = ceil_div(end - block * block_rows, TILE_ROWS);
+        Ahead ahead{bytes + (tiles > 1 ? groups * GROUP * PANEL : AHEAD_BYTES), ceil_div(GROUP * PANEL / 64, tiles)};
         auto multiply = [&](auto count, int64_t row) {
-            multiply_tile<count.value, T>(rows, row, bytes, panel_scales, groups, bias, out, args.out_size, columns);
+            multiply_tile<count.value, T>(rows, row, bytes, panel_scales, groups, ahead, bias, out, args.out_size, columns);
         };
         int64_t row = block * block_rows;
         for (; row + TILE_ROWS <= end; row += TILE_ROWS) multiply(std::integral_constant<int, TILE_ROWS>{}, row);
