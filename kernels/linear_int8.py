@@ -53,29 +53,21 @@ def linear_int8(weight: Tensor, bias: Tensor | None) -> Linear:
     return _Int8(*quantize(weight), bias)
 
 
-@dataclass(frozen=True, slots=True)
 class _NativeInt8:
-    packed: Tensor
-    scales: Tensor
-    bias: Tensor | None
-    in_size: int
-    out_size: int
+    def __init__(self, packed: Tensor, scales: Tensor, bias: Tensor | None, in_size: int, out_size: int) -> None:
+        assert native is not None
+        self._owned = packed, scales, bias
+        self._addresses = packed.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr()
+        self._in_size, self._out_size = in_size, out_size
+        self._multiply = native.linear_int8
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        assert native is not None
         assert takes(x)
-        rows = len(x)
-        out = torch.empty(rows, self.out_size, dtype=x.dtype)
-        native.linear_int8(
-            DTYPES[x.dtype],
-            x.data_ptr(),
-            self.packed.data_ptr(),
-            self.scales.data_ptr(),
-            0 if self.bias is None else self.bias.data_ptr(),
-            out.data_ptr(),
-            rows,
-            self.in_size,
-            self.out_size,
+        rows, in_size = x.shape
+        assert in_size == self._in_size
+        out = torch.empty(rows, self._out_size, dtype=x.dtype)
+        self._multiply(
+            DTYPES[x.dtype], x.data_ptr(), *self._addresses, out.data_ptr(), rows, in_size, self._out_size
         )
         return out
 

@@ -42,7 +42,7 @@ def paged_attention_native(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tenso
         plan.context_len.data_ptr(),
         plan.block_table.data_ptr(),
         out.data_ptr(),
-        len(plan.context_len),
+        plan.context_len.shape[0],
         plan.block_table.stride(0),
         kv.block_size,
         q.shape[1],

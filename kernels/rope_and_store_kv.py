@@ -44,7 +44,7 @@ def rope_and_store_kv_native(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tenso
     """`rope_and_store_kv` in one pass, keys and values straight to their slots."""
     if native is None or not takes(qkv):
         return rope_and_store_kv_cpu(qkv, cos, sin, slots, kv)
-    num_tokens, num_heads = len(qkv), qkv.shape[1] - 2 * kv.num_kv_heads
+    num_tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv.num_kv_heads
     queries = torch.empty(num_tokens, num_heads, kv.head_dim, dtype=qkv.dtype)
     native.rope_and_store_kv(
         DTYPES[qkv.dtype],

@@ -29,7 +29,8 @@ def silu_and_mul_native(gate_up: Tensor) -> Tensor:
     """`silu_and_mul` in one pass."""
     if native is None or not takes(gate_up):
         return silu_and_mul_cpu(gate_up)
-    rows, size = len(gate_up), gate_up.shape[1] // 2
+    rows, width = gate_up.shape
+    size = width // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype)
     native.silu_and_mul(DTYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, size)
     return out

@@ -94,7 +94,7 @@ class Llama:
     def _attend(
         self, layer: Layer, x: Tensor, rotations: tuple[Tensor, Tensor], inputs: StepInputs, kv: PagedKV
     ) -> Tensor:
-        qkv = self._normalise(layer, layer.qkv(x).view(len(x), -1, self.config.head_dim))
+        qkv = self._normalise(layer, layer.qkv(x).view(x.shape[0], -1, self.config.head_dim))
         q = self._ops.rope_and_store_kv(qkv, *rotations, inputs.slots, kv)
         return layer.output(self._ops.paged_attention(q, kv, inputs.attention).flatten(1))
 
