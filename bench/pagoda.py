@@ -30,14 +30,14 @@ def served(*arguments: str) -> Iterator[str]:
         if not line.startswith("listening on "):
             raise RuntimeError(f"the server did not start: {line!r}")
         address = line.split()[-1]
-        _wait_ready(address, process)
+        wait_ready(address, process)
         yield address
     finally:
         process.terminate()
         process.wait(30)
 
 
-def _wait_ready(address: str, process: subprocess.Popen[str]) -> None:
+def wait_ready(address: str, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
