@@ -33,7 +33,7 @@ from rich.table import Table
 
 from bench.lean_client import LeanConnection
 from bench.pagoda import wait_ready
-from protos import engine_pb2, engine_pb2_grpc, inference_pb2, inference_pb2_grpc
+from protos import engine_pb2, engine_pb2_grpc, inference_pb2
 
 PROMPT_LEN = 8
 WARM_UP_S = 1.5
@@ -64,7 +64,7 @@ def main(
     streams: Annotated[list[int], typer.Option(help="Streams at once; may be given again.")] = [1, 64, 512],  # noqa: B006
     step_ms: Annotated[list[float], typer.Option(help="An engine's step; 0 as fast as it can.")] = [20.0],  # noqa: B006
     seconds: Annotated[float, typer.Option(help="The window that is measured.")] = 5.0,
-    clients: Annotated[int, typer.Option(help="Processes, with a connection each, that the streams are spread over.")] = 1,
+    clients: Annotated[int, typer.Option(help="Processes with a connection each, sharing the streams.")] = 1,
     workers: Annotated[int, typer.Option(help="Router processes.")] = 1,
 ) -> None:
     rows = []
