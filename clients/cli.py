@@ -31,6 +31,7 @@ def serve(
     engine: Annotated[
         str, typer.Option(help="'spawn', or where engines run: unix:PATH or HOST:PORT, comma-separated.")
     ] = "spawn",
+    workers: Annotated[int, typer.Option(help="Router processes that share the port.", min=1)] = 1,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(rich_help_panel=_ENGINE)] = "auto",
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Option(rich_help_panel=_ENGINE)] = "auto",
     kv_cache_gb: Annotated[

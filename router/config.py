@@ -14,6 +14,8 @@ class ServeConfig:
     model              name or path of the checkpoint; the engine's flags below it are passed on when it is spawned
     listen             HOST:PORT or unix:PATH; port 0 takes a free one
     engine             "spawn", or the addresses of running engines (unix:PATH or HOST:PORT), comma-separated
+    workers            router processes that share the port; each takes an equal part of the limits below
+    max_requests       admitted at once
     max_queued_tokens  prompt + max_tokens over all admitted requests; None: eight times what the KV cache holds
     reflection         None: on for loopback and Unix sockets
     auth_token_file    clients must send its content as a bearer token; $PAGODA_AUTH_TOKEN does the same
@@ -27,6 +29,7 @@ class ServeConfig:
     model: str = "smollm2-135m-instruct"
     listen: str = "127.0.0.1:50051"
     engine: str = "spawn"
+    workers: int = 1
     device: str = "auto"
     dtype: str = "auto"
     kv_cache_gb: float | None = None
