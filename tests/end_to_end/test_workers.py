@@ -46,10 +46,13 @@ def wait_for(what: str, is_so: Callable[[], bool], timeout_s: float = 20.0) -> N
 
 @contextlib.contextmanager
 def connections(server: Server, count: int) -> Iterator[list[grpc.Channel]]:
-    """Each with a socket of its own: the kernel spreads connections, not calls, over the routers."""
+    """Ready, each with a socket of its own: the kernel spreads connections, not calls, over the routers."""
     with contextlib.ExitStack() as stack:
         options = [("grpc.use_local_subchannel_pool", 1)]
-        yield [stack.enter_context(grpc.insecure_channel(server.address, options=options)) for _ in range(count)]
+        channels = [stack.enter_context(grpc.insecure_channel(server.address, options=options)) for _ in range(count)]
+        for channel in channels:
+            wait_for("each router has the engine", partial(is_serving, channel))
+        yield channels
 
 
 def held_by(server: Server) -> list[int]:
@@ -64,12 +67,6 @@ def held_by(server: Server) -> list[int]:
 def is_serving(channel: grpc.Channel) -> bool:
     status = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5).status
     return bool(status == health_pb2.HealthCheckResponse.SERVING)
-
-
-def opened_on_each(server: Server, channels: list[grpc.Channel]) -> None:
-    for channel in channels:
-        wait_for("each router has the engine", partial(is_serving, channel))
-    assert all(held_by(server)), held_by(server)
 
 
 def test_streams_spread_over_the_routers_and_their_answers_are_right(server: Server) -> None:
@@ -91,7 +88,7 @@ def test_streams_spread_over_the_routers_and_their_answers_are_right(server: Ser
 
 def test_load_and_limits_are_those_of_all_routers_whichever_is_asked(server: Server) -> None:
     with connections(server, 12) as channels:
-        opened_on_each(server, channels)
+        assert all(held_by(server))
         calls = [
             inference_pb2_grpc.InferenceStub(channel).Generate(request(f"{at}", max_tokens=5000))
             for at, channel in enumerate(channels)
@@ -111,7 +108,7 @@ def test_load_and_limits_are_those_of_all_routers_whichever_is_asked(server: Ser
 
 def test_abort_reaches_the_router_that_has_the_request(server: Server) -> None:
     with connections(server, 12) as channels:
-        opened_on_each(server, channels)
+        assert all(held_by(server))
         message = request("to be aborted", max_tokens=30_000)
         message.request_id = "mine"
         for channel in channels[1:]:  # some are the other router's
@@ -126,7 +123,7 @@ def test_abort_reaches_the_router_that_has_the_request(server: Server) -> None:
 
 def test_a_killed_router_takes_only_its_own_streams_and_is_replaced(server: Server) -> None:
     with connections(server, 16) as channels:
-        opened_on_each(server, channels)
+        assert all(held_by(server))
         before = {router.pid for router in routers(server)}
         calls = [
             inference_pb2_grpc.InferenceStub(channel).Generate(request(f"{at}", max_tokens=1500))
@@ -147,10 +144,8 @@ def test_a_killed_router_takes_only_its_own_streams_and_is_replaced(server: Serv
     wait_for("a new router", lambda: len({router.pid for router in routers(server)} - before) == 1)
 
     def is_whole() -> bool:
-        with connections(server, 12) as channels:
-            for channel in channels:
-                grpc.channel_ready_future(channel).result(10)
-            return all(held_by(server))
+        with connections(server, 12):
+            return len(held_by(server)) == WORKERS and all(held_by(server))
 
     wait_for("connections on both", is_whole)
     assert ask(stub_of(server), request("after", max_tokens=20)).ids() == expected_tokens(b"after", 20, 258)
@@ -159,7 +154,6 @@ def test_a_killed_router_takes_only_its_own_streams_and_is_replaced(server: Serv
 def test_a_killed_engine_is_replaced_and_all_routers_count_it(server: Server) -> None:
     server.engine().kill()
     with connections(server, 12) as channels:
-        opened_on_each(server, channels)
 
         def is_counted() -> bool:
             infos = [
@@ -173,7 +167,7 @@ def test_a_killed_engine_is_replaced_and_all_routers_count_it(server: Server) ->
 
 def test_drain_stops_all_routers_also_one_that_is_started_later() -> None:
     with running_server(*ARGUMENTS) as server, connections(server, 12) as channels:
-        opened_on_each(server, channels)
+        assert all(held_by(server))
         calls = [inference_pb2_grpc.InferenceStub(channel).Generate(request("x", 300)) for channel in channels]
         for call in calls:
             next(call)
@@ -195,7 +189,7 @@ def test_drain_stops_all_routers_also_one_that_is_started_later() -> None:
 
 def test_sigterm_lets_the_streams_of_all_routers_finish_and_leaves_nothing() -> None:
     with running_server(*ARGUMENTS) as server, connections(server, 12) as channels:
-        opened_on_each(server, channels)
+        assert all(held_by(server))
         calls = [inference_pb2_grpc.InferenceStub(channel).Generate(request("last", 400)) for channel in channels]
         first = [next(call) for call in calls]
         children = psutil.Process(server.process.pid).children(recursive=True)
