@@ -18,6 +18,7 @@ from router.interceptors import StatusInterceptor
 from router.listen import server_options
 
 ASK_TIMEOUT_S = 2.0
+_NEW_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 _DEAD = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 Answer = TypeVar("Answer")
@@ -32,7 +33,7 @@ class SharedControl(control_pb2_grpc.ControlServicer):
     def __init__(self, own: ControlServicer, sockets: Sequence[str]) -> None:
         self._own = own
         self._socket = sockets[0]
-        self._others = [control_pb2_grpc.ControlStub(grpc.aio.insecure_channel(socket)) for socket in sockets[1:]]
+        self._others = sockets[1:]
         self._private = grpc.aio.server(options=server_options(shares_port=False), interceptors=[StatusInterceptor()])
         control_pb2_grpc.add_ControlServicer_to_server(own, self._private)
 
@@ -128,13 +129,15 @@ class SharedControl(control_pb2_grpc.ControlServicer):
     async def _ask(self, call: Callable[[control_pb2_grpc.ControlStub], Awaitable[Answer]]) -> list[Answer]:
         """The answers of those others that live and have found what was asked for."""
 
-        async def ask(stub: control_pb2_grpc.ControlStub) -> Answer | None:
+        async def ask(socket: str) -> Answer | None:
             try:
-                return await call(stub)
+                # A new connection each time: one that had failed would be tried again only after a while.
+                async with grpc.aio.insecure_channel(socket, options=_NEW_CONNECTION) as channel:
+                    return await call(control_pb2_grpc.ControlStub(channel))
             except grpc.aio.AioRpcError as error:
                 if error.code() in (*_DEAD, grpc.StatusCode.NOT_FOUND):
                     return None
                 raise
 
-        answers = await asyncio.gather(*(ask(stub) for stub in self._others))
+        answers = await asyncio.gather(*(ask(socket) for socket in self._others))
         return [answer for answer in answers if answer is not None]
