@@ -8,6 +8,7 @@ RUN useradd --uid 10001 --create-home pagoda && install -d -o pagoda -g pagoda /
 WORKDIR /app
 COPY pyproject.toml README.md ./
 COPY protos protos
+COPY channel channel
 COPY checkpoints checkpoints
 COPY clients clients
 COPY router router

@@ -29,9 +29,13 @@ def serve(
     model: Annotated[str, typer.Option(help="A name, a folder, a .gguf file or a hub name.")] = "smollm2-135m-instruct",
     listen: Annotated[str, typer.Option(help="HOST:PORT (port 0 takes a free one) or unix:PATH.")] = "127.0.0.1:50051",
     engine: Annotated[
-        str, typer.Option(help="'spawn', or where engines run: unix:PATH or HOST:PORT, comma-separated.")
+        str, typer.Option(help="'spawn', or where engines run: shm:PATH, unix:PATH or HOST:PORT, comma-separated.")
     ] = "spawn",
     workers: Annotated[int, typer.Option(help="Router processes that share the port.", min=1)] = 1,
+    channel: Annotated[
+        Literal["auto", "shm", "grpc"],
+        typer.Option(rich_help_panel=_ENGINE, help="To a spawned engine: shared memory (auto: on Linux) or gRPC."),
+    ] = "auto",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(rich_help_panel=_ENGINE)] = "auto",
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Option(rich_help_panel=_ENGINE)] = "auto",
     kv_cache_gb: Annotated[

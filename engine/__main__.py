@@ -10,14 +10,14 @@ import typer
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.listen import is_local
 from engine.main import EXIT_CONFIG, run
-from engine.server import is_local
 from engine.synthetic import StepTime
 
 
 def main(
     model: Annotated[str, typer.Option(help="Name, folder or .gguf file.")] = "smollm2-135m-instruct",
-    listen: Annotated[str, typer.Option(help="unix:PATH or HOST:PORT.")] = "127.0.0.1:50052",
+    listen: Annotated[str, typer.Option(help="shm:PATH, unix:PATH or HOST:PORT.")] = "127.0.0.1:50052",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Option()] = "auto",
     kv_cache_gb: Annotated[float | None, typer.Option(help="Default: what a GPU has free; 0.5 on a CPU.")] = None,

@@ -20,11 +20,12 @@ from checkpoints import CheckpointError, PrintedProgress, resolve
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.listen import start_listening
 from engine.load import InformedRunner, load_runner
 from engine.loop import EngineLoop
 from engine.runner_info import RunnerInfo
 from engine.scheduler import Scheduler
-from engine.server import EngineServicer, start_server
+from engine.server import EngineServer
 from engine.synthetic import StepTime
 from protos import control_pb2
 
@@ -54,7 +55,7 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, lis
     events = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         events.add_signal_handler(number, stop.set)
-    servicer = EngineServicer(engine_info(config, info, folder))
+    server = EngineServer(engine_info(config, info, folder))
     loop = EngineLoop(
         Scheduler(
             BlockPool(info.num_blocks, config.block_size),
@@ -65,16 +66,16 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, lis
             clock=time.monotonic,
         ),
         runner,
-        servicer,
+        server,
         on_end=lambda: wake(events, stop),
     )
-    servicer.attach(loop.inbox)
-    server = await start_server(servicer, listen)
+    server.attach(loop.inbox)
+    listener = await start_listening(server, listen)
     loop.start()
     log.info("serving %s at %s", info.model, listen)
     await stop.wait()
     loop.stop()
-    await server.stop(grace=0.2)
+    await listener.stop()
     loop.join(timeout=5.0)
     return EXIT_FAILURE if loop.failure else 0
 

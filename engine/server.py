@@ -1,33 +1,26 @@
-"""The engine's end of the channel: a gRPC stream for each router, on a Unix socket or TCP; one message a step out."""
+"""The engine's end of the channel: a session for each router, over whatever link it came; one message a step out."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeAlias
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-
+from channel.link import Link
 from engine import loop as engine_loop
 from engine.codec import PendingOutput, sequence_from_submit
-from engine.errors import ConfigError
 from engine.scheduler import StepOutput
-from protos import control_pb2, engine_pb2, engine_pb2_grpc
+from protos import control_pb2, engine_pb2
 
 log = logging.getLogger("pagoda.engine")
 
 STALL_TIMEOUT_S = 30.0  # a router that takes no message for this long is dropped
-MAX_MESSAGE_BYTES = 64 << 20
-SERVER_OPTIONS = [
-    ("grpc.so_reuseport", 0),  # on by default: two engines could share a port and steal each other's routers
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-]
+
+RouterLink: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
 
 
 class Connection:
@@ -48,7 +41,7 @@ class Connection:
         return taken
 
 
-class EngineServicer(engine_pb2_grpc.EngineServicer):
+class EngineServer:
     """Names each router's sequences for the loop, and sorts each step's output by router."""
 
     def __init__(self, info: control_pb2.EngineInfo, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,30 +82,27 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 
     # -- from a router ----------------------------------------------------------------------------------------------
 
-    async def Connect(
-        self,
-        requests: AsyncIterator[engine_pb2.RouterMessage],
-        context: grpc.aio.ServicerContext[engine_pb2.RouterMessage, engine_pb2.EngineMessage],
-    ) -> None:
+    async def serve(self, link: RouterLink) -> None:
+        """A session: until the router is gone, or breaks the rules, or takes no message for too long."""
         connection = Connection()
         self._connections.add(connection)
         if self._load is not None:
             connection.tell(self._load)
         log.info("router connected")
-        reader = asyncio.create_task(self._read(connection, requests))
-        writer = asyncio.create_task(self._write(connection, context))
+        tasks = [asyncio.create_task(self._read(connection, link)), asyncio.create_task(self._write(connection, link))]
         try:
-            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            reader.cancel()
-            writer.cancel()
             self._drop(connection)
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Exception):
+                    log.warning("dropped a router: %s", result or type(result).__name__)
             log.info("router disconnected")
 
-    async def _read(self, connection: Connection, requests: AsyncIterator[engine_pb2.RouterMessage]) -> None:
-        async for message in requests:
+    async def _read(self, connection: Connection, link: RouterLink) -> None:
+        while (message := await link.read()) is not None:
             match message.WhichOneof("message"):
                 case "submit":
                     self._submit(connection, message.submit)
@@ -140,18 +130,17 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 
         self._events.call_soon_threadsafe(reply)
 
-    async def _write(
-        self,
-        connection: Connection,
-        context: grpc.aio.ServicerContext[engine_pb2.RouterMessage, engine_pb2.EngineMessage],
-    ) -> None:
+    async def _write(self, connection: Connection, link: RouterLink) -> None:
         numbers = itertools.count()
 
         async def write(**message: object) -> None:
-            async with asyncio.timeout(STALL_TIMEOUT_S):
-                await context.write(
-                    engine_pb2.EngineMessage(epoch=self._info.epoch, number=next(numbers), **message)  # type: ignore[arg-type]
-                )
+            try:
+                async with asyncio.timeout(STALL_TIMEOUT_S):
+                    await link.write(
+                        engine_pb2.EngineMessage(epoch=self._info.epoch, number=next(numbers), **message)  # type: ignore[arg-type]
+                    )
+            except TimeoutError:
+                raise TimeoutError(f"it took no message for {STALL_TIMEOUT_S:.0f} s") from None
 
         await write(hello=self._info)
         while True:
@@ -171,29 +160,3 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     def _put(self, message: engine_loop.Message) -> None:
         assert self._inbox is not None, "attach() comes before serving"
         self._inbox.put(message)
-
-
-def is_local(listen: str) -> bool:
-    """A Unix socket or a loopback address."""
-    host = listen.rpartition(":")[0].strip("[]")
-    return listen.startswith("unix:") or host == "localhost" or host == "::1" or host.startswith("127.")
-
-
-async def start_server(servicer: EngineServicer, listen: str) -> grpc.aio.Server:
-    """Binds unix:PATH (its owner's alone) or HOST:PORT and starts serving. Raises ConfigError if it cannot."""
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
-    health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    unix_path = listen.removeprefix("unix:") if listen.startswith("unix:") else None
-    previous = os.umask(0o177) if unix_path else None
-    try:
-        server.add_insecure_port(listen)
-    except RuntimeError as error:
-        raise ConfigError(f"--listen: cannot bind {listen}") from error
-    finally:
-        if previous is not None:
-            os.umask(previous)
-    await server.start()
-    return server

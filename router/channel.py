@@ -12,28 +12,15 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-import grpc
-
-from protos import control_pb2, engine_pb2, engine_pb2_grpc
+from protos import control_pb2, engine_pb2
 from router.errors import PagodaError, Unavailable
+from router.transport import EngineLink, transport_to
 from router.wake import Wake
 
 log = logging.getLogger("pagoda.router")
 
 RECONNECT_S = 0.1  # a Unix socket or a neighbour: trying is cheap, and a restarted engine is picked up at once
-MAX_MESSAGE_BYTES = 64 << 20
-CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # gRPC's own waits between attempts grow to two minutes; ours are to be felt instead.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 200),
-]
-
-EngineCall: TypeAlias = grpc.aio.StreamStreamCall[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
 
 
 @dataclass(slots=True)
@@ -76,7 +63,7 @@ class EngineStream:
 
 class EngineChannel:
     """
-    address         unix:PATH or HOST:PORT
+    address         shm:PATH, shm:@NAME, unix:PATH or HOST:PORT
     hang_timeout_s  with work under way and no word from the engine for this long, it counts as dead
     on_change       called when the engine becomes ready and when it is lost
     on_hang         called when it hangs: whoever started it may end it
@@ -148,25 +135,27 @@ class EngineChannel:
     # -- the stream -------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keeps the stream open until cancelled."""
-        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
-            stub = engine_pb2_grpc.EngineStub(channel)
+        """Keeps the stream open until cancelled. Raises ConfigError for an address that cannot work here."""
+        transport = transport_to(self.address)
+        complaint = ""
+        try:
             while True:
                 try:
-                    await self._converse(stub)
-                except grpc.aio.AioRpcError as error:
-                    if self.is_ready or error.code() is not grpc.StatusCode.UNAVAILABLE:
-                        log.warning("lost the engine: %s", error.details())
+                    await self._converse(await transport.connect())
+                except OSError as error:
+                    is_news = self.is_ready or not isinstance(error, (ConnectionRefusedError, FileNotFoundError))
+                    if is_news and complaint != (complaint := str(error)):
+                        log.warning("lost the engine: %s", error)
                 finally:
                     await self._lose()
                 await asyncio.sleep(RECONNECT_S)
+        finally:
+            await transport.close()
 
-    async def _converse(self, stub: engine_pb2_grpc.EngineStub) -> None:
-        call = stub.Connect()
-        watch = asyncio.create_task(self._watch(call))
-        helpers = [watch]
+    async def _converse(self, link: EngineLink) -> None:
+        helpers = [asyncio.create_task(self._watch(link))]
         try:
-            async for message in call:
+            while (message := await link.read()) is not None:
                 self._last_word = time.monotonic()
                 match message.WhichOneof("message"):
                     case "step":
@@ -175,31 +164,33 @@ class EngineChannel:
                         log.info("engine ready at %s, epoch %x", self.address, message.epoch)
                         self.info = message.hello
                         self._outgoing = asyncio.Queue()
-                        helpers.append(asyncio.create_task(self._send(call, self._outgoing)))
+                        helpers.append(asyncio.create_task(self._send(link, self._outgoing)))
                         await self._on_change()
                     case "cache_flushed":
                         if self._flushes:
                             self._flushes.pop(0).set_result(message.cache_flushed.freed_blocks)
-        except asyncio.CancelledError:
-            if not watch.done():  # this task is cancelled, not the call
-                raise
         finally:
             for helper in helpers:
                 helper.cancel()
-            call.cancel()
+            link.close()
 
-    async def _send(self, call: EngineCall, outgoing: asyncio.Queue[engine_pb2.RouterMessage]) -> None:
-        while True:
-            await call.write(await outgoing.get())
+    async def _send(self, link: EngineLink, outgoing: asyncio.Queue[engine_pb2.RouterMessage]) -> None:
+        """What the engine has no room for waits in the queue; admission bounds it."""
+        try:
+            while True:
+                await link.write(await outgoing.get())
+        except ConnectionError as error:
+            log.warning("cannot write to the engine: %s", error)
+            link.close()
 
-    async def _watch(self, call: EngineCall) -> None:
-        """Cancels the call and returns once the engine hangs."""
+    async def _watch(self, link: EngineLink) -> None:
+        """Closes the link and returns once the engine hangs."""
         while True:
             await asyncio.sleep(min(1.0, self._hang_timeout_s / 4))
             if self._routes and time.monotonic() - self._last_word > self._hang_timeout_s:
                 log.error("the engine has made no step for %.0f s: giving it up", self._hang_timeout_s)
                 self._on_hang()
-                call.cancel()
+                link.close()
                 return
 
     def _deliver(self, step: engine_pb2.StepOutput) -> None:

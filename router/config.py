@@ -16,6 +16,8 @@ class ServeConfig:
     engine             "spawn", or the addresses of running engines (unix:PATH or HOST:PORT), comma-separated
     workers            router processes that share the port; each takes an equal part of the limits below
     max_requests       admitted at once
+    engine             "spawn", or the addresses of running engines (shm:PATH, unix:PATH, HOST:PORT), comma-separated
+    channel            how a spawned engine is reached: shared memory, gRPC, or "auto": shared memory where there is any
     max_queued_tokens  prompt + max_tokens over all admitted requests; None: eight times what the KV cache holds
     reflection         None: on for loopback and Unix sockets
     auth_token_file    clients must send its content as a bearer token; $PAGODA_AUTH_TOKEN does the same
@@ -30,6 +32,7 @@ class ServeConfig:
     listen: str = "127.0.0.1:50051"
     engine: str = "spawn"
     workers: int = 1
+    channel: Literal["auto", "shm", "grpc"] = "auto"
     device: str = "auto"
     dtype: str = "auto"
     kv_cache_gb: float | None = None

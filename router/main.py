@@ -8,7 +8,6 @@ import gc
 import logging
 import signal
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from router.channel import EngineChannel
 from router.config import ServeConfig
 from router.control import ControlServicer
 from router.dispatch import Dispatcher
+from router.engine_address import spawn_address
 from router.errors import ConfigError
 from router.inference import InferenceServicer
 from router.interceptors import StatusInterceptor, TokenInterceptor
@@ -123,8 +123,8 @@ class Router:
     async def run(self) -> None:
         """Until told to stop. Raises ConfigError, ChildFailedError."""
         self._stop_on_signals()
-        with tempfile.TemporaryDirectory(prefix="pagoda-") as private:  # mode 0700: the socket is ours alone
-            addresses = self._engine_addresses(Path(private))
+        with contextlib.ExitStack() as stack:
+            addresses = self._engine_addresses(stack)
             channels = [
                 EngineChannel(
                     address,
@@ -148,10 +148,10 @@ class Router:
         if self._failure is not None:
             raise self._failure
 
-    def _engine_addresses(self, private: Path) -> list[str]:
+    def _engine_addresses(self, stack: contextlib.ExitStack) -> list[str]:
         if self._config.engine != "spawn":
             return self._config.engine.split(",")
-        address = f"unix:{private / 'engine.sock'}"
+        address = stack.enter_context(spawn_address(self._config))
         self._keeper = self._supervisor = engine_supervisor(self._config.engine_arguments(str(self._folder), address))
         return [address]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from router.config import ServeConfig
+from router.engine_address import spawn_address
 from router.errors import ConfigError
 from router.listen import reserved_port
 from router.parent_link import ENGINE_HANGS, ENGINE_READY
@@ -41,10 +43,12 @@ class Workers:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        with reserved_port(self._config.listen) as listen, tempfile.TemporaryDirectory(prefix="pagoda-") as private:
+        with contextlib.ExitStack() as stack:
+            listen = stack.enter_context(reserved_port(self._config.listen))
+            private = stack.enter_context(tempfile.TemporaryDirectory(prefix="pagoda-"))
             engine = self._config.engine
             if engine == "spawn":
-                engine = f"unix:{private}/engine.sock"
+                engine = stack.enter_context(spawn_address(self._config))
                 arguments = self._config.engine_arguments(str(self._folder), engine)
                 self._engine = engine_supervisor(arguments)
             self._routers = [self._router(index, listen, engine, private) for index in range(self._config.workers)]

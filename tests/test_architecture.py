@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = {"protos", "router", "engine", "kernels", "checkpoints", "clients", "bench", "tests"}
+PACKAGES = {"protos", "channel", "router", "engine", "kernels", "checkpoints", "clients", "bench", "tests"}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -34,18 +34,19 @@ def packages_of(package: str) -> set[str]:
 @pytest.mark.parametrize(
     ("package", "allowed"),
     [
-        ("router", {"protos", "checkpoints"}),
-        ("engine", {"protos", "checkpoints", "kernels"}),
+        ("channel", set()),
+        ("router", {"protos", "channel", "checkpoints"}),
+        ("engine", {"protos", "channel", "checkpoints", "kernels"}),
         ("kernels", set()),
         ("checkpoints", set()),
-        ("clients", {"protos", "checkpoints", "router"}),  # router: `pagoda serve` starts it
+        ("clients", {"protos", "channel", "checkpoints", "router"}),  # router: `pagoda serve` starts it
     ],
 )
 def test_a_package_imports_only_what_its_place_allows(package: str, allowed: set[str]) -> None:
     assert packages_of(package) & PACKAGES <= allowed
 
 
-@pytest.mark.parametrize("package", ["router", "checkpoints", "clients"])
+@pytest.mark.parametrize("package", ["channel", "router", "checkpoints", "clients"])
 def test_the_text_side_never_imports_torch(package: str) -> None:
     assert not packages_of(package) & {"torch", "transformers"}
 
@@ -59,7 +60,7 @@ def test_the_scheduler_needs_the_standard_library_alone(module: str) -> None:
 
 
 def test_nothing_unpickles() -> None:
-    for package in ("router", "engine", "kernels", "checkpoints", "clients"):
+    for package in ("channel", "router", "engine", "kernels", "checkpoints", "clients"):
         assert not packages_of(package) & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 
 

@@ -25,6 +25,7 @@ from tests.end_to_end.asking import Answer, ask, request
 from tests.servers import ROOT, Server, running_engine, running_server
 
 SYNTHETIC = ("--model", "synthetic", "--step-ms", "2")
+CHANNELS = pytest.mark.parametrize("transport", ["grpc", "shm"])
 
 
 def stubs(channel: grpc.Channel) -> tuple[inference_pb2_grpc.InferenceStub, control_pb2_grpc.ControlStub]:
@@ -110,10 +111,10 @@ def test_a_token_bound_refuses_what_exceeds_it() -> None:
         assert len(list(call)) > 0
 
 
-@pytest.fixture(scope="module")
-def fragile_server() -> Iterator[Server]:
+@pytest.fixture(scope="module", params=["grpc", "shm"])
+def fragile_server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Its engine gets killed and stopped; it is ready again after each test."""
-    with running_server(*SYNTHETIC) as server:
+    with running_server(*SYNTHETIC, "--channel", request.param) as server:
         yield server
 
 
@@ -157,8 +158,9 @@ def test_a_stopped_engine_that_continues_has_lost_nothing(fragile_server: Server
         assert Answer([first, *call]).ids() == expected_tokens(b"patience", 200, 258)
 
 
-def test_an_engine_that_hangs_is_given_up_and_replaced() -> None:
-    arguments = (*SYNTHETIC, "--hang-timeout-s", "1")
+@CHANNELS
+def test_an_engine_that_hangs_is_given_up_and_replaced(transport: str) -> None:
+    arguments = (*SYNTHETIC, "--hang-timeout-s", "1", "--channel", transport)
     with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
         inference, _ = stubs(channel)
         call = inference.Generate(request("stuck", max_tokens=20_000))
@@ -171,16 +173,78 @@ def test_an_engine_that_hangs_is_given_up_and_replaced() -> None:
         assert ask(inference, request("after", max_tokens=3)).ids()
 
 
-def test_a_killed_router_takes_its_engine_with_it() -> None:
-    with running_server(*SYNTHETIC) as server:
+@CHANNELS
+def test_a_killed_router_takes_its_engine_with_it(transport: str) -> None:
+    with running_server(*SYNTHETIC, "--channel", transport) as server:
         engine = server.engine()
         server.process.kill()
         engine.wait(5)  # raises TimeoutExpired if it lives on
         assert not engine.is_running()
 
 
-def test_sigterm_lets_streams_finish_and_exits_with_zero() -> None:
-    with running_server(*SYNTHETIC) as server, grpc.insecure_channel(server.address) as channel:
+def held_by(pid: int) -> tuple[int, int]:
+    """Descriptors, mappings of a channel's memory."""
+    process = psutil.Process(pid)
+    return process.num_fds(), sum("pagoda-channel" in area.path for area in process.memory_maps(grouped=False))
+
+
+def wait_held(pid: int, expected: tuple[int, int]) -> None:
+    deadline = time.monotonic() + 5.0
+    while (held := held_by(pid)) != expected:
+        assert time.monotonic() < deadline, f"{held}, not {expected}"
+        time.sleep(0.01)
+
+
+def test_two_routers_share_an_engine_and_one_that_is_killed_leaves_nothing_there(tmp_path: Path) -> None:
+    listen = f"shm:{tmp_path / 'engine.sock'}"
+    attached = (*SYNTHETIC[:2], "--engine", listen)
+    with (
+        running_engine(listen, *SYNTHETIC) as engine,
+        running_server(*attached) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        before = held_by(engine.pid)
+        with running_server(*attached) as doomed, grpc.insecure_channel(doomed.address) as doomed_channel:
+            next(stubs(doomed_channel)[0].Generate(request("doomed", max_tokens=20_000)))
+            assert held_by(engine.pid)[1] == before[1] + 1
+            doomed.process.kill()
+        inference, control = stubs(channel)
+        assert ask(inference, request("other", max_tokens=300)).ids() == expected_tokens(b"other", 300, 258)
+        assert wait_idle(control).blocks_referenced == 0
+        wait_held(engine.pid, before)
+
+
+def test_a_router_holds_nothing_of_an_engine_that_was_killed() -> None:
+    with running_server(*SYNTHETIC, "--channel", "shm") as server:
+        time.sleep(0.5)  # until the connections that asked for its health are closed
+        before = held_by(server.process.pid)
+        for _ in range(2):
+            server.engine().kill()
+            while server.health() == health_pb2.HealthCheckResponse.SERVING:
+                time.sleep(0.005)
+            server.wait_ready(20)
+        wait_held(server.process.pid, before)
+
+
+def test_a_router_and_an_engine_that_are_killed_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with running_server(*SYNTHETIC, "--channel", "shm") as server:
+        engine = server.engine()
+        name = next(word for word in engine.cmdline() if word.startswith("shm:@")).removeprefix("shm:")
+        assert name in Path("/proc/net/unix").read_text()
+        for process in (psutil.Process(server.process.pid), engine):
+            process.kill()
+        engine.wait(5)
+        assert name not in Path("/proc/net/unix").read_text()
+    assert list(tmp_path.iterdir()) == []
+    assert list(Path("/dev/shm").glob("*pagoda*")) == []
+
+
+@CHANNELS
+def test_sigterm_lets_streams_finish_and_exits_with_zero(transport: str) -> None:
+    with running_server(*SYNTHETIC, "--channel", transport) as server, grpc.insecure_channel(server.address) as channel:
         inference, _ = stubs(channel)
         call = inference.Generate(request("finish me", max_tokens=400))
         first = next(call)
@@ -222,9 +286,9 @@ def test_an_engine_that_crashes_at_every_start_is_given_up_with_a_non_zero_exit(
         assert "died 5 times before it was ready" in server.tail()
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
 def test_an_attached_engine_is_found_when_it_comes_and_missed_when_it_goes(tmp_path: Path, transport: str) -> None:
-    listen = f"unix:{tmp_path / 'engine.sock'}" if transport == "unix" else f"127.0.0.1:{free_port()}"
+    listen = f"127.0.0.1:{free_port()}" if transport == "tcp" else f"{transport}:{tmp_path / 'engine.sock'}"
     with running_server(*SYNTHETIC[:2], "--engine", listen, ready=False) as server:
         assert server.health() == health_pb2.HealthCheckResponse.NOT_SERVING
         with grpc.insecure_channel(server.address) as channel:
@@ -241,7 +305,7 @@ def test_an_attached_engine_is_found_when_it_comes_and_missed_when_it_goes(tmp_p
 
 
 def test_two_engines_share_the_work_and_one_that_dies_leaves_it_to_the_other(tmp_path: Path) -> None:
-    first, second = (f"unix:{tmp_path / name}" for name in ("first.sock", "second.sock"))
+    first, second = f"unix:{tmp_path / 'first.sock'}", f"shm:{tmp_path / 'second.sock'}"
     with (
         running_engine(first, *SYNTHETIC) as one,
         running_engine(second, *SYNTHETIC),
@@ -314,8 +378,9 @@ def test_a_reader_that_stalls_for_too_long_is_given_up() -> None:
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_an_idle_server_uses_under_one_percent_of_a_core() -> None:
-    with running_server(*SYNTHETIC) as server, grpc.insecure_channel(server.address) as channel:
+@CHANNELS
+def test_an_idle_server_uses_under_one_percent_of_a_core(transport: str) -> None:
+    with running_server(*SYNTHETIC, "--channel", transport) as server, grpc.insecure_channel(server.address) as channel:
         inference, _ = stubs(channel)
         ask(inference, request("warm", max_tokens=20))
         time.sleep(0.5)

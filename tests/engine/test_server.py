@@ -1,4 +1,4 @@
-"""The channel as a router sees it: a real engine process with the synthetic model, on a real Unix socket."""
+"""The channel as a router sees it: a real engine process with the synthetic model, over each transport."""
 
 from __future__ import annotations
 
@@ -9,29 +9,50 @@ import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-import grpc
 import pytest
 
 from engine.synthetic import expected_tokens
-from protos import engine_pb2, engine_pb2_grpc, inference_pb2
+from protos import engine_pb2, inference_pb2
+from router.transport import EngineLink, transport_to
 from tests.engine.harness import VOCAB_SIZE
 from tests.servers import running_engine
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    listen = f"unix:{tmp_path_factory.mktemp('channel') / 'engine.sock'}"
+@pytest.fixture(scope="module", params=["unix", "shm"])
+def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    listen = f"{request.param}:{tmp_path_factory.mktemp('channel') / 'engine.sock'}"
     with running_engine(listen, "--model", "synthetic", "--step-ms", "1", "--max-num-seqs", "32"):
         yield listen
 
 
-class Link:
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[Session]:
+    """A session that has had the engine's first message; waits for an engine that starts."""
+    transport = transport_to(address)
+    while True:
+        try:
+            link = await transport.connect()
+            session = Session(link)
+            await session.receive()
+            break
+        except OSError:
+            await asyncio.sleep(0.05)
+    try:
+        yield session
+    finally:
+        link.close()
+        await transport.close()
+
+
+class Session:
     """A router's end, as bare as it gets."""
 
-    def __init__(self, call: grpc.aio.StreamStreamCall[engine_pb2.RouterMessage, engine_pb2.EngineMessage]) -> None:
-        self.call = call
+    def __init__(self, link: EngineLink) -> None:
+        self.link = link
+        self.hello: engine_pb2.EngineMessage | None = None
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, engine_pb2.Ended] = {}
         self.numbers: list[int] = []
@@ -45,14 +66,15 @@ class Link:
             max_tokens=max_tokens,
             **fields,  # type: ignore[arg-type]
         )
-        await self.call.write(engine_pb2.RouterMessage(submit=submit))
+        await self.link.write(engine_pb2.RouterMessage(submit=submit))
 
     async def abort(self, *sequences: int) -> None:
-        await self.call.write(engine_pb2.RouterMessage(abort=engine_pb2.Abort(sequences=sequences)))
+        await self.link.write(engine_pb2.RouterMessage(abort=engine_pb2.Abort(sequences=sequences)))
 
     async def receive(self) -> engine_pb2.EngineMessage:
-        message = await self.call.read()
-        assert message is not grpc.aio.EOF
+        message = await self.link.read()
+        assert message is not None
+        self.hello = self.hello or message
         self.numbers.append(message.number)
         for sequence, token in zip(message.step.sequences, message.step.tokens, strict=True):
             self.tokens.setdefault(sequence, []).append(token)
@@ -68,105 +90,109 @@ class Link:
 
 
 @pytest.fixture
-async def link(address: str) -> AsyncIterator[Link]:
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = engine_pb2_grpc.EngineStub(channel).Connect(wait_for_ready=True)
-        link = Link(call)
-        await link.receive()
-        yield link
-        call.cancel()
+async def session(address: str) -> AsyncIterator[Session]:
+    async with connected(address) as session:
+        yield session
 
 
 async def test_the_first_message_says_what_the_engine_holds(address: str) -> None:
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = engine_pb2_grpc.EngineStub(channel).Connect(wait_for_ready=True)
-        message = await call.read()
+    async with connected(address) as session:
+        message = session.hello
         info = message.hello
         assert message.number == 0
         assert message.epoch == info.epoch != 0
         assert info.kv_cache.token_capacity == info.kv_cache.num_blocks * info.kv_cache.block_size
         assert info.kv_cache.total_bytes == info.kv_cache.token_capacity * info.kv_cache.bytes_per_token
-        call.cancel()
 
 
-async def test_many_sequences_stream_their_own_tokens(link: Link) -> None:
+async def test_many_sequences_stream_their_own_tokens(session: Session) -> None:
     for number in range(1, 41):
-        await link.submit(number, [number, 7, number], max_tokens=10 + number)
-    await link.receive_until_ended(*range(1, 41))
+        await session.submit(number, [number, 7, number], max_tokens=10 + number)
+    await session.receive_until_ended(*range(1, 41))
     for number in range(1, 41):
-        assert link.tokens[number] == expected_tokens([number, 7, number], 10 + number, VOCAB_SIZE)
-        assert link.ended[number].reason == engine_pb2.END_REASON_LENGTH
-    assert link.numbers == list(range(len(link.numbers)))
+        assert session.tokens[number] == expected_tokens([number, 7, number], 10 + number, VOCAB_SIZE)
+        assert session.ended[number].reason == engine_pb2.END_REASON_LENGTH
+    assert session.numbers == list(range(len(session.numbers)))
 
 
-async def test_n_sequences_of_one_prompt_are_numbered_in_a_row(link: Link) -> None:
-    await link.submit(100, [1, 2, 3], max_tokens=5, n=3)
-    await link.receive_until_ended(100, 101, 102)
-    assert {len(link.tokens[number]) for number in (100, 101, 102)} == {5}
+async def test_n_sequences_of_one_prompt_are_numbered_in_a_row(session: Session) -> None:
+    await session.submit(100, [1, 2, 3], max_tokens=5, n=3)
+    await session.receive_until_ended(100, 101, 102)
+    assert {len(session.tokens[number]) for number in (100, 101, 102)} == {5}
 
 
-async def test_abort_ends_a_sequence_and_returns_every_block(link: Link) -> None:
-    await link.submit(1, [5] * 100, max_tokens=5000)
-    while len(link.tokens.get(1, [])) < 3:
-        await link.receive()
-    await link.abort(1, 999)
-    await link.receive_until_ended(1)
-    assert link.ended[1].reason == engine_pb2.END_REASON_ABORTED
-    while link.load.blocks_referenced:
-        await link.receive()
-    assert link.load.blocks_free + link.load.blocks_evictable == link.load.blocks_total
-    await link.abort(1)
-    await link.submit(2, [1], max_tokens=1)
-    await link.receive_until_ended(2)
+async def test_abort_ends_a_sequence_and_returns_every_block(session: Session) -> None:
+    await session.submit(1, [5] * 100, max_tokens=5000)
+    while len(session.tokens.get(1, [])) < 3:
+        await session.receive()
+    await session.abort(1, 999)
+    await session.receive_until_ended(1)
+    assert session.ended[1].reason == engine_pb2.END_REASON_ABORTED
+    while session.load.blocks_referenced:
+        await session.receive()
+    assert session.load.blocks_free + session.load.blocks_evictable == session.load.blocks_total
+    await session.abort(1)
+    await session.submit(2, [1], max_tokens=1)
+    await session.receive_until_ended(2)
 
 
-async def test_a_deadline_ends_a_sequence(link: Link) -> None:
-    await link.submit(1, [5], max_tokens=5000, timeout_s=0.05)
-    await link.receive_until_ended(1)
-    assert link.ended[1].reason == engine_pb2.END_REASON_DEADLINE
+async def test_a_deadline_ends_a_sequence(session: Session) -> None:
+    await session.submit(1, [5], max_tokens=5000, timeout_s=0.05)
+    await session.receive_until_ended(1)
+    assert session.ended[1].reason == engine_pb2.END_REASON_DEADLINE
 
 
-async def test_a_router_that_leaves_takes_its_sequences_with_it(address: str, link: Link) -> None:
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = engine_pb2_grpc.EngineStub(channel).Connect()
-        other = Link(call)
-        await other.receive()
+async def test_a_router_that_leaves_takes_its_sequences_with_it(address: str, session: Session) -> None:
+    async with connected(address) as other:
         await other.submit(1, [9] * 50, max_tokens=20_000)
         while not other.tokens:
             await other.receive()
-        call.cancel()
-    await link.submit(1, [1, 2], max_tokens=200)
-    await link.receive_until_ended(1)
-    assert link.tokens[1] == expected_tokens([1, 2], 200, VOCAB_SIZE), "another router's sequence 1 is another sequence"
-    assert (link.load.running, link.load.blocks_referenced) == (0, 0)
+    await session.submit(1, [1, 2], max_tokens=200)
+    await session.receive_until_ended(1)
+    assert session.tokens[1] == expected_tokens([1, 2], 200, VOCAB_SIZE), (
+        "another router's sequence 1 is another sequence"
+    )
+    assert (session.load.running, session.load.blocks_referenced) == (0, 0)
 
 
-async def test_a_slow_router_gets_the_steps_it_missed_as_one_message(link: Link) -> None:
-    await link.submit(1, [3], max_tokens=300)
-    await asyncio.sleep(1.0)  # unread messages fill the socket's window, then gather
-    await link.receive_until_ended(1)
-    assert link.tokens[1] == expected_tokens([3], 300, VOCAB_SIZE)
+async def test_a_router_that_falls_behind_misses_nothing(session: Session) -> None:
+    for number in range(32):
+        await session.submit(number, [number], max_tokens=1000, logprobs=1)
+    await asyncio.sleep(2.0)  # a megabyte unread: several rings full
+    await session.receive_until_ended(*range(32))
+    for number in range(32):
+        assert session.tokens[number] == expected_tokens([number], 1000, VOCAB_SIZE)
+    assert session.numbers == list(range(len(session.numbers)))
 
 
-async def test_flush_reports_how_many_blocks_became_free(link: Link) -> None:
-    await link.submit(1, list(range(200)), max_tokens=1)
-    await link.receive_until_ended(1)
-    await link.call.write(engine_pb2.RouterMessage(flush_cache=engine_pb2.FlushCache()))
-    while (message := await link.receive()).WhichOneof("message") != "cache_flushed":
+async def test_flush_reports_how_many_blocks_became_free(session: Session) -> None:
+    await session.submit(1, list(range(200)), max_tokens=1)
+    await session.receive_until_ended(1)
+    await session.link.write(engine_pb2.RouterMessage(flush_cache=engine_pb2.FlushCache()))
+    while (message := await session.receive()).WhichOneof("message") != "cache_flushed":
         pass
     assert message.cache_flushed.freed_blocks >= 200 // 16
 
 
+def test_pagoda_health_asks_an_engine_over_either_transport(address: str) -> None:
+    for asked, expected in ((address, ("SERVING\n", 0)), (f"{address}.nobody", ("UNAVAILABLE\n", 1))):
+        command = [sys.executable, "-m", "clients.cli", "health", "--address", asked]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        assert (result.stdout, result.returncode) == expected
+
+
 def test_the_socket_is_its_owners_alone(address: str) -> None:
-    assert stat.S_IMODE(os.stat(Path(address.removeprefix("unix:"))).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(address.partition(":")[2]).st_mode) == 0o600
 
 
-def test_sigterm_ends_an_engine_with_exit_code_zero(tmp_path: Path) -> None:
-    with running_engine(f"unix:{tmp_path / 's'}", "--model", "synthetic") as process:
+@pytest.mark.parametrize("transport", ["unix", "shm"])
+def test_sigterm_ends_an_engine_with_exit_code_zero_and_removes_its_socket(tmp_path: Path, transport: str) -> None:
+    with running_engine(f"{transport}:{tmp_path / 's'}", "--model", "synthetic") as process:
         while not (tmp_path / "s").exists():
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 0
+        assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""The engine's sessions over a link that the test holds in its hand."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from engine import server as engine_server
+from engine.loop import Inbox, LoadSnapshot
+from engine.scheduler import Counters, StepOutput
+from engine.server import EngineServer
+from protos import control_pb2, engine_pb2, inference_pb2
+
+LOAD = LoadSnapshot(Counters(), waiting=0, running=1, blocks_total=8, blocks_free=7, blocks_evictable=0, step_s=0.0)
+
+
+class HeldLink:
+    """A router that submits one sequence and takes messages only while `takes` is set."""
+
+    def __init__(self) -> None:
+        self.takes = asyncio.Event()
+        self.got: list[engine_pb2.EngineMessage] = []
+        self.incoming: asyncio.Queue[engine_pb2.RouterMessage | None] = asyncio.Queue()
+        submit = engine_pb2.Submit(first_sequence=7, prompt=[1], sampling=inference_pb2.Sampling(n=1), max_tokens=100)
+        self.incoming.put_nowait(engine_pb2.RouterMessage(submit=submit))
+
+    async def read(self) -> engine_pb2.RouterMessage | None:
+        return await self.incoming.get()
+
+    async def write(self, message: engine_pb2.EngineMessage) -> None:
+        await self.takes.wait()
+        self.got.append(message)
+
+    def close(self) -> None:
+        self.incoming.put_nowait(None)
+
+
+def step(token: int) -> StepOutput:
+    return StepOutput(sequences=[0], tokens=[token], logprobs=[None])
+
+
+async def until_idle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def server() -> EngineServer:
+    server = EngineServer(control_pb2.EngineInfo(epoch=3))
+    server.attach(Inbox())
+    return server
+
+
+async def test_steps_that_a_router_is_too_slow_for_become_one_message(server: EngineServer) -> None:
+    link = HeldLink()
+    session = asyncio.create_task(server.serve(link))
+    await until_idle()
+    for token in range(50):
+        server.send(step(token), LOAD)
+        await until_idle()
+    link.takes.set()
+    await until_idle()
+    hello, tokens = link.got
+    assert (hello.epoch, hello.number, hello.HasField("hello")) == (3, 0, True)
+    assert (tokens.epoch, tokens.number) == (3, 1)
+    assert list(tokens.step.sequences) == [7] * 50
+    assert list(tokens.step.tokens) == list(range(50))
+    link.close()
+    await session
+
+
+async def test_a_router_that_takes_nothing_for_too_long_is_dropped_with_its_sequences(
+    server: EngineServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_server, "STALL_TIMEOUT_S", 0.05)
+    inbox = Inbox()
+    server.attach(inbox)
+    link = HeldLink()
+    with caplog.at_level(logging.WARNING):
+        await asyncio.wait_for(server.serve(link), 5)
+    added, aborted = inbox.take()
+    assert aborted.ids == [added.seq.id]
+    assert "took no message" in caplog.text
