@@ -36,6 +36,7 @@ from bench.pagoda import wait_ready
 from protos import engine_pb2, engine_pb2_grpc, inference_pb2
 
 PROMPT_LEN = 8
+STEADY_TOKENS = 1 << 20  # more than a stream gets to
 WARM_UP_S = 1.5
 GENERATE = "/pagoda.v1.Inference/Generate"
 
@@ -171,7 +172,7 @@ def _read_streams(pipe: Connection, address: str, streams: int, arrivals: Arriva
                 if not waiting:
                     pipe.send("started")
 
-        connection.call(_request(1 << 16), on_message, _refuse_end)
+        connection.call(_request(STEADY_TOKENS), on_message, _refuse_end)
 
     for _ in range(streams):
         open_stream()
@@ -207,7 +208,7 @@ def _refuse_end() -> None:
 def _read_channel(pipe: Connection, address: str, streams: int, arrivals: Arrivals) -> None:
     """The engine's own channel, without a router."""
     sampling = inference_pb2.Sampling(temperature=0, top_p=1, repetition_penalty=1, n=streams, seed=1)
-    submit = engine_pb2.Submit(first_sequence=1, prompt=range(PROMPT_LEN), sampling=sampling, max_tokens=1 << 16)
+    submit = engine_pb2.Submit(first_sequence=1, prompt=range(PROMPT_LEN), sampling=sampling, max_tokens=STEADY_TOKENS)
     stop = threading.Event()
 
     def requests() -> Iterator[engine_pb2.RouterMessage]:
@@ -215,18 +216,20 @@ def _read_channel(pipe: Connection, address: str, streams: int, arrivals: Arriva
         stop.wait()
 
     times: list[float] = []
+    tokens: list[int] = []
     with grpc.insecure_channel(address) as channel:
         for message in engine_pb2_grpc.EngineStub(channel).Connect(requests()):
-            if len(message.step.tokens) != streams:
+            if len(message.step.tokens) < streams:
                 continue
             times.append(time.monotonic())
+            tokens.append(len(message.step.tokens))
             if len(times) == 1:
                 pipe.send("started")
             if pipe.poll():
                 break
         stop.set()
     arrivals.times.append(times)
-    arrivals.tokens.append([streams] * len(times))
+    arrivals.tokens.append(tokens)
 
 
 def _request(max_tokens: int) -> bytes:
@@ -242,7 +245,7 @@ def _request(max_tokens: int) -> bytes:
 @contextlib.contextmanager
 def _engine(listen: str, max_num_seqs: int, step_ms: float) -> Iterator[psutil.Process]:
     sizes = ["--max-num-seqs", str(max_num_seqs), "--token-budget", str(max_num_seqs + 512)]
-    room = ["--max-model-len", str(1 << 17), "--kv-cache-gb", "0.4"]
+    room = ["--max-model-len", str(STEADY_TOKENS + 64), "--kv-cache-gb", "0.4"]
     pace = ["--step-ms", str(step_ms)] if step_ms else []
     command = [sys.executable, "-m", "engine", "--model", "synthetic", "--listen", listen, "--log-level", "warning"]
     with _stopped_at_end(subprocess.Popen([*command, *sizes, *room, *pace])) as process:
