@@ -1,6 +1,7 @@
 """`python -m bench.bookkeeping`: what a step costs the host around the model, in microseconds.
 
-Every sequence decodes, one token a step; the model is left out. The parts are those of engine/loop.py: schedule, commit
+Every sequence decodes, one token a step; the model is left out. The parts are those of engine/loop.py: schedule, pack
+(the step's arrays), commit
 (with take_output), the load snapshot, delivery to the router's pending output, and its encoding to bytes.
 """
 
@@ -13,6 +14,7 @@ from collections import defaultdict
 from statistics import median
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -21,11 +23,13 @@ from engine.blocks import BlockPool
 from engine.loop import EngineLoop
 from engine.scheduler import Scheduler
 from engine.sequence import Sampled, SamplingParams, Sequence, StepPlan
-from engine.server import Connection, EngineServicer
+from engine.server import Connection, EngineServer
+from engine.step_arrays import StepArrays
+from kernels import PagedKV, load_backend
 from protos import control_pb2, engine_pb2
 
 BLOCK_SIZE = 16
-PARTS = ("schedule", "commit", "load", "deliver", "encode")
+PARTS = ("schedule", "pack", "commit", "load", "deliver", "encode")
 
 
 class NoModel:
@@ -52,7 +56,7 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         max_model_len=context_len + steps + 64,
         clock=time.monotonic,
     )
-    runner, servicer, connection = NoModel(), EngineServicer(control_pb2.EngineInfo()), Connection()
+    runner, servicer, connection = NoModel(), EngineServer(control_pb2.EngineInfo()), Connection()
     loop = EngineLoop(scheduler, runner, servicer, on_end=lambda: None)
     servicer._connections.add(connection)
     for id in range(num_seqs):  # of different lengths, so that not all need a block in the same step
@@ -64,11 +68,17 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
     for id in range(num_seqs, num_seqs + waiting):
         scheduler.add(sequence(id, 32))
 
+    longest = context_len + steps + 64
+    arrays = StepArrays(num_seqs * context_len + 1, longest, BLOCK_SIZE)
+    ops, pages = load_backend("native"), PagedKV(*torch.empty(2, 1, BLOCK_SIZE, 1, 64))
+
     spent: dict[str, list[float]] = defaultdict(list)
     for _ in range(steps):
         started = time.perf_counter()
         plan = scheduler.schedule()
         scheduled = time.perf_counter()
+        arrays.pack(plan.chunks, ops, pages, sliding_window=None)
+        packed = time.perf_counter()
         sampled = runner.execute(plan)
         executed = time.perf_counter()
         scheduler.commit(plan, sampled)
@@ -83,6 +93,7 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         encoded = time.perf_counter()
         assert len(plan.chunks) == len(output.tokens) == num_seqs
         spent["schedule"].append(scheduled - started)
+        spent["pack"].append(packed - scheduled)
         spent["commit"].append(committed - executed)
         spent["load"].append(loaded - committed)
         spent["deliver"].append(delivered - loaded)

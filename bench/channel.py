@@ -30,8 +30,8 @@ from rich.table import Table
 
 from engine.listen import start_listening
 from engine.loop import Inbox, LoadSnapshot
-from engine.scheduler import Counters, StepOutput
 from engine.server import EngineServer
+from engine.step_output import Counters, StepOutput
 from protos import control_pb2, engine_pb2, inference_pb2
 from router.channel import EngineChannel
 

@@ -49,12 +49,12 @@ def served(arguments: list[str]) -> Iterator[Server]:
         with spawned(serve_command(arguments), log) as process:
             assert process.stdout is not None
             line = process.stdout.readline()
-            if not line.startswith("listening on ") or not _becomes_ready(line.split()[-1], process):
+            if not line.startswith("listening on ") or not becomes_ready(line.split()[-1], process):
                 raise BenchError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
             yield Server(line.split()[-1], process.pid)
 
 
-def _becomes_ready(address: str, process: subprocess.Popen[str]) -> bool:
+def becomes_ready(address: str, process: subprocess.Popen[str]) -> bool:
     deadline = time.monotonic() + START_TIMEOUT_S
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)

@@ -31,6 +31,7 @@ def serve(
     engine: Annotated[
         str, typer.Option(help="'spawn', or where engines run: shm:PATH, unix:PATH or HOST:PORT, comma-separated.")
     ] = "spawn",
+    workers: Annotated[int, typer.Option(help="Router processes that share the port.", min=1)] = 1,
     channel: Annotated[
         Literal["auto", "shm", "grpc"],
         typer.Option(rich_help_panel=_ENGINE, help="To a spawned engine: shared memory (auto: on Linux) or gRPC."),

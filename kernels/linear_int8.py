@@ -66,9 +66,7 @@ class _NativeInt8:
         rows, in_size = x.shape
         assert in_size == self._in_size
         out = torch.empty(rows, self._out_size, dtype=x.dtype)
-        self._multiply(
-            DTYPES[x.dtype], x.data_ptr(), *self._addresses, out.data_ptr(), rows, in_size, self._out_size
-        )
+        self._multiply(DTYPES[x.dtype], x.data_ptr(), *self._addresses, out.data_ptr(), rows, in_size, self._out_size)
         return out
 
 

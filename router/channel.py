@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from protos import control_pb2, engine_pb2
 from router.errors import PagodaError, Unavailable
 from router.transport import EngineLink, transport_to
+from router.wake import Wake
 
 log = logging.getLogger("pagoda.router")
 
@@ -38,14 +39,14 @@ class EngineStream:
         self.first_sequence = first_sequence
         self.inboxes = [SequenceInbox() for _ in range(count)]
         self.error: PagodaError | None = None
-        self.wake = asyncio.Event()
+        self.wake = Wake()
+        self.has_begun = False  # a token has come
         self.live = set(range(count))  # sequences whose end has not come
         self._channel = channel
 
     async def wait(self) -> None:
         """Until there is something in an inbox. Raises Unavailable when the engine is gone."""
         await self.wake.wait()
-        self.wake.clear()
         if self.error:
             raise self.error
 
@@ -195,13 +196,20 @@ class EngineChannel:
     def _deliver(self, step: engine_pb2.StepOutput) -> None:
         self.load = step.load
         logprobs = {entry.at: entry for entry in step.logprobs}
+        running: list[EngineStream] = []
         for at, (number, token) in enumerate(zip(step.sequences, step.tokens, strict=True)):
             if route := self._routes.get(number):
                 stream, index = route
                 stream.inboxes[index].tokens.append(token)
-                if at in logprobs:
+                if logprobs and at in logprobs:
                     stream.inboxes[index].logprobs.append(logprobs[at])
-                stream.wake.set()
+                if stream.has_begun:
+                    running.append(stream)
+                else:  # who waits for a first token is served before those who have theirs
+                    stream.has_begun = True
+                    stream.wake.set()
+        for stream in running:
+            stream.wake.set()
         for ended in step.ended:
             if route := self._routes.pop(ended.sequence, None):
                 stream, index = route

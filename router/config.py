@@ -15,6 +15,9 @@ class ServeConfig:
     """
     model              name or path of the checkpoint; the engine's flags below it are passed on when it is spawned
     listen             HOST:PORT or unix:PATH; port 0 takes a free one
+    engine             "spawn", or the addresses of running engines (unix:PATH or HOST:PORT), comma-separated
+    workers            router processes that share the port; each takes an equal part of the limits below
+    max_requests       admitted at once
     engine             "spawn", or the addresses of running engines (shm:PATH, unix:PATH, HOST:PORT), comma-separated
     channel            how a spawned engine is reached: shared memory, gRPC, or "auto": shared memory where there is any
     schedule           continuous is the way to serve; the others are there to be measured against it
@@ -31,6 +34,7 @@ class ServeConfig:
     model: str = "smollm2-135m-instruct"
     listen: str = "127.0.0.1:50051"
     engine: str = "spawn"
+    workers: int = 1
     channel: Literal["auto", "shm", "grpc"] = "auto"
     device: str = "auto"
     dtype: str = "auto"

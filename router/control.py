@@ -100,19 +100,16 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         request: control_pb2.GetLoadRequest,
         context: grpc.aio.ServicerContext[control_pb2.GetLoadRequest, control_pb2.Load],
     ) -> control_pb2.Load:
-        return self._load()
+        return self.load()
 
     async def WatchLoad(
         self,
         request: control_pb2.WatchLoadRequest,
         context: grpc.aio.ServicerContext[control_pb2.WatchLoadRequest, control_pb2.Load],
     ) -> None:
-        interval_s = request.interval.ToTimedelta().total_seconds() if request.HasField("interval") else 1.0
-        if not MIN_WATCH_INTERVAL_S <= interval_s <= MAX_WATCH_INTERVAL_S:
-            allowed = f"[{MIN_WATCH_INTERVAL_S}, {MAX_WATCH_INTERVAL_S:.0f}] s"
-            raise InvalidArgument("interval", f"{interval_s} s is outside {allowed}")
+        interval_s = watch_interval_s(request)
         while True:
-            await context.write(self._load())
+            await context.write(self.load())
             await asyncio.sleep(interval_s)
 
     async def Abort(
@@ -128,7 +125,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         request: control_pb2.DrainRequest,
         context: grpc.aio.ServicerContext[control_pb2.DrainRequest, control_pb2.DrainResponse],
     ) -> control_pb2.DrainResponse:
-        await self._state.drain()
+        await self.start_draining()
         await self._live.wait_idle()
         return control_pb2.DrainResponse()
 
@@ -141,7 +138,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         freed = [await channel.flush_cache() for channel in self._dispatcher.ready]
         return control_pb2.FlushCacheResponse(freed_blocks=sum(freed))
 
-    def _load(self) -> control_pb2.Load:
+    async def start_draining(self) -> None:
+        await self._state.drain()
+
+    def load(self) -> control_pb2.Load:
         """Summed over the engines; what describes a step is the first engine's."""
         load = control_pb2.Load()
         for channel in self._dispatcher.ready:
@@ -151,3 +151,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         load.requests = self._admission.requests
         load.reserved_tokens = self._admission.tokens
         return load
+
+
+def watch_interval_s(request: control_pb2.WatchLoadRequest) -> float:
+    """Raises InvalidArgument."""
+    interval_s = request.interval.ToTimedelta().total_seconds() if request.HasField("interval") else 1.0
+    if not MIN_WATCH_INTERVAL_S <= interval_s <= MAX_WATCH_INTERVAL_S:
+        allowed = f"[{MIN_WATCH_INTERVAL_S}, {MAX_WATCH_INTERVAL_S:.0f}] s"
+        raise InvalidArgument("interval", f"{interval_s} s is outside {allowed}")
+    return interval_s

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import grpc
 
@@ -12,8 +11,9 @@ from protos import engine_pb2, inference_pb2, inference_pb2_grpc
 from router.admission import Admission
 from router.channel import EngineStream, SequenceInbox
 from router.chat_template import Chat, Message
+from router.client_writer import ClientWriter, GenerateContext
 from router.dispatch import Dispatcher
-from router.errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted
+from router.errors import DeadlineExceeded, Internal, InvalidArgument
 from router.limits import Limits
 from router.live import LiveRequest, LiveRequests
 from router.output import SequenceOutput
@@ -26,8 +26,6 @@ from router.validation import (
     validate_generate,
     validate_tokenize,
 )
-
-GenerateContext: TypeAlias = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -60,14 +58,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 prompt = await self._tokenizer.encode_prompt(self._as_asked(params))
                 max_tokens = check_prompt(params, len(prompt), self.limits)
                 reservation.grow(params.n * (len(prompt) + max_tokens) - reservation.tokens)
-                call = GenerateCall(params, len(prompt), self._tokenizer, context, received, self._stall_timeout_s)
-                if params.has_prompt:
-                    await call.write(inference_pb2.GenerateResponse(prompt=inference_pb2.Prompt(token_ids=prompt)))
-                remaining_s = context.time_remaining()
-                if remaining_s is not None and remaining_s <= 0:
-                    raise DeadlineExceeded("the deadline passed before the request was scheduled")
-                submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, remaining_s)
-                await self._stream(call, live, submit)
+                async with ClientWriter(context, self._stall_timeout_s) as writer:
+                    call = GenerateCall(params, len(prompt), self._tokenizer, writer, received)
+                    if params.has_prompt:
+                        await call.write_prompt(prompt)
+                    remaining_s = context.time_remaining()
+                    if remaining_s is not None and remaining_s <= 0:
+                        raise DeadlineExceeded("the deadline passed before the request was scheduled")
+                    submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, remaining_s)
+                    await self._stream(call, live, submit)
             finally:
                 self._live.remove(params.request_id)
 
@@ -113,14 +112,11 @@ class GenerateCall:
         params: GenerateParams,
         prompt_len: int,
         tokenizer: Tokenizer,
-        context: GenerateContext,
+        writer: ClientWriter,
         received: float,
-        stall_timeout_s: float,
     ) -> None:
-        self._stall_timeout_s = stall_timeout_s
-        self._request_id = params.request_id
         self._prompt_len = prompt_len
-        self._context = context
+        self._writer = writer
         self._received = received
         self._first_written: float | None = None
         skips_special_tokens = not params.keeps_special_tokens
@@ -134,6 +130,11 @@ class GenerateCall:
             for index in range(params.n)
         ]
         self._unfinished = params.n
+        self._response = inference_pb2.GenerateResponse(request_id=params.request_id)  # used again
+
+    async def write_prompt(self, ids: Sequence[int]) -> None:
+        prompt = inference_pb2.Prompt(token_ids=ids)
+        await self._writer.write(inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt=prompt))
 
     async def run(self, stream: EngineStream) -> None:
         """Until every sequence has ended. Raises what the engine's end means, if it is no regular one."""
@@ -144,26 +145,14 @@ class GenerateCall:
                     await self._advance(output, inbox, stream)
 
     async def _advance(self, output: SequenceOutput, inbox: SequenceInbox, stream: EngineStream) -> None:
-        if (tokens := output.take(inbox)) is not None:
-            await self.write(inference_pb2.GenerateResponse(tokens=tokens))
+        if output.take(inbox, self._response.tokens):
+            if self._first_written is None:
+                self._first_written = time.monotonic()
+            await self._writer.write(self._response)
         if output.ended is not None:
-            await self.write(self._finish(output))
+            await self._writer.write(self._finish(output))
         elif output.stop is not None:
-            stream.abort(
-                output.index
-            )  # a stop string is the router's knowledge; until it is heard, tokens go on coming
-
-    async def write(self, response: inference_pb2.GenerateResponse) -> None:
-        """Raises ResourceExhausted when the client has stopped reading."""
-        response.request_id = self._request_id
-        if self._first_written is None and response.HasField("tokens"):
-            self._first_written = time.monotonic()
-        try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await self._context.write(response)
-        except TimeoutError:
-            message = f"the client has read nothing for {self._stall_timeout_s:g} s"
-            raise ResourceExhausted(message, reason="READER_STALLED") from None
+            stream.abort(output.index)  # only the router knows stop strings; until it is heard, tokens go on coming
 
     def _finish(self, output: SequenceOutput) -> inference_pb2.GenerateResponse:
         ended = output.ended
@@ -176,7 +165,7 @@ class GenerateCall:
             case engine_pb2.END_REASON_FAILED:
                 raise Internal(f"sequence failed in the engine: {ended.detail}")
         self._unfinished -= 1
-        response = inference_pb2.GenerateResponse(finished=output.finished())
+        response = inference_pb2.GenerateResponse(request_id=self._response.request_id, finished=output.finished())
         if not self._unfinished:
             response.usage.CopyFrom(self._usage())
             response.timing.CopyFrom(self._timing())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -13,10 +16,39 @@ from router.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 16 << 20
 SERVER_OPTIONS = [
-    ("grpc.so_reuseport", 0),  # on by default: two servers could share a port, each getting half of the calls
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients may ping an idle stream this often
 ]
+
+
+def server_options(shares_port: bool) -> list[tuple[str, int]]:
+    """gRPC shares ports by default: two servers on one by mistake would each get half of the calls."""
+    return [*SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port))]
+
+
+@contextlib.contextmanager
+def reserved_port(listen: str) -> Iterator[str]:
+    """Keeps HOST:PORT for processes that will share it; yields it with the port that was taken. Raises ConfigError."""
+    host, _, port = listen.rpartition(":")
+    if listen.startswith("unix:") or not port.isdigit():
+        raise ConfigError(f"--workers: processes can share HOST:PORT, not {listen}")
+    with contextlib.ExitStack() as stack:
+        taken = int(port)
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), taken, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, kind, protocol, _, address in found:
+                # Alone first: with SO_REUSEPORT it would succeed beside another server's workers.
+                with socket.socket(family, kind, protocol) as alone:
+                    alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    alone.bind((address[0], taken))
+                    taken = alone.getsockname()[1]
+                # It never listens, so that no connection comes here; it keeps the port while workers come and go.
+                shared = stack.enter_context(socket.socket(family, kind, protocol))
+                shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                shared.bind((address[0], taken))
+        except OSError as error:
+            raise ConfigError(f"--listen: cannot bind {listen}; is it in use?") from error
+        yield f"{host}:{taken}"
 
 
 def is_local(listen: str) -> bool:

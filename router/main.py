@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
-import secrets
 import signal
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import grpc
@@ -17,7 +16,6 @@ import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from channel.address import HAS_SHM, SHM_PREFIX
 from checkpoints import CheckpointError, PrintedProgress, Progress, resolve
 from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import Admission
@@ -25,56 +23,105 @@ from router.channel import EngineChannel
 from router.config import ServeConfig
 from router.control import ControlServicer
 from router.dispatch import Dispatcher
+from router.engine_address import spawn_address
 from router.errors import ConfigError
 from router.inference import InferenceServicer
 from router.interceptors import StatusInterceptor, TokenInterceptor
 from router.limits import Limits
-from router.listen import MAX_MESSAGE_BYTES, SERVER_OPTIONS, auth_token, bind, check_exposure, is_local
+from router.listen import MAX_MESSAGE_BYTES, auth_token, bind, check_exposure, is_local, server_options
 from router.live import LiveRequests
+from router.parent_link import ParentLink
+from router.shared_control import SharedControl
 from router.state import ServingState
-from router.supervisor import EngineFailedError, Supervisor
+from router.supervisor import ChildFailedError, EngineKeeper, Supervisor, engine_supervisor
 from router.tokenizer import Tokenizer
+from router.worker_config import WorkerConfig
+from router.workers import Workers
 
 log = logging.getLogger("pagoda.router")
 
 QUEUE_IN_CACHES = 8  # default of max_queued_tokens, in KV caches: what waits beyond that waits too long
 EXIT_CONFIG = 2
+GC_THRESHOLD = 20_000  # objects more than freed; a request in flight holds about a hundred
 
 
 def serve(config: ServeConfig, progress: Progress | None = None) -> int:
     """Serves until SIGTERM or SIGINT. Returns the process's exit code: 0, 1 for a failure, 2 for a wrong setting."""
+
+    def run() -> None:
+        check_exposure(config)
+        folder = resolve(config.model, progress or PrintedProgress())
+        if config.workers > 1:
+            uvloop.run(Workers(config, folder).run())
+        else:
+            _run(Router(config, folder, Tokenizer(folder)))
+
+    return _exit_code_of(run, config)
+
+
+def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
+    """Serves beside other routers on one port, until SIGTERM or the parent's death. Returns the exit code."""
+    folder = Path(config.folder)
+    return _exit_code_of(
+        lambda: _run(Router(config.serve, folder, Tokenizer(folder), parent, config.sockets)), config.serve
+    )
+
+
+def _exit_code_of(run: Callable[[], None], config: ServeConfig) -> int:
     logging.basicConfig(
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )
     try:
-        check_exposure(config)
-        folder = resolve(config.model, progress or PrintedProgress())
-        tokenizer = Tokenizer(folder)
-        uvloop.run(Router(config, folder, tokenizer).run())
+        run()
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    except EngineFailedError as error:
+    except ChildFailedError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-class Router:
-    """The parts of a router and the order in which they start and stop."""
+def _run(router: Router) -> None:
+    """What is in memory by now stays, and tokens come and go without cycles: garbage is looked for less often.
 
-    def __init__(self, config: ServeConfig, folder: Path, tokenizer: Tokenizer) -> None:
+    With Python's own thresholds a collection held up the streams for 10 ms and more.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD, 50, 50)
+    uvloop.run(router.run())
+
+
+class Router:
+    """The parts of a router and the order in which they start and stop.
+
+    parent   where it is one of several: who has started the engine
+    sockets  where it is one of several: of all routers' private Control services, its own first
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        folder: Path,
+        tokenizer: Tokenizer,
+        parent: ParentLink | None = None,
+        sockets: Sequence[str] = (),
+    ) -> None:
         self._config = config
         self._folder = folder
         self._tokenizer = tokenizer
-        self._supervisor: Supervisor | None = None
+        self._sockets = sockets
+        self._supervisor: Supervisor | None = None  # of an engine of our own
+        self._keeper: EngineKeeper | None = parent
+        self._shared_control: SharedControl | None = None
         self._live = LiveRequests()
         self._admission = Admission(config.max_requests, config.max_queued_tokens or 1 << 62)
         self._stop = asyncio.Event()
         self._failure: Exception | None = None
 
     async def run(self) -> None:
-        """Until told to stop. Raises ConfigError, EngineFailedError."""
+        """Until told to stop. Raises ConfigError, ChildFailedError."""
         self._stop_on_signals()
         with contextlib.ExitStack() as stack:
             addresses = self._engine_addresses(stack)
@@ -83,7 +130,7 @@ class Router:
                     address,
                     hang_timeout_s=self._config.hang_timeout_s,
                     on_change=self._on_engine_change,
-                    on_hang=self._supervisor.kill if self._supervisor else lambda: None,
+                    on_hang=self._keeper.kill if self._keeper else lambda: None,
                 )
                 for address in addresses
             ]
@@ -104,19 +151,17 @@ class Router:
     def _engine_addresses(self, stack: contextlib.ExitStack) -> list[str]:
         if self._config.engine != "spawn":
             return self._config.engine.split(",")
-        if self._config.channel == "shm" or (self._config.channel == "auto" and HAS_SHM):
-            address = f"{SHM_PREFIX}@pagoda-{secrets.token_hex(8)}"
-        else:
-            private = stack.enter_context(tempfile.TemporaryDirectory(prefix="pagoda-"))  # mode 0700: ours alone
-            address = f"unix:{private}/engine.sock"
-        self._supervisor = Supervisor(self._config.engine_arguments(str(self._folder), address))
+        address = stack.enter_context(spawn_address(self._config))
+        self._keeper = self._supervisor = engine_supervisor(self._config.engine_arguments(str(self._folder), address))
         return [address]
 
     async def _start_server(self) -> grpc.aio.Server:
         config = self._config
         token = auth_token(config)
         guards = [TokenInterceptor(token)] if token else []
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[*guards, StatusInterceptor()])
+        server = grpc.aio.server(
+            options=server_options(bool(self._sockets)), interceptors=[*guards, StatusInterceptor()]
+        )
         limits = Limits(
             max_model_len=config.max_model_len or 1 << 31,
             vocab_size=self._tokenizer.vocab_size,
@@ -140,11 +185,11 @@ class Router:
             dispatcher=self._dispatcher,
             live=self._live,
             state=self._state,
-            engine_restarts=lambda: self._supervisor.restarts if self._supervisor else 0,
+            engine_restarts=lambda: self._keeper.restarts if self._keeper else 0,
             max_message_bytes=MAX_MESSAGE_BYTES,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
-        control_pb2_grpc.add_ControlServicer_to_server(control, server)
+        control_pb2_grpc.add_ControlServicer_to_server(await self._shared(control), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._state.health, server)
         if is_local(config.listen) if config.reflection is None else config.reflection:
             services = [
@@ -159,6 +204,16 @@ class Router:
         await server.start()
         print(f"listening on {address}", flush=True)
         return server
+
+    async def _shared(self, control: ControlServicer) -> control_pb2_grpc.ControlServicer:
+        """One of several routers on a port answers for all of them."""
+        if not self._sockets:
+            return control
+        self._shared_control = SharedControl(control, self._sockets)
+        await self._shared_control.start()
+        if await self._shared_control.are_others_draining():
+            await self._state.drain()
+        return self._shared_control
 
     @property
     def _model_name(self) -> str:
@@ -175,8 +230,8 @@ class Router:
         if info.tokenizer_sha256 != self._tokenizer.fingerprint:
             self._fail(ConfigError(f"the engine at {channel.address} serves {info.model} with another tokenizer"))
             return
-        if self._supervisor:
-            self._supervisor.mark_ready()
+        if self._keeper:
+            self._keeper.mark_ready()
         old, cache = self._inference.limits, info.kv_cache
         self._inference.limits = Limits(
             max_model_len=info.max_model_len,
@@ -185,7 +240,7 @@ class Router:
             max_text_bytes=old.max_text_bytes,
         )
         if self._config.max_queued_tokens is None:
-            self._admission.max_tokens = QUEUE_IN_CACHES * cache.token_capacity
+            self._admission.max_tokens = QUEUE_IN_CACHES * cache.token_capacity // self._config.workers
         log.info(
             "%s on %s, %s; KV cache %.2f GB: %d blocks of %d tokens, %d tokens in all, %d bytes a token",
             info.model, info.device, info.dtype, cache.total_bytes / 1e9,
@@ -194,6 +249,8 @@ class Router:
 
     async def _drain(self) -> None:
         """Health says so first; then nothing new; then what runs may finish within the grace period."""
+        if self._shared_control:
+            await self._shared_control.leave()  # or the router that takes this one's place would drain with it
         await self._state.drain()
         if not self._live:
             return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+
 from protos import engine_pb2, inference_pb2
 from router.channel import SequenceInbox
 from router.detokenizer import Detokenizer
@@ -32,8 +34,11 @@ class SequenceOutput:
         self._matcher = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
 
-    def take(self, inbox: SequenceInbox) -> inference_pb2.Tokens | None:
-        """Empties the inbox. None if there is nothing to send; once the engine's end is taken, `ended` holds it."""
+    def take(self, inbox: SequenceInbox, into: inference_pb2.Tokens) -> bool:
+        """Empties the inbox. False if there is nothing to send; once the engine's end is taken, `ended` holds it.
+
+        `into` may hold what was sent before: a message in use again costs half of a new one.
+        """
         ids, logprobs, ended = inbox.tokens, inbox.logprobs, inbox.ended
         inbox.tokens, inbox.logprobs, inbox.ended = [], [], None
         if self.stop is not None:  # what the engine computed before it heard of the stop
@@ -42,8 +47,11 @@ class SequenceOutput:
         self.num_tokens += count
         self.ended = ended
         if not count and not text:
-            return None
-        return inference_pb2.Tokens(index=self.index, tokens=_token_records(ids[:count], logprobs), text=text)
+            return False
+        into.index = self.index
+        into.text = text
+        _write_records(into.tokens, ids[:count], logprobs)
+        return True
 
     def finished(self) -> inference_pb2.Finished:
         """The client's view of the end that was taken."""
@@ -83,17 +91,18 @@ class SequenceOutput:
         return "".join(pieces), len(ids)
 
 
-def _token_records(ids: Sequence[int], logprobs: Sequence[engine_pb2.Logprobs]) -> list[inference_pb2.Token]:
-    if not logprobs:
-        return [inference_pb2.Token(id=id) for id in ids]
-    return [
-        inference_pb2.Token(
-            id=id,
-            logprob=found.logprob,
-            top=[
-                inference_pb2.TopToken(id=top_id, logprob=logprob)
-                for top_id, logprob in zip(found.top_ids, found.top_logprobs, strict=True)
-            ],
-        )
-        for id, found in zip(ids, logprobs, strict=False)
-    ]
+def _write_records(
+    records: RepeatedCompositeFieldContainer[inference_pb2.Token],
+    ids: Sequence[int],
+    logprobs: Sequence[engine_pb2.Logprobs],
+) -> None:
+    if len(ids) == len(records) == 1 and not logprobs:  # as most messages are
+        records[0].id = ids[0]
+        return
+    del records[:]
+    for id in ids:
+        records.add(id=id)
+    for record, found in zip(records, logprobs, strict=False):
+        record.logprob = found.logprob
+        for top_id, logprob in zip(found.top_ids, found.top_logprobs, strict=True):
+            record.top.add(id=top_id, logprob=logprob)

@@ -345,12 +345,29 @@ def test_stalled_readers_slow_nobody_down(
     assert wait_idle(control).blocks_referenced == 0
 
 
+# Of itself gRPC would widen the window to megabytes before the server feels that nobody reads.
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
+
+
+def test_what_a_slow_reader_has_not_read_arrives_in_fewer_messages() -> None:
+    with (
+        running_server("--model", "synthetic") as server,
+        grpc.insecure_channel(server.address, options=SMALL_WINDOW) as channel,
+    ):
+        inference, control = stubs(channel)
+        call = inference.Generate(request("slow", max_tokens=20_000))
+        first = next(call)
+        while control.GetLoad(control_pb2.GetLoadRequest()).running:
+            time.sleep(0.05)  # the engine is not held up
+        answer = Answer([first, *call])
+        assert answer.ids() == expected_tokens(b"slow", 20_000, 258)
+        assert max(len(response.tokens.tokens) for response in answer.responses) > 1000
+
+
 def test_a_reader_that_stalls_for_too_long_is_given_up() -> None:
-    # Of itself gRPC would widen the window to megabytes before the server feels that nobody reads.
-    small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
     with (
         running_server("--model", "synthetic", "--stall-timeout-s", "0.5") as server,
-        grpc.insecure_channel(server.address, options=small_window) as channel,
+        grpc.insecure_channel(server.address, options=SMALL_WINDOW) as channel,
     ):
         inference, control = stubs(channel)
         call = inference.Generate(request("stalled", max_tokens=30_000, sampling={"n": 4}))
@@ -382,6 +399,9 @@ def test_an_idle_server_uses_under_one_percent_of_a_core(transport: str) -> None
         (("--model", "no-such-model"), "there is no model"),
         (("--tls-cert", "cert.pem"), "--tls-key"),
         (("--token-budget", "3"), "--token-budget"),
+        (("--workers", "2", "--listen", "unix:/tmp/pagoda-shared.sock"), "--workers"),
+        (("--workers", "2", "--max-requests", "1"), "--max-requests"),
+        (("--workers", "2", "--token-budget", "3"), "--token-budget"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_line_and_exit_code_two(arguments: tuple[str, ...], complaint: str) -> None:

@@ -382,4 +382,6 @@ def test_logits_in_int8_are_near_those_in_float32(saved: Callable[[str], Path], 
         return step_logits(runner, [next_chunk(ShuffledBlocks(runner).sequence(random_prompt(40, seed=5), 1))])[0]
 
     exact = logits("none")
-    assert (logits("int8") - exact).norm() / exact.norm() < 0.15  # random weights, far from smooth: a wrong scale gives 1
+    assert (
+        logits("int8") - exact
+    ).norm() / exact.norm() < 0.15  # random weights, far from smooth: a wrong scale gives 1

@@ -9,11 +9,13 @@ import pytest
 
 from engine import server as engine_server
 from engine.loop import Inbox, LoadSnapshot
-from engine.scheduler import Counters, StepOutput
 from engine.server import EngineServer
+from engine.step_output import Counters, StepOutput
 from protos import control_pb2, engine_pb2, inference_pb2
 
-LOAD = LoadSnapshot(Counters(), waiting=0, running=1, blocks_total=8, blocks_free=7, blocks_evictable=0, kv_slots_unused=0, step_s=0.0)
+LOAD = LoadSnapshot(
+    Counters(), waiting=0, running=1, blocks_total=8, blocks_free=7, blocks_evictable=0, kv_slots_unused=0, step_s=0.0
+)
 
 
 class HeldLink:

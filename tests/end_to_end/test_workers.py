@@ -1,0 +1,236 @@
+"""Several router processes on one port: what a client can rely on is what it can rely on with one."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from engine.synthetic import expected_tokens
+from protos import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from tests.end_to_end.asking import Answer, ask, request
+from tests.servers import Server, running_server
+
+WORKERS = 2
+ARGUMENTS = ("--model", "synthetic", "--step-ms", "2", "--workers", str(WORKERS))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Whole again after each test."""
+    with running_server(*ARGUMENTS, "--max-requests", "33") as server:
+        yield server
+
+
+def routers(server: Server) -> list[psutil.Process]:
+    children = psutil.Process(server.process.pid).children()
+    return [
+        child for child in children if child.status() != psutil.STATUS_ZOMBIE and "router.worker" in child.cmdline()
+    ]
+
+
+def wait_for(what: str, is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def connections(server: Server, count: int) -> Iterator[list[grpc.Channel]]:
+    """Ready, each with a socket of its own: the kernel spreads connections, not calls, over the routers."""
+    with contextlib.ExitStack() as stack:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        channels = [stack.enter_context(grpc.insecure_channel(server.address, options=options)) for _ in range(count)]
+        for channel in channels:
+            wait_for("each router has the engine", partial(is_serving, channel))
+        yield channels
+
+
+def held_by(server: Server) -> list[int]:
+    """Clients' connections of each router."""
+    port = int(server.address.rpartition(":")[2])
+    return [
+        sum(link.status == psutil.CONN_ESTABLISHED and link.laddr.port == port for link in router.net_connections())
+        for router in routers(server)
+    ]
+
+
+def is_serving(channel: grpc.Channel) -> bool:
+    status = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5).status
+    return bool(status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def test_streams_spread_over_the_routers_and_their_answers_are_right(server: Server) -> None:
+    with connections(server, 16) as channels:
+        calls = [
+            inference_pb2_grpc.InferenceStub(channel).Generate(request(f"{at}", max_tokens=300))
+            for at, channel in enumerate(channels)
+        ]
+        for call in calls:
+            next(call)
+        assert len(held_by(server)) == WORKERS
+        assert all(held_by(server))
+        for at, call in enumerate(calls):
+            assert len(Answer(list(call)).ids()) >= 299
+            assert ask(inference_pb2_grpc.InferenceStub(channels[at]), request(f"{at}", 20)).ids() == expected_tokens(
+                f"{at}".encode(), 20, 258
+            )
+
+
+def test_load_and_limits_are_those_of_all_routers_whichever_is_asked(server: Server) -> None:
+    with connections(server, 12) as channels:
+        assert all(held_by(server))
+        calls = [
+            inference_pb2_grpc.InferenceStub(channel).Generate(request(f"{at}", max_tokens=5000))
+            for at, channel in enumerate(channels)
+        ]
+        for call in calls:
+            next(call)
+        for channel in channels:
+            control = control_pb2_grpc.ControlStub(channel)
+            assert control.GetLoad(control_pb2.GetLoadRequest()).requests == 12
+            assert next(control.WatchLoad(control_pb2.WatchLoadRequest())).requests == 12
+            assert control.GetServerInfo(control_pb2.GetServerInfoRequest()).limits.max_requests == 33
+        for call in calls:
+            call.cancel()
+        control = control_pb2_grpc.ControlStub(channels[0])
+        wait_for("no request", lambda: control.GetLoad(control_pb2.GetLoadRequest()).requests == 0)
+
+
+def test_abort_reaches_the_router_that_has_the_request(server: Server) -> None:
+    with connections(server, 12) as channels:
+        assert all(held_by(server))
+        message = request("to be aborted", max_tokens=30_000)
+        message.request_id = "mine"
+        for channel in channels[1:]:  # some are the other router's
+            call = inference_pb2_grpc.InferenceStub(channels[0]).Generate(message)
+            next(call)
+            control_pb2_grpc.ControlStub(channel).Abort(control_pb2.AbortRequest(request_id="mine"))
+            assert Answer(list(call)).finished().reason == 3  # CANCELLED
+        with pytest.raises(grpc.RpcError) as caught:
+            control_pb2_grpc.ControlStub(channels[0]).Abort(control_pb2.AbortRequest(request_id="nobody's"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_killed_router_takes_only_its_own_streams_and_is_replaced(server: Server) -> None:
+    with connections(server, 16) as channels:
+        assert all(held_by(server))
+        before = {router.pid for router in routers(server)}
+        calls = [
+            inference_pb2_grpc.InferenceStub(channel).Generate(request(f"{at}", max_tokens=1500))
+            for at, channel in enumerate(channels)
+        ]
+        for call in calls:
+            next(call)
+        routers(server)[0].kill()
+        finished = lost = 0
+        for call in calls:
+            try:
+                finished += len(Answer(list(call)).ids()) >= 1499
+            except grpc.RpcError as error:
+                lost += error.code() is grpc.StatusCode.UNAVAILABLE
+        assert finished
+        assert lost
+        assert finished + lost == 16
+    wait_for("a new router", lambda: len({router.pid for router in routers(server)} - before) == 1)
+
+    def is_whole() -> bool:
+        with connections(server, 12):
+            return len(held_by(server)) == WORKERS and all(held_by(server))
+
+    wait_for("connections on both", is_whole)
+    assert ask(stub_of(server), request("after", max_tokens=20)).ids() == expected_tokens(b"after", 20, 258)
+
+
+def test_a_killed_engine_is_replaced_and_all_routers_count_it(server: Server) -> None:
+    server.engine().kill()
+    with connections(server, 12) as channels:
+
+        def is_counted() -> bool:
+            infos = [
+                control_pb2_grpc.ControlStub(channel).GetServerInfo(control_pb2.GetServerInfoRequest())
+                for channel in channels
+            ]
+            return all(info.engine_restarts == 1 and info.engine_state == 2 for info in infos)
+
+        wait_for("each router knows of the new engine", is_counted)
+
+
+def test_drain_stops_all_routers_also_one_that_is_started_later() -> None:
+    with running_server(*ARGUMENTS) as server, connections(server, 12) as channels:
+        assert all(held_by(server))
+        calls = [inference_pb2_grpc.InferenceStub(channel).Generate(request("x", 300)) for channel in channels]
+        for call in calls:
+            next(call)
+        control_pb2_grpc.ControlStub(channels[0]).Drain(control_pb2.DrainRequest(), timeout=20)
+        for call in calls:
+            assert len(Answer(list(call)).ids()) >= 299  # it answers when all have finished
+        for channel in channels:
+            with pytest.raises(grpc.RpcError) as caught:
+                ask(inference_pb2_grpc.InferenceStub(channel), request("late", 1))
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        before = {router.pid for router in routers(server)}
+        routers(server)[0].kill()
+        wait_for("a new router", lambda: len({router.pid for router in routers(server)} - before) == 1)
+        for _ in range(20):
+            time.sleep(0.1)
+            with contextlib.suppress(grpc.RpcError):
+                assert server.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_sigterm_lets_the_streams_of_all_routers_finish_and_leaves_nothing() -> None:
+    with running_server(*ARGUMENTS) as server, connections(server, 12) as channels:
+        assert all(held_by(server))
+        calls = [inference_pb2_grpc.InferenceStub(channel).Generate(request("last", 400)) for channel in channels]
+        first = [next(call) for call in calls]
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(children) == WORKERS + 1
+        server.process.send_signal(signal.SIGTERM)
+        for head, call in zip(first, calls, strict=True):
+            assert Answer([head, *call]).ids() == expected_tokens(b"last", 400, 258)
+        assert server.process.wait(10) == 0
+        assert not any(child.is_running() for child in children)
+        host, _, port = server.address.rpartition(":")
+        with socket.socket() as again:  # with no option set: nobody has the port any more
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            again.bind((host, int(port)))
+
+
+def test_a_second_sigterm_ends_the_wait() -> None:
+    with running_server(*ARGUMENTS, "--grace-s", "60") as server, connections(server, 1) as (channel,):
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request("endless", max_tokens=30_000))
+        next(call)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+
+
+def test_no_process_outlives_the_parent() -> None:
+    with running_server(*ARGUMENTS) as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(children) == WORKERS + 1
+        server.process.kill()
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive
+
+
+def test_a_port_that_another_server_shares_among_its_routers_is_refused(server: Server) -> None:
+    with (
+        pytest.raises(AssertionError, match="in use"),
+        running_server(*ARGUMENTS, "--listen", server.address),
+    ):
+        pass
+
+
+def stub_of(server: Server) -> inference_pb2_grpc.InferenceStub:
+    return inference_pb2_grpc.InferenceStub(grpc.insecure_channel(server.address))

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from router.wake import Wake
+
+
+async def test_what_is_set_before_the_wait_is_not_lost_and_counts_once() -> None:
+    wake = Wake()
+    wake.set()
+    wake.set()
+    await asyncio.wait_for(wake.wait(), 1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(wake.wait(), 0.01)
+
+
+async def test_a_waiter_is_woken_and_one_that_was_cancelled_leaves_no_trace() -> None:
+    wake = Wake()
+    cancelled = asyncio.create_task(wake.wait())
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    waiter = asyncio.create_task(wake.wait())
+    await asyncio.sleep(0)
+    wake.set()
+    await asyncio.wait_for(waiter, 1)
