@@ -132,7 +132,14 @@ def _load(step: int, sent: float) -> LoadSnapshot:
     """The field for a step's duration carries the time of sending: both processes read one clock."""
     counters = Counters(steps=step)
     return LoadSnapshot(
-        counters, waiting=0, running=1, blocks_total=8192, blocks_free=1, blocks_evictable=1, step_s=sent
+        counters,
+        waiting=0,
+        running=1,
+        blocks_total=8192,
+        blocks_free=1,
+        blocks_evictable=1,
+        kv_slots_unused=0,
+        step_s=sent,
     )
 
 

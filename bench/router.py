@@ -177,7 +177,8 @@ def _read_streams(pipe: Connection, address: str, streams: int, arrivals: Arriva
 
     for _ in range(streams):
         open_stream()
-    while connection in multiprocessing.connection.wait([connection, pipe]):
+    readable: list[Any] = [connection, pipe]
+    while connection in multiprocessing.connection.wait(readable):
         connection.receive()
 
 

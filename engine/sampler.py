@@ -14,7 +14,7 @@ from engine.sequence import Sequence, TokenLogprobs
 from kernels import Backend, Draws, LogitAdjustments
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """One sequence's next token, or why there is none: then `token` is -1."""
 
@@ -31,6 +31,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._rows: dict[int, SamplingRow] = {}
+        self._no_draws = self._draws([])
 
     def sample(self, seqs: Rows[Sequence], logits: Tensor) -> list[Choice]:
         """
@@ -43,6 +44,8 @@ class Sampler:
             return []
         rows = [self._row(seq) for seq in seqs]
         self._rows = {row.seq.id: row for row in rows}
+        if all(row.is_plain for row in rows):  # the usual case, without building empty arrays
+            return [self._choice(row, token) for row, token in zip(rows, self._most_likely(logits), strict=True)]
         asking = [at for at, row in enumerate(rows) if row.seq.params.logprobs is not None]
         logprobs = logits[asking].float().log_softmax(dim=-1) if asking else None
         adjustments = self._adjustments(rows)
@@ -58,6 +61,10 @@ class Sampler:
     def _row(self, seq: Sequence) -> SamplingRow:
         row = self._rows.get(seq.id)
         return row if row is not None and row.seq is seq else SamplingRow(seq, self._vocab_size)
+
+    def _most_likely(self, logits: Tensor) -> list[int]:
+        tokens: list[int] = self._ops.sample(logits, self._no_draws).tolist()
+        return tokens
 
     def _choice(self, row: SamplingRow, token: int) -> Choice:
         if row.fault is not None:

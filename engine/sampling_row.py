@@ -20,6 +20,7 @@ class SamplingRow:
     seen                  tokens that penalties apply to; None: no penalties
     bias_ids, bias        int64 and float32
     stop_ids              int64, banned while fewer than min_tokens exist
+    is_plain              the most likely token, and nothing else is asked for
     """
 
     def __init__(self, seq: Sequence, vocab_size: int) -> None:
@@ -31,6 +32,10 @@ class SamplingRow:
         self.bias_ids = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
         self.stop_ids = np.array([token for token in params.stop_token_ids if 0 <= token < vocab_size], dtype=np.int64)
+
+        holds_stops_back = params.min_tokens > 0 and len(self.stop_ids) > 0
+        changes = params.has_penalties or len(self.bias) > 0 or holds_stops_back
+        self.is_plain = not (self.fault or self.draws or changes or params.logprobs is not None)
 
     @property
     def bans_stops(self) -> bool:

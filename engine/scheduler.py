@@ -61,7 +61,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of admission
         self.waiting: list[Sequence] = []  # sorted by admission_order
         self._prefixes = PrefixCache(pool, prefix_caching)
-        self._schedule = SCHEDULES[schedule]()
+        self._schedule = SCHEDULES[schedule](token_budget)
         self._live: dict[int, Sequence] = {}
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, id); ended sequences linger until their time
         self._output = StepOutput()
@@ -158,17 +158,18 @@ class Scheduler:
         return StepPlan(chunks)
 
     def _admit(self) -> None:
-        """Starts waiting sequences while there are places, the schedule takes them and their blocks exist."""
+        """Starts waiting sequences while there are places, the schedule picks one and its blocks exist."""
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return
         budget = self.token_budget - sum(seq.remaining_len for seq in self.running)
-        while self.waiting and len(self.running) < self.max_num_seqs and self._schedule.admits(self.running, budget):
-            if not self._start(self.waiting[-1]):
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            seq = self._schedule.pick(self.waiting, self.running, budget)
+            if seq is None or not self._start(seq):
                 return
-            budget -= self.running[-1].remaining_len
+            budget -= seq.remaining_len
 
     def _start(self, seq: Sequence) -> bool:
-        """Gives the next waiting sequence blocks for every token that it has, if there are as many."""
+        """Gives a waiting sequence blocks for every token that it has, if there are as many."""
         # One block each is left for those who run: else a newcomer would be preempted as soon as they grow. It also
         # keeps out who has just been preempted: what it gave up, less the block it was given up for, is too little.
         spare = self.pool.num_available - len(self.running)
@@ -178,7 +179,7 @@ class Scheduler:
         needed = self.pool.blocks_for(seq.num_tokens) - len(hits)
         if needed > spare - self.pool.num_unreferenced(hits):
             return False
-        self.waiting.pop()
+        self._unqueue(seq)
         self.pool.share(hits)
         seq.blocks = hits + self.pool.allocate(needed)
         seq.num_published = len(hits)
@@ -232,12 +233,15 @@ class Scheduler:
             for gone in self._schedule.leaving(seq, reason, self.running):
                 self._leave(gone)
         else:
-            at = bisect_left(self.waiting, admission_order(seq), key=admission_order)
-            if at < len(self.waiting) and self.waiting[at] is seq:
-                del self.waiting[at]
+            self._unqueue(seq)
         seq.state = State.FINISHED
         del self._live[seq.id]
         self._output.ended.append(Ended(seq, reason, self.clock(), matched, detail))
+
+    def _unqueue(self, seq: Sequence) -> None:
+        at = bisect_left(self.waiting, admission_order(seq), key=admission_order)
+        if at < len(self.waiting) and self.waiting[at] is seq:  # who was rejected has never been in it
+            del self.waiting[at]
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)

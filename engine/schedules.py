@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from itertools import islice
 from typing import Literal, Protocol
 
 from engine.sequence import EndReason, SamplingParams, Sequence, State
@@ -16,11 +17,18 @@ from engine.sequence import EndReason, SamplingParams, Sequence, State
 ScheduleName = Literal["sequential", "interleaved", "static", "continuous"]
 
 
-class Schedule(Protocol):
-    """Asked by the scheduler in every step. `running` is in the order of admission and is not to be changed."""
+OVERTAKING = 64  # how many of those next in line a short prompt can overtake
 
-    def admits(self, running: list[Sequence], budget: int) -> bool:
-        """May one more start? `budget` is what those that run leave of the step's tokens; it may be below zero."""
+
+class Schedule(Protocol):
+    """Asked by the scheduler in every step. `running` is in the order of admission; it is not to be changed, nor is
+    `waiting`, whose last is the next in line.
+    """
+
+    def __init__(self, token_budget: int) -> None: ...
+
+    def pick(self, waiting: list[Sequence], running: list[Sequence], budget: int) -> Sequence | None:
+        """Who of those that wait may start. `budget`: what those that run leave of the step, or below zero."""
 
     def turn(self, running: list[Sequence], budget: int) -> list[Sequence]:
         """Who computes in this step, at most `budget` tokens together: decodes first, then prefills in this order."""
@@ -30,13 +38,41 @@ class Schedule(Protocol):
 
 
 class Continuous:
-    """Requests join and leave the batch at every step."""
+    """Requests join and leave the batch at every step.
 
-    def admits(self, running: list[Sequence], budget: int) -> bool:
-        return budget > 0
+    Of what decodes leave of a step, short prompts take up to half before the one that has waited longest has the rest:
+    they do not wait until long prompts are computed, and a long prompt takes twice its time at most.
+    """
+
+    def __init__(self, token_budget: int) -> None:
+        self._half = token_budget // 2
+
+    def pick(self, waiting: list[Sequence], running: list[Sequence], budget: int) -> Sequence | None:
+        first = waiting[-1]
+        if budget > 0:
+            return first
+        spare = self._half - sum(seq.remaining_len for seq in running if 1 < seq.remaining_len <= self._half)
+        for seq in islice(reversed(waiting), OVERTAKING):
+            if seq.remaining_len <= spare and seq.priority == first.priority:
+                return seq
+        return None
 
     def turn(self, running: list[Sequence], budget: int) -> list[Sequence]:
-        return running
+        prefills = [seq for seq in running if len(seq.tokens) - seq.num_computed > 1]
+        budget -= len(running) - len(prefills)
+        if len(prefills) < 2 or sum(seq.remaining_len for seq in prefills) <= budget:
+            return running
+        decodes = [seq for seq in running if len(seq.tokens) - seq.num_computed <= 1]
+        oldest, *others = prefills
+        spare = budget // 2
+        ahead: list[Sequence] = []
+        for seq in sorted(others, key=lambda seq: seq.remaining_len):
+            spare -= seq.remaining_len
+            if spare < 0:
+                break
+            ahead.append(seq)
+        passed = {seq.id for seq in ahead}
+        return [*decodes, *ahead, oldest, *(seq for seq in others if seq.id not in passed)]
 
     def leaving(self, ended: Sequence, reason: EndReason, running: list[Sequence]) -> list[Sequence]:
         return [ended]
@@ -45,18 +81,19 @@ class Continuous:
 class Sequential(Continuous):
     """One request at a time, from its prompt to its end."""
 
-    def admits(self, running: list[Sequence], budget: int) -> bool:
-        return not running
+    def pick(self, waiting: list[Sequence], running: list[Sequence], budget: int) -> Sequence | None:
+        return None if running else waiting[-1]
 
 
 class Interleaved(Continuous):
     """One step of each request in turn: a chunk of its prompt or one token. Fair, and no batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, token_budget: int) -> None:
+        super().__init__(token_budget)
         self._round: deque[Sequence] = deque()
 
-    def admits(self, running: list[Sequence], budget: int) -> bool:
-        return True
+    def pick(self, waiting: list[Sequence], running: list[Sequence], budget: int) -> Sequence | None:
+        return waiting[-1]
 
     def turn(self, running: list[Sequence], budget: int) -> list[Sequence]:
         while running:
@@ -77,13 +114,13 @@ class Static:
     token again. Only the cancelled, expired and failed leave at once, as a client may rely on in every mode.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, token_budget: int) -> None:
         self._forming = False
         self._padding = 0  # rows of the prompts' padding still to be computed
 
-    def admits(self, running: list[Sequence], budget: int) -> bool:
+    def pick(self, waiting: list[Sequence], running: list[Sequence], budget: int) -> Sequence | None:
         self._forming = self._forming or not running
-        return self._forming
+        return waiting[-1] if self._forming else None
 
     def turn(self, running: list[Sequence], budget: int) -> list[Sequence]:
         if self._forming and running:

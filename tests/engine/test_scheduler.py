@@ -224,3 +224,38 @@ def test_the_preempted_does_not_come_straight_back() -> None:
             assert engine.scheduler.waiting
             assert not any(chunk.seq.preemptions and chunk.start == 0 for chunk in plan.chunks)
     assert 0 < preemptions < 12
+
+
+def test_a_short_prompt_does_not_wait_until_long_ones_are_computed() -> None:
+    """It takes half a step at most: the long prompts lose no more than that."""
+    engine = SteppedEngine(token_budget=16, num_blocks=200, max_model_len=300)
+    long = [engine.add(list(range(100, 220)), max_tokens=4) for _ in range(2)]
+    engine.step()
+    short = [engine.add([7, 8, at], max_tokens=1) for at in range(3)]
+    plan = engine.step()
+    assert [(chunk.seq, chunk.length) for chunk in plan.chunks] == [(short[0], 3), (short[1], 3), (long[0], 10)]
+    assert [chunk.seq for chunk in engine.step().chunks] == [short[2], long[0]]
+    assert long[1].num_computed == 0  # long prompts keep their order
+
+
+def test_short_prompts_without_end_at_most_double_a_long_prompt_s_time() -> None:
+    engine = SteppedEngine(token_budget=16, num_blocks=200, max_model_len=300)
+    long = engine.add(list(range(160)), max_tokens=1)
+    steps = 0
+    while long.first_token is None:
+        engine.add([1, 2, steps % 50], max_tokens=1)
+        engine.add([3, 4, steps % 50], max_tokens=1)
+        engine.add([5, 6, steps % 50], max_tokens=1)
+        engine.step()
+        steps += 1
+    assert steps <= 2 * 160 / 16
+
+
+def test_a_short_prompt_overtakes_nobody_of_higher_priority() -> None:
+    engine = SteppedEngine(token_budget=16, num_blocks=200, max_model_len=300)
+    engine.add(list(range(100)), max_tokens=1)
+    engine.step()
+    engine.add(list(range(50, 150)), max_tokens=1, priority=1)
+    low = engine.add([1, 2], max_tokens=1)
+    engine.step()
+    assert low.first_scheduled is None
