@@ -348,7 +348,7 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     // With work enough, a thread takes several parts and all their heads, and fetches the next while it computes one.
     int64_t num_decodes = static_cast<int64_t>(decodes.size());
     bool is_plenty = num_decodes >= 4 * pool.size();
-    int64_t run_length = is_plenty ? num_decodes / (4 * pool.size()) : 1;
+    int64_t run_length = is_plenty ? std::max<int64_t>(2, num_decodes / (4 * pool.size())) : 1;
     int64_t heads_a_part = is_plenty ? args.num_kv_heads : 1;
     int64_t head_parts = args.num_kv_heads / heads_a_part, decode_runs = ceil_div(num_decodes, run_length) * head_parts;
     auto decode_run = [&](int64_t number) {
@@ -363,6 +363,9 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
             if (at + 1 < end) {
                 splits[(at + 1) % 2] = locate(decodes[at + 1]);
                 prefetch = {splits[(at + 1) % 2], all_keys, all_values, stride, steps};
+            } else {  // the last of a run: its own values, which are wanted when its scores are known
+                const T* values = all_values + first_head * HEAD_DIM;
+                prefetch = {split, values, values, heads_a_part * HEAD_DIM, ceil_div(steps, heads_a_part)};
             }
             for (int64_t kv_head = first_head; kv_head < first_head + heads_a_part; kv_head++)
                 decode(decodes[at], split, kv_head, prefetch);
