@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from kernels.adjust_logits import LogitAdjustments, adjust_logits
-from kernels.linear import Linear, linear, linear_cpu
-from kernels.linear_int8 import linear_int8_native
+from kernels.linear import Linear, gated_linear, gated_linear_cpu, gated_linear_native, linear, linear_cpu
+from kernels.linear_int8 import gated_linear_int8_native, linear_int8_native
 from kernels.paged import AttentionPlan, PagedKV
 from kernels.paged_attention import paged_attention, plan_attention
 from kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
@@ -20,7 +20,6 @@ from kernels.rms_norm import rms_norm, rms_norm_cpu, rms_norm_native
 from kernels.rope_and_store_kv import rope_and_store_kv, rope_and_store_kv_cpu, rope_and_store_kv_native
 from kernels.sample import Draws, sample
 from kernels.sample_cpu import sample_cpu, sample_native
-from kernels.silu_and_mul import silu_and_mul, silu_and_mul_cpu, silu_and_mul_native
 
 
 class RmsNorm(Protocol):
@@ -33,11 +32,11 @@ class Backend:
 
     name: str
     linear: Callable[[Tensor, Tensor | None], Linear]
+    gated_linear: Callable[[Tensor, Tensor | None], Linear]
     rms_norm: RmsNorm
     rope_and_store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, PagedKV], Tensor]
     plan_attention: Callable[[np.ndarray, np.ndarray, np.ndarray, PagedKV, int | None], AttentionPlan]
     paged_attention: Callable[[Tensor, PagedKV, AttentionPlan], Tensor]
-    silu_and_mul: Callable[[Tensor], Tensor]
     adjust_logits: Callable[[Tensor, LogitAdjustments], None]
     sample: Callable[[Tensor, Draws], Tensor]
 
@@ -45,11 +44,11 @@ class Backend:
 REFERENCE = Backend(
     name="reference",
     linear=linear,
+    gated_linear=gated_linear,
     rms_norm=rms_norm,
     rope_and_store_kv=rope_and_store_kv,
     plan_attention=plan_attention,
     paged_attention=paged_attention,
-    silu_and_mul=silu_and_mul,
     adjust_logits=adjust_logits,
     sample=sample,
 )
@@ -57,11 +56,11 @@ REFERENCE = Backend(
 CPU = Backend(
     name="cpu",
     linear=linear_cpu,
+    gated_linear=gated_linear_cpu,
     rms_norm=rms_norm_cpu,
     rope_and_store_kv=rope_and_store_kv_cpu,
     plan_attention=plan_attention_cpu,
     paged_attention=paged_attention_cpu,
-    silu_and_mul=silu_and_mul_cpu,
     adjust_logits=adjust_logits,
     sample=sample_cpu,
 )
@@ -69,16 +68,16 @@ CPU = Backend(
 NATIVE = Backend(
     name="native",
     linear=linear_cpu,
+    gated_linear=gated_linear_native,
     rms_norm=rms_norm_native,
     rope_and_store_kv=rope_and_store_kv_native,
     plan_attention=plan_attention_native,
     paged_attention=paged_attention_native,
-    silu_and_mul=silu_and_mul_native,
     adjust_logits=adjust_logits,
     sample=sample_native,
 )
 
-NATIVE_INT8 = replace(NATIVE, name="native-int8", linear=linear_int8_native)
+NATIVE_INT8 = replace(NATIVE, name="native-int8", linear=linear_int8_native, gated_linear=gated_linear_int8_native)
 
 _BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, NATIVE, NATIVE_INT8)}
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from kernels.silu_and_mul import silu_and_mul, silu_and_mul_cpu, silu_and_mul_native
 
 
 class Linear(Protocol):
@@ -55,3 +58,25 @@ def linear_cpu(weight: Tensor, bias: Tensor | None) -> Linear:
     if weight.dtype == torch.float16 or (weight.dtype == torch.bfloat16 and is_bfloat16_slow):
         return _Plain(weight, bias)
     return _Packed(torch.ops.mkldnn._reorder_linear_weight(weight, None), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gated:
+    gate: Callable[[Tensor], Tensor]
+    linear: Linear
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return self.linear(self.gate(x))
+
+
+def gated_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`linear` of silu(gate) · up: it takes [rows, 2 * in], as `silu_and_mul` does."""
+    return _Gated(silu_and_mul, linear(weight, bias))
+
+
+def gated_linear_cpu(weight: Tensor, bias: Tensor | None) -> Linear:
+    return _Gated(silu_and_mul_cpu, linear_cpu(weight, bias))
+
+
+def gated_linear_native(weight: Tensor, bias: Tensor | None) -> Linear:
+    return _Gated(silu_and_mul_native, linear_cpu(weight, bias))

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from kernels.linear import Linear
 from kernels.native_module import DTYPES, native, takes
+from kernels.silu_and_mul import silu_and_mul
 
 GROUP = 64  # elements of the input that share a scale
 PANEL = 32  # outputs that the packed layout keeps together
@@ -36,9 +37,10 @@ class _Int8:
     values: Tensor
     scales: Tensor
     bias: Tensor | None
+    is_gated: bool
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        values, scales = quantize(x)
+        values, scales = quantize(silu_and_mul(x.float()) if self.is_gated else x)
         product = torch.zeros(len(x), len(self.values))
         for group in range(scales.shape[1]):
             whole = values[:, group].double() @ self.values[:, group].double().T  # exact
@@ -50,23 +52,41 @@ class _Int8:
 
 def linear_int8(weight: Tensor, bias: Tensor | None) -> Linear:
     """`kernels.linear.linear` in int8: sums of a group are exact, groups are added up in float32, in order."""
-    return _Int8(*quantize(weight), bias)
+    return _Int8(*quantize(weight), bias, is_gated=False)
+
+
+def gated_linear_int8(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`kernels.linear.gated_linear` in int8; what is gated is not rounded before it is quantized."""
+    return _Int8(*quantize(weight), bias, is_gated=True)
 
 
 class _NativeInt8:
-    def __init__(self, packed: Tensor, scales: Tensor, bias: Tensor | None, in_size: int, out_size: int) -> None:
+    def __init__(
+        self, packed: Tensor, scales: Tensor, bias: Tensor | None, sizes: tuple[int, int], is_gated: bool
+    ) -> None:
         assert native is not None
         self._owned = packed, scales, bias
         self._addresses = packed.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr()
-        self._in_size, self._out_size = in_size, out_size
+        self._in_size, self._out_size = sizes
+        self._is_gated = is_gated
+        self._width = self._in_size * (2 if is_gated else 1)
         self._multiply = native.linear_int8
 
     def __call__(self, x: Tensor, /) -> Tensor:
         assert takes(x)
-        rows, in_size = x.shape
-        assert in_size == self._in_size
+        rows, width = x.shape
+        assert width == self._width
         out = torch.empty(rows, self._out_size, dtype=x.dtype)
-        self._multiply(DTYPES[x.dtype], x.data_ptr(), *self._addresses, out.data_ptr(), rows, in_size, self._out_size)
+        self._multiply(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            *self._addresses,
+            out.data_ptr(),
+            rows,
+            self._in_size,
+            self._out_size,
+            self._is_gated,
+        )
         return out
 
 
@@ -80,6 +100,15 @@ def linear_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
 
     weight  [out, in] float32 or bfloat16, contiguous
     """
+    return _pack(weight, bias, is_gated=False)
+
+
+def gated_linear_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`gated_linear_int8` by compiled code, like `linear_int8_native`."""
+    return _pack(weight, bias, is_gated=True)
+
+
+def _pack(weight: Tensor, bias: Tensor | None, is_gated: bool) -> Linear:
     assert native is not None
     assert takes(weight)
     out_size, in_size = weight.shape
@@ -87,4 +116,4 @@ def linear_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
     packed = torch.empty(panels * groups * GROUP * PANEL, dtype=torch.uint8)
     scales = torch.empty(panels * groups * PANEL)
     native.pack_int8(DTYPES[weight.dtype], weight.data_ptr(), packed.data_ptr(), scales.data_ptr(), in_size, out_size)
-    return _NativeInt8(packed, scales, bias, in_size, out_size)
+    return _NativeInt8(packed, scales, bias, (in_size, out_size), is_gated)

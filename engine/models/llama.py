@@ -58,7 +58,7 @@ class Layer:
             output=ops.linear(weights.output_weight, weights.output_bias),
             post_attention_norm=weights.post_attention_norm,
             gate_up=ops.linear(weights.gate_up_weight, weights.gate_up_bias),
-            down=ops.linear(weights.down_weight, weights.down_bias),
+            down=ops.gated_linear(weights.down_weight, weights.down_bias),
         )
 
 
@@ -87,7 +87,7 @@ class Llama:
         for layer, kv, next_norm in zip(self._layers, cache, norms, strict=True):
             x = self._attend(layer, x, rotations, inputs, kv)
             x = ops.rms_norm(x, layer.post_attention_norm, eps, residual)
-            x = layer.down(ops.silu_and_mul(layer.gate_up(x)))
+            x = layer.down(layer.gate_up(x))
             x = ops.rms_norm(x, next_norm, eps, residual)
         return self._head(x.index_select(0, inputs.logit_rows))
 

@@ -45,20 +45,40 @@ struct Int8Rows {
     int32_t* offsets;  // [rows, groups]
 };
 
+// A row as it is.
 template <typename T>
-void quantize_row(const T* x, int64_t in, int8_t* values, float* scales, int32_t* offsets) {
+struct Plain {
+    static constexpr int64_t WIDTH = 1;
+    const T* x;
+
+    Plain(const T* row, int64_t) : x(row) {}
+    f32x16 operator()(int64_t i) const { return load(x + i); }
+    float at(int64_t i) const { return to_float(x[i]); }
+};
+
+// A row of gate and up, as silu(gate) · up.
+template <typename T>
+struct Gated {
+    static constexpr int64_t WIDTH = 2;
+    const T *gate, *up;
+
+    Gated(const T* row, int64_t in) : gate(row), up(row + in) {}
+    f32x16 operator()(int64_t i) const { return gated(load(gate + i), load(up + i)); }
+    float at(int64_t i) const { return gated(broadcast(to_float(gate[i])), broadcast(to_float(up[i])))[0]; }
+    static f32x16 gated(f32x16 gate, f32x16 up) { return gate / (1.0f + exponential(-gate)) * up; }
+};
+
+template <typename Row>
+void quantize_row(const Row& x, int64_t in, int8_t* values, float* scales, int32_t* offsets) {
     constexpr float MAGIC = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer, kept in the low bits
     constexpr int VECTORS = GROUP / LANES;
     for (int64_t first = 0; first < in; first += GROUP) {
         f32x16 part[VECTORS], most{}, poison{};
-        T rest[GROUP] = {};
-        const T* from = x + first;
-        if (in - first < GROUP) {
-            std::memcpy(rest, from, (in - first) * sizeof(T));
-            from = rest;
-        }
+        float rest[GROUP] = {};
+        bool is_whole = in - first >= GROUP;
+        for (int64_t i = first; i < in && !is_whole; i++) rest[i - first] = x.at(i);
         for (int i = 0; i < VECTORS; i++) {
-            part[i] = load(from + i * LANES);
+            part[i] = is_whole ? x(first + i * LANES) : load(rest + i * LANES);
             most = max(absolute(part[i]), most);
             poison += part[i] * 0.0f;  // NaN or infinity in a group makes its products NaN
         }
@@ -128,8 +148,8 @@ void multiply_tile(const Int8Rows& rows, int64_t first_row, const uint8_t* bytes
     }
 }
 
-template <typename T>
-void linear_int8(ThreadPool& pool, const LinearArgs& args) {
+template <typename T, typename Row>
+void linear_int8_of(ThreadPool& pool, const LinearArgs& args) {
     constexpr int64_t TILE_ROWS = 8;    // with PANEL columns, all sums stay in registers
     constexpr int64_t BLOCK_ROWS = 96;  // of int8, stay in the second level of cache
     static std::vector<int8_t> values;  // one op runs at a time
@@ -143,11 +163,11 @@ void linear_int8(ThreadPool& pool, const LinearArgs& args) {
     Int8Rows rows{values.data(), scales.data(), offsets.data()};
 
     const T* x = static_cast<const T*>(args.x);
-    int64_t rows_a_part = rows_per_part(args.rows, 2 * args.in);
+    int64_t rows_a_part = rows_per_part(args.rows, 2 * Row::WIDTH * args.in);
     pool.run(ceil_div(args.rows, rows_a_part), [&](int part) {
         int64_t end = std::min(args.rows, (part + 1) * rows_a_part);
         for (int64_t row = part * rows_a_part; row < end; row++)
-            quantize_row(x + row * args.in, args.in, rows.values + row * groups * GROUP, rows.scales + row * groups,
+            quantize_row(Row(x + row * Row::WIDTH * args.in, args.in), args.in, rows.values + row * groups * GROUP, rows.scales + row * groups,
                          rows.offsets + row * groups);
     });
 
@@ -186,6 +206,14 @@ void linear_int8(ThreadPool& pool, const LinearArgs& args) {
         int64_t first = part / blocks * panels_a_part, end = std::min(panels, first + panels_a_part);
         for (int64_t panel = first; panel < end; panel++) multiply_panel(panel, part % blocks);
     });
+}
+
+template <typename T>
+void linear_int8(ThreadPool& pool, const LinearArgs& args) {
+    if (args.is_gated)
+        linear_int8_of<T, Gated<T>>(pool, args);
+    else
+        linear_int8_of<T, Plain<T>>(pool, args);
 }
 
 #endif

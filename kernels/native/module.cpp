@@ -141,7 +141,7 @@ PyObject* pack_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* linear_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments next(values, count, 9);
+    Arguments next(values, count, 10);
     Dtype dtype = next.dtype();
     LinearArgs args{};
     args.x = next.address();
@@ -152,6 +152,7 @@ PyObject* linear_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.rows = next.integer();
     args.in = next.integer();
     args.out_size = next.integer();
+    args.is_gated = next.integer() != 0;
     return run(next, [&] { ops->linear_int8(pool, dtype, args); });
 }
 

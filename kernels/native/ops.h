@@ -31,12 +31,13 @@ struct AttentionArgs {
 };
 
 struct LinearArgs {
-    const void* x;                  // [rows, in]
+    const void* x;                  // [rows, in], or [rows, 2 * in] if gated
     const uint8_t* weight;          // packed by pack_int8
     const float* scales;            // packed by pack_int8
     const void* bias;               // [out] of x's dtype, or null
     void* out;                      // [rows, out] of x's dtype
     int64_t rows, in, out_size;
+    bool is_gated;                  // the product is of silu(first half of a row) · second half
 };
 
 struct Ops {

@@ -29,3 +29,14 @@ def test_a_row_of_a_bfloat16_product_does_not_depend_on_the_rows_beside_it() -> 
     together = product(x)
     for rows in (1, 2, 8, 17):
         assert torch.equal(product(x[:rows]), together[:rows])
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gated_product_is_the_product_of_what_is_gated(backend: Backend, dtype: torch.dtype) -> None:
+    gate_up, weight = torch.randn(7, 2 * 24).to(dtype), torch.randn(19, 24).to(dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    expected = (gate * torch.sigmoid(gate) * up) @ weight.double().T
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    product = backend.gated_linear(weight, None)(gate_up)
+    torch.testing.assert_close(product.double(), expected, atol=tolerance, rtol=tolerance)

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear_int8 import GROUP, has_native_int8, linear_int8, linear_int8_native, quantize
+from kernels.linear_int8 import (
+    GROUP,
+    gated_linear_int8,
+    gated_linear_int8_native,
+    has_native_int8,
+    linear_int8,
+    linear_int8_native,
+    quantize,
+)
 
 needs_native = pytest.mark.skipif(not has_native_int8(), reason="no AVX-512 VNNI, or no compiler at installation")
 
@@ -55,6 +63,17 @@ def test_compiled_products_are_those_of_the_reference(
     assert product.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 0.01
     torch.testing.assert_close(product, expected, atol=tolerance * in_size**0.5, rtol=tolerance)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_size", [64, 17, 576, 100])
+@pytest.mark.parametrize("rows", [0, 1, 9, 97])
+def test_compiled_gated_products_are_those_of_the_reference(dtype: torch.dtype, in_size: int, rows: int) -> None:
+    x, weight = torch.randn(rows, 2 * in_size).to(dtype), torch.randn(40, in_size).to(dtype)
+    product, expected = gated_linear_int8_native(weight, None)(x), gated_linear_int8(weight, None)(x)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.01  # a value between two steps may be rounded to either
+    torch.testing.assert_close(product, expected, atol=0.02 * in_size**0.5, rtol=tolerance)
 
 
 @needs_native
