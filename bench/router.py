@@ -178,7 +178,12 @@ def _read_streams(pipe: Connection, address: str, streams: int, arrivals: Arriva
     for _ in range(streams):
         open_stream()
     readable: list[Any] = [connection, pipe]
-    while connection in multiprocessing.connection.wait(readable):
+
+    def is_readable() -> bool:
+        ready: list[Any] = multiprocessing.connection.wait(readable)
+        return connection in ready
+
+    while is_readable():
         connection.receive()
 
 
