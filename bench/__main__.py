@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,11 +20,13 @@ from bench.record import usable_cores
 from bench.workloads import DEFAULT_RATE, WORKLOADS, long_tail, uniform
 from checkpoints import DEFAULT_MODEL, CheckpointError, resolve
 from clients.progress_bars import shown_progress
+from engine.errors import ConfigError
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has ended
 PROMPT_LEN = 16
 TARGETS = Targets()
 SWEEP = "1,2,4,8,16,32,64"
+TEXT = Path(__file__).with_name("quality_text.txt")
 
 
 class _ComparesByDefault(TyperGroup):
@@ -132,7 +135,7 @@ def schedules_command(
     output: Output = OUTPUT,
 ) -> None:
     """Four ways of serving, in the engine's own loop: a table by batch size, and why continuous wins."""
-    from bench.schedules import schedules  # only here: this command alone runs the engine in this process
+    from bench.schedules import schedules  # only here: other commands run no model in this process
     from engine.config import EngineConfig
     from engine.load import load_runner
     from engine.synthetic import StepTime
@@ -154,11 +157,26 @@ def schedules_command(
     )
 
 
+@app.command("quality")
+def quality_command(
+    model: Model = DEFAULT_MODEL,
+    text: Annotated[
+        Path, typer.Option(help="What to predict.", exists=True, dir_okay=False, show_default=TEXT.name)
+    ] = TEXT,
+    threads: Threads = None,
+    output: Output = OUTPUT,
+) -> None:
+    """What int8 costs: perplexity, likeliest tokens, divergence and greedy continuations, against bfloat16."""
+    from bench.quality import quality  # only here: other commands do without torch
+
+    quality(resolve(model), text, threads=threads or usable_cores(), output=output)
+
+
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that blocks end what they started
     try:
         app()
-    except (BenchError, CheckpointError) as error:
+    except (BenchError, CheckpointError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from checkpoints.progress import Progress, no_progress
 from engine.config import EngineConfig, Quantization
@@ -59,6 +61,17 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> Sampled:
         """Computes a plan. Doing so twice writes the same cache and chooses the same tokens."""
         return self._execute(plan, self._cache)
+
+    @torch.inference_mode()
+    def logits(self, chunk: Chunk) -> Tensor:
+        """Computes a chunk as `execute` would; returns the logits after each of its tokens.
+
+        chunk   at most a token budget long; earlier tokens of its sequence are computed
+        return  [chunk.length, vocab], in the dtype of the weights
+        """
+        inputs = self._arrays.pack([chunk], self._ops, self._cache[0], self._model.config.sliding_window)
+        every_row = torch.arange(chunk.length, device=self._device)
+        return self._model.forward(replace(inputs, logit_rows=every_row), self._cache)
 
     @torch.inference_mode()
     def _execute(self, plan: StepPlan, cache: list[PagedKV]) -> Sampled:

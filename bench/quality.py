@@ -1,0 +1,237 @@
+"""`quality`: what a quantization costs, by what the engine's own runner makes of a text in each precision.
+
+The text is read once in chunks of a step, and the logits after every token are compared with those of bfloat16. Then
+slices of it are continued greedily, as the engine would, all in one batch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+
+import tokenizers
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.nn import functional
+
+from bench import record, report
+from bench.errors import BenchError
+from bench.record import Setting
+from bench.report import Cells
+from bench.turns import bars
+from clients.progress_bars import shown_progress
+from engine.blocks import BlockPool
+from engine.config import DType, EngineConfig, Quantization
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+from engine.sequence import Chunk, SamplingParams, Sequence
+
+NAME = "quality"
+NUM_CONTINUATIONS = 20
+CONTINUATION_LEN = 48
+MIN_PROMPT_LEN = 4
+CHUNK_LEN = 512  # the engine's default token budget
+NORMAL_95 = 1.96  # standard errors to either side that hold 95 % of a normal distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    name: str
+    dtype: DType
+    quantization: Quantization
+
+
+# The first is what the others are compared with. float32 shows how much of a difference is bfloat16's own rounding.
+PRECISIONS = (
+    Precision("bfloat16", "bfloat16", "none"),
+    Precision("int8", "bfloat16", "int8"),
+    Precision("float32", "float32", "none"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one precision makes of a text.
+
+    logits         [num_tokens - 1, vocab] after every token but the last, in the dtype of the weights
+    targets        [num_tokens - 1] int64, the tokens that follow
+    continuations  the greedy output for each prompt
+    """
+
+    logits: Tensor
+    targets: Tensor
+    continuations: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """One precision against the base.
+
+    perplexity     of the text: exp of the mean negative log-likelihood of its tokens
+    ratio          to the base's perplexity
+    ratio_margin   half the width of the ratio's 95 % interval, from the differences token by token: what another text
+                   of the same kind could give
+    agreement      share of positions, in the given text, whose most likely next token is the base's
+    kl_nats        mean over positions of KL(base ‖ this)
+    identical      continuations that equal the base's to the last token
+    mean_common    tokens, mean length of the prefix that a continuation shares with the base's
+    """
+
+    perplexity: float
+    ratio: float
+    ratio_margin: float
+    agreement: float
+    kl_nats: float
+    identical: int
+    mean_common: float
+
+
+def read(runner: ModelRunner, tokens: list[int], on_tokens: Callable[[int], None] = lambda count: None) -> Reading:
+    """Raises BenchError if the text has fewer tokens than there must be, or more than the runner can hold."""
+    shortest = NUM_CONTINUATIONS * MIN_PROMPT_LEN
+    if not shortest <= len(tokens) <= runner.info.max_model_len:
+        raise BenchError(f"the text has {len(tokens)} tokens, not {shortest} to {runner.info.max_model_len}")
+    logits = text_logits(runner, tokens, on_tokens)
+    return Reading(logits, torch.tensor(tokens[1:]), continuations(runner, prompts(tokens), on_tokens))
+
+
+def text_logits(runner: ModelRunner, tokens: list[int], on_tokens: Callable[[int], None]) -> Tensor:
+    """`Reading.logits`: one chunked prefill, with nothing else in the cache."""
+    seq = _sequence(0, tokens, max_tokens=0)
+    seq.blocks = list(range(-(-len(tokens) // runner.info.kv_cache.block_size)))
+    parts = []
+    for start in range(0, len(tokens) - 1, CHUNK_LEN):
+        chunk = Chunk(seq, start, min(CHUNK_LEN, len(tokens) - 1 - start))
+        parts.append(runner.logits(chunk).cpu())
+        on_tokens(chunk.length)
+    return torch.cat(parts)
+
+
+def prompts(tokens: list[int]) -> list[list[int]]:
+    """The text in as many equal slices as there are continuations, the rest of the division left out."""
+    length = len(tokens) // NUM_CONTINUATIONS
+    return [tokens[at * length : (at + 1) * length] for at in range(NUM_CONTINUATIONS)]
+
+
+def continuations(runner: ModelRunner, prompts: list[list[int]], on_tokens: Callable[[int], None]) -> list[list[int]]:
+    """The most likely tokens, one after another, as the engine's scheduler batches them; nothing ends them early."""
+    scheduler = Scheduler(
+        BlockPool(runner.info.num_blocks, runner.info.kv_cache.block_size),
+        max_num_seqs=len(prompts),
+        token_budget=CHUNK_LEN,
+        max_model_len=runner.info.max_model_len,
+        prefix_caching=False,
+        clock=time.monotonic,
+    )
+    seqs = [_sequence(number, prompt, CONTINUATION_LEN) for number, prompt in enumerate(prompts)]
+    for seq in seqs:
+        scheduler.add(seq)
+    while not (plan := scheduler.schedule()).is_empty:
+        scheduler.commit(plan, runner.execute(plan))
+        on_tokens(len(scheduler.take_output().tokens))
+    return [seq.tokens[seq.prompt_len :] for seq in seqs]
+
+
+def compare(base: Reading, other: Reading) -> Quality:
+    """Two readings of the same text. Everything is computed in float32, a chunk of positions at a time."""
+    losses, base_losses, same, divergences = [], [], [], []
+    for start in range(0, len(base.targets), CHUNK_LEN):
+        rows = slice(start, start + CHUNK_LEN)
+        expected = base.logits[rows].float().log_softmax(dim=-1)
+        found = other.logits[rows].float().log_softmax(dim=-1)
+        base_losses.append(functional.nll_loss(expected, base.targets[rows], reduction="none"))
+        losses.append(functional.nll_loss(found, base.targets[rows], reduction="none"))
+        same.append(expected.argmax(dim=-1) == found.argmax(dim=-1))
+        divergences.append(functional.kl_div(found, expected, reduction="none", log_target=True).sum(dim=-1))
+    loss, base_loss = torch.cat(losses).double(), torch.cat(base_losses).double()
+    difference = loss - base_loss
+    ratio = difference.mean().exp().item()
+    standard_error = difference.std().item() / math.sqrt(len(difference))
+    pairs = list(zip(base.continuations, other.continuations, strict=True))
+    return Quality(
+        perplexity=loss.mean().exp().item(),
+        ratio=ratio,
+        ratio_margin=ratio * NORMAL_95 * standard_error,
+        agreement=torch.cat(same).double().mean().item(),
+        kl_nats=torch.cat(divergences).double().mean().item(),
+        identical=sum(one == two for one, two in pairs),
+        mean_common=fmean(common_prefix_len(one, two) for one, two in pairs),
+    )
+
+
+def common_prefix_len(one: list[int], two: list[int]) -> int:
+    length = 0
+    for left, right in zip(one, two, strict=True):
+        if left != right:
+            break
+        length += 1
+    return length
+
+
+def measure(folder: Path, tokens: list[int], threads: int) -> dict[str, Quality]:
+    """Every precision against the first, one model in memory at a time. Raises ConfigError if one cannot run here."""
+    found: dict[str, Quality] = {}
+    base: Reading | None = None
+    num_tokens = len(tokens) + NUM_CONTINUATIONS * CONTINUATION_LEN
+    with shown_progress() as progress:
+        for precision in PRECISIONS:
+            config = EngineConfig(
+                str(folder), dtype=precision.dtype, quantization=precision.quantization, threads=threads
+            )
+            runner = ModelRunner(config, progress)
+            with bars(num_tokens) as shown, shown.part(precision.name, num_tokens):
+                reading = read(runner, tokens, shown.add)
+            del runner
+            base = base or reading
+            found[precision.name] = compare(base, reading)
+    return found
+
+
+def table(found: dict[str, Quality], num_tokens: int) -> Cells:
+    headings = ["precision", "perplexity", "÷ bfloat16's", "same likeliest token", "KL nats", "identical", "in common"]
+    rows = []
+    for name, quality in found.items():
+        is_base = name == PRECISIONS[0].name
+        compared = [
+            f"{quality.ratio:.4f} ± {quality.ratio_margin:.4f}",
+            f"{100 * quality.agreement:.1f} %",
+            f"{quality.kl_nats:.5f}",
+            f"{quality.identical} of {NUM_CONTINUATIONS}",
+            f"{quality.mean_common:.1f} of {CONTINUATION_LEN}",
+        ]
+        rows.append([name, f"{quality.perplexity:.3f}", *([report.NONE] * len(compared) if is_base else compared)])
+    return Cells(f"Quality: {num_tokens:,} tokens of text, and greedy continuations of slices of it", headings, rows)
+
+
+def quality(folder: Path, text: Path, *, threads: int, output: Path) -> None:
+    """Prints a table; writes quality.json and .md into the folder `output`."""
+    console = Console(width=max(130, Console().width))
+    setting = Setting.here(threads)
+    tokens = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text.read_text()).ids
+    found = measure(folder, tokens, threads)
+    cells = table(found, len(tokens))
+    console.print(cells.rich(), "")
+    record.write(
+        output,
+        NAME,
+        {
+            "setting": record.fields(setting),
+            "model": folder.name,
+            "text": text.name,
+            "tokens": len(tokens),
+            "continuations": {"count": NUM_CONTINUATIONS, "tokens": CONTINUATION_LEN},
+            "precisions": {name: asdict(quality) for name, quality in found.items()},
+        },
+    )
+    (output / f"{NAME}.md").write_text(report.page("What a quantization costs", setting, [cells], [], []))
+    console.print(f"JSON and Markdown: {output}")
+
+
+def _sequence(number: int, tokens: list[int], max_tokens: int) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Sequence(number, list(tokens), len(tokens), params, arrived=0.0, deadline=math.inf, bypass_cache=True)
