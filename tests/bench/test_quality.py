@@ -12,7 +12,7 @@ import tokenizers
 import torch
 from torch.nn import functional
 
-from bench.__main__ import TEXT
+from bench.__main__ import TEXT, main
 from bench.errors import BenchError
 from bench.quality import (
     CONTINUATION_LEN,
@@ -111,6 +111,14 @@ def test_figures_are_those_computed_by_hand() -> None:
 def test_a_text_that_does_not_fit_is_told(runner: ModelRunner, length: int) -> None:
     with pytest.raises(BenchError, match=f"{length} tokens, not 80 to 256"):
         read(runner, random_prompt(length, seed=0))
+
+
+def test_a_model_without_logits_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", "quality", "--model", "synthetic", "--threads", "1"])
+    assert main() == 1
+    assert "is not supported" in capsys.readouterr().err
 
 
 @needs_int8

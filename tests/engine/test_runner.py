@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.runner import ModelRunner, largest_plan
-from engine.sequence import SamplingParams, StepPlan
+from engine.sequence import Chunk, SamplingParams, StepPlan
 from kernels import has_native_int8, load_backend
 from tests.engine.tiny_models import (
     MODELS,
@@ -286,6 +286,16 @@ def test_bfloat16_logits_of_a_decode_are_the_same_to_the_last_bit_alone_and_in_a
         alone = torch.cat([step_logits(runner, [chunk]) for chunk in chunks])
         assert torch.equal(together, alone)
         step(runner, chunks)
+
+
+def test_a_chunk_has_logits_after_each_of_its_tokens(saved: Callable[[str], Path]) -> None:
+    runner = load_runner(saved("llama"))
+    blocks = ShuffledBlocks(runner)
+    prompt = random_prompt(12, seed=1)
+    seq = blocks.sequence(prompt, 1)
+    found = torch.cat([runner.logits(Chunk(seq, 0, 5)), runner.logits(Chunk(seq, 5, 7))])
+    alone = [step_logits(runner, [next_chunk(blocks.sequence(prompt[:length], 1))]) for length in range(1, 13)]
+    torch.testing.assert_close(found, torch.cat(alone))
 
 
 def test_the_reference_backend_generates_the_same_tokens(
