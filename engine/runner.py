@@ -19,7 +19,7 @@ from engine.sampler import Sampler
 from engine.sequence import Chunk, Sampled, SamplingParams, Sequence, StepPlan, TokenLogprobs
 from engine.step_arrays import StepArrays
 from engine.weights import stored_dtype
-from kernels import PagedKV, has_native, has_native_int8, load_backend, prepare_native
+from kernels import PagedKV, has_native, has_native_int8, keep_freed_memory, load_backend, set_num_threads
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,7 +30,7 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, progress: Progress = no_progress) -> None:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        prepare_native(torch.get_num_threads())
+        set_num_threads(torch.get_num_threads())
         folder = Path(config.model)
         device, dtype = choose_device(config.device), choose_dtype(config.dtype, folder)
         model = read_config(folder)
@@ -39,6 +39,7 @@ class ModelRunner:
         self._device = device
         self._ops = load_backend(choose_backend(device, dtype, config.quantization))
         self._model = load_model(folder, self._ops, device, dtype, progress)
+        keep_freed_memory()
         self._sampler = Sampler(self._ops, model.vocab_size, device)
         self._arrays = StepArrays(config.token_budget, longest, config.block_size)
 

@@ -5,7 +5,7 @@ from kernels.backend import Backend, load_backend
 from kernels.gumbel import noise_key
 from kernels.linear import Linear
 from kernels.linear_int8 import has_native_int8
-from kernels.native_module import has_native, prepare_native
+from kernels.native_module import has_native, keep_freed_memory, set_num_threads
 from kernels.paged import AttentionPlan, PagedKV
 from kernels.sample import Draws
 
@@ -18,7 +18,8 @@ __all__ = [
     "PagedKV",
     "has_native",
     "has_native_int8",
+    "keep_freed_memory",
     "load_backend",
     "noise_key",
-    "prepare_native",
+    "set_num_threads",
 ]

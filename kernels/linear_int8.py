@@ -20,16 +20,33 @@ GROUP = 64  # elements of the input that share a scale
 PANEL = 32  # outputs that the packed layout keeps together
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows to int8, to the nearest, ties to even.
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """To the nearest, ties to even: weight = scale * value.
+
+    weight  [out, in] floating point
+    return  [out, groups, GROUP] int8 in -127…127, zero beyond `in`; [out, groups] float32 scales
+    """
+    groups = _groups(weight)
+    greatest = groups.abs().amax(dim=-1)
+    inverse = torch.where(greatest > 0, 127 / greatest, 0.0)
+    return (groups * inverse[..., None]).round().to(torch.int8), greatest / 127
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """To the nearest, ties to even: x = scale * value + least.
 
     x       [rows, size] floating point
-    return  [rows, groups, GROUP] int8 in -127…127, zero beyond size; [rows, groups] float32 scales
+    return  [rows, groups, GROUP] uint8; [rows, groups] float32 scales; [rows, groups] float32, the least of each group
     """
-    padded = functional.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    greatest = padded.abs().amax(dim=-1)
-    inverse = torch.where(greatest > 0, 127 / greatest, 0.0)
-    return (padded * inverse[..., None]).round().to(torch.int8), greatest / 127
+    groups = _groups(x)
+    least = groups.amin(dim=-1)
+    extent = groups.amax(dim=-1) - least
+    inverse = torch.where(extent > 0, 255 / extent, 0.0)
+    return ((groups - least[..., None]) * inverse[..., None]).round().to(torch.uint8), extent / 255, least
+
+
+def _groups(x: Tensor) -> Tensor:
+    return functional.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +57,12 @@ class _Int8:
     is_gated: bool
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        values, scales = quantize(silu_and_mul(x.float()) if self.is_gated else x)
+        values, scales, least = quantize_rows(silu_and_mul(x.float()) if self.is_gated else x)
         product = torch.zeros(len(x), len(self.values))
         for group in range(scales.shape[1]):
             whole = values[:, group].double() @ self.values[:, group].double().T  # exact
             product += whole.float() * scales[:, group, None] * self.scales[:, group]
+            product += least[:, group, None] * self.scales[:, group] * self.values[:, group].sum(dim=-1)
         if self.bias is not None:
             product += self.bias.float()
         return product.to(x.dtype)
@@ -52,12 +70,12 @@ class _Int8:
 
 def linear_int8(weight: Tensor, bias: Tensor | None) -> Linear:
     """`kernels.linear.linear` in int8: sums of a group are exact, groups are added up in float32, in order."""
-    return _Int8(*quantize(weight), bias, is_gated=False)
+    return _Int8(*quantize_weight(weight), bias, is_gated=False)
 
 
 def gated_linear_int8(weight: Tensor, bias: Tensor | None) -> Linear:
     """`kernels.linear.gated_linear` in int8; what is gated is not rounded before it is quantized."""
-    return _Int8(*quantize(weight), bias, is_gated=True)
+    return _Int8(*quantize_weight(weight), bias, is_gated=True)
 
 
 class _NativeInt8:
@@ -113,7 +131,7 @@ def _pack(weight: Tensor, bias: Tensor | None, is_gated: bool) -> Linear:
     assert takes(weight)
     out_size, in_size = weight.shape
     panels, groups = -(-out_size // PANEL), -(-in_size // GROUP)
-    packed = torch.empty(panels * groups * GROUP * PANEL, dtype=torch.uint8)
-    scales = torch.empty(panels * groups * PANEL)
+    packed = torch.empty(panels * groups * GROUP * PANEL, dtype=torch.int8)
+    scales = torch.empty(panels * groups * 2 * PANEL)
     native.pack_int8(DTYPES[weight.dtype], weight.data_ptr(), packed.data_ptr(), scales.data_ptr(), in_size, out_size)
     return _NativeInt8(packed, scales, bias, (in_size, out_size), is_gated)

@@ -25,10 +25,15 @@ def has_native() -> bool:
     return native is not None
 
 
-def prepare_native(num_threads: int) -> None:
-    """Before the first op: how many threads share the work, and that what tensors free is kept for the next step's."""
+def set_num_threads(num_threads: int) -> None:
+    """How many threads share the work of an op, the caller's included."""
     if native is not None:
         native.set_num_threads(num_threads)
+
+
+def keep_freed_memory() -> None:
+    """From now on what tensors free is kept for the next step. For when a model is loaded; what that freed goes back."""
+    if native is not None:
         native.keep_freed_memory()
 
 

@@ -46,7 +46,7 @@ constexpr Ops make_ops(const char* name) {
     };
 #if defined(PAGODA_VNNI)
     ops.has_int8 = true;
-    ops.pack_int8 = [](ThreadPool& pool, Dtype dtype, const void* weight, uint8_t* packed, float* scales, int64_t in,
+    ops.pack_int8 = [](ThreadPool& pool, Dtype dtype, const void* weight, int8_t* packed, float* scales, int64_t in,
                        int64_t out) {
         with_type(dtype, [&](auto type) {
             pack_int8(pool, static_cast<const decltype(type)*>(weight), packed, scales, in, out);

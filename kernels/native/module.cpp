@@ -134,7 +134,7 @@ PyObject* pack_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Arguments next(values, count, 6);
     Dtype dtype = next.dtype();
     void* weight = next.address();
-    uint8_t* packed = next.address<uint8_t>();
+    int8_t* packed = next.address<int8_t>();
     float* scales = next.address<float>();
     int64_t in = next.integer(), out = next.integer();
     return run(next, [&] { ops->pack_int8(pool, dtype, weight, packed, scales, in, out); });
@@ -145,7 +145,7 @@ PyObject* linear_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Dtype dtype = next.dtype();
     LinearArgs args{};
     args.x = next.address();
-    args.weight = next.address<uint8_t>();
+    args.weight = next.address<int8_t>();
     args.scales = next.address<float>();
     args.bias = next.address();
     args.out = next.address();
@@ -183,6 +183,7 @@ PyObject* use_instruction_set(PyObject*, PyObject* name) {
 // its pages in again.
 PyObject* keep_freed_memory(PyObject*, PyObject*) {
 #if defined(__GLIBC__)
+    malloc_trim(0);
     mallopt(M_MMAP_THRESHOLD, 1 << 30);
     mallopt(M_TRIM_THRESHOLD, 1 << 30);
 #endif

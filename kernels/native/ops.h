@@ -32,7 +32,7 @@ struct AttentionArgs {
 
 struct LinearArgs {
     const void* x;                  // [rows, in], or [rows, 2 * in] if gated
-    const uint8_t* weight;          // packed by pack_int8
+    const int8_t* weight;           // packed by pack_int8
     const float* scales;            // packed by pack_int8
     const void* bias;               // [out] of x's dtype, or null
     void* out;                      // [rows, out] of x's dtype
@@ -48,7 +48,7 @@ struct Ops {
     void (*rope_and_store_kv)(ThreadPool&, Dtype, const RopeArgs&);
     void (*paged_attention)(ThreadPool&, Dtype, const AttentionArgs&);
     void (*argmax)(ThreadPool&, Dtype, const void* x, int64_t* out, int64_t rows, int64_t size);
-    void (*pack_int8)(ThreadPool&, Dtype, const void* weight, uint8_t* packed, float* scales, int64_t in, int64_t out);
+    void (*pack_int8)(ThreadPool&, Dtype, const void* weight, int8_t* packed, float* scales, int64_t in, int64_t out);
     void (*linear_int8)(ThreadPool&, Dtype, const LinearArgs&);
 };
 

@@ -186,7 +186,7 @@ def test_sizes_are_those_of_the_model(served_by_default: Server) -> None:
     assert engine.kv_cache.total_bytes <= 500_000_000 < engine.kv_cache.total_bytes + engine.kv_cache.bytes_per_block
 
 
-def test_the_engine_stays_under_one_and_a_half_gigabytes_with_a_full_cache(served_by_default: Server) -> None:
+def test_the_engine_stays_under_1200_megabytes_with_a_full_cache(served_by_default: Server) -> None:
     with grpc.insecure_channel(served_by_default.address) as channel:
         inference = inference_pb2_grpc.InferenceStub(channel)
         long = "A sentence to fill a step's token budget with, and another one. " * 40

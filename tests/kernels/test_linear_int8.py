@@ -13,27 +13,37 @@ from kernels.linear_int8 import (
     has_native_int8,
     linear_int8,
     linear_int8_native,
-    quantize,
+    quantize_rows,
+    quantize_weight,
 )
 
 needs_native = pytest.mark.skipif(not has_native_int8(), reason="no AVX-512 VNNI, or no compiler at installation")
 
 
 def test_quantized_values_are_within_half_a_step() -> None:
-    x = torch.randn(5, 3 * GROUP + 7) * torch.logspace(-3, 3, 5)[:, None]
-    values, scales = quantize(x)
+    x = (torch.randn(5, 3 * GROUP + 7) + 2) * torch.logspace(-3, 3, 5)[:, None]
+
+    def is_near(restored: Tensor, scales: Tensor) -> bool:
+        steps = scales.repeat_interleave(GROUP, dim=1)[:, : x.shape[1]]
+        return bool(((restored.flatten(1)[:, : x.shape[1]] - x).abs() <= steps * 0.501).all())
+
+    values, scales = quantize_weight(x)
     assert values.shape == (5, 4, GROUP)
     assert values.abs().max() == 127
-    restored = (values * scales[..., None]).flatten(1)[:, : x.shape[1]]
-    steps = scales.repeat_interleave(GROUP, dim=1)[:, : x.shape[1]]
-    assert ((restored - x).abs() <= steps * 0.5001).all()
     assert (values[:, 3, 7:] == 0).all()
+    assert is_near(values * scales[..., None], scales)
+    values, scales, least = quantize_rows(x)
+    assert (values.min(), values.max()) == (0, 255)
+    assert is_near(values * scales[..., None] + least[..., None], scales)
 
 
-def test_a_group_of_zeros_stays_zero() -> None:
-    values, scales = quantize(torch.zeros(2, GROUP))
-    assert (values == 0).all()
-    assert (scales == 0).all()
+@pytest.mark.parametrize("level", [0.0, 3.0, -0.5])
+def test_a_group_of_one_value_is_exact(level: float) -> None:
+    values, scales, least = quantize_rows(torch.full((2, GROUP), level))
+    assert (values * scales[..., None] + least[..., None] == level).all()
+    if level == 0:
+        values, scales = quantize_weight(torch.zeros(2, GROUP))
+        assert (values * scales[..., None] == 0).all()
 
 
 def test_one_row_does_not_touch_the_precision_of_another() -> None:
@@ -61,8 +71,10 @@ def test_compiled_products_are_those_of_the_reference(
     bias = torch.randn(out_size).to(dtype) if has_bias else None
     product, expected = linear_int8_native(weight, bias)(x), linear_int8(weight, bias)(x)
     assert product.dtype == dtype
+    # A value half-way between two steps may be rounded to either: then a product is off by a step times a weight.
     tolerance = 1e-5 if dtype == torch.float32 else 0.01
-    torch.testing.assert_close(product, expected, atol=tolerance * in_size**0.5, rtol=tolerance)
+    assert (product - expected).abs().mean() <= tolerance * in_size**0.5 or rows == 0
+    torch.testing.assert_close(product, expected, atol=0.2, rtol=tolerance)
 
 
 @needs_native
