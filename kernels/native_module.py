@@ -32,7 +32,7 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """From now on what tensors free is kept for the next step. For when a model is loaded; what that freed goes back."""
+    """From now on what tensors free is kept for the next step. Called once a model is loaded."""
     if native is not None:
         native.keep_freed_memory()
 
