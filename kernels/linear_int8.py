@@ -46,7 +46,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _groups(x: Tensor) -> Tensor:
-    return functional.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    groups: Tensor = functional.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    return groups
 
 
 @dataclass(frozen=True, slots=True)

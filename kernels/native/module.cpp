@@ -16,6 +16,7 @@ using namespace pagoda;
 
 // Never destroyed: at exit its threads may already be gone.
 ThreadPool& pool = *new ThreadPool;
+std::mutex& one_op = *new std::mutex;  // ops share the pool, and keep their room for the next
 const Ops* ops = nullptr;
 
 // What this processor can run, the fastest first. None if it has nothing better than what plain torch is compiled for.
@@ -60,7 +61,10 @@ template <typename Op>
 PyObject* run(const Arguments& arguments, const Op& op) {
     if (arguments.failed()) return nullptr;
     Py_BEGIN_ALLOW_THREADS;
-    op();
+    {
+        std::lock_guard lock(one_op);
+        op();
+    }
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -162,7 +166,10 @@ PyObject* set_num_threads(PyObject*, PyObject* number) {
     if (threads < 1) return PyErr_Format(PyExc_ValueError, "%ld threads, at least 1 is needed", threads);
     if (threads != pool.size()) {
         Py_BEGIN_ALLOW_THREADS;
-        pool.resize(static_cast<int>(threads));
+        {
+            std::lock_guard lock(one_op);
+            pool.resize(static_cast<int>(threads));
+        }
         Py_END_ALLOW_THREADS;
     }
     Py_RETURN_NONE;

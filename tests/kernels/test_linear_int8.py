@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -112,3 +114,16 @@ def test_a_broken_row_gives_nan_and_leaves_the_others_alone(poison: float) -> No
     assert nan_rows(broken) == [row == 3 for row in range(20)]
     kept = torch.arange(20) != 3
     assert torch.equal(broken[kept], clean[kept])
+
+
+@needs_native
+def test_ops_called_from_several_threads_take_turns() -> None:
+    x, weight = torch.randn(50, 576).bfloat16(), torch.randn(300, 576).bfloat16()
+    product = linear_int8_native(weight, None)
+    expected = product(x)
+
+    def is_right(_: int) -> bool:
+        return all(torch.equal(product(x[: rows + 1]), expected[: rows + 1]) for rows in range(50))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(is_right, range(8)))
