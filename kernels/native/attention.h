@@ -214,15 +214,15 @@ template <int V>
 void soften_row(Tile<V>& tile, int64_t row, int64_t first, int64_t last) {
     constexpr int64_t HEAD_DIM = V * LANES;
     float* weights = tile.weights + row * KEY_TILE;
-    for (int64_t i = 0; i < std::min(first, KEY_TILE); i++) weights[i] = -INFINITY;
-    for (int64_t i = std::max<int64_t>(last, 0); i < KEY_TILE; i++) weights[i] = -INFINITY;
-    f32x16 most = broadcast(tile.tops[row]);
-    for (int64_t i = 0; i < KEY_TILE; i += LANES) most = max(load(weights + i), most);
-    float top = greatest(most);
-    if (top == -INFINITY) {  // no token seen so far
+    if (first >= KEY_TILE || last <= 0) {  // it sees none of them
         for (int64_t i = 0; i < KEY_TILE; i++) weights[i] = 0;
         return;
     }
+    for (int64_t i = 0; i < first; i++) weights[i] = -INFINITY;
+    for (int64_t i = last; i < KEY_TILE; i++) weights[i] = -INFINITY;
+    f32x16 most = broadcast(tile.tops[row]);
+    for (int64_t i = 0; i < KEY_TILE; i += LANES) most = max(load(weights + i), most);
+    float top = greatest(most);
     f32x16 sums{};
     for (int64_t i = 0; i < KEY_TILE; i += LANES) {
         f32x16 weight = exponential(load(weights + i) - top);
@@ -239,14 +239,14 @@ void soften_row(Tile<V>& tile, int64_t row, int64_t first, int64_t last) {
     tile.totals[row] += sum(sums);
 }
 
-// Queries first to last (exclusive) of one sequence, of the heads that share a KV head.
+// Queries first to last (exclusive) of one sequence, of `heads` heads that share a KV head: ROW_TILE rows at most.
 template <int V, typename T>
-void attend_tile(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_t first, int64_t last,
+void attend_tile(const AttentionArgs& args, int64_t seq, int64_t first_head, int64_t heads, int64_t first, int64_t last,
                  const Pages<T>& keys, const Pages<T>& values) {
     constexpr int64_t HEAD_DIM = V * LANES;
     static thread_local std::vector<Tile<V>> room(1);
     Tile<V>& tile = room[0];
-    int64_t group = args.num_heads / args.num_kv_heads, rows = (last - first) * group;
+    int64_t rows = (last - first) * heads;
     int64_t padded_rows = ceil_div(rows, ROW_STEP) * ROW_STEP;
     int64_t offset = args.query_start[seq] + first;
     int64_t first_position = args.context_len[seq] - (args.query_start[seq + 1] - args.query_start[seq]) + first;
@@ -254,7 +254,7 @@ void attend_tile(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_
     float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM));
 
     auto element = [&](int64_t row) {
-        return ((offset + row / group) * args.num_heads + kv_head * group + row % group) * HEAD_DIM;
+        return ((offset + row / heads) * args.num_heads + first_head + row % heads) * HEAD_DIM;
     };
     for (int64_t row = 0; row < padded_rows; row++) {
         for (int64_t d = 0; d < HEAD_DIM; d += LANES) {
@@ -272,7 +272,7 @@ void attend_tile(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_
         std::memset(tile.weights, 0, padded_rows * KEY_TILE * sizeof(float));
         multiply_add<KEY_TILE / LANES>(tile.queries, HEAD_DIM, tile.keys, tile.weights, padded_rows, HEAD_DIM);
         for (int64_t row = 0; row < rows; row++) {
-            int64_t position = first_position + row / group;
+            int64_t position = first_position + row / heads;
             soften_row(tile, row, position - window + 1 - begin, position + 1 - begin);
         }
         multiply_add<V>(tile.weights, KEY_TILE, tile.values, tile.out, padded_rows, KEY_TILE);
@@ -371,15 +371,17 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
                 decode(decodes[at], split, kv_head, prefetch);
         }
     };
+    int64_t head_tiles = ceil_div(group, ROW_TILE);  // of a KV head
     auto prefill = [&](int64_t number) {
-        const AttentionPart& part = prefills[number / args.num_kv_heads];
-        int64_t kv_head = number % args.num_kv_heads;
+        const AttentionPart& part = prefills[number / (args.num_kv_heads * head_tiles)];
+        int64_t kv_head = number / head_tiles % args.num_kv_heads, head = number % head_tiles * ROW_TILE;
         const int32_t* blocks = args.block_table + part.seq * args.max_blocks;
         Pages<T> keys{all_keys + kv_head * HEAD_DIM, blocks, args.block_size, stride};
         Pages<T> values{all_values + kv_head * HEAD_DIM, blocks, args.block_size, stride};
-        attend_tile<V>(args, part.seq, kv_head, part.first, part.last, keys, values);
+        attend_tile<V>(args, part.seq, kv_head * group + head, std::min(ROW_TILE, group - head), part.first, part.last,
+                       keys, values);
     };
-    int64_t prefill_parts = static_cast<int64_t>(prefills.size()) * args.num_kv_heads;
+    int64_t prefill_parts = static_cast<int64_t>(prefills.size()) * args.num_kv_heads * head_tiles;
     pool.run(static_cast<int>(prefill_parts + decode_runs), [&](int number) {
         if (number < prefill_parts)
             prefill(number);

@@ -35,8 +35,6 @@ PAGODA_INLINE float to_float(bf16 value) {
 
 PAGODA_INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
-PAGODA_INLINE f32x16 absolute(f32x16 a) { return (f32x16)((u32x16)a & 0x7fffffffu); }
-
 // a[i] + a[i + 1] of each pair of both, interleaved: the rungs of a ladder that sums the lanes of sixteen vectors.
 #define PAGODA_RUNG(NAME, EVEN, ODD)                                              \
     PAGODA_INLINE f32x16 NAME(f32x16 a, f32x16 b) {                               \

@@ -106,6 +106,9 @@ BATCHES = {
     "a window over several tiles": Batch(
         [(150, 150), (200, 70)], heads=4, kv_heads=2, head_dim=16, block_size=16, window=50
     ),
+    "more heads a KV head than a tile of queries has rows": Batch(
+        [(40, 1), (70, 9)], heads=2 * 130, kv_heads=2, head_dim=16, block_size=16
+    ),
     **{
         f"heads of {head_dim}, {group} a KV head": Batch(
             [(70, 1), (33, 1), (40, 9)], heads=2 * group, kv_heads=2, head_dim=head_dim, block_size=16
@@ -133,6 +136,18 @@ def test_attention_in_half_precision_errs_by_little_more_than_its_rounding(
     out, expected = Batch([(33, 1), (90, 1), (40, 11)], head_dim=32, dtype=dtype).run(backend)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_broken_keys_are_never_hidden_from_who_sees_them(backend: Backend) -> None:
+    """Whole tiles of them, between others that are sound: the sampler must get to see that something is wrong."""
+    pages = torch.randn(2, 20, 16, 1, 16)
+    pages[0, 4:8] = torch.nan  # tokens 64 to 127
+    kv = PagedKV(*pages)
+    query_start, context_len = np.array([0, 200], dtype=np.int32), np.array([200], dtype=np.int32)
+    plan = backend.plan_attention(query_start, context_len, np.arange(20, dtype=np.int32)[None], kv, None)
+    finite = backend.paged_attention(torch.randn(200, 2, 16), kv, plan).isfinite().flatten(1)
+    assert not finite[64:].any()
 
 
 @pytest.mark.parametrize("backend", [CPU, NATIVE], ids=lambda backend: backend.name)

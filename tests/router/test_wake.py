@@ -21,8 +21,11 @@ async def test_a_waiter_is_woken_and_one_that_was_cancelled_leaves_no_trace() ->
     cancelled = asyncio.create_task(wake.wait())
     await asyncio.sleep(0)
     cancelled.cancel()
-    await asyncio.gather(cancelled, return_exceptions=True)
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
     waiter = asyncio.create_task(wake.wait())
     await asyncio.sleep(0)
+    assert not waiter.done()
     wake.set()
     await asyncio.wait_for(waiter, 1)
+    assert waiter.done()
