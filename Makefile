@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 # One line that moves on a terminal, one line a package in a log.
 SHOW_INSTALL = awk -v is_terminal="$$(test -t 2 && echo 1)" \
-	'/^(Collecting|Downloading|Installing)/ { sub(/ \(from.*/, ""); printf "  %-76.76s", $$0; printf is_terminal ? "\r" : "\n"; fflush() } \
+	'/^(Collecting|Downloading|Building wheels|Installing)/ { sub(/ \(from.*/, ""); printf "  %-76.76s", $$0; printf is_terminal ? "\r" : "\n"; fflush() } \
 	END { print "" }'
 
 .PHONY: demo serve test test-all lint format protos bench bench-peers clean

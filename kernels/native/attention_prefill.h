@@ -1,0 +1,147 @@
+// Attention of a chunk of queries: tiles of queries times tiles of keys, with a running softmax (FlashAttention; Dao et
+// al., 2022). No include guard: each instruction set compiles its own copy.
+
+constexpr int64_t KEY_TILE = 64;  // tokens
+constexpr int64_t ROW_TILE = 96;  // queries × heads
+constexpr int64_t ROW_STEP = 6;   // rows whose sums stay in registers together
+
+// Where the tokens of one sequence and one KV head lie.
+template <typename T>
+struct Pages {
+    const T* base;
+    const int32_t* blocks;
+    int64_t block_size, stride;  // stride: elements from a token to the next
+
+    const T* at(int64_t token) const {
+        return base + (blocks[token / block_size] * block_size + token % block_size) * stride;
+    }
+};
+
+// c [rows, WIDE * LANES] += a [rows, depth] · b [depth, WIDE * LANES]; rows is a multiple of ROW_STEP.
+template <int WIDE>
+void multiply_add(const float* a, int64_t a_stride, const float* b, float* c, int64_t rows, int64_t depth) {
+    constexpr int STEP = 4;  // columns of lanes whose sums stay in registers together
+    for (int column = 0; column < WIDE; column += STEP) {
+        constexpr int LAST = WIDE % STEP;
+        auto multiply = [&](auto wide) {
+            for (int64_t row = 0; row < rows; row += ROW_STEP) {
+                f32x16 sums[ROW_STEP][wide.value];
+                float* to = c + row * WIDE * LANES + column * LANES;
+                for (int r = 0; r < ROW_STEP; r++)
+                    for (int i = 0; i < wide.value; i++) sums[r][i] = load(to + r * WIDE * LANES + i * LANES);
+                for (int64_t k = 0; k < depth; k++) {
+                    f32x16 right[wide.value];
+                    for (int i = 0; i < wide.value; i++) right[i] = load(b + k * WIDE * LANES + (column + i) * LANES);
+                    for (int r = 0; r < ROW_STEP; r++) {
+                        f32x16 left = broadcast(a[(row + r) * a_stride + k]);
+                        for (int i = 0; i < wide.value; i++) sums[r][i] += left * right[i];
+                    }
+                }
+                for (int r = 0; r < ROW_STEP; r++)
+                    for (int i = 0; i < wide.value; i++) store(to + r * WIDE * LANES + i * LANES, sums[r][i]);
+            }
+        };
+        if (column + STEP <= WIDE)
+            multiply(std::integral_constant<int, STEP>{});
+        else if constexpr (LAST > 0)
+            multiply(std::integral_constant<int, LAST>{});
+    }
+}
+
+// Room for one tile of queries; rows are (query, head) pairs.
+template <int V>
+struct Tile {
+    alignas(64) float queries[ROW_TILE * V * LANES];
+    alignas(64) float keys[V * LANES * KEY_TILE];    // transposed
+    alignas(64) float values[KEY_TILE * V * LANES];
+    alignas(64) float weights[ROW_TILE * KEY_TILE];
+    alignas(64) float out[ROW_TILE * V * LANES];
+    float tops[ROW_TILE], totals[ROW_TILE];
+};
+
+template <int V, typename T>
+void load_keys(Tile<V>& tile, const Pages<T>& keys, const Pages<T>& values, int64_t begin, int64_t end) {
+    constexpr int64_t HEAD_DIM = V * LANES;
+    for (int64_t i = 0; i < KEY_TILE; i++) {
+        if (begin + i >= end) {  // whatever such a slot holds must not reach a product
+            for (int64_t d = 0; d < HEAD_DIM; d++) tile.keys[d * KEY_TILE + i] = tile.values[i * HEAD_DIM + d] = 0;
+            continue;
+        }
+        const T *key = keys.at(begin + i), *value = values.at(begin + i);
+        for (int64_t d = 0; d < HEAD_DIM; d++) tile.keys[d * KEY_TILE + i] = to_float(key[d]);
+        for (int64_t d = 0; d < HEAD_DIM; d += LANES) store(tile.values + i * HEAD_DIM + d, load(value + d));
+    }
+}
+
+// Takes one tile of keys into a row's running softmax. The row sees the tile's tokens first to last (exclusive).
+template <int V>
+void soften_row(Tile<V>& tile, int64_t row, int64_t first, int64_t last) {
+    constexpr int64_t HEAD_DIM = V * LANES;
+    float* weights = tile.weights + row * KEY_TILE;
+    if (first >= KEY_TILE || last <= 0) {  // it sees none of them
+        for (int64_t i = 0; i < KEY_TILE; i++) weights[i] = 0;
+        return;
+    }
+    for (int64_t i = 0; i < first; i++) weights[i] = -INFINITY;
+    for (int64_t i = last; i < KEY_TILE; i++) weights[i] = -INFINITY;
+    f32x16 most = broadcast(tile.tops[row]);
+    for (int64_t i = 0; i < KEY_TILE; i += LANES) most = max(load(weights + i), most);
+    float top = greatest(most);
+    f32x16 sums{};
+    for (int64_t i = 0; i < KEY_TILE; i += LANES) {
+        f32x16 weight = exponential(load(weights + i) - top);
+        sums += weight;
+        store(weights + i, weight);
+    }
+    if (top != tile.tops[row]) {
+        float shrink = exponential(broadcast(tile.tops[row] - top))[0];
+        tile.totals[row] *= shrink;
+        float* out = tile.out + row * HEAD_DIM;
+        for (int64_t d = 0; d < HEAD_DIM; d += LANES) store(out + d, load(out + d) * shrink);
+        tile.tops[row] = top;
+    }
+    tile.totals[row] += sum(sums);
+}
+
+// Queries first to last (exclusive) of one sequence, of `heads` heads that share a KV head: ROW_TILE rows at most.
+template <int V, typename T>
+void attend_tile(const AttentionArgs& args, int64_t seq, int64_t first_head, int64_t heads, int64_t first, int64_t last,
+                 const Pages<T>& keys, const Pages<T>& values) {
+    constexpr int64_t HEAD_DIM = V * LANES;
+    static thread_local std::vector<Tile<V>> room(1);
+    Tile<V>& tile = room[0];
+    int64_t rows = (last - first) * heads;
+    int64_t padded_rows = ceil_div(rows, ROW_STEP) * ROW_STEP;
+    int64_t offset = args.query_start[seq] + first;
+    int64_t first_position = args.context_len[seq] - (args.query_start[seq + 1] - args.query_start[seq]) + first;
+    int64_t window = args.sliding_window ? args.sliding_window : args.context_len[seq];
+    float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM));
+
+    auto element = [&](int64_t row) {
+        return ((offset + row / heads) * args.num_heads + first_head + row % heads) * HEAD_DIM;
+    };
+    for (int64_t row = 0; row < padded_rows; row++) {
+        for (int64_t d = 0; d < HEAD_DIM; d += LANES) {
+            f32x16 query = row < rows ? load(static_cast<const T*>(args.queries) + element(row) + d) * scale : f32x16{};
+            store(tile.queries + row * HEAD_DIM + d, query);
+            store(tile.out + row * HEAD_DIM + d, f32x16{});
+        }
+        tile.tops[row] = -INFINITY;
+        tile.totals[row] = 0;
+    }
+    int64_t end = first_position + (last - first);
+    int64_t begin = std::max<int64_t>(0, first_position - window + 1) / KEY_TILE * KEY_TILE;
+    for (; begin < end; begin += KEY_TILE) {
+        load_keys(tile, keys, values, begin, std::min(begin + KEY_TILE, end));
+        std::memset(tile.weights, 0, padded_rows * KEY_TILE * sizeof(float));
+        multiply_add<KEY_TILE / LANES>(tile.queries, HEAD_DIM, tile.keys, tile.weights, padded_rows, HEAD_DIM);
+        for (int64_t row = 0; row < rows; row++) {
+            int64_t position = first_position + row / heads;
+            soften_row(tile, row, position - window + 1 - begin, position + 1 - begin);
+        }
+        multiply_add<V>(tile.weights, KEY_TILE, tile.values, tile.out, padded_rows, KEY_TILE);
+    }
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t d = 0; d < HEAD_DIM; d += LANES)
+            store(static_cast<T*>(args.out) + element(row) + d, load(tile.out + row * HEAD_DIM + d) / tile.totals[row]);
+}
