@@ -12,11 +12,14 @@ from torch import Tensor
 class PagedKV:
     """One layer's keys and values, each [num_blocks, block_size, num_kv_heads, head_dim].
 
-    Token t of a sequence lives in slot `block_table[t // block_size] * block_size + t % block_size`.
+    Token t of a sequence lives in slot `block_table[t // block_size] * block_size + t % block_size`. Pages of float8 hold
+    what was divided by `key_scales` and `value_scales`, each [num_blocks, block_size, num_kv_heads] float32.
     """
 
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -81,6 +84,10 @@ class AttentionPlan:
     context_len     [num_seqs] int32, tokens in the cache once this step's are stored; the queries are the last of them
     block_table     [num_seqs, max_blocks] int32; entries beyond a sequence's blocks are never used
     sliding_window  a query sees this many tokens at most, its own included; None: all
+    rows            [num_seqs] int32, the rows of `block_table`, which may then have others, that the sequences have;
+                    None: sequence i has row i. A sequence of context 0 is padding: row -1, its query is not to be used
+    num_decodes     this many sequences, the first ones, have one query each
+    max_query_len   queries of the sequence that has most
     decodes         filled by a backend that gathers pages before it attends, like `prefills`
     """
 
@@ -88,5 +95,8 @@ class AttentionPlan:
     context_len: Tensor
     block_table: Tensor
     sliding_window: int | None
+    rows: Tensor | None = None
+    num_decodes: int = 0
+    max_query_len: int = 0
     decodes: tuple[DecodeGroup, ...] = ()
     prefills: tuple[PrefillChunk, ...] = ()
