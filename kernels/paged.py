@@ -12,8 +12,8 @@ from torch import Tensor
 class PagedKV:
     """One layer's keys and values, each [num_blocks, block_size, num_kv_heads, head_dim].
 
-    Token t of a sequence lives in slot `block_table[t // block_size] * block_size + t % block_size`. Pages of float8 hold
-    what was divided by `key_scales` and `value_scales`, each [num_blocks, block_size, num_kv_heads] float32.
+    Token t of a sequence lives in slot `block_table[t // block_size] * block_size + t % block_size`. Pages of float8
+    hold what was divided by `key_scales` and `value_scales`, each [num_blocks, block_size, num_kv_heads] float32.
     """
 
     keys: Tensor

@@ -74,7 +74,7 @@ def sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, sampling: Sampl
 
     Log-probabilities are those of the model, in float32, before anything changes the logits; equally likely tokens
     come in ascending order. Then penalties, biases and bans (`adjust_logits`), then the choice (`sample`, with the
-    noise of `noise_key(seed, position)`): the same token as those choose. `last_token` of the row becomes the token, and
-    its count grows by one if the row has penalties. A broken row (-1) changes neither.
+    noise of `noise_key(seed, position)`): the same token as those choose. It becomes the row's `last_token`, and its
+    count grows by one if the row has penalties. A broken row (-1) changes neither.
     """
     raise NotImplementedError

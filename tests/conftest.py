@@ -1,10 +1,53 @@
-"""GPU kernels run in Triton's interpreter, on CPU tensors, unless TRITON_INTERPRET=0 says that there is a GPU.
-
-The interpreter is chosen when a kernel is defined, so before anything is imported.
-"""
+"""What tests share: the default model's folder, and servers that take a while to start."""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
 
+import grpc
+import pytest
+
+from protos import control_pb2_grpc, inference_pb2_grpc
+from tests.servers import Server, running_server
+
+# Where the suite is a script's background job, SIGINT is ignored and every process started here would inherit that; the
+# tests that interrupt one need what a terminal gives.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# GPU kernels run in Triton's interpreter, on CPU tensors, unless TRITON_INTERPRET=0 says that there is a GPU. It is
+# chosen when a kernel is defined, so before any is imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def default_model_folder() -> Path:
+    """The default model, imported into the cache on first use; later runs find it there."""
+    from checkpoints import DEFAULT_MODEL, resolve
+
+    return resolve(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def synthetic_server() -> Iterator[Server]:
+    """The synthetic model, 2 ms a step; shared, so leave it as it was."""
+    with running_server("--model", "synthetic", "--step-ms", "2", "--max-requests", "256") as server:
+        yield server
+
+
+@pytest.fixture
+def channel(synthetic_server: Server) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(synthetic_server.address) as channel:
+        yield channel
+
+
+@pytest.fixture
+def inference(channel: grpc.Channel) -> inference_pb2_grpc.InferenceStub:
+    return inference_pb2_grpc.InferenceStub(channel)
+
+
+@pytest.fixture
+def control(channel: grpc.Channel) -> control_pb2_grpc.ControlStub:
+    return control_pb2_grpc.ControlStub(channel)

@@ -12,8 +12,8 @@ import torch
 
 FOLDER = Path(__file__).parent / "tuned"
 
-# Triton's interpreter runs kernels on CPU tensors, with NumPy. It multiplies bfloat16 wrongly: kernels cast the operands
-# of a product to float32 where this is set.
+# Triton's interpreter runs kernels on CPU tensors, with NumPy. It multiplies bfloat16 wrongly: where this is set,
+# kernels cast the operands of a product to float32.
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 Config = TypeVar("Config")
