@@ -1,0 +1,3 @@
+from kernels.triton.configs import IS_INTERPRETED
+
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
