@@ -23,6 +23,7 @@ from kernels.rope_and_store_kv import (
     rope_and_store_kv_cpu,
     rope_and_store_kv_native,
 )
+from kernels.row_sampling import SampledRows, SamplingRows, sample_rows
 from kernels.sample import Draws, sample
 from kernels.sample_cpu import sample_cpu, sample_native
 
@@ -50,6 +51,7 @@ class Backend:
     paged_attention: Callable[[Tensor, PagedKV, AttentionPlan], Tensor]
     adjust_logits: Callable[[Tensor, LogitAdjustments], None]
     sample: Callable[[Tensor, Draws], Tensor]
+    sample_rows: Callable[[Tensor, Tensor, Tensor, SamplingRows, SampledRows], None]
 
 
 REFERENCE = Backend(
@@ -62,6 +64,7 @@ REFERENCE = Backend(
     paged_attention=paged_attention,
     adjust_logits=adjust_logits,
     sample=sample,
+    sample_rows=sample_rows,
 )
 
 CPU = Backend(
@@ -74,6 +77,7 @@ CPU = Backend(
     paged_attention=paged_attention_cpu,
     adjust_logits=adjust_logits,
     sample=sample_cpu,
+    sample_rows=sample_rows,
 )
 
 NATIVE = Backend(
@@ -86,21 +90,30 @@ NATIVE = Backend(
     paged_attention=paged_attention_native,
     adjust_logits=adjust_logits,
     sample=sample_native,
+    sample_rows=sample_rows,
 )
 
 NATIVE_INT8 = replace(NATIVE, name="native-int8", linear=linear_int8_native, gated_linear=gated_linear_int8_native)
 
 _BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, NATIVE, NATIVE_INT8)}
+_TRITON_BACKENDS = ("triton", "triton-int8", "triton-fp8")
 
 
 def load_backend(name: str) -> Backend:
-    """Raises ValueError for an unknown name.
+    """Raises ValueError for an unknown name, ImportError if it needs Triton where there is none.
 
     reference    plain torch that runs on any device
     cpu          torch's own fused and packed operations
     native       compiled code for everything but products; only if `has_native()`
     native-int8  and products in int8; only if `has_native_int8()`
+    triton       kernels for a GPU; with -int8 or -fp8, and weights of that
     """
+    if name in _TRITON_BACKENDS:
+        from kernels.triton.backend import BACKENDS  # where there is no GPU nothing loads Triton
+
+        return BACKENDS[name]
     if name not in _BACKENDS:
-        raise ValueError(f"no kernel backend is called {name!r}; there are {', '.join(_BACKENDS)}")
+        raise ValueError(
+            f"no kernel backend is called {name!r}; there are {', '.join((*_BACKENDS, *_TRITON_BACKENDS))}"
+        )
     return _BACKENDS[name]
