@@ -61,18 +61,16 @@ def find_tokens(table_ptr, position, is_key, kv_head, BLOCK_SIZE: tl.constexpr, 
 
 
 @triton.jit
-def load_tile(pages_ptr, token, dim, is_key, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """What `token` and `dim`, of two dimensions each, broadcast to; is_key: like `token`.
-
-    What is no key of the sequence is not read: it may be NaN, which no weight of zero would hide.
-    """
-    places = pages_ptr + token * HEAD_DIM + dim
-    if HEAD_DIM == DIM:
-        return load_where(places, is_key)
-    elif is_key is None:
-        return load_where(places, dim < HEAD_DIM)
-    else:
-        return load_where(places, is_key & (dim < HEAD_DIM))
+def load_tile(pages_ptr, token, is_key, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """[tokens, DIM]. What is no key of the sequence is not read: it may be NaN, which no weight of zero would hide."""
+    dim = tl.arange(0, DIM)[None, :]
+    places = pages_ptr + token[:, None] * HEAD_DIM + dim
+    mask = None
+    if is_key is not None:
+        mask = is_key[:, None]
+    if HEAD_DIM < DIM:
+        mask = dim < HEAD_DIM if mask is None else mask & (dim < HEAD_DIM)
+    return load_where(places, mask)
 
 
 @triton.jit
@@ -100,15 +98,8 @@ def attend_tile(
     is_key    [tokens] bool, which are of the sequence; None: all
     seen      broadcasts to [rows, tokens] bool, which keys a query sees; None: all
     """
-    dim = tl.arange(0, DIM)
-    is_column = None
-    is_row = None
-    if is_key is not None:
-        is_column = is_key[None, :]
-        is_row = is_key[:, None]
-    # [DIM, tokens]: transposed after the load, a tile would not be fetched while another is computed.
-    keys = load_tile(keys_ptr, token[None, :], dim[:, None], is_column, HEAD_DIM, DIM).to(q.dtype)
-    scores = tl.dot(q, keys, input_precision="ieee")
+    keys = load_tile(keys_ptr, token, is_key, HEAD_DIM, DIM).to(q.dtype)
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
     if key_scales_ptr is not None:
         scores *= load_where(key_scales_ptr + token, is_key)[None, :]
     if seen is not None:
@@ -121,6 +112,6 @@ def attend_tile(
     total = total * fade + tl.sum(weights, axis=1)
     if value_scales_ptr is not None:
         weights *= load_where(value_scales_ptr + token, is_key)[None, :]
-    values = load_tile(values_ptr, token[:, None], dim[None, :], is_row, HEAD_DIM, DIM).to(q.dtype)
+    values = load_tile(values_ptr, token, is_key, HEAD_DIM, DIM).to(q.dtype)
     attended = tl.dot(weights.to(q.dtype), values, attended * fade[:, None], input_precision="ieee")
     return attended, new_top, total

@@ -48,10 +48,12 @@ class Config:
     num_stages: int
 
 
-def default_config(row_bytes: int) -> Config:
+def default_config(dim: int, itemsize: int) -> Config:
     """Tiles of up to 16 KB of keys, and as much of values. Of five stages two are for the block table, which is read
-    before the pages: so two tiles of each are on their way."""
-    return Config(tile_keys=min(max(16384 // row_bytes, 16), 64), items_per_sm=4, num_warps=4, num_stages=5)
+    before the pages: so two tiles of each are on their way. Without matrix instructions, float32 takes more registers.
+    """
+    tile_keys = min(max(16384 // (dim * itemsize), 16), 64)
+    return Config(tile_keys=tile_keys, items_per_sm=4, num_warps=8 if itemsize == 4 else 4, num_stages=5)
 
 
 def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor) -> None:
@@ -63,7 +65,7 @@ def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor
     num_seqs, (_, num_heads, head_dim) = plan.num_decodes, q.shape
     group, dim = num_heads // kv.num_kv_heads, tile_dim(head_dim)
     config = tuned(
-        "paged_decode", f"{kv.dtype} {head_dim} {group}".removeprefix("torch."), default_config(dim * kv.dtype.itemsize)
+        "paged_decode", f"{kv.dtype} {head_dim} {group}".removeprefix("torch."), default_config(dim, kv.dtype.itemsize)
     )
     rows = min(max(triton.next_power_of_2(group), 16), ROWS_LIMIT)
     head_tiles = kv.num_kv_heads * triton.cdiv(group, rows)

@@ -39,7 +39,7 @@ class Config:
 def default_config(dim: int, itemsize: int) -> Config:
     """For products in a type of `itemsize` bytes. No matrix instruction is exact in float32: its tiles are small."""
     if itemsize == 4:
-        return Config(tile_rows=32, tile_keys=32, num_warps=4, num_stages=3)
+        return Config(tile_rows=16, tile_keys=32 if dim <= 64 else 16, num_warps=4, num_stages=3)
     if dim > 128:
         return Config(tile_rows=128, tile_keys=32, num_warps=8, num_stages=3)
     return Config(tile_rows=128, tile_keys=64, num_warps=8, num_stages=5)
