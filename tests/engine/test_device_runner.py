@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,20 +95,24 @@ PARAMS = [
 ]
 
 
-def ask(served: Served, count: int) -> list[Sequence]:
-    prompts = [random_prompt(3 + 11 * at % 37, seed=at) for at in range(count)]
-    return [served.add(prompt, params) for prompt, params in zip(prompts, itertools.cycle(PARAMS))]
+def ask(served: Served, count: int, max_tokens: int = 100) -> list[Sequence]:
+    """Of many kinds; each for as many tokens as its parameters say, but not above `max_tokens`."""
+    seqs = []
+    for at, params in zip(range(count), itertools.cycle(PARAMS)):
+        limited = replace(params, max_tokens=min(params.max_tokens, max_tokens))
+        seqs.append(served.add(random_prompt(3 + 11 * at % 37, seed=at), limited))
+    return seqs
 
 
 def outputs(seqs: Iterable[Sequence]) -> list[list[int]]:
     return [seq.tokens[seq.prompt_len :] for seq in seqs]
 
 
-def one_by_one(folder: Path, count: int) -> list[list[int]]:
+def one_by_one(folder: Path, count: int, max_tokens: int = 100) -> list[list[int]]:
     """What the plain runner generates for the same requests, one step at a time, with room for everything."""
     runner = load_runner(folder, max_num_seqs=6, token_budget=19, max_model_len=120)
     served = Served(runner, runner.info.num_blocks)
-    seqs = ask(served, count)
+    seqs = ask(served, count, max_tokens)
     served.run()
     return outputs(seqs)
 
