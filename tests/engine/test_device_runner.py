@@ -1,4 +1,7 @@
-"""The runner of a device, here with the reference kernels on the CPU: it computes one step ahead of who reads."""
+"""The runner of a device, which computes one step ahead of who reads.
+
+With the reference kernels on the CPU; on a GPU, with its own (`make test-gpu`).
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,11 @@ from engine.scheduler import Scheduler
 from engine.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan, TokenLogprobs
 from engine.step_output import Ended
 from engine.steps_in_flight import Launched, Runner, StepsInFlight
+from kernels.triton.configs import IS_INTERPRETED
 from tests.engine.tiny_models import MODELS, VOCAB_SIZE, load_runner, random_prompt, save_model
+from tests.kernels.triton.device import DEVICE
 
+BACKEND = "reference" if IS_INTERPRETED else "triton"
 SETTINGS = {"max_num_seqs": 6, "token_budget": 19, "block_size": 4, "kv_cache_gb": 2e-4, "max_model_len": 120}
 
 
@@ -39,9 +45,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def device_runner(folder: Path, backend: str = "reference", **settings: object) -> DeviceRunner:
-    config = EngineConfig(str(folder), dtype="float32", **(SETTINGS | settings))  # type: ignore[arg-type]
-    return DeviceRunner(config, load_for_serving(config, torch.device("cpu"), backend=backend))
+def device_runner(folder: Path, backend: str = BACKEND, **settings: object) -> DeviceRunner:
+    config = EngineConfig(str(folder), **({"dtype": "float32"} | SETTINGS | settings))  # type: ignore[arg-type]
+    return DeviceRunner(config, load_for_serving(config, torch.device(DEVICE), backend=backend))
 
 
 class Served:
