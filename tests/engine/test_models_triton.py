@@ -30,7 +30,6 @@ from tests.engine.tiny_models import (
 )
 from tests.kernels.triton.device import DEVICE
 
-
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
