@@ -156,7 +156,7 @@ class _Requests:
 
     def receive_until_due(self, due: float) -> None:
         while (left := due - time.monotonic()) > 0:
-            if multiprocessing.connection.wait([self._connection], left):
+            if multiprocessing.connection.wait([self._connection.fileno()], left):
                 self._connection.receive()
 
 

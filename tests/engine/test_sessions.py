@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import pytest
 
@@ -34,6 +35,9 @@ class HeldLink:
     async def write(self, message: engine_pb2.EngineMessage) -> None:
         await self.takes.wait()
         self.got.append(message)
+
+    def try_write(self, make: Callable[[], engine_pb2.EngineMessage]) -> bool:
+        return False
 
     def close(self) -> None:
         self.incoming.put_nowait(None)
