@@ -204,7 +204,6 @@ class EngineChannel:
         self.load = step.load
         logprobs = {entry.at: entry for entry in step.logprobs}
         running: list[EngineStream] = []
-        has_first = False
         for at, (number, token) in enumerate(zip(step.sequences, step.tokens, strict=True)):
             if route := self._routes.get(number):
                 stream, index = route
@@ -214,12 +213,9 @@ class EngineChannel:
                 if stream.has_begun:
                     running.append(stream)
                 else:  # who waits for a first token is served before those who have theirs
-                    stream.has_begun = has_first = True
+                    stream.has_begun = True
                     stream.wake.set()
-        if not has_first:
-            wake_all(running)
-        else:
-            asyncio.get_running_loop().call_soon(wake_all, running)
+        asyncio.get_running_loop().call_soon(_wake, running)  # by then first tokens are written
         for ended in step.ended:
             if route := self._routes.pop(ended.sequence, None):
                 stream, index = route
@@ -242,6 +238,6 @@ class EngineChannel:
             await self._on_change()
 
 
-def wake_all(streams: Sequence[EngineStream]) -> None:
+def _wake(streams: Sequence[EngineStream]) -> None:
     for stream in streams:
         stream.wake.set()

@@ -15,7 +15,7 @@ from router.client_writer import ClientWriter, GenerateContext
 from router.dispatch import Dispatcher
 from router.errors import DeadlineExceeded, Internal, InvalidArgument
 from router.limits import Limits
-from router.live import LiveRequests
+from router.live import LiveRequest, LiveRequests
 from router.output import SequenceOutput
 from router.tokenizer import Prompt, Tokenizer
 from router.validation import (
@@ -62,17 +62,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 if remaining_s is not None and remaining_s <= 0:
                     raise DeadlineExceeded("the deadline passed before the request was scheduled")
                 submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, remaining_s)
-                stream = live.stream = self._dispatcher.pick().submit(submit)
-                try:  # the engine computes while the rest is made ready
-                    if live.is_aborted:  # while it was tokenized
-                        stream.abort()
-                    async with ClientWriter(context, self._stall_timeout_s) as writer:
-                        call = GenerateCall(params, len(prompt), self._tokenizer, writer, received)
-                        if params.has_prompt:
-                            await call.write_prompt(prompt)
-                        await call.run(stream)
-                finally:
-                    stream.close()
+                await self._stream(submit, params, live, context, received)
             finally:
                 self._live.remove(params.request_id)
 
@@ -81,6 +71,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if isinstance(params.prompt, str) and not params.is_raw and self._tokenizer.has_chat_template:
             return Chat((Message("user", params.prompt),))
         return params.prompt
+
+    async def _stream(
+        self,
+        submit: engine_pb2.Submit,
+        params: GenerateParams,
+        live: LiveRequest,
+        context: GenerateContext,
+        received: float,
+    ) -> None:
+        stream = live.stream = self._dispatcher.pick().submit(submit)  # first: the engine need not wait
+        try:
+            if live.is_aborted:  # while it was tokenized
+                stream.abort()
+            async with ClientWriter(context, self._stall_timeout_s) as writer:
+                call = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received)
+                if params.has_prompt:
+                    await call.write_prompt(submit.prompt)
+                await call.run(stream)
+        finally:
+            stream.close()
 
     async def Tokenize(
         self,
