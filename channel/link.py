@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 Incoming_co = TypeVar("Incoming_co", covariant=True)
@@ -26,12 +25,12 @@ class Link(Protocol[Incoming_co, Outgoing_contra]):
         A write that is cancelled may leave half a message: close the link then.
         """
 
-    def try_write(self, make: Callable[[], Outgoing_contra]) -> bool:
-        """Writes a message within the call, where nothing else is being written and all of it has room.
+    @property
+    def is_free(self) -> bool:
+        """Whether `try_write` can be called: nothing is being written. Never over a transport with turns of its own."""
 
-        False, and nothing written, where not, and always over a transport that writes in turns of its own. `make` is
-        not called where that is known before.
-        """
+    def try_write(self, message: Outgoing_contra) -> bool:
+        """Writes a message within the call if all of it has room. False, and nothing written, where it has not."""
 
     def close(self) -> None:
         """Ends a read that waits (with None) and a write that waits (with ConnectionError)."""

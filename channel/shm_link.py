@@ -85,10 +85,13 @@ class ShmLink(Generic[Incoming, Outgoing]):
         finally:
             self._is_writing = False
 
-    def try_write(self, make: Callable[[], Outgoing]) -> bool:
-        if self._is_writing or self._is_gone or self._is_closed:
-            return False
-        payload = make().SerializeToString()
+    @property
+    def is_free(self) -> bool:
+        return not (self._is_writing or self._is_gone or self._is_closed)
+
+    def try_write(self, message: Outgoing) -> bool:
+        assert self.is_free
+        payload = message.SerializeToString()
         try:
             if not self._writer.has_room_for(_LENGTH.size + len(payload)):
                 return False

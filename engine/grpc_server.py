@@ -39,7 +39,11 @@ class GrpcLink:
         except grpc.aio.BaseError as error:
             raise ConnectionError("the call is over") from error
 
-    def try_write(self, make: Callable[[], engine_pb2.EngineMessage]) -> bool:
+    @property
+    def is_free(self) -> bool:
+        return False
+
+    def try_write(self, message: engine_pb2.EngineMessage) -> bool:
         return False
 
     def close(self) -> None:

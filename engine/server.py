@@ -30,6 +30,7 @@ class Connection:
         self.pending = PendingOutput()
         self.link: RouterLink | None = None  # once it is greeted
         self._epoch = epoch
+        self._unsent: engine_pb2.EngineMessage | None = None  # made, and found no room
         self._number = 0
         self.flushed: list[int] = []
         self.wake = asyncio.Event()
@@ -38,10 +39,19 @@ class Connection:
     def tell(self, load: engine_loop.LoadSnapshot) -> None:
         """Of what is pending: within this call where the link allows it, else when it has room again."""
         self.pending.load = load
-        if self.link is None or self.wake.is_set() or not self.link.try_write(self.take):
+        if self.link is None or self.wake.is_set() or not self.link.is_free:
+            self.wake.set()
+            return
+        message = self.take()
+        if not self.link.try_write(message):
+            self._unsent = message
             self.wake.set()
 
     def take(self) -> engine_pb2.EngineMessage:
+        if self._unsent is not None:
+            message, self._unsent = self._unsent, None
+            self.wake.set()  # for what has become pending since
+            return message
         taken, self.pending = self.pending, PendingOutput()
         return self.message(step=taken.to_message())
 

@@ -136,7 +136,7 @@ class EngineChannel:
     def _post(self, message: engine_pb2.RouterMessage) -> None:
         """Only once the engine is ready. What the link cannot take at once waits, bounded by admission."""
         assert self._link is not None, "an engine that is ready has a link"
-        if not (self._outgoing.empty() and self._link.try_write(lambda: message)):
+        if not (self._outgoing.empty() and self._link.is_free and self._link.try_write(message)):
             self._outgoing.put_nowait(message)
 
     # -- the stream -------------------------------------------------------------------------------------------------

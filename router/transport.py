@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 import grpc
@@ -92,7 +91,11 @@ class GrpcLink:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise ConnectionError("the call is over") from error
 
-    def try_write(self, make: Callable[[], engine_pb2.RouterMessage]) -> bool:
+    @property
+    def is_free(self) -> bool:
+        return False
+
+    def try_write(self, message: engine_pb2.RouterMessage) -> bool:
         return False
 
     def close(self) -> None:

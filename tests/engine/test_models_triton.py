@@ -34,7 +34,7 @@ MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
 def runner_on(backend: Backend, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
-    monkeypatch.setattr("engine.runner.load_backend", lambda _: backend)
+    monkeypatch.setattr("engine.loaded_model.load_backend", lambda _: backend)
     runner = load_runner(folder, device=DEVICE)
     for kv in runner._cache:
         kv.keys.fill_(torch.nan)

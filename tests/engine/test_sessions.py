@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 import pytest
 
@@ -26,6 +25,8 @@ class HeldLink:
         self.takes = asyncio.Event()
         self.got: list[engine_pb2.EngineMessage] = []
         self.num_waits = 0
+        self.is_writing = False
+        self.is_full = False  # nothing is being written, and the next message has no room
         self.incoming: asyncio.Queue[engine_pb2.RouterMessage | None] = asyncio.Queue()
         submit = engine_pb2.Submit(first_sequence=7, prompt=[1], sampling=inference_pb2.Sampling(n=1), max_tokens=100)
         self.incoming.put_nowait(engine_pb2.RouterMessage(submit=submit))
@@ -35,13 +36,19 @@ class HeldLink:
 
     async def write(self, message: engine_pb2.EngineMessage) -> None:
         self.num_waits += 1
+        self.is_writing = True
         await self.takes.wait()
+        self.is_writing = False
         self.got.append(message)
 
-    def try_write(self, make: Callable[[], engine_pb2.EngineMessage]) -> bool:
-        if self.takes.is_set():
-            self.got.append(make())
-        return self.takes.is_set()
+    @property
+    def is_free(self) -> bool:
+        return (self.takes.is_set() or self.is_full) and not self.is_writing
+
+    def try_write(self, message: engine_pb2.EngineMessage) -> bool:
+        if not self.is_full:
+            self.got.append(message)
+        return not self.is_full
 
     def close(self) -> None:
         self.incoming.put_nowait(None)
@@ -77,6 +84,27 @@ async def test_steps_that_a_router_is_too_slow_for_become_one_message(server: En
     assert (tokens.epoch, tokens.number) == (3, 1)
     assert list(tokens.step.sequences) == [7] * 50
     assert list(tokens.step.tokens) == list(range(50))
+    link.close()
+    await session
+
+
+async def test_a_step_that_finds_no_room_is_the_next_to_be_written(server: EngineServer) -> None:
+    link = HeldLink()
+    link.takes.set()
+    session = asyncio.create_task(server.serve(link))
+    await until_idle()
+    link.takes.clear()
+    link.is_full = True
+    server.send(step(0), LOAD)
+    server.send(step(1), LOAD)  # before the writer has had its turn
+    await until_idle()
+    server.send(step(2), LOAD)
+    await until_idle()
+    link.is_full = False
+    link.takes.set()
+    await until_idle()
+    assert [message.number for message in link.got] == list(range(len(link.got)))
+    assert [token for message in link.got for token in message.step.tokens] == [0, 1, 2]
     link.close()
     await session
 
