@@ -110,8 +110,8 @@ def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor
 
 @cache
 def _num_sms(device: torch.device) -> int:
-    """A few where there is no GPU: the interpreter runs programs one by one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    """One where there is no GPU: the interpreter runs programs one by one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit
