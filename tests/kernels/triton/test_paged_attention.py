@@ -13,11 +13,11 @@ import triton.language as tl
 
 from kernels import AttentionPlan, PagedKV
 from kernels.backend import REFERENCE
-from kernels.triton import paged_decode, paged_prefill
+from kernels.triton import paged_decode, paged_prefill, parts
 from kernels.triton.attention_tile import SEQS
 from kernels.triton.configs import IS_INTERPRETED
 from kernels.triton.paged_attention import paged_attention_triton, plan_attention_triton
-from kernels.triton.paged_decode import find_part
+from kernels.triton.parts import find_part
 from tests.kernels.test_paged_attention import BATCHES, Batch
 from tests.kernels.triton.device import DEVICE
 
@@ -141,7 +141,7 @@ def test_a_batch_of_more_sequences_than_a_program_looks_at_together(
     empty = SEQS.value  # sequences of no token, and of no query where the others have several
     if IS_INTERPRETED:  # a program takes milliseconds, and sees what its module's names stand for when it runs
         empty = 4
-        for module in (paged_decode, paged_prefill):
+        for module in (paged_decode, paged_prefill, parts):
             monkeypatch.setattr(module, "SEQS", tl.constexpr(empty))
     batch = Batch([(300, num_queries), (6, num_queries)], heads=1, kv_heads=1)
     queries, kv, block_table, expected = batch.build(DEVICE)
@@ -188,10 +188,10 @@ def _list_parts(context_len_ptr, parts_ptr, num_seqs, num_shares, WINDOW: tl.con
 def test_contexts_are_divided_into_parts_of_equal_work(contexts: list[int], window: int) -> None:
     tile, num_shares = 64, 9
     num_items = len(contexts) + num_shares
-    parts = torch.full((num_items, 4), -1, dtype=torch.int32, device=DEVICE)
+    listed = torch.full((num_items, 4), -1, dtype=torch.int32, device=DEVICE)
     context_len = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
-    _list_parts[(num_items,)](context_len, parts, len(contexts), num_shares, WINDOW=window, TILE=tile)
-    found = [part for part in parts.tolist() if part[0] < len(contexts)]
+    _list_parts[(num_items,)](context_len, listed, len(contexts), num_shares, WINDOW=window, TILE=tile)
+    found = [part for part in listed.tolist() if part[0] < len(contexts)]
     read = [min(context, window) if window else context for context in contexts]
     longest = max(-(-sum(read) // num_shares) + tile, 2 * tile)
     for seq, (context, num_keys) in enumerate(zip(contexts, read, strict=True)):
