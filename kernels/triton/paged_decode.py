@@ -1,8 +1,8 @@
 """Attention of one query a sequence over its pages, on a GPU: contexts are split, so that every processor has work.
 
 An item of work is a part of one sequence's context (parts.py) and one KV head, with all query heads that share it: a
-key is read once for them. Parts of a context are merged by a second kernel (Flash-Decoding; Dao et al., 2023); a context
-of one part is written at once.
+key is read once for them. Parts of a context are merged by a second kernel (Flash-Decoding; Dao et al., 2023); a
+context of one part is written at once.
 """
 
 from __future__ import annotations

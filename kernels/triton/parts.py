@@ -1,7 +1,7 @@
 """How decodes are divided: contexts become parts of about equal work, by the lengths that are on the device.
 
-A part has about one of `num_shares` shares of all tokens that are to be read, rounded up, so there are no more parts than
-shares and sequences: a grid that is fixed before the lengths are known. A context's parts are of equal length.
+A part has about one of `num_shares` shares of all tokens that are to be read, rounded up, so there are no more parts
+than shares and sequences: a grid that is fixed before the lengths are known. A context's parts are of equal length.
 """
 
 from __future__ import annotations
