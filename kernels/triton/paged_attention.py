@@ -39,8 +39,11 @@ def plan_attention_triton(
 
 
 def paged_attention_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
-    """`paged_attention`, for pages that are contiguous. What is launched depends on shapes and on the plan's numbers
-    alone, not on what its tensors hold: a CUDA graph may replay it with others. The rows of padding become 0."""
+    """`paged_attention`. The pages are contiguous; those of float8 need a GPU of compute capability 8.9.
+
+    What is launched depends on shapes and on the plan's numbers, not on what its tensors hold: a CUDA graph may replay
+    it with others. The rows of padding become 0.
+    """
     q = q.contiguous()
     out = torch.empty_like(q)
     if plan.num_decodes > 0:

@@ -1,9 +1,8 @@
 """Attention of one query a sequence over its pages, on a GPU: contexts are split, so that every processor has work.
 
-An item of work is a part of one sequence's context and one KV head, with all query heads that share it: a key is read
-once for them. How long a part is follows from the sum of all contexts, which the kernel takes itself: under a fixed
-grid the parts of a long context are about as long as short contexts are. Parts of a context are merged by a second
-kernel (Flash-Decoding; Dao et al., 2023); a context of one part is written at once.
+An item of work is a part of one sequence's context (parts.py) and one KV head, with all query heads that share it: a
+key is read once for them. Parts of a context are merged by a second kernel (Flash-Decoding; Dao et al., 2023); a
+context of one part is written at once.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from kernels.triton.attention_tile import (
     tile_dim,
 )
 from kernels.triton.configs import IS_INTERPRETED, tuned
+from kernels.triton.parts import find_part, part_limit, visible_len
 
 ROWS_LIMIT = 64  # query heads of a tile; more that share a KV head have several
-MIN_TILES = tl.constexpr(2)  # a part of a context has: a shorter one would not pay for its merge
 MERGE_SPLITS = tl.constexpr(16)  # parts that are merged together
 
 
@@ -52,8 +51,9 @@ def default_config(dim: int, itemsize: int) -> Config:
     before the pages: so two tiles of each are on their way. Products are in a type of `itemsize` bytes; in float32,
     where no matrix instruction is exact, both operands are in registers.
     """
-    tile_keys = min(max(16384 // (dim * itemsize), 16), 128)
-    return Config(tile_keys=tile_keys, items_per_sm=4, num_warps=8 if itemsize == 4 else 4, num_stages=5)
+    if itemsize == 4:
+        return Config(tile_keys=min(max(2048 // dim, 16), 64), items_per_sm=4, num_warps=8, num_stages=5)
+    return Config(tile_keys=min(max(8192 // dim, 16), 128), items_per_sm=4, num_warps=4, num_stages=5)
 
 
 def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor) -> None:
@@ -110,45 +110,8 @@ def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor
 
 @cache
 def _num_sms(device: torch.device) -> int:
-    """A few where there is no GPU: the interpreter runs programs one by one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-@triton.jit
-def _num_keys(context_len_ptr, seq, num_seqs, WINDOW: tl.constexpr):
-    num_keys = tl.load(context_len_ptr + seq, mask=seq < num_seqs, other=0)
-    return tl.minimum(num_keys, WINDOW) if WINDOW else num_keys
-
-
-@triton.jit
-def _split_limit(context_len_ptr, num_seqs, num_shares, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """Tokens of a part at most, a multiple of TILE: one share of all that is to be read."""
-    num_keys = 0
-    # Sums of vectors over the loop would hide from Triton how the addresses below are aligned.
-    for first in range(0, num_seqs, SEQS):
-        num_keys += tl.sum(_num_keys(context_len_ptr, first + tl.arange(0, SEQS), num_seqs, WINDOW), axis=0)
-    share = tl.cdiv(num_keys, num_shares)
-    return tl.maximum(tl.cdiv(share, TILE), MIN_TILES) * TILE
-
-
-@triton.jit
-def find_part(item, context_len_ptr, num_seqs, num_shares, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """The sequence and the tokens of an item of work, and how many parts that context has; none: sequence num_seqs."""
-    limit = _split_limit(context_len_ptr, num_seqs, num_shares, WINDOW, TILE)
-    seq, first_item, num_items = 0, 0, 0  # sequences whose items all come before, their items, and those looked at
-    for first in range(0, num_seqs, SEQS):
-        splits = tl.cdiv(_num_keys(context_len_ptr, first + tl.arange(0, SEQS), num_seqs, WINDOW), limit)
-        ends = num_items + tl.cumsum(splits, axis=0)
-        seq += tl.sum((ends <= item).to(tl.int32), axis=0)
-        first_item = tl.maximum(first_item, tl.max(tl.where(ends <= item, ends, 0), axis=0))
-        num_items += tl.sum(splits, axis=0)
-    seq = tl.minimum(seq, num_seqs)
-    context = tl.load(context_len_ptr + seq, mask=seq < num_seqs, other=0)
-    num_keys = _num_keys(context_len_ptr, seq, num_seqs, WINDOW)
-    num_splits = tl.cdiv(num_keys, limit)
-    length = tl.cdiv(tl.cdiv(num_keys, tl.maximum(num_splits, 1)), TILE) * TILE
-    begin = context - num_keys + (item - first_item) * length
-    return seq, begin, tl.minimum(begin + length, context), num_splits
+    """One where there is no GPU: the interpreter runs programs one by one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_shares", "table_stride"], do_not_specialize_on_alignment=METADATA)
@@ -247,13 +210,13 @@ def _merge_splits(
     head = tl.program_id(0)
     seq = tl.program_id(1)
     num_heads = tl.num_programs(0)
-    limit = _split_limit(context_len_ptr, num_seqs, num_shares, WINDOW, TILE)
-    num_splits = tl.cdiv(_num_keys(context_len_ptr, seq, num_seqs, WINDOW), limit)
+    limit = part_limit(context_len_ptr, num_seqs, num_shares, WINDOW, TILE)
+    num_splits = tl.cdiv(visible_len(context_len_ptr, seq, num_seqs, WINDOW), limit)
     if num_splits == 1:
         return
     first_item = 0
     for first in range(0, seq, SEQS):
-        before = tl.cdiv(_num_keys(context_len_ptr, first + tl.arange(0, SEQS), seq, WINDOW), limit)
+        before = tl.cdiv(visible_len(context_len_ptr, first + tl.arange(0, SEQS), seq, WINDOW), limit)
         first_item += tl.sum(before, axis=0)
 
     dim = tl.arange(0, DIM)
