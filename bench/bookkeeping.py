@@ -25,8 +25,9 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sampled, SamplingParams, Sequence, StepPlan
 from engine.server import Connection, EngineServer
 from engine.step_arrays import StepArrays
+from engine.steps_in_flight import Computed
 from kernels import PagedKV, load_backend
-from protos import control_pb2, engine_pb2
+from protos import control_pb2
 
 BLOCK_SIZE = 16
 PARTS = ("schedule", "pack", "commit", "load", "deliver", "encode")
@@ -35,9 +36,13 @@ PARTS = ("schedule", "pack", "commit", "load", "deliver", "encode")
 class NoModel:
     """Chooses a token that ends nothing, at once."""
 
-    def execute(self, plan: StepPlan) -> Sampled:
+    lookahead = 0
+
+    def recover(self) -> None: ...
+
+    def launch(self, plan: StepPlan) -> Computed:
         count = len(plan.chunks)
-        return Sampled([7] * count, [None] * count)
+        return Computed(Sampled([7] * count, [None] * count))
 
 
 def sequence(id: int, prompt_len: int) -> Sequence:
@@ -56,14 +61,14 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         max_model_len=context_len + steps + 64,
         clock=time.monotonic,
     )
-    runner, servicer, connection = NoModel(), EngineServer(control_pb2.EngineInfo()), Connection()
+    runner, servicer, connection = NoModel(), EngineServer(control_pb2.EngineInfo()), Connection(epoch=1)
     loop = EngineLoop(scheduler, runner, servicer, on_end=lambda: None)
     servicer._connections.add(connection)
     for id in range(num_seqs):  # of different lengths, so that not all need a block in the same step
         servicer._routes[id] = (connection, id)
         connection.ids[id] = id
         scheduler.add(sequence(id, context_len - id % BLOCK_SIZE))
-    scheduler.commit(plan := scheduler.schedule(), runner.execute(plan))
+    scheduler.commit(plan := scheduler.schedule(), runner.launch(plan).result())
     scheduler.take_output()
     for id in range(num_seqs, num_seqs + waiting):
         scheduler.add(sequence(id, 32))
@@ -79,7 +84,7 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         scheduled = time.perf_counter()
         arrays.pack(plan.chunks, ops, pages, sliding_window=None)
         packed = time.perf_counter()
-        sampled = runner.execute(plan)
+        sampled = runner.launch(plan).result()
         executed = time.perf_counter()
         scheduler.commit(plan, sampled)
         output = scheduler.take_output()
@@ -88,8 +93,7 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         loaded = time.perf_counter()
         servicer._deliver(output, load)
         delivered = time.perf_counter()
-        message = engine_pb2.EngineMessage(epoch=1, number=1, step=connection.take().to_message())
-        message.SerializeToString()
+        connection.take().SerializeToString()
         encoded = time.perf_counter()
         assert len(plan.chunks) == len(output.tokens) == num_seqs
         spent["schedule"].append(scheduled - started)

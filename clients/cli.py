@@ -39,8 +39,11 @@ def serve(
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(rich_help_panel=_ENGINE)] = "auto",
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Option(rich_help_panel=_ENGINE)] = "auto",
     quantization: Annotated[
-        Literal["auto", "none", "int8"],
+        Literal["auto", "none", "int8", "fp8"],
         typer.Option(rich_help_panel=_ENGINE, help="Of products. auto: int8 where a CPU is fast at it."),
+    ] = "auto",
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"], typer.Option(rich_help_panel=_ENGINE, help="fp8: half the memory a token, on a GPU.")
     ] = "auto",
     kv_cache_gb: Annotated[
         float | None,
@@ -55,6 +58,10 @@ def serve(
         Literal["sequential", "interleaved", "static", "continuous"],
         typer.Option(rich_help_panel=_ENGINE, help="How requests share the model; all but continuous to be compared."),
     ] = "continuous",
+    overlap: Annotated[
+        Literal["auto", "on", "off"],
+        typer.Option(rich_help_panel=_ENGINE, help="Launch a step before the last one's tokens are read: on a GPU."),
+    ] = "auto",
     max_model_len: Annotated[
         int | None, typer.Option(rich_help_panel=_ENGINE, help="Longest prompt + output.", show_default="the model's")
     ] = None,

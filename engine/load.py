@@ -10,8 +10,8 @@ from typing import Protocol
 
 from checkpoints import Progress
 from engine.config import EngineConfig
-from engine.loop import Runner
 from engine.runner_info import KVCacheSpec, RunnerInfo
+from engine.steps_in_flight import Runner
 from engine.synthetic import StepTime, SyntheticRunner
 
 SYNTHETIC_BYTES_PER_TOKEN = 8  # one checksum
@@ -31,9 +31,23 @@ def load_runner(config: EngineConfig, folder: Path, progress: Progress, step_tim
     # By default a thread that waits at the end of a parallel region spins for long. When another process has the core
     # of a thread with work left, each of a step's many regions can then last a time slice (docs/performance.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is imported
-    from engine.runner import ModelRunner  # only now: torch takes a second, which the synthetic model does not need
+    return _load_model(replace(config, model=str(folder)), progress)
 
-    return ModelRunner(replace(config, model=str(folder)), progress)
+
+def _load_model(config: EngineConfig, progress: Progress) -> InformedRunner:
+    # Only now: torch takes a second, which the synthetic model does not need.
+    from engine.loaded_model import check_fp8, choose_device, load_for_serving
+
+    device = choose_device(config.device)
+    if device.type == "cpu":
+        from engine.runner import ModelRunner
+
+        return ModelRunner(config, progress)
+    from engine.device import DeviceRunner
+
+    if config.kv_cache_dtype == "fp8":
+        check_fp8("--kv-cache-dtype", device)
+    return DeviceRunner(config, load_for_serving(config, device, progress), progress)
 
 
 def _load_synthetic(config: EngineConfig, model_config: dict[str, int], step_time: StepTime | None) -> SyntheticRunner:
@@ -58,4 +72,4 @@ def _load_synthetic(config: EngineConfig, model_config: dict[str, int], step_tim
         kv_cache=spec,
         num_blocks=budget // spec.bytes_per_block if budget else SYNTHETIC_NUM_BLOCKS,
     )
-    return SyntheticRunner(info, step_time)
+    return SyntheticRunner(info, step_time, lookahead=int(config.overlap == "on"))

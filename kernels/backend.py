@@ -17,13 +17,25 @@ from kernels.paged_attention import paged_attention, plan_attention
 from kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
 from kernels.paged_attention_native import paged_attention_native, plan_attention_native
 from kernels.rms_norm import rms_norm, rms_norm_cpu, rms_norm_native
-from kernels.rope_and_store_kv import rope_and_store_kv, rope_and_store_kv_cpu, rope_and_store_kv_native
+from kernels.rope_and_store_kv import (
+    HeadNorms,
+    rope_and_store_kv,
+    rope_and_store_kv_cpu,
+    rope_and_store_kv_native,
+)
+from kernels.row_sampling import SampledRows, SamplingRows, sample_rows
 from kernels.sample import Draws, sample
 from kernels.sample_cpu import sample_cpu, sample_native
 
 
 class RmsNorm(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor: ...
+
+
+class RopeAndStoreKV(Protocol):
+    def __call__(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +46,12 @@ class Backend:
     linear: Callable[[Tensor, Tensor | None], Linear]
     gated_linear: Callable[[Tensor, Tensor | None], Linear]
     rms_norm: RmsNorm
-    rope_and_store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, PagedKV], Tensor]
+    rope_and_store_kv: RopeAndStoreKV
     plan_attention: Callable[[np.ndarray, np.ndarray, np.ndarray, PagedKV, int | None], AttentionPlan]
     paged_attention: Callable[[Tensor, PagedKV, AttentionPlan], Tensor]
     adjust_logits: Callable[[Tensor, LogitAdjustments], None]
     sample: Callable[[Tensor, Draws], Tensor]
+    sample_rows: Callable[[Tensor, Tensor, Tensor, SamplingRows, SampledRows], None]
 
 
 REFERENCE = Backend(
@@ -51,6 +64,7 @@ REFERENCE = Backend(
     paged_attention=paged_attention,
     adjust_logits=adjust_logits,
     sample=sample,
+    sample_rows=sample_rows,
 )
 
 CPU = Backend(
@@ -63,6 +77,7 @@ CPU = Backend(
     paged_attention=paged_attention_cpu,
     adjust_logits=adjust_logits,
     sample=sample_cpu,
+    sample_rows=sample_rows,
 )
 
 NATIVE = Backend(
@@ -75,21 +90,30 @@ NATIVE = Backend(
     paged_attention=paged_attention_native,
     adjust_logits=adjust_logits,
     sample=sample_native,
+    sample_rows=sample_rows,
 )
 
 NATIVE_INT8 = replace(NATIVE, name="native-int8", linear=linear_int8_native, gated_linear=gated_linear_int8_native)
 
 _BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, NATIVE, NATIVE_INT8)}
+_TRITON_BACKENDS = ("triton", "triton-int8", "triton-fp8")
 
 
 def load_backend(name: str) -> Backend:
-    """Raises ValueError for an unknown name.
+    """Raises ValueError for an unknown name, ImportError if it needs Triton where there is none.
 
     reference    plain torch that runs on any device
     cpu          torch's own fused and packed operations
     native       compiled code for everything but products; only if `has_native()`
     native-int8  and products in int8; only if `has_native_int8()`
+    triton       kernels for a GPU; with -int8 or -fp8, and weights of that
     """
+    if name in _TRITON_BACKENDS:
+        from kernels.triton.backend import BACKENDS  # where there is no GPU nothing loads Triton
+
+        return BACKENDS[name]
     if name not in _BACKENDS:
-        raise ValueError(f"no kernel backend is called {name!r}; there are {', '.join(_BACKENDS)}")
+        raise ValueError(
+            f"no kernel backend is called {name!r}; there are {', '.join((*_BACKENDS, *_TRITON_BACKENDS))}"
+        )
     return _BACKENDS[name]

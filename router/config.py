@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Quantization = Literal["auto", "none", "int8"]
+Quantization = Literal["auto", "none", "int8", "fp8"]
 Schedule = Literal["sequential", "interleaved", "static", "continuous"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -39,11 +39,13 @@ class ServeConfig:
     device: str = "auto"
     dtype: str = "auto"
     quantization: Quantization = "auto"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     kv_cache_gb: float | None = None
     block_size: int = 16
     max_num_seqs: int = 64
     token_budget: int = 512
     schedule: Schedule = "continuous"
+    overlap: Literal["auto", "on", "off"] = "auto"
     max_model_len: int | None = None
     prefix_caching: bool = True
     threads: int | None = None
@@ -64,9 +66,10 @@ class ServeConfig:
     def engine_arguments(self, model_folder: str, listen: str) -> list[str]:
         """The command line of an engine that serves as told here."""
         arguments = ["--model", model_folder, "--listen", listen, "--device", self.device, "--dtype", self.dtype]
-        arguments += ["--quantization", self.quantization]
+        arguments += ["--quantization", self.quantization, "--kv-cache-dtype", self.kv_cache_dtype]
         arguments += ["--block-size", str(self.block_size), "--max-num-seqs", str(self.max_num_seqs)]
         arguments += ["--token-budget", str(self.token_budget), "--schedule", self.schedule]
+        arguments += ["--overlap", self.overlap]
         arguments += ["--log-level", self.log_level]
         if self.kv_cache_gb is not None:
             arguments += ["--kv-cache-gb", str(self.kv_cache_gb)]

@@ -1,0 +1,72 @@
+"""Root mean square normalisation on a GPU: a row a program, read once and kept in registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.configs import tuned
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    num_warps: int
+
+
+def default_config(size: int) -> Config:
+    """Eight elements a thread: as many loads in flight as a row allows, each of 16 bytes."""
+    return Config(num_warps=min(max(triton.next_power_of_2(size) // 256, 1), 16))
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """`rms_norm` and the addition in one pass. `residual` is contiguous."""
+    size = x.shape[-1]
+    rows = x.reshape(-1, size)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if len(rows):
+        config = tuned("rms_norm", f"{size}", default_config(size))
+        _rms_norm[(len(rows),)](
+            rows,
+            rows.stride(0),
+            weight,
+            rows if residual is None else residual.view(-1, size),
+            out,
+            eps,
+            SIZE=size,
+            BLOCK=triton.next_power_of_2(size),
+            HAS_RESIDUAL=residual is not None,
+            num_warps=config.num_warps,
+        )
+    return out
+
+
+@triton.jit
+def _rms_norm(
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    residual_ptr,
+    out_ptr,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if HAS_RESIDUAL:
+        places = residual_ptr + row * SIZE + columns
+        total = (x + tl.load(places, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(places, total, mask=inside)
+        x = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    normalised = (x * scale).to(dtype).to(tl.float32)  # rounded where the reference rounds
+    tl.store(out_ptr + row * SIZE + columns, (normalised * weight).to(dtype), mask=inside)

@@ -1,0 +1,51 @@
+"""The gated activation on a GPU: a stretch of a row a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.configs import tuned
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    block: int
+    num_warps: int
+
+
+DEFAULT = Config(block=1024, num_warps=4)
+
+
+def silu_and_mul_triton(gate_up: Tensor) -> Tensor:
+    """`silu_and_mul` in one pass."""
+    rows, width = gate_up.shape
+    size = width // 2
+    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        config = tuned("silu_and_mul", f"{size}", DEFAULT)
+        _silu_and_mul[(rows, triton.cdiv(size, config.block))](
+            gate_up.contiguous(), out, SIZE=size, BLOCK=config.block, num_warps=config.num_warps
+        )
+    return out
+
+
+@triton.jit
+def gate(gate_value, up):
+    """silu(gate) · up, of float32."""
+    return gate_value / (1 + tl.exp(-gate_value)) * up
+
+
+@triton.jit
+def _silu_and_mul(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    gate_ptr = gate_up_ptr + row * 2 * SIZE + columns
+    gate_value = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + SIZE, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + columns, gate(gate_value, up).to(out_ptr.dtype.element_ty), mask=inside)
