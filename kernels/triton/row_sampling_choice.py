@@ -190,7 +190,8 @@ def choice_kernel(
         key = noise_key(tl.load(seed_low + row), tl.load(seed_high + row), tl.load(positions + at))
         token = _draw_limited(
             row, key, best, logits, adjusted + at * vocab, tl.load(is_changed + at) != 0, hits,
-            near + at * num_groups * GROUP, group_best + at * num_groups, tile_best + at * num_tiles, tile_mass + at * num_tiles,
+            near + at * num_groups * GROUP, group_best + at * num_groups,
+            tile_best + at * num_tiles, tile_mass + at * num_tiles,
             temperature, top_k, top_p, min_p, vocab, num_tiles, TILES, GROUPS, TILE, CHUNK, GROUP,
         )  # fmt: skip
     else:
