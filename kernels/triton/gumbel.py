@@ -1,7 +1,7 @@
-"""`kernels.gumbel` on the device: the same key and the same bits, so that a seed draws the same tokens on every backend.
+"""`kernels.gumbel` on the device: the same key and bits, so that a seed draws the same tokens on every backend.
 
-The two logarithms that turn bits into noise may differ from the CPU's in their last bit, and a draw with them only where
-two tokens' scores are that close.
+The two logarithms that turn bits into noise may differ from the CPU's in their last bit, and a draw with them only
+where two tokens' scores are that close.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Pivot search: the k-th smallest of values, or how far a share of the probability reaches, without a sort.
 
-Values are the bits of floats, as int32 in the floats' order. A pass counts what is at or below PIVOTS values at once and
-leaves one interval between two of them, cut down to the values that exist in it; so it ends after a few passes, and
-after 11 whatever the values are.
+Values are the bits of floats, as int32 in the floats' order. A pass counts what is at or below PIVOTS values at once
+and leaves one interval between two of them, cut down to the values that exist in it; so it ends after a few passes,
+and after 11 whatever the values are.
 """
 
 from __future__ import annotations
