@@ -16,8 +16,12 @@ _STEP = 2.0**-24
 
 def noise_key(seed: int, position: int) -> int:
     """64 bits, as a signed integer. A splitmix64 step (Steele et al., 2014) over the seed, then over the position."""
-    key = _mix_64(_mix_64(seed & _MASK_64) ^ (position & _MASK_64))
-    return key - (1 << 64) if key >> 63 else key
+    return _signed(_mix_64(_mix_64(seed & _MASK_64) ^ (position & _MASK_64)), 64)
+
+
+def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """`noise_key` of each seed and position, all [n] int64, where both are on the device."""
+    return _mix_64_wrapping(_mix_64_wrapping(seeds) ^ positions)
 
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
@@ -43,14 +47,22 @@ def _mix_64(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def _mix_64_wrapping(x: Tensor) -> Tensor:
+    """`_mix_64` on int64 whose products wrap; a right shift must not carry the sign along, hence the masks."""
+    x = x + _signed(0x9E37_79B9_7F4A_7C15, 64)
+    x = (x ^ ((x >> 30) & (_MASK_64 >> 30))) * _signed(0xBF58_476D_1CE4_E5B9, 64)
+    x = (x ^ ((x >> 27) & (_MASK_64 >> 27))) * _signed(0x94D0_49BB_1331_11EB, 64)
+    return x ^ ((x >> 31) & (_MASK_64 >> 31))
+
+
 def _mix_32_(x: Tensor) -> None:
     """In place, on int32 whose products wrap; a right shift must not carry the sign along, hence the masks."""
     x ^= (x >> 16).bitwise_and_(0xFFFF)
-    x *= _signed(0x85EB_CA6B)
+    x *= _signed(0x85EB_CA6B, 32)
     x ^= (x >> 13).bitwise_and_(0x7_FFFF)
-    x *= _signed(0xC2B2_AE35)
+    x *= _signed(0xC2B2_AE35, 32)
     x ^= (x >> 16).bitwise_and_(0xFFFF)
 
 
-def _signed(bits: int) -> int:
-    return bits - (1 << 32) if bits >> 31 else bits
+def _signed(bits: int, width: int) -> int:
+    return bits - (1 << width) if bits >> (width - 1) else bits

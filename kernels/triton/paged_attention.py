@@ -1,0 +1,50 @@
+"""Attention over a paged KV cache on a GPU: the sequences that decode, then the others, two launches of their own kind."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.paged import AttentionPlan, PagedKV
+from kernels.triton.paged_decode import paged_decode_triton
+from kernels.triton.paged_prefill import paged_prefill_triton
+
+ALIGNMENT = 4  # int32s: where arrays that share a copy begin
+
+
+def plan_attention_triton(
+    query_start: np.ndarray, context_len: np.ndarray, block_table: np.ndarray, kv: PagedKV, sliding_window: int | None
+) -> AttentionPlan:
+    """`plan_attention`, in one copy to the device. Sequences of one query that come after a longer one are no decodes."""
+    arrays = (query_start, context_len, block_table)
+    begins = np.cumsum([0, *(-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays)])
+    packed = np.empty(begins[-1], dtype=np.int32)
+    for array, begin in zip(arrays, begins, strict=False):
+        packed[begin : begin + array.size] = array.ravel()
+    on_device = torch.from_numpy(packed).to(kv.device)
+    starts, contexts, table = (
+        on_device[begin : begin + array.size].view(array.shape) for array, begin in zip(arrays, begins, strict=False)
+    )
+    query_len = np.diff(query_start)
+    longer = np.flatnonzero(query_len != 1)
+    return AttentionPlan(
+        query_start=starts,
+        context_len=contexts,
+        block_table=table,
+        sliding_window=sliding_window,
+        num_decodes=int(longer[0]) if len(longer) else len(query_len),
+        max_query_len=int(query_len.max()),
+    )
+
+
+def paged_attention_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
+    """`paged_attention`, for pages that are contiguous. What is launched depends on shapes and on the plan's numbers
+    alone, not on what its tensors hold: a CUDA graph may replay it with others. The rows of padding become 0."""
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    if plan.num_decodes > 0:
+        paged_decode_triton(q, kv, plan, out)
+    if plan.num_decodes < len(plan.context_len):
+        paged_prefill_triton(q, kv, plan, out)
+    return out

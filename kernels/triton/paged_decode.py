@@ -1,0 +1,273 @@
+"""Attention of one query a sequence over its pages, on a GPU: contexts are split, so that every processor has work.
+
+An item of work is a part of one sequence's context and one KV head, with all query heads that share it: a key is read
+once for them. How long a part is follows from the sum of all contexts, which the kernel takes itself: under a fixed grid
+the parts of a long context are as long as the whole of short ones. Parts of a context are merged by a second kernel
+(Flash-Decoding; Dao et al., 2023); a context of one part is written at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.paged import AttentionPlan, PagedKV
+from kernels.triton.attention_tile import (
+    METADATA,
+    SEQS,
+    attend_tile,
+    find_tokens,
+    score_scale,
+    table_row,
+    tile_dim,
+    window_of,
+)
+from kernels.triton.configs import IS_INTERPRETED, tuned
+
+ROWS_LIMIT = 64  # query heads of a tile; more that share a KV head have several
+MIN_TILES = tl.constexpr(2)  # a part of a context has: a shorter one would not pay for its merge
+MERGE_SPLITS = tl.constexpr(16)  # parts that are merged together
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """
+    tile_keys     tokens of a tile of keys
+    items_per_sm  parts that contexts are split into, as many on average for each processor: more of them balance
+                  better, and leave more to merge
+    """
+
+    tile_keys: int
+    items_per_sm: int
+    num_warps: int
+    num_stages: int
+
+
+def default_config(row_bytes: int) -> Config:
+    """Tiles of 16 KB of keys and as much of values, three of each: what two programs a processor have room for."""
+    return Config(
+        tile_keys=min(max(16384 // row_bytes, 16), 128),
+        items_per_sm=4,
+        num_warps=4,
+        num_stages=3 if row_bytes > 128 else 4,
+    )
+
+
+def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor) -> None:
+    """`paged_attention` of the plan's first `num_decodes` sequences, written to the first rows of `out`.
+
+    q, out  [num_tokens, num_heads, head_dim], contiguous, as are the pages
+    The rows of padding (context 0) become 0.
+    """
+    num_seqs, (_, num_heads, head_dim) = plan.num_decodes, q.shape
+    group, dim = num_heads // kv.num_kv_heads, tile_dim(head_dim)
+    config = tuned(
+        "paged_decode", f"{kv.dtype} {head_dim} {group}".removeprefix("torch."), default_config(dim * kv.dtype.itemsize)
+    )
+    rows = min(max(triton.next_power_of_2(group), 16), ROWS_LIMIT)
+    head_tiles = kv.num_kv_heads * triton.cdiv(group, rows)
+    num_shares = triton.cdiv(config.items_per_sm * _num_sms(q.device), head_tiles)
+    num_items = num_seqs + num_shares  # no more than that: each sequence has at most one part that is not full
+    partial = torch.empty(num_items, num_heads, head_dim, dtype=torch.float32, device=q.device)
+    weight = torch.empty(num_items, num_heads, dtype=torch.float32, device=q.device)
+    splitting = {"num_seqs": num_seqs, "num_shares": num_shares, "WINDOW": window_of(plan), "TILE": config.tile_keys}
+    _attend_split[(head_tiles, num_items)](
+        q,
+        kv.keys,
+        kv.values,
+        kv.key_scales,
+        kv.value_scales,
+        plan.context_len,
+        plan.block_table,
+        plan.rows,
+        out,
+        partial,
+        weight,
+        table_stride=plan.block_table.stride(0),
+        scale=score_scale(head_dim),
+        KV_HEADS=kv.num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        DIM=dim,
+        BLOCK_SIZE=kv.block_size,
+        ROWS=rows,
+        UPCAST=IS_INTERPRETED,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **splitting,
+    )
+    _merge_splits[(num_heads, num_seqs)](
+        partial, weight, plan.context_len, out, HEAD_DIM=head_dim, DIM=dim, num_warps=2, **splitting
+    )
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    """A few where there is no GPU: the interpreter runs programs one by one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@triton.jit
+def _num_keys(context_len_ptr, seq, num_seqs, WINDOW: tl.constexpr):
+    num_keys = tl.load(context_len_ptr + seq, mask=seq < num_seqs, other=0)
+    return tl.minimum(num_keys, WINDOW) if WINDOW else num_keys
+
+
+@triton.jit
+def _split_limit(context_len_ptr, num_seqs, num_shares, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """Tokens of a part at most, a multiple of TILE: one share of all that is to be read."""
+    lanes = tl.arange(0, SEQS)
+    num_keys = tl.zeros([SEQS], dtype=tl.int32)
+    for first in range(0, num_seqs, SEQS):
+        num_keys += _num_keys(context_len_ptr, first + lanes, num_seqs, WINDOW)
+    share = tl.cdiv(tl.sum(num_keys, axis=0), num_shares)
+    return tl.maximum(tl.cdiv(share, TILE), MIN_TILES) * TILE
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_shares", "table_stride"], do_not_specialize_on_alignment=METADATA)
+def _attend_split(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    context_len_ptr,
+    block_table_ptr,
+    rows_ptr,
+    out_ptr,
+    partial_ptr,
+    weight_ptr,
+    num_seqs,
+    num_shares,
+    table_stride,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    HEAD_TILES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    kv_head = tl.program_id(0) // HEAD_TILES
+    head_tile = tl.program_id(0) % HEAD_TILES
+    item = tl.program_id(1)
+
+    limit = _split_limit(context_len_ptr, num_seqs, num_shares, WINDOW, TILE)
+    seq, first_item = 0, 0  # the sequences before the item's own, and how many items they have
+    num_items = 0
+    for first in range(0, num_seqs, SEQS):
+        splits = tl.cdiv(_num_keys(context_len_ptr, first + tl.arange(0, SEQS), num_seqs, WINDOW), limit)
+        ends = num_items + tl.cumsum(splits, axis=0)
+        seq += tl.sum((ends <= item).to(tl.int32), axis=0)
+        first_item = tl.maximum(first_item, tl.max(tl.where(ends <= item, ends, 0), axis=0))
+        num_items += tl.sum(splits, axis=0)
+    if item >= num_items:
+        return
+
+    num_keys = _num_keys(context_len_ptr, seq, num_seqs, WINDOW)
+    context = tl.load(context_len_ptr + seq)
+    num_splits = tl.cdiv(num_keys, limit)
+    length = tl.cdiv(tl.cdiv(num_keys, num_splits), TILE) * TILE
+    begin = context - num_keys + (item - first_item) * length
+    end = tl.minimum(begin + length, context)
+
+    row = head_tile * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM)
+    head = kv_head * GROUP + row
+    inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    query = (seq * (KV_HEADS * GROUP) + head).to(tl.int64)
+    q = tl.load(q_ptr + query[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+
+    table_ptr = table_row(block_table_ptr, rows_ptr, table_stride, seq)
+    attended = tl.zeros([ROWS, DIM], dtype=tl.float32)
+    top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    for start in range(begin, end, TILE):
+        position = start + tl.arange(0, TILE)
+        is_key = position < end
+        token = find_tokens(table_ptr, position, is_key, kv_head, BLOCK_SIZE, KV_HEADS)
+        attended, top, total = attend_tile(
+            q,
+            attended,
+            top,
+            total,
+            token,
+            is_key,
+            is_key[None, :],
+            keys_ptr,
+            values_ptr,
+            key_scales_ptr,
+            value_scales_ptr,
+            scale,
+            HEAD_DIM,
+            DIM,
+        )
+    attended = attended / total[:, None]
+    if num_splits == 1:
+        places = out_ptr + query[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(places, attended.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        part = item * (KV_HEADS * GROUP) + head
+        tl.store(partial_ptr + part[:, None] * HEAD_DIM + dim[None, :], attended, mask=inside)
+        tl.store(weight_ptr + part, top + tl.log2(total), mask=row < GROUP)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_shares"], do_not_specialize_on_alignment=METADATA)
+def _merge_splits(
+    partial_ptr,
+    weight_ptr,
+    context_len_ptr,
+    out_ptr,
+    num_seqs,
+    num_shares,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One query head of a sequence: its parts, each by its share of the weights. `weight`: log2 of their sums."""
+    head = tl.program_id(0)
+    seq = tl.program_id(1)
+    num_heads = tl.num_programs(0)
+    limit = _split_limit(context_len_ptr, num_seqs, num_shares, WINDOW, TILE)
+    num_splits = tl.cdiv(_num_keys(context_len_ptr, seq, num_seqs, WINDOW), limit)
+    if num_splits == 1:
+        return
+    lanes = tl.arange(0, SEQS)
+    before = tl.zeros([SEQS], dtype=tl.int32)
+    for first in range(0, seq, SEQS):
+        before += tl.cdiv(_num_keys(context_len_ptr, first + lanes, seq, WINDOW), limit)
+    first_item = tl.sum(before, axis=0)
+
+    dim = tl.arange(0, DIM)
+    inside = dim < HEAD_DIM
+    attended = tl.zeros([DIM], dtype=tl.float32)
+    top = float("-inf")
+    total = 0.0
+    for first in range(0, num_splits, MERGE_SPLITS):
+        split = first + tl.arange(0, MERGE_SPLITS)
+        is_split = split < num_splits
+        part = (first_item + split) * num_heads + head
+        weight = tl.load(weight_ptr + part, mask=is_split, other=float("-inf"))
+        places = partial_ptr + part[:, None] * HEAD_DIM + dim[None, :]
+        partial = tl.load(places, mask=is_split[:, None] & inside[None, :], other=0.0)
+        new_top = tl.maximum(top, tl.max(weight, axis=0))
+        weight = tl.exp2(weight - new_top)
+        fade = tl.exp2(top - new_top)
+        attended = attended * fade + tl.sum(partial * weight[:, None], axis=0)
+        total = total * fade + tl.sum(weight, axis=0)
+        top = new_top
+    attended = attended / tl.where(num_splits > 0, total, 1.0)
+    out = (seq * num_heads + head).to(tl.int64) * HEAD_DIM
+    tl.store(out_ptr + out + dim, attended.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,191 @@
+"""Attention of chunks of several queries over their pages, on a GPU.
+
+A tile's rows are queries times the query heads of a KV head: a chunk of few queries still fills one. Keys that no row of
+a tile sees are skipped; only tiles of keys that some row sees in part, at the diagonal and at a window's edge, are masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.paged import AttentionPlan, PagedKV
+from kernels.triton.attention_tile import (
+    METADATA,
+    SEQS,
+    attend_tile,
+    find_tokens,
+    score_scale,
+    table_row,
+    tile_dim,
+    window_of,
+)
+from kernels.triton.configs import IS_INTERPRETED, tuned
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Rows (queries times heads) and keys of a tile."""
+
+    tile_rows: int
+    tile_keys: int
+    num_warps: int
+    num_stages: int
+
+
+def default_config(dim: int, itemsize: int) -> Config:
+    """For products in a type of `itemsize` bytes. Float32 has no matrix instruction that is exact: its tiles are small."""
+    if itemsize == 4:
+        return Config(tile_rows=32, tile_keys=32, num_warps=4, num_stages=2)
+    if dim > 128:
+        return Config(tile_rows=128, tile_keys=32, num_warps=8, num_stages=2)
+    return Config(tile_rows=128, tile_keys=64, num_warps=8, num_stages=3)
+
+
+def paged_prefill_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor) -> None:
+    """`paged_attention` of all sequences but the plan's first `num_decodes`, written to their rows of `out`.
+
+    q, out  [num_tokens, num_heads, head_dim], contiguous, as are the pages
+    The rows of padding (context 0) become 0.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    group, dim = num_heads // kv.num_kv_heads, tile_dim(head_dim)
+    config = tuned(
+        "paged_prefill", f"{kv.dtype} {head_dim} {group}".removeprefix("torch."), default_config(dim, q.dtype.itemsize)
+    )
+    num_seqs = len(plan.context_len) - plan.num_decodes
+    # No more than that: each sequence has at most one tile that is not full.
+    num_tiles = (num_tokens - plan.num_decodes) * group // config.tile_rows + num_seqs
+    _attend_chunks[(num_tiles, kv.num_kv_heads)](
+        q,
+        kv.keys,
+        kv.values,
+        kv.key_scales,
+        kv.value_scales,
+        plan.query_start,
+        plan.context_len,
+        plan.block_table,
+        plan.rows,
+        out,
+        first_seq=plan.num_decodes,
+        num_seqs=num_seqs,
+        table_stride=plan.block_table.stride(0),
+        scale=score_scale(head_dim),
+        KV_HEADS=kv.num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        DIM=dim,
+        BLOCK_SIZE=kv.block_size,
+        WINDOW=window_of(plan),
+        ROWS=config.tile_rows,
+        TILE=config.tile_keys,
+        UPCAST=IS_INTERPRETED,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+@triton.jit(do_not_specialize=["first_seq", "num_seqs", "table_stride"], do_not_specialize_on_alignment=METADATA)
+def _attend_chunks(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    query_start_ptr,
+    context_len_ptr,
+    block_table_ptr,
+    rows_ptr,
+    out_ptr,
+    first_seq,
+    num_seqs,
+    table_stride,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    # The later tiles of a sequence have more keys: they go first, so that what ends the launch is short.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+
+    # Sequence i has the tiles from (query_start[i] - query_start[0]) * GROUP // ROWS + i on: room for all it needs.
+    origin = tl.load(query_start_ptr + first_seq)
+    seq = -1
+    for first in range(0, num_seqs, SEQS):
+        lane = first + tl.arange(0, SEQS)
+        query_start = tl.load(query_start_ptr + first_seq + lane, mask=lane < num_seqs, other=0)
+        is_past = (lane < num_seqs) & ((query_start - origin) * GROUP // ROWS + lane <= tile)
+        seq += tl.sum(is_past.to(tl.int32), axis=0)
+    first_token = tl.load(query_start_ptr + first_seq + seq)
+    num_tokens = tl.load(query_start_ptr + first_seq + seq + 1) - first_token
+    first_row = (tile - (first_token - origin) * GROUP // ROWS - seq) * ROWS
+    if first_row >= num_tokens * GROUP:
+        return
+    context = tl.load(context_len_ptr + first_seq + seq)
+
+    row = first_row + tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM)
+    inside = (row < num_tokens * GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    query = (first_token + row // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
+    q = tl.load(q_ptr + query[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+
+    # Positions in the sequence of each row's query, of the first row's and of the last row's.
+    position = context - num_tokens + row // GROUP
+    first_position = context - num_tokens + first_row // GROUP
+    last_position = context - num_tokens + tl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
+    # Some row sees the keys from `begin` to `end`, every row those from `whole` to `diagonal`.
+    begin = 0
+    whole = 0
+    end = tl.maximum(last_position + 1, 0)
+    if WINDOW:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE * TILE
+        whole = tl.minimum(tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE), tl.cdiv(end, TILE)) * TILE
+    diagonal = tl.maximum((first_position + 1) // TILE * TILE, whole)
+    bounds = (begin, whole, diagonal, end)
+
+    table_ptr = table_row(block_table_ptr, rows_ptr, table_stride, first_seq + seq)
+    attended = tl.zeros([ROWS, DIM], dtype=tl.float32)
+    top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    for part in tl.static_range(0 if WINDOW else 1, 3):
+        for start in range(bounds[part], bounds[part + 1], TILE):
+            key = start + tl.arange(0, TILE)
+            is_key = None
+            seen = None
+            if part != 1:
+                is_key = key < end
+                seen = key[None, :] <= position[:, None]
+                if WINDOW:
+                    seen &= key[None, :] > position[:, None] - WINDOW
+            token = find_tokens(table_ptr, key, is_key, kv_head, BLOCK_SIZE, KV_HEADS)
+            attended, top, total = attend_tile(
+                q,
+                attended,
+                top,
+                total,
+                token,
+                is_key,
+                seen,
+                keys_ptr,
+                values_ptr,
+                key_scales_ptr,
+                value_scales_ptr,
+                scale,
+                HEAD_DIM,
+                DIM,
+            )
+    attended = attended / tl.where(context > 0, total, 1.0)[:, None]
+    places = out_ptr + query[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(places, attended.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,95 @@
+"""Sequences written into the device's sampling rows, and sequences of every kind to write."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import torch
+
+from engine.sequence import SamplingParams, Sequence
+from kernels.row_sampling import IN_PROMPT, MAX_TOP_LOGPROBS, SampledRows, SamplingRows, allocate_rows, allocate_sampled
+
+MAX_STOPS = 5
+MAX_BIASES = 11
+TOP_K = (0, 1, 2, 7, 40, 10**6)
+TOP_P = (1.0, 0.0, 0.3, 0.9, 0.999)
+MIN_P = (0.0, 0.02, 0.3, 1.0)
+TEMPERATURES = (0.0, 1e-39, 1e-10, 0.6, 1.0, 30.0)
+
+
+def rows_for(vocab: int, max_rows: int, device: str = "cpu") -> SamplingRows:
+    return allocate_rows(max_rows, vocab, MAX_STOPS, MAX_BIASES, torch.device(device))
+
+
+def poisoned(batch: int, device: str = "cpu") -> SampledRows:
+    """What no kernel writes, wherever it writes nothing."""
+    out = allocate_sampled(batch, torch.device(device))
+    for tensor, value in ((out.tokens, -77), (out.top_ids, -77), (out.chosen, math.nan), (out.top, math.nan)):
+        tensor.fill_(value)
+    return out
+
+
+def sequence(number: int, prompt: list[int], output: list[int], **params: Any) -> Sequence:
+    return Sequence(number, prompt + output, len(prompt), SamplingParams(**params), 0.0, math.inf)
+
+
+def any_sequence(number: int, vocab: int, rng: random.Random) -> Sequence:
+    """Any combination of parameters; about half of the sequences are without each."""
+
+    def maybe(choices: tuple[Any, ...]) -> Any:
+        return choices[0] if rng.random() < 0.5 else rng.choice(choices)
+
+    biases = rng.sample(range(vocab), maybe((0, 1, MAX_BIASES)))
+    stops = rng.sample(range(vocab + vocab // 4), maybe((0, 1, MAX_STOPS)))
+    return sequence(
+        number,
+        prompt=[rng.randrange(vocab) for _ in range(rng.randrange(1, 40))],
+        output=[rng.randrange(vocab) for _ in range(rng.randrange(30))],
+        temperature=rng.choice(TEMPERATURES),
+        top_k=maybe(TOP_K),
+        top_p=maybe(TOP_P),
+        min_p=maybe(MIN_P),
+        repetition_penalty=maybe((1.0, 1.3, 0.7)),
+        presence_penalty=maybe((0.0, 0.5, -1.0)),
+        frequency_penalty=maybe((0.0, 0.4, -0.3)),
+        logit_bias=tuple((token, rng.uniform(-5, 5)) for token in biases),
+        seed=maybe((rng.randrange(1 << 64), 0, (1 << 64) - 1)),
+        min_tokens=maybe((0, 15, 100)),
+        stop_token_ids=frozenset(stops),
+        logprobs=maybe((None, 0, 1, 5, MAX_TOP_LOGPROBS)),
+    )
+
+
+def write_row(sampling: SamplingRows, at: int, seq: Sequence) -> None:
+    """All that the row of a sequence holds, as if it had just started."""
+    params, vocab = seq.params, sampling.counts.shape[1]
+    words = torch.tensor([params.seed & 0xFFFF_FFFF, params.seed >> 32]).to(torch.int32)
+    values = {
+        "temperature": params.temperature,
+        "top_k": min(params.top_k, vocab),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "seed_low": words[0],
+        "seed_high": words[1],
+        "repetition": params.repetition_penalty,
+        "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+        "min_position": seq.prompt_len + params.min_tokens,
+        "num_logprobs": -1 if params.logprobs is None else params.logprobs,
+        "last_token": seq.tokens[-1],
+    }
+    for name, value in values.items():
+        getattr(sampling, name)[at] = value
+    sampling.stop_ids[at] = -1
+    sampling.bias_ids[at] = -1
+    sampling.counts[at] = 0
+    for entry, token in enumerate(sorted(params.stop_token_ids)):
+        sampling.stop_ids[at, entry] = token
+    for entry, (token, bias) in enumerate(params.logit_bias):
+        sampling.bias_ids[at, entry], sampling.bias[at, entry] = token, bias
+    for token in seq.tokens[seq.prompt_len :]:
+        sampling.counts[at, token] += 1
+    for token in set(seq.tokens[: seq.prompt_len]):
+        sampling.counts[at, token] += IN_PROMPT
