@@ -7,12 +7,14 @@ from kernels.linear import Linear
 from kernels.linear_int8 import has_native_int8
 from kernels.native_module import has_native, keep_freed_memory, set_num_threads
 from kernels.paged import AttentionPlan, PagedKV
+from kernels.rope_and_store_kv import HeadNorms
 from kernels.sample import Draws
 
 __all__ = [
     "AttentionPlan",
     "Backend",
     "Draws",
+    "HeadNorms",
     "Linear",
     "LogitAdjustments",
     "PagedKV",

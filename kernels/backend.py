@@ -17,13 +17,24 @@ from kernels.paged_attention import paged_attention, plan_attention
 from kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
 from kernels.paged_attention_native import paged_attention_native, plan_attention_native
 from kernels.rms_norm import rms_norm, rms_norm_cpu, rms_norm_native
-from kernels.rope_and_store_kv import rope_and_store_kv, rope_and_store_kv_cpu, rope_and_store_kv_native
+from kernels.rope_and_store_kv import (
+    HeadNorms,
+    rope_and_store_kv,
+    rope_and_store_kv_cpu,
+    rope_and_store_kv_native,
+)
 from kernels.sample import Draws, sample
 from kernels.sample_cpu import sample_cpu, sample_native
 
 
 class RmsNorm(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor: ...
+
+
+class RopeAndStoreKV(Protocol):
+    def __call__(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +45,7 @@ class Backend:
     linear: Callable[[Tensor, Tensor | None], Linear]
     gated_linear: Callable[[Tensor, Tensor | None], Linear]
     rms_norm: RmsNorm
-    rope_and_store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, PagedKV], Tensor]
+    rope_and_store_kv: RopeAndStoreKV
     plan_attention: Callable[[np.ndarray, np.ndarray, np.ndarray, PagedKV, int | None], AttentionPlan]
     paged_attention: Callable[[Tensor, PagedKV, AttentionPlan], Tensor]
     adjust_logits: Callable[[Tensor, LogitAdjustments], None]

@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kernels.native_module import DTYPES, native, takes
 from kernels.paged import PagedKV
+from kernels.rms_norm import rms_norm, rms_norm_cpu, rms_norm_native
+
+FP8_MAX = 448.0  # of float8_e4m3fn
 
 
-def rope_and_store_kv(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """What every head of queries and keys is normalised by (`rms_norm`) before it is rotated.
+
+    query, key  [head_dim], weights in the dtype of the heads
+    """
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+def rope_and_store_kv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
+) -> Tensor:
     """Rotates queries and keys (RoPE; Su et al., 2021), stores keys and values, returns the queries.
 
     qkv       [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, then keys, then values; not changed
     cos, sin  [num_tokens, head_dim / 2] float32, of the tokens' positions
     slots     [num_tokens] int64, where each token's key and value go; -1: nowhere (a row that only pads the batch)
-    kv        written in place
+    kv        written in place; pages of float8 with the scales of `quantize_heads`
+    norms     None: heads are rotated as they are
     return    [num_tokens, num_heads, head_dim], qkv's dtype
 
     Dimension i is paired with i + head_dim / 2, as in the checkpoints of Hugging Face. Rotated in float32.
     """
+    qkv = _normalise(qkv, kv, norms, rms_norm)
     half = kv.head_dim // 2
     rotated = qkv[:, : -kv.num_kv_heads].float()
     first, second = rotated[..., :half], rotated[..., half:]
@@ -30,8 +52,11 @@ def rope_and_store_kv(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: 
     return queries
 
 
-def rope_and_store_kv_cpu(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV) -> Tensor:
+def rope_and_store_kv_cpu(
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
+) -> Tensor:
     """`rope_and_store_kv` in fewer passes: a roll swaps the halves, and their signs go into the sines."""
+    qkv = _normalise(qkv, kv, norms, rms_norm_cpu)
     half = kv.head_dim // 2
     wide = qkv[:, : -kv.num_kv_heads].float()
     cos, sin = torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
@@ -40,10 +65,13 @@ def rope_and_store_kv_cpu(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, 
     return rotated[:, : -kv.num_kv_heads]
 
 
-def rope_and_store_kv_native(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV) -> Tensor:
-    """`rope_and_store_kv` in one pass, keys and values straight to their slots."""
-    if native is None or not takes(qkv):
-        return rope_and_store_kv_cpu(qkv, cos, sin, slots, kv)
+def rope_and_store_kv_native(
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
+) -> Tensor:
+    """`rope_and_store_kv` in one pass once heads are normalised, keys and values straight to their slots."""
+    if native is None or not takes(qkv) or kv.key_scales is not None:
+        return rope_and_store_kv_cpu(qkv, cos, sin, slots, kv, norms)
+    qkv = _normalise(qkv, kv, norms, rms_norm_native)
     num_tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv.num_kv_heads
     queries = torch.empty(num_tokens, num_heads, kv.head_dim, dtype=qkv.dtype)
     native.rope_and_store_kv(
@@ -63,9 +91,37 @@ def rope_and_store_kv_native(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tenso
     return queries
 
 
+def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
+    """To float8, each head by its own scale: x = scale * value.
+
+    x       [..., head_dim] floating point
+    return  [..., head_dim] float8_e4m3fn; [...] float32 scales, 1 for a head of zeros
+    """
+    wide = x.float()
+    scales = wide.abs().amax(dim=-1) / FP8_MAX
+    scales = torch.where(scales == 0, 1.0, scales)
+    return (wide / scales[..., None]).to(torch.float8_e4m3fn), scales
+
+
+def _normalise(qkv: Tensor, kv: PagedKV, norms: HeadNorms | None, rms_norm: Callable[..., Tensor]) -> Tensor:
+    if norms is None:
+        return qkv
+    queries, keys, values = qkv.tensor_split((-2 * kv.num_kv_heads, -kv.num_kv_heads), dim=1)
+    queries, keys = rms_norm(queries, norms.query, norms.eps), rms_norm(keys, norms.key, norms.eps)
+    return torch.cat((queries, keys, values), dim=1)
+
+
 def _store(keys: Tensor, values: Tensor, slots: Tensor, kv: PagedKV) -> None:
     if bool((slots < 0).any()):
         kept = slots >= 0
         keys, values, slots = keys[kept], values[kept], slots[kept]
-    kv.keys.flatten(0, 1).index_copy_(0, slots, keys)
-    kv.values.flatten(0, 1).index_copy_(0, slots, values)
+    _store_heads(keys, slots, kv.keys, kv.key_scales)
+    _store_heads(values, slots, kv.values, kv.value_scales)
+
+
+def _store_heads(heads: Tensor, slots: Tensor, pages: Tensor, scales: Tensor | None) -> None:
+    if scales is not None:
+        heads, head_scales = quantize_heads(heads)
+        scales.flatten(0, 1).index_copy_(0, slots, head_scales)
+        heads, pages = heads.view(torch.uint8), pages.view(torch.uint8)  # torch copies no float8 by index
+    pages.flatten(0, 1).index_copy_(0, slots, heads)

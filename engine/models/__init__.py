@@ -15,7 +15,7 @@ from engine.models.inputs import StepInputs
 from engine.models.llama import Llama, configure_llama, configure_mistral
 from engine.models.parameters import Parameters
 from engine.models.qwen2 import configure_qwen2
-from engine.models.qwen3 import Qwen3, configure_qwen3
+from engine.models.qwen3 import configure_qwen3
 from engine.weights import load_weights
 from kernels import Backend
 
@@ -27,14 +27,13 @@ class _Family:
     architecture: str
     model_type: str
     configure: Callable[[ConfigFile], ModelConfig]
-    model: type[Llama]
 
 
 _FAMILIES = (
-    _Family("LlamaForCausalLM", "llama", configure_llama, Llama),
-    _Family("MistralForCausalLM", "mistral", configure_mistral, Llama),
-    _Family("Qwen2ForCausalLM", "qwen2", configure_qwen2, Llama),
-    _Family("Qwen3ForCausalLM", "qwen3", configure_qwen3, Qwen3),
+    _Family("LlamaForCausalLM", "llama", configure_llama),
+    _Family("MistralForCausalLM", "mistral", configure_mistral),
+    _Family("Qwen2ForCausalLM", "qwen2", configure_qwen2),
+    _Family("Qwen3ForCausalLM", "qwen3", configure_qwen3),
 )
 
 
@@ -48,12 +47,10 @@ def load_model(
     folder: Path, backend: Backend, device: torch.device, dtype: torch.dtype, progress: Progress = no_progress
 ) -> Llama:
     """A model with its weights on `device`. Raises ConfigError if the checkpoint is broken or not supported."""
-    file = ConfigFile(folder)
-    family = _family(file)
-    config = family.configure(file)
+    config = read_config(folder)
     parameters = Parameters.allocate(config, device, dtype)
     load_weights(folder, parameters.by_name(config), progress)
-    return family.model(config, parameters, backend)
+    return Llama(config, parameters, backend)
 
 
 def _family(file: ConfigFile) -> _Family:

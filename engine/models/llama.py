@@ -1,4 +1,4 @@
-"""Llama and what differs from it only by configuration: Mistral, SmolLM (Touvron et al., 2023; Jiang et al., 2023)."""
+"""Llama (Touvron et al., 2023), Mistral (Jiang et al., 2023), and all that differs from them only by configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.models.config import ConfigFile, ModelConfig, read_llama_like
 from engine.models.inputs import StepInputs
 from engine.models.parameters import LayerParameters, Parameters
 from engine.models.rope import Rope
-from kernels import Backend, Linear, PagedKV
+from kernels import Backend, HeadNorms, Linear, PagedKV
 
 # What transformers assumes where config.json is silent.
 MISTRAL_SLIDING_WINDOW = 4096
@@ -41,20 +41,21 @@ class Layer:
 
     input_norm: Tensor
     qkv: Linear
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    head_norms: HeadNorms | None
     output: Linear
     post_attention_norm: Tensor
     gate_up: Linear
     down: Linear
 
     @staticmethod
-    def prepare(weights: LayerParameters, ops: Backend) -> Layer:
+    def prepare(weights: LayerParameters, config: ModelConfig, ops: Backend) -> Layer:
+        head_norms = None
+        if weights.query_norm is not None and weights.key_norm is not None:
+            head_norms = HeadNorms(weights.query_norm, weights.key_norm, config.rms_norm_eps)
         return Layer(
             input_norm=weights.input_norm,
             qkv=ops.linear(weights.qkv_weight, weights.qkv_bias),
-            query_norm=weights.query_norm,
-            key_norm=weights.key_norm,
+            head_norms=head_norms,
             output=ops.linear(weights.output_weight, weights.output_bias),
             post_attention_norm=weights.post_attention_norm,
             gate_up=ops.linear(weights.gate_up_weight, weights.gate_up_bias),
@@ -73,7 +74,7 @@ class Llama:
         self._embedding = parameters.embedding
         self._layers: list[Layer] = []
         while parameters.layers:
-            self._layers.append(Layer.prepare(parameters.layers.pop(0), ops))
+            self._layers.append(Layer.prepare(parameters.layers.pop(0), config, ops))
         self._final_norm = parameters.final_norm
         self._head = ops.linear(parameters.head, None)
 
@@ -94,10 +95,6 @@ class Llama:
     def _attend(
         self, layer: Layer, x: Tensor, rotations: tuple[Tensor, Tensor], inputs: StepInputs, kv: PagedKV
     ) -> Tensor:
-        qkv = self._normalise(layer, layer.qkv(x).view(x.shape[0], -1, self.config.head_dim))
-        q = self._ops.rope_and_store_kv(qkv, *rotations, inputs.slots, kv)
+        qkv = layer.qkv(x).view(x.shape[0], -1, self.config.head_dim)
+        q = self._ops.rope_and_store_kv(qkv, *rotations, inputs.slots, kv, layer.head_norms)
         return layer.output(self._ops.paged_attention(q, kv, inputs.attention).flatten(1))
-
-    def _normalise(self, layer: Layer, qkv: Tensor) -> Tensor:
-        """For families that normalise queries and keys before they are rotated."""
-        return qkv

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import PagedKV
-from kernels.backend import Backend
+from kernels import HeadNorms, PagedKV
+from kernels.backend import REFERENCE, Backend
+from kernels.rope_and_store_kv import quantize_heads
 from tests.kernels.backends import BACKENDS
 
 NUM_BLOCKS, BLOCK_SIZE = 5, 4
@@ -58,3 +59,59 @@ def test_projections_are_left_alone(backend: Backend) -> None:
     before = qkv.clone()
     backend.rope_and_store_kv(qkv, angle.cos(), angle.sin(), torch.tensor([0, 1]), empty_pages(1, 6))
     assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_of_queries_and_keys_but_not_values_are_normalised_first(backend: Backend, dtype: torch.dtype) -> None:
+    heads, kv_heads, head_dim, tokens = 6, 2, 16, 3
+    qkv = (torch.randn(tokens, heads + 2 * kv_heads, head_dim) * 7).to(dtype)
+    norms = HeadNorms(torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype), 1e-6)
+    angle, slots = angles(tokens, head_dim), torch.tensor([3, 0, 9])
+    kv, expected_kv = empty_pages(kv_heads, head_dim, dtype), empty_pages(kv_heads, head_dim, dtype)
+    queries, keys, values = qkv.double().split([heads, kv_heads, kv_heads], dim=1)
+
+    def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x / (x.square().mean(dim=-1, keepdim=True) + norms.eps).sqrt()).to(dtype) * weight
+
+    by_hand = torch.cat((normalised(queries, norms.query), normalised(keys, norms.key), values.to(dtype)), dim=1)
+    before = qkv.clone()
+    q = backend.rope_and_store_kv(qkv, angle.cos(), angle.sin(), slots, kv, norms)
+    expected = REFERENCE.rope_and_store_kv(by_hand, angle.cos(), angle.sin(), slots, expected_kv)
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(q, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(kv.keys, expected_kv.keys, atol=tolerance, rtol=tolerance, equal_nan=True)
+    assert torch.equal(kv.values.flatten(0, 1)[slots], values.to(dtype))
+    assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_pages_of_float8_hold_heads_divided_by_their_scales(backend: Backend) -> None:
+    qkv, angle, slots = torch.randn(4, 7, 8).bfloat16(), angles(4, 8), torch.tensor([17, -1, 2, 5])
+    qkv[:, -2:] *= torch.tensor([1e-3, 1e3])[None, :, None]
+    qkv[3, -1] = 0
+    shape = (NUM_BLOCKS, BLOCK_SIZE, 2)
+    pages = torch.full((2, *shape, 8), torch.nan).to(torch.float8_e4m3fn)
+    scales = torch.full((2, *shape), torch.nan)
+    whole, kv = empty_pages(2, 8, torch.bfloat16), PagedKV(*pages, *scales)
+    expected = backend.rope_and_store_kv(qkv, angle.cos(), angle.sin(), slots, whole)
+    assert torch.equal(backend.rope_and_store_kv(qkv, angle.cos(), angle.sin(), slots, kv), expected)
+    assert (~scales[0].flatten(0, 1).isnan().any(dim=-1)).nonzero()[:, 0].tolist() == [2, 5, 17]
+    for stored, scale, exact in ((kv.keys, kv.key_scales, whole.keys), (kv.values, kv.value_scales, whole.values)):
+        assert scale is not None
+        at = slots[slots >= 0]
+        restored = (stored.float() * scale[..., None]).flatten(0, 1)[at]
+        exact = exact.flatten(0, 1)[at].float()
+        greatest = exact.abs().amax(dim=-1, keepdim=True)
+        # Three bits of mantissa; below 2^-6 of the scale, steps of 2^-9.
+        assert ((restored - exact).abs() <= (exact.abs() / 16).maximum(greatest / 448 * 2**-10) * 1.001).all()
+
+
+def test_a_head_of_zeros_has_scale_1_and_a_broken_one_stays_broken() -> None:
+    heads = torch.zeros(3, 8)
+    heads[1, 2], heads[2, 3] = torch.nan, torch.inf
+    values, scales = quantize_heads(heads)
+    assert scales[0] == 1
+    restored = values.float() * scales[:, None]
+    assert (restored[0] == 0).all()
+    assert restored.isnan().any(dim=1).tolist() == [False, True, True]
