@@ -1,8 +1,4 @@
-"""The calls that the compile gate and the tuning command make: every op, at the shapes of models that are served.
-
-The ops are called as the model calls them, so what is compiled is what is launched. Tensors are of the meta device:
-they have a shape and a type, and no data.
-"""
+"""The calls that the compile gate makes: every op as a model calls it, so that what is compiled is what is launched."""
 
 from __future__ import annotations
 
@@ -10,33 +6,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from kernels.triton.inputs import (
+    LLAMA_1B,
+    LLAMA_8B,
+    SMOLLM2,
+    ModelShape,
+    attention_plan,
+    normal,
+    random_pages,
+)
+from kernels.triton.paged_attention import paged_attention_triton
 from kernels.triton.rms_norm import rms_norm_triton
 from kernels.triton.silu_and_mul import silu_and_mul_triton
 
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    ffn_size: int
-    vocab_size: int
-
-
-LLAMA_8B = ModelShape("llama-3.1-8b", 32, 8, 128, 4096, 14336, 128256)
-LLAMA_1B = ModelShape("llama-3.2-1b", 32, 8, 64, 2048, 8192, 128256)
-SMOLLM2 = ModelShape("smollm2-135m", 9, 3, 64, 576, 1536, 49152)
-MODELS = (LLAMA_8B, LLAMA_1B, SMOLLM2)
+META = torch.device("meta")
+ROWS = 24  # no multiple of 16: kernels must not depend on how many rows there are
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """
-    call    launches an op
+    call    launches an op on tensors of the meta device
     narrow  kernels of it that need not move 16 bytes at a time: what they read is small
     """
 
@@ -46,17 +37,31 @@ class Case:
 
 
 def cases() -> list[Case]:
-    return [case for model in MODELS for case in _of_model(model, torch.bfloat16)]
+    found: list[Case] = []
+    for model in (LLAMA_8B, LLAMA_1B, SMOLLM2):
+        found += layer_cases(model, torch.bfloat16)
+        found += attention_cases(model, torch.bfloat16, torch.bfloat16)
+    found += attention_cases(LLAMA_8B, torch.bfloat16, torch.float8_e4m3fn)
+    return found
 
 
-def _of_model(model: ModelShape, dtype: torch.dtype) -> Iterator[Case]:
-    name = f"{model.name} {str(dtype).removeprefix('torch.')}"
-    rows = 32
-    x, weight = _empty(rows, model.hidden_size, dtype=dtype), _empty(model.hidden_size, dtype=dtype)
-    yield Case(f"{name} rms_norm", lambda: rms_norm_triton(x, weight, 1e-5, x))
-    gate_up = _empty(rows, 2 * model.ffn_size, dtype=dtype)
-    yield Case(f"{name} silu_and_mul", lambda: silu_and_mul_triton(gate_up))
+def layer_cases(model: ModelShape, dtype: torch.dtype) -> Iterator[Case]:
+    x = normal(ROWS, model.hidden_size, dtype=dtype, device=META)
+    weight = normal(model.hidden_size, dtype=dtype, device=META)
+    gate_up = normal(ROWS, 2 * model.ffn_size, dtype=dtype, device=META)
+    yield Case(f"{model.name} rms_norm", lambda: rms_norm_triton(x, weight, 1e-5))
+    yield Case(f"{model.name} rms_norm of a sum", lambda: rms_norm_triton(x, weight, 1e-5, x))
+    yield Case(f"{model.name} silu_and_mul", lambda: silu_and_mul_triton(gate_up))
 
 
-def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def attention_cases(model: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> Iterator[Case]:
+    pages = random_pages(model, ROWS * 1024, kv_dtype, META)
+    name = f"{model.name} {_name(kv_dtype)} pages"
+    q = normal(ROWS, model.num_heads, model.head_dim, dtype=dtype, device=META)
+    decode, prefill = attention_plan(ROWS, 1024, 1, META), attention_plan(1, 1024, ROWS, META)
+    yield Case(f"{name} decode", lambda: paged_attention_triton(q, pages, decode), frozenset({"_merge_splits"}))
+    yield Case(f"{name} prefill", lambda: paged_attention_triton(q, pages, prefill))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
