@@ -25,6 +25,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sampled, SamplingParams, Sequence, StepPlan
 from engine.server import Connection, EngineServer
 from engine.step_arrays import StepArrays
+from engine.steps_in_flight import Computed
 from kernels import PagedKV, load_backend
 from protos import control_pb2, engine_pb2
 
@@ -35,9 +36,11 @@ PARTS = ("schedule", "pack", "commit", "load", "deliver", "encode")
 class NoModel:
     """Chooses a token that ends nothing, at once."""
 
-    def execute(self, plan: StepPlan) -> Sampled:
+    lookahead = 0
+
+    def launch(self, plan: StepPlan) -> Computed:
         count = len(plan.chunks)
-        return Sampled([7] * count, [None] * count)
+        return Computed(Sampled([7] * count, [None] * count))
 
 
 def sequence(id: int, prompt_len: int) -> Sequence:
@@ -63,7 +66,7 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         servicer._routes[id] = (connection, id)
         connection.ids[id] = id
         scheduler.add(sequence(id, context_len - id % BLOCK_SIZE))
-    scheduler.commit(plan := scheduler.schedule(), runner.execute(plan))
+    scheduler.commit(plan := scheduler.schedule(), runner.launch(plan).result())
     scheduler.take_output()
     for id in range(num_seqs, num_seqs + waiting):
         scheduler.add(sequence(id, 32))
@@ -79,7 +82,7 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         scheduled = time.perf_counter()
         arrays.pack(plan.chunks, ops, pages, sliding_window=None)
         packed = time.perf_counter()
-        sampled = runner.execute(plan)
+        sampled = runner.launch(plan).result()
         executed = time.perf_counter()
         scheduler.commit(plan, sampled)
         output = scheduler.take_output()

@@ -106,7 +106,7 @@ def text_logits(runner: ModelRunner, tokens: list[int], on_tokens: Callable[[int
     seq.blocks = list(range(-(-len(tokens) // runner.info.kv_cache.block_size)))
     parts = []
     for start in range(0, len(tokens) - 1, CHUNK_LEN):
-        chunk = Chunk(seq, start, min(CHUNK_LEN, len(tokens) - 1 - start))
+        chunk = Chunk(seq, start, min(CHUNK_LEN, len(tokens) - 1 - start), samples=False)
         parts.append(runner.logits(chunk).cpu())
         on_tokens(chunk.length)
     return torch.cat(parts)

@@ -81,7 +81,7 @@ def record(
     started = time.perf_counter()
     while not (plan := scheduler.schedule()).is_empty:
         steps.append(slots.cells(scheduler.running, plan))
-        scheduler.commit(plan, runner.execute(plan))
+        scheduler.commit(plan, runner.launch(plan).result())
         output = scheduler.take_output()
         now = time.perf_counter() - started
         for id in output.sequences:

@@ -55,6 +55,10 @@ def serve(
         Literal["sequential", "interleaved", "static", "continuous"],
         typer.Option(rich_help_panel=_ENGINE, help="How requests share the model; all but continuous to be compared."),
     ] = "continuous",
+    overlap: Annotated[
+        Literal["auto", "on", "off"],
+        typer.Option(rich_help_panel=_ENGINE, help="Launch a step before the last one's tokens are read: on a GPU."),
+    ] = "auto",
     max_model_len: Annotated[
         int | None, typer.Option(rich_help_panel=_ENGINE, help="Longest prompt + output.", show_default="the model's")
     ] = None,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from engine.config import EngineConfig, Quantization
+from engine.config import EngineConfig, Overlap, Quantization
 from engine.errors import ConfigError
 from engine.listen import is_local
 from engine.main import EXIT_CONFIG, run
@@ -29,6 +29,7 @@ def main(
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
     token_budget: Annotated[int, typer.Option(help="Tokens that one step computes at most.")] = 512,
     schedule: Annotated[ScheduleName, typer.Option(help="How requests share the model.")] = "continuous",
+    overlap: Annotated[Overlap, typer.Option(help="Launch a step before the last one's tokens are read.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Prompt + output of one sequence.")] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the blocks of computed prompts.")] = True,
     threads: Annotated[int | None, typer.Option(help="For the model's arithmetic. Default: one a core.")] = None,
@@ -56,6 +57,7 @@ def main(
             max_num_seqs=max_num_seqs,
             token_budget=token_budget,
             schedule=schedule,
+            overlap=overlap,
             max_model_len=max_model_len,
             prefix_caching=prefix_caching,
             threads=threads,

@@ -9,6 +9,7 @@ from engine.errors import ConfigError
 from engine.schedules import ScheduleName
 
 Device = Literal["auto", "cpu", "cuda"]
+Overlap = Literal["auto", "on", "off"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["auto", "none", "int8"]
 
@@ -23,6 +24,7 @@ class EngineConfig:
     max_num_seqs    sequences that run at once
     token_budget    tokens that one step computes at most, decodes included
     schedule        continuous, or one of the modes that it is compared with (engine/schedules.py)
+    overlap         launch a step before the tokens of the one before it are read; auto: on a GPU
     max_model_len   prompt + output of one sequence; None: what the model was trained for, as far as the cache holds it
     threads         of the model's arithmetic; None: one a physical core
     """
@@ -36,6 +38,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     token_budget: int = 512
     schedule: ScheduleName = "continuous"
+    overlap: Overlap = "auto"
     max_model_len: int | None = None
     prefix_caching: bool = True
     threads: int | None = None
@@ -50,6 +53,8 @@ class EngineConfig:
                 f"--token-budget ({self.token_budget}) must exceed --max-num-seqs ({self.max_num_seqs}): "
                 "otherwise decodes fill every step and a waiting prompt never advances"
             )
+        if self.overlap == "on" and self.schedule != "continuous":
+            raise ConfigError(f"--overlap on: --schedule {self.schedule} needs the last step's tokens to plan the next")
         if self.kv_cache_gb is not None and self.kv_cache_gb <= 0:
             raise ConfigError(f"--kv-cache-gb must be positive, not {self.kv_cache_gb}")
         if self.max_model_len is not None and self.max_model_len < 2:

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from checkpoints import Progress
 from engine.config import EngineConfig
-from engine.loop import Runner
 from engine.runner_info import KVCacheSpec, RunnerInfo
+from engine.steps_in_flight import Runner
 from engine.synthetic import StepTime, SyntheticRunner
 
 SYNTHETIC_BYTES_PER_TOKEN = 8  # one checksum
@@ -58,4 +58,4 @@ def _load_synthetic(config: EngineConfig, model_config: dict[str, int], step_tim
         kv_cache=spec,
         num_blocks=budget // spec.bytes_per_block if budget else SYNTHETIC_NUM_BLOCKS,
     )
-    return SyntheticRunner(info, step_time)
+    return SyntheticRunner(info, step_time, lookahead=int(config.overlap == "on"))

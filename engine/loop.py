@@ -5,22 +5,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.scheduler import Scheduler
-from engine.sequence import Sampled, Sequence, StepPlan, TokenLogprobs
+from engine.sequence import Sequence
 from engine.step_output import Counters, StepOutput
+from engine.steps_in_flight import Runner, StepsInFlight
 
 log = logging.getLogger("pagoda.engine")
-
-
-class Runner(Protocol):
-    """Computes a plan. Computing the same chunk twice writes the same cache, so a failed step may be run again."""
-
-    def execute(self, plan: StepPlan) -> Sampled: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +83,23 @@ class Inbox:
 
 
 class EngineLoop(threading.Thread):
-    """`on_end` is called on this thread when the loop ends, for whatever reason; `failure` then tells which."""
+    """`on_end` is called on this thread when the loop ends, for whatever reason; `failure` then tells which.
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, outbox: Outbox, on_end: Callable[[], None]) -> None:
+    lookahead  how many steps are launched before the first of them is read: at most the runner's
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, outbox: Outbox, on_end: Callable[[], None], lookahead: int = 0
+    ) -> None:
         super().__init__(name="engine-loop", daemon=True)
         self.inbox = Inbox()
         self.failure: BaseException | None = None  # what ended the loop, if anything but stop() did
         self._scheduler = scheduler
-        self._runner = runner
+        self._steps = StepsInFlight(scheduler, runner)
+        self._lookahead = lookahead
         self._outbox = outbox
         self._on_end = on_end
         self._stopping = False
-        self._step_s = 0.0
 
     def stop(self) -> None:
         self.inbox.put(Stop())
@@ -124,14 +123,15 @@ class EngineLoop(threading.Thread):
                 return
             plan = self._scheduler.schedule()
             if not plan.is_empty:
-                started = time.perf_counter()
-                sampled = execute_contained(self._runner, plan)
-                self._scheduler.commit(plan, sampled)
-                self._step_s = time.perf_counter() - started
+                self._steps.launch(plan)
+            commits = len(self._steps) > (0 if plan.is_empty else self._lookahead)
+            if commits:
+                self._steps.commit_oldest()
             output = self._scheduler.take_output()
-            if not plan.is_empty or not output.is_empty:
+            if commits or not output.is_empty:
                 self._outbox.send(output, self._load())
-            timeout_s = 0.0 if not plan.is_empty else self._idle_timeout_s()
+            is_idle = plan.is_empty and not self._steps and not commits
+            timeout_s = self._idle_timeout_s() if is_idle else 0.0
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -159,31 +159,5 @@ class EngineLoop(threading.Thread):
             blocks_free=pool.num_free,
             blocks_evictable=pool.num_evictable,
             kv_slots_unused=scheduler.num_slots_unused,
-            step_s=self._step_s,
+            step_s=self._steps.step_s,
         )
-
-
-def execute_contained(runner: Runner, plan: StepPlan) -> Sampled:
-    """Runs a step; if it raises, runs its chunks one by one, so that only those at fault fail."""
-    try:
-        return runner.execute(plan)
-    except Exception:
-        log.exception("a step of %d sequences failed; running them one by one", len(plan.chunks))
-    tokens: list[int] = []
-    logprobs: list[TokenLogprobs | None] = []
-    faults: dict[int, str] = {}
-    failed: list[Exception] = []
-    for at, chunk in enumerate(plan.chunks):
-        try:
-            alone = runner.execute(StepPlan([chunk]))
-        except Exception as error:
-            log.exception("sequence %d fails alone", chunk.seq.id)
-            alone = Sampled([-1], [None], {0: f"{type(error).__name__} while computing"})
-            failed.append(error)
-        tokens += alone.tokens
-        logprobs += alone.logprobs
-        if alone.faults:
-            faults[at] = alone.faults[0]
-    if len(failed) == len(plan.chunks) > 1:
-        raise failed[0]  # not one request's fault: the device or the code is broken
-    return Sampled(tokens, logprobs, faults)

@@ -72,6 +72,7 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, lis
         runner,
         server,
         on_end=lambda: wake(events, stop),
+        lookahead=runner.lookahead if config.schedule == "continuous" else 0,
     )
     server.attach(loop.inbox)
     listener = await start_listening(server, listen)

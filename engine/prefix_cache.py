@@ -21,11 +21,11 @@ class PrefixCache:
         self._extend_hashes(seq, usable)
         return self._pool.match(seq.block_hashes[:usable])
 
-    def publish(self, seq: Sequence) -> None:
-        """Lets others find the blocks that are full now."""
+    def publish(self, seq: Sequence, num_computed: int) -> None:
+        """Lets others find the blocks that are full now that this many leading tokens are computed."""
         if not self._serves(seq):
             return
-        full = seq.num_computed // self._pool.block_size
+        full = num_computed // self._pool.block_size
         self._extend_hashes(seq, full)
         for index in range(seq.num_published, full):
             self._pool.publish(seq.blocks[index], seq.block_hashes[index])

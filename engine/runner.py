@@ -18,6 +18,7 @@ from engine.runner_info import KVCacheSpec, RunnerInfo
 from engine.sampler import Sampler
 from engine.sequence import Chunk, Sampled, SamplingParams, Sequence, StepPlan, TokenLogprobs
 from engine.step_arrays import StepArrays
+from engine.steps_in_flight import Computed
 from engine.weights import stored_dtype
 from kernels import PagedKV, has_native, has_native_int8, keep_freed_memory, load_backend, set_num_threads
 
@@ -33,6 +34,8 @@ class ModelRunner:
         set_num_threads(torch.get_num_threads())
         folder = Path(config.model)
         device, dtype = choose_device(config.device), choose_dtype(config.dtype, folder)
+        if config.overlap == "on" and device.type == "cpu":
+            raise ConfigError("--overlap on: a CPU has computed a step when it is launched")
         model = read_config(folder)
         longest = longest_trained(model.max_position_embeddings, config.max_model_len)
 
@@ -58,6 +61,13 @@ class ModelRunner:
             kv_cache=spec,
             num_blocks=num_blocks,
         )
+
+    @property
+    def lookahead(self) -> int:
+        return 0
+
+    def launch(self, plan: StepPlan) -> Computed:
+        return Computed(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> Sampled:
         """Computes a plan. Doing so twice writes the same cache and chooses the same tokens."""
@@ -119,7 +129,7 @@ def largest_plan(token_budget: int, max_num_seqs: int, block_size: int) -> StepP
     for number in range(max_num_seqs):
         seq = Sequence(number, [0] * length, length, params, arrived=0.0, deadline=math.inf)
         seq.blocks = list(range(number * blocks_each, (number + 1) * blocks_each))
-        chunks.append(Chunk(seq, 0, length))
+        chunks.append(Chunk(seq, 0, length, samples=True))
     return StepPlan(chunks)
 
 

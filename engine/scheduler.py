@@ -1,10 +1,14 @@
 """Who runs in the next step, and how many tokens each.
 
-There are no phases: every sequence has `num_computed` tokens chasing `num_tokens`, and a decode is a chunk of length
+There are no phases: every sequence has computed tokens that chase those that exist, and a decode is a chunk of length
 one. Running decodes come first and prefill chunks fill the rest of the token budget (Sarathi-Serve, Agrawal et al.,
 2024), so that a long prompt stalls no stream. When blocks run out, the last admitted of the lowest priority gives up
 its own and is computed again later. A schedule (engine/schedules.py) says who may start and who computes. Standard
 library only; the clock is an argument, so that tests run in simulated time.
+
+A step may be scheduled before the one before it is committed. It then counts on that one's tokens without knowing them:
+who ends with such a token has one row computed for nothing, which writes to blocks that nobody reads any more, and
+before anybody else writes to them, since steps are computed in the order in which they were scheduled.
 """
 
 from __future__ import annotations
@@ -62,6 +66,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # sorted by admission_order
         self._prefixes = PrefixCache(pool, prefix_caching)
         self._schedule = SCHEDULES[schedule](token_budget)
+        self._num_planned = 0  # plans made, and those that are committed
+        self._num_committed = 0
         self._live: dict[int, Sequence] = {}
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, id); ended sequences linger until their time
         self._output = StepOutput()
@@ -108,26 +114,31 @@ class Scheduler:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
+        """What to compute next. A plan that is not empty is to be committed, in the order in which it was made."""
         self._expire()
         self._make_room()
         self._admit()
-        return self._cut(self._schedule.turn(self.running, self.token_budget))
+        plan = self._cut(self._schedule.turn(self._unfinished(), self.token_budget))
+        if not plan.is_empty:
+            self._count_on(plan)
+        return plan
 
     def commit(self, plan: StepPlan, sampled: Sampled) -> None:
         """Takes in a step's outcome: what is computed, which tokens are new, who is finished."""
         block_size = self.pool.block_size
         for at, (chunk, token) in enumerate(zip(plan.chunks, sampled.tokens, strict=True)):
             seq = chunk.seq
-            if seq.state is not State.RUNNING:  # padding: its outcome is dropped
+            if seq.state is State.FINISHED:  # or padding: its outcome is dropped
                 continue
+            seq.num_pending -= chunk.samples
             if at in sampled.faults:
                 self._end(seq, EndReason.FAILED, detail=sampled.faults[at])
                 continue
-            seq.num_computed = chunk.end
-            if seq.num_computed // block_size > seq.num_published:
-                self._prefixes.publish(seq)
-            if token >= 0:
+            if seq.state is State.RUNNING and chunk.end // block_size > seq.num_published:
+                self._prefixes.publish(seq, chunk.end)
+            if token >= 0:  # its own, even if it has been preempted since the step was scheduled
                 self._append(seq, token, sampled.logprobs[at])
+        self._num_committed += 1
         self.counters.steps += 1
         self.counters.step_sequences = len(plan.chunks)
         self.counters.step_tokens = plan.num_tokens
@@ -144,8 +155,9 @@ class Scheduler:
         chunks: list[Chunk] = []
         prefills: list[Sequence] = []
         for seq in turn:
-            if len(seq.tokens) - seq.num_computed == 1:
-                chunks.append(Chunk(seq, seq.num_computed, 1))
+            start = seq.num_computed
+            if len(seq.tokens) + seq.num_pending - start == 1:
+                chunks.append(Chunk(seq, start, 1, True))
             else:
                 prefills.append(seq)
         budget = self.token_budget - len(chunks)
@@ -153,9 +165,19 @@ class Scheduler:
             if budget == 0:
                 break
             length = min(seq.remaining_len, budget)
-            chunks.append(Chunk(seq, seq.num_computed, length))
+            chunks.append(Chunk(seq, seq.num_computed, length, length == seq.remaining_len))
             budget -= length
         return StepPlan(chunks)
+
+    def _count_on(self, plan: StepPlan) -> None:
+        """From now on the plan's tokens count as computed, and those that it chooses as existing."""
+        self._num_planned = number = self._num_planned + 1
+        for chunk in plan.chunks:
+            seq = chunk.seq
+            if seq.state is State.RUNNING:  # else it is padding
+                seq.num_computed = chunk.start + chunk.length
+                seq.num_pending += chunk.samples
+                seq.last_plan = number
 
     def _admit(self) -> None:
         """Starts waiting sequences while there are places, the schedule picks one and its blocks exist."""
@@ -173,7 +195,7 @@ class Scheduler:
         # One block each is left for those who run: else a newcomer would be preempted as soon as they grow. It also
         # keeps out who has just been preempted: what it gave up, less the block it was given up for, is too little.
         spare = self.pool.num_available - len(self.running)
-        if spare < 1:
+        if spare < 1 or seq.last_plan > self._num_committed:  # preempted while a step computes it: that comes first
             return False
         hits = self._prefixes.match(seq)
         needed = self.pool.blocks_for(seq.num_tokens) - len(hits)
@@ -194,11 +216,18 @@ class Scheduler:
         seq.recomputed_tokens += max(0, seq.num_lost - seq.num_computed)
         return True
 
+    def _unfinished(self) -> list[Sequence]:
+        """Who runs and has more to compute, as far as that is known."""
+        if self._num_planned == self._num_committed:
+            return self.running
+        return [seq for seq in self.running if not seq.awaits_end]
+
     def _make_room(self) -> None:
         """Gives every running sequence blocks for all its tokens, at the cost of others if need be."""
         size = self.pool.block_size
-        for seq in [seq for seq in self.running if len(seq.tokens) > len(seq.blocks) * size]:
-            while seq.blocks and len(seq.tokens) > len(seq.blocks) * size:
+        running = self._unfinished()
+        for seq in [seq for seq in running if len(seq.tokens) + seq.num_pending > len(seq.blocks) * size]:
+            while seq.blocks and len(seq.tokens) + seq.num_pending > len(seq.blocks) * size:
                 if self.pool.num_available:
                     seq.blocks += self.pool.allocate(1)
                 else:
@@ -268,5 +297,7 @@ class Scheduler:
         assert {seq.id for seq in going + self.waiting} == self._live.keys()
         assert self.waiting == sorted(self.waiting, key=admission_order)
         for seq in self.running:
-            assert seq.num_computed < seq.num_tokens, f"sequence {seq.id} runs with nothing to compute"
+            assert seq.remaining_len > 0, f"sequence {seq.id} runs with nothing to compute"
+            uncommitted = self._num_planned - self._num_committed
+            assert seq.num_pending <= uncommitted, f"sequence {seq.id} counts on tokens that nobody computes"
             assert len(seq.blocks) >= self.pool.blocks_for(seq.num_computed)

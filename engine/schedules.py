@@ -58,11 +58,11 @@ class Continuous:
         return None
 
     def turn(self, running: list[Sequence], budget: int) -> list[Sequence]:
-        prefills = [seq for seq in running if len(seq.tokens) - seq.num_computed > 1]
+        prefills = [seq for seq in running if len(seq.tokens) + seq.num_pending - seq.num_computed > 1]
         budget -= len(running) - len(prefills)
         if len(prefills) < 2 or sum(seq.remaining_len for seq in prefills) <= budget:
             return running
-        decodes = [seq for seq in running if len(seq.tokens) - seq.num_computed <= 1]
+        decodes = [seq for seq in running if seq.remaining_len <= 1]
         oldest, *others = prefills
         spare = budget // 2
         ahead: list[Sequence] = []

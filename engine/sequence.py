@@ -1,6 +1,7 @@
 """A sequence: tokens that exist, of which some are computed.
 
-Prefill, decode and resumption are one quantity chasing another.
+Prefill, decode and resumption are one quantity chasing another. Where steps are launched before the last one's tokens
+are read, a token may exist that nobody knows yet: it is pending.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Sequence:
     """One stream of tokens, from its prompt to its end.
 
     tokens        prompt, then output; grows by one each time that `num_computed` has caught up
-    num_computed  leading tokens whose keys and values are in the cache
+    num_pending   tokens after those that scheduled steps choose and that are not known yet
+    num_computed  leading tokens whose keys and values are in the cache once all scheduled steps are done
     blocks        the block table: block i holds tokens [i * block_size, (i + 1) * block_size)
     deadline      on the engine's clock; math.inf for none
     max_len       tokens, prompt included, at which it ends with LENGTH; the scheduler sets it on arrival
@@ -75,8 +77,10 @@ class Sequence:
 
     state: State = State.WAITING
     max_len: int = 0
+    num_pending: int = 0
     num_computed: int = 0
     num_lost: int = 0  # what num_computed was when last preempted
+    last_plan: int = 0  # the scheduler's number of the last plan that computes it
     num_published: int = 0  # leading blocks that others may find
     blocks: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # one for each full block hashed so far
@@ -94,7 +98,12 @@ class Sequence:
     @property
     def remaining_len(self) -> int:
         """Tokens that exist but are not computed: 1 for a decode."""
-        return len(self.tokens) - self.num_computed
+        return len(self.tokens) + self.num_pending - self.num_computed
+
+    @property
+    def awaits_end(self) -> bool:
+        """The last token that it may have is pending: there is nothing more to compute."""
+        return len(self.tokens) + self.num_pending >= self.max_len
 
     @property
     def output_len(self) -> int:
@@ -103,20 +112,19 @@ class Sequence:
 
 @dataclass(slots=True)  # not frozen: one is made for every sequence in every step, and would take five times as long
 class Chunk:
-    """Compute `length` tokens of a sequence from position `start` on; its blocks are allocated."""
+    """Compute `length` tokens of a sequence from position `start` on; its blocks are allocated.
+
+    samples  it reaches the last token that exists, so that its last row's logits choose the next one
+    """
 
     seq: Sequence
     start: int
     length: int
+    samples: bool
 
     @property
     def end(self) -> int:
         return self.start + self.length
-
-    @property
-    def samples(self) -> bool:
-        """The chunk reaches the last token that exists, so that its last row's logits choose the next one."""
-        return self.end == self.seq.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from engine.errors import ConfigError
 from engine.runner_info import RunnerInfo
-from engine.sequence import Sampled, StepPlan, TokenLogprobs
+from engine.sequence import Chunk, Sampled, StepPlan, TokenLogprobs
 
 _MODULUS = (1 << 61) - 1
 _POISON = -1
@@ -58,17 +58,42 @@ class StepTime:
         return self.base_s + self.per_sequence_s * len(plan.chunks) + self.per_token_s * plan.num_tokens
 
 
-class SyntheticRunner:
-    """Computes as fast as it can, or takes a simulated time for each step."""
+@dataclass(frozen=True, slots=True)
+class SyntheticStep:
+    """An outcome that may be read from a time on, as if a device computed it until then."""
 
-    def __init__(self, info: RunnerInfo, step_time: StepTime | None = None) -> None:
+    sampled: Sampled
+    ready_at: float
+
+    def result(self) -> Sampled:
+        time.sleep(max(0.0, self.ready_at - time.monotonic()))
+        return self.sampled
+
+
+class SyntheticRunner:
+    """Computes as fast as it can, or takes a simulated time for each step.
+
+    lookahead  1: like a device, takes a step while it computes another, and the next chunk may start from a token that
+               the host has not read
+    """
+
+    def __init__(self, info: RunnerInfo, step_time: StepTime | None = None, lookahead: int = 0) -> None:
         self.info = info
+        self.lookahead = lookahead
         self._block_size = info.kv_cache.block_size
         self._cache = [_POISON] * info.token_capacity
         self._step_time = step_time
+        self._chosen: dict[int, int] = {}  # in the last step, by sequence
+        self._busy_until = 0.0
 
-    def execute(self, plan: StepPlan) -> Sampled:
-        started = time.monotonic()
+    def launch(self, plan: StepPlan) -> SyntheticStep:
+        started = max(time.monotonic(), self._busy_until)
+        sampled = self._compute(plan)
+        self._busy_until = started + (self._step_time.of(plan) if self._step_time else 0.0)
+        return SyntheticStep(sampled, self._busy_until)
+
+    def _compute(self, plan: StepPlan) -> Sampled:
+        chosen: dict[int, int] = {}
         tokens = [-1] * len(plan.chunks)
         logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
         for at, chunk in enumerate(plan.chunks):
@@ -77,15 +102,18 @@ class SyntheticRunner:
             if checksum == _POISON:
                 raise AssertionError(f"sequence {seq.id} reads a slot that was never written")
             for position in range(chunk.start, chunk.end):
-                checksum = _advance(checksum, seq.tokens[position])
+                checksum = _advance(checksum, self._token(chunk, position))
                 self._cache[self._slot(seq.blocks, position)] = checksum
             if chunk.samples:
-                tokens[at] = checksum % self.info.vocab_size
+                tokens[at] = chosen[seq.id] = checksum % self.info.vocab_size
                 if seq.params.logprobs is not None:
                     logprobs[at] = TokenLogprobs(0.0, [tokens[at]][: seq.params.logprobs], [0.0][: seq.params.logprobs])
-        if self._step_time:
-            time.sleep(max(0.0, self._step_time.of(plan) - (time.monotonic() - started)))
+        self._chosen = chosen
         return Sampled(tokens, logprobs)
+
+    def _token(self, chunk: Chunk, position: int) -> int:
+        tokens = chunk.seq.tokens
+        return tokens[position] if position < len(tokens) else self._chosen[chunk.seq.id]
 
     def _slot(self, blocks: list[int], position: int) -> int:
         return blocks[position // self._block_size] * self._block_size + position % self._block_size

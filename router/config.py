@@ -44,6 +44,7 @@ class ServeConfig:
     max_num_seqs: int = 64
     token_budget: int = 512
     schedule: Schedule = "continuous"
+    overlap: Literal["auto", "on", "off"] = "auto"
     max_model_len: int | None = None
     prefix_caching: bool = True
     threads: int | None = None
@@ -67,6 +68,7 @@ class ServeConfig:
         arguments += ["--quantization", self.quantization]
         arguments += ["--block-size", str(self.block_size), "--max-num-seqs", str(self.max_num_seqs)]
         arguments += ["--token-budget", str(self.token_budget), "--schedule", self.schedule]
+        arguments += ["--overlap", self.overlap]
         arguments += ["--log-level", self.log_level]
         if self.kv_cache_gb is not None:
             arguments += ["--kv-cache-gb", str(self.kv_cache_gb)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import grpc
 
-from protos import inference_pb2_grpc
+from engine.synthetic import expected_tokens
+from protos import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from tests.end_to_end.asking import ask, request
 from tests.servers import running_server
 
@@ -19,3 +22,19 @@ def test_a_sequential_server_ends_one_sequence_before_it_starts_the_next() -> No
     order = [response.tokens.index for response in answer.responses if response.HasField("tokens")]
     assert set(order) == {0, 1, 2}
     assert order == sorted(order)
+
+
+def test_streams_of_a_server_that_launches_steps_ahead_get_their_own_tokens() -> None:
+    texts = [f"stream {at} " * (1 + at % 5) for at in range(24)]
+    with (
+        running_server("--model", "synthetic", "--step-ms", "2", "--overlap", "on", "--kv-cache-gb", "1e-5") as server,
+        grpc.insecure_channel(server.address) as channel,
+        ThreadPoolExecutor(24) as threads,
+    ):
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        answers = list(threads.map(lambda text: ask(inference, request(text, max_tokens=30)), texts))
+        load = control_pb2_grpc.ControlStub(channel).GetLoad(control_pb2.GetLoadRequest())
+    for text, answer in zip(texts, answers, strict=True):
+        assert answer.ids() == expected_tokens(text.encode(), 30, 258)
+    assert load.preemptions > 0, "the cache is too small for all of them"
+    assert (load.running, load.waiting, load.blocks_referenced) == (0, 0, 0)

@@ -11,12 +11,13 @@ from engine.scheduler import Scheduler
 from engine.schedules import ScheduleName
 from engine.sequence import SamplingParams, Sequence, StepPlan
 from engine.step_output import Ended
+from engine.steps_in_flight import StepsInFlight
 from engine.synthetic import SyntheticRunner, expected_tokens
 
 VOCAB_SIZE = 258
 
 
-def synthetic_runner(num_blocks: int, block_size: int) -> SyntheticRunner:
+def synthetic_runner(num_blocks: int, block_size: int, lookahead: int = 0) -> SyntheticRunner:
     spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, element_bytes=4, block_size=block_size)
     info = RunnerInfo(
         model="synthetic",
@@ -30,7 +31,7 @@ def synthetic_runner(num_blocks: int, block_size: int) -> SyntheticRunner:
         kv_cache=spec,
         num_blocks=num_blocks,
     )
-    return SyntheticRunner(info)
+    return SyntheticRunner(info, lookahead=lookahead)
 
 
 class SteppedEngine:
@@ -43,6 +44,7 @@ class SteppedEngine:
         max_model_len: int = 200,
         prefix_caching: bool = True,
         schedule: ScheduleName = "continuous",
+        lookahead: int = 0,
     ) -> None:
         self.now = 0.0
         self.pool = BlockPool(num_blocks, block_size)
@@ -55,7 +57,8 @@ class SteppedEngine:
             clock=lambda: self.now,
             schedule=schedule,
         )
-        self.runner = synthetic_runner(num_blocks, block_size)
+        self.runner = synthetic_runner(num_blocks, block_size, lookahead)
+        self.steps = StepsInFlight(self.scheduler, self.runner)
         self.outputs: dict[int, list[int]] = {}
         self.ended: dict[int, Ended] = {}
         self._ids = itertools.count()
@@ -94,7 +97,9 @@ class SteppedEngine:
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
         if not plan.is_empty:
-            self.scheduler.commit(plan, self.runner.execute(plan))
+            self.steps.launch(plan)
+        if len(self.steps) > (0 if plan.is_empty else self.runner.lookahead):
+            self.steps.commit_oldest()
         self._take_output()
         self.now += 1.0
         self.scheduler.check_integrity()
@@ -103,7 +108,8 @@ class SteppedEngine:
     def run(self, limit: int = 10_000) -> int:
         """Steps until nothing is left to do; the number of steps."""
         for count in range(limit):
-            if self.step().is_empty:
+            was_busy = len(self.steps) > 0
+            if self.step().is_empty and not was_busy:
                 return count
         raise AssertionError(f"still at work after {limit} steps")
 

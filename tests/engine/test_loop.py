@@ -9,10 +9,11 @@ import time
 import pytest
 
 from engine.blocks import BlockPool
-from engine.loop import Abort, Add, EngineLoop, LoadSnapshot, execute_contained
+from engine.loop import Abort, Add, EngineLoop, LoadSnapshot
 from engine.scheduler import Scheduler
-from engine.sequence import Chunk, EndReason, Sampled, SamplingParams, Sequence, StepPlan
+from engine.sequence import Chunk, EndReason, SamplingParams, Sequence, State, StepPlan
 from engine.step_output import StepOutput
+from engine.steps_in_flight import Launched, compute_one_by_one
 from engine.synthetic import expected_tokens
 from tests.engine.harness import VOCAB_SIZE, synthetic_runner
 
@@ -29,10 +30,14 @@ class PoisonedRunner:
         self._runner = synthetic_runner(64, 4)
         self._poisoned = poisoned
 
-    def execute(self, plan: StepPlan) -> Sampled:
+    @property
+    def lookahead(self) -> int:
+        return self._runner.lookahead
+
+    def launch(self, plan: StepPlan) -> Launched:
         if any(chunk.seq.id in self._poisoned for chunk in plan.chunks):
             raise FloatingPointError("poison")
-        return self._runner.execute(plan)
+        return self._runner.launch(plan)
 
 
 class Outbox:
@@ -91,9 +96,9 @@ def test_all_chunks_failing_alone_is_the_devices_fault() -> None:
     runner = PoisonedRunner({0, 1})
     seqs = [sequence(id, [1], 5) for id in range(2)]
     for seq in seqs:
-        seq.blocks = [seq.id]
+        seq.blocks, seq.state = [seq.id], State.RUNNING
     with pytest.raises(FloatingPointError):
-        execute_contained(runner, StepPlan([Chunk(seq, 0, 1) for seq in seqs]))
+        compute_one_by_one(runner, StepPlan([Chunk(seq, 0, 1, True) for seq in seqs]))
 
 
 def test_an_idle_loop_takes_no_step_and_wakes_for_a_message() -> None:

@@ -293,7 +293,7 @@ def test_a_chunk_has_logits_after_each_of_its_tokens(saved: Callable[[str], Path
     blocks = ShuffledBlocks(runner)
     prompt = random_prompt(12, seed=1)
     seq = blocks.sequence(prompt, 1)
-    found = torch.cat([runner.logits(Chunk(seq, 0, 5)), runner.logits(Chunk(seq, 5, 7))])
+    found = torch.cat([runner.logits(Chunk(seq, 0, 5, False)), runner.logits(Chunk(seq, 5, 7, True))])
     alone = [step_logits(runner, [next_chunk(blocks.sequence(prompt[:length], 1))]) for length in range(1, 13)]
     torch.testing.assert_close(found, torch.cat(alone))
 

@@ -181,7 +181,7 @@ def test_a_fault_ends_its_own_sequence_only() -> None:
     engine = SteppedEngine()
     seqs = [engine.add(prompt(3, at), max_tokens=5) for at in range(3)]
     plan = engine.scheduler.schedule()
-    sampled = engine.runner.execute(plan)
+    sampled = engine.runner.launch(plan).result()
     sampled.faults[1] = "a bad logit"
     engine.scheduler.commit(plan, sampled)
     engine.run()

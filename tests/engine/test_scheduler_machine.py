@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.schedules import ScheduleName
-from engine.sequence import EndReason
+from engine.sequence import EndReason, Sampled, StepPlan
+from engine.steps_in_flight import Launched, Runner, StepsInFlight
 from tests.engine.harness import SteppedEngine
 
 MAX_MODEL_LEN = 60
@@ -21,6 +22,7 @@ prompts = st.builds(
 
 class SchedulerMachine(RuleBasedStateMachine):
     schedule: ScheduleName = "continuous"
+    lookahead = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             token_budget=11,
             max_model_len=MAX_MODEL_LEN,
             schedule=self.schedule,
+            lookahead=self.lookahead,
         )
         self.seqs = []
 
@@ -42,20 +45,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         timeout_s=st.sampled_from([float("inf"), 1.0, 20.0]),
         salt=st.sampled_from(["", "a"]),
         bypass=st.booleans(),
+        stops=st.sampled_from([frozenset(), frozenset(range(0, 258, 9))]),
     )
-    def add(self, prompt, max_tokens, priority, timeout_s, salt, bypass):
-        self.seqs.append(
-            self.engine.add(prompt, max_tokens, priority=priority, timeout_s=timeout_s, salt=salt, bypass=bypass)
-        )
+    def add(self, prompt, max_tokens, priority, timeout_s, salt, bypass, stops):
+        rules = {"priority": priority, "timeout_s": timeout_s, "salt": salt, "bypass": bypass}
+        self.seqs.append(self.engine.add(prompt, max_tokens, stop_token_ids=stops, **rules))
 
     @rule(count=st.integers(1, 12))
     def steps(self, count):
         for _ in range(count):
+            was_busy = len(self.engine.steps) > 0
             plan = self.engine.step()
             assert plan.num_tokens <= 11
             assert len(plan.chunks) <= 6
             running = self.engine.scheduler.running
-            assert plan.chunks or not (running or self.engine.scheduler.waiting), "work waits, and nobody works"
+            assert plan.chunks or was_busy or not (running or self.engine.scheduler.waiting), (
+                "work waits, and nobody works"
+            )
 
     @rule(data=st.data())
     def abort(self, data):
@@ -81,9 +87,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.engine.pool.num_referenced == 0
         for seq in self.seqs:
             ended = self.engine.ended[seq.id]
-            if ended.reason is EndReason.LENGTH:
-                limit = min(seq.params.max_tokens, MAX_MODEL_LEN - seq.prompt_len)
-                assert self.engine.outputs[seq.id] == self.engine.expected(seq)[:limit]
+            expected = self.engine.expected(seq)[: MAX_MODEL_LEN - seq.prompt_len]
+            if stop := next((at for at, token in enumerate(expected, 1) if token in seq.params.stop_token_ids), None):
+                expected = expected[:stop]
+            if ended.reason in (EndReason.LENGTH, EndReason.STOP):
+                assert self.engine.outputs[seq.id] == expected
 
 
 class SequentialMachine(SchedulerMachine):
@@ -98,11 +106,56 @@ class StaticMachine(SchedulerMachine):
     schedule = "static"
 
 
+class OverlapMachine(SchedulerMachine):
+    """A step is launched before the one before it is read."""
+
+    lookahead = 1
+
+
+class Broken:
+    """A step whose failure shows when it is read."""
+
+    def result(self) -> Sampled:
+        raise FloatingPointError("as told")
+
+
+class UnreliableRunner:
+    """Fails the steps that it is told to, at their launch or when they are read, and computes nothing of them."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.failures: list[str] = []
+        self.lookahead = runner.lookahead
+        self._runner = runner
+
+    def launch(self, plan: StepPlan) -> Launched:
+        failure = self.failures.pop(0) if self.failures else ""
+        if failure == "at launch":
+            raise FloatingPointError("as told")
+        return Broken() if failure == "when read" else self._runner.launch(plan)
+
+
+class UnreliableMachine(SchedulerMachine):
+    """Steps fail once, whatever is in flight beside them; computed again they give what they would have given."""
+
+    lookahead = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine.runner = self.unreliable = UnreliableRunner(self.engine.runner)
+        self.engine.steps = StepsInFlight(self.engine.scheduler, self.unreliable)
+
+    @rule(failure=st.sampled_from(["at launch", "when read"]))
+    def break_the_next_step(self, failure):
+        self.unreliable.failures = [failure]
+
+
 TestContinuous = SchedulerMachine.TestCase
+TestOverlap = OverlapMachine.TestCase
+TestUnreliable = UnreliableMachine.TestCase
 TestSequential = SequentialMachine.TestCase
 TestInterleaved = InterleavedMachine.TestCase
 TestStatic = StaticMachine.TestCase
-TestContinuous.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
-TestSequential.settings = TestInterleaved.settings = TestStatic.settings = settings(
+TestContinuous.settings = TestOverlap.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestSequential.settings = TestInterleaved.settings = TestStatic.settings = TestUnreliable.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )

@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,8 +24,12 @@ from tests.servers import running_engine
 
 @pytest.fixture(scope="module", params=["unix", "shm"])
 def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    listen = f"{request.param}:{tmp_path_factory.mktemp('channel') / 'engine.sock'}"
+    path = tmp_path_factory.mktemp("channel") / "engine.sock"
+    listen = f"{request.param}:{path}"
     with running_engine(listen, "--model", "synthetic", "--step-ms", "1", "--max-num-seqs", "32"):
+        deadline = time.monotonic() + 20
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
         yield listen
 
 

@@ -109,7 +109,8 @@ class ShuffledBlocks:
 
 
 def next_chunk(seq: Sequence, at_most: int = 10_000) -> Chunk:
-    return Chunk(seq, seq.num_computed, min(at_most, seq.remaining_len))
+    length = min(at_most, seq.remaining_len)
+    return Chunk(seq, seq.num_computed, length, samples=length == seq.remaining_len)
 
 
 def step(runner: ModelRunner, chunks: list[Chunk]) -> None:

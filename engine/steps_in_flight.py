@@ -1,0 +1,134 @@
+"""Steps that are launched and not read yet, and what happens when one fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.scheduler import Scheduler
+from engine.sequence import Chunk, Sampled, State, StepPlan, TokenLogprobs
+
+log = logging.getLogger("pagoda.engine")
+
+
+class Launched(Protocol):
+    """A step that a runner is computing."""
+
+    def result(self) -> Sampled:
+        """Waits for its outcome. Raises what the step raised."""
+
+
+class Runner(Protocol):
+    """Computes plans in the order in which they are launched.
+
+    A sequence's last token may be pending when a plan is launched: the runner knows it from the step before. Computing
+    the same chunk twice writes the same cache and chooses the same token, so a failed step may be run again.
+
+    lookahead  how many steps can be launched before the first of them is read; 0: `launch` computes the step at once
+    """
+
+    @property
+    def lookahead(self) -> int: ...
+
+    def launch(self, plan: StepPlan) -> Launched: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step that was computed when it was launched."""
+
+    sampled: Sampled
+
+    def result(self) -> Sampled:
+        return self.sampled
+
+
+@dataclass(slots=True)
+class _Step:
+    plan: StepPlan
+    launched: Launched | None  # None: its launch failed
+    started: float
+
+
+class StepsInFlight:
+    """A queue of launched steps, which are committed to the scheduler in order."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self.step_s = 0.0  # of the last step: from its launch, or the end of the one before if that is later
+        self._scheduler = scheduler
+        self._runner = runner
+        self._steps: deque[_Step] = deque()
+        self._last_end = 0.0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def launch(self, plan: StepPlan) -> None:
+        started = time.perf_counter()
+        try:
+            launched = self._runner.launch(plan)
+        except Exception:
+            log.exception("a step of %d sequences could not be launched", len(plan.chunks))
+            launched = None
+        self._steps.append(_Step(plan, launched, started))
+
+    def commit_oldest(self) -> None:
+        """Waits for it. If it fails, it and those launched after it are computed again, chunk by chunk."""
+        step = self._steps.popleft()
+        try:
+            sampled = step.launched.result() if step.launched else None
+        except Exception:
+            log.exception("a step of %d sequences failed", len(step.plan.chunks))
+            sampled = None
+        if sampled is None:
+            self._compute_again(step)
+        else:
+            self._scheduler.commit(step.plan, sampled)
+        now = time.perf_counter()
+        self.step_s, self._last_end = now - max(step.started, self._last_end), now
+
+    def _compute_again(self, failed: _Step) -> None:
+        later = list(self._steps)
+        self._steps.clear()
+        for step in later:  # what they made of a failed step's tokens is worth nothing, but must be over
+            try:
+                if step.launched:
+                    step.launched.result()
+            except Exception as error:
+                log.warning("a step that was launched after the failed one failed too: %s", error)
+        for step in [failed, *later]:
+            self._scheduler.commit(step.plan, compute_one_by_one(self._runner, step.plan))
+
+
+def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
+    """Computes each chunk of a failed step alone, so that only those at fault fail. All before the plan is committed.
+
+    Raises what the runner raised if no chunk can be computed: that is not one request's fault.
+    """
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs | None] = []
+    faults: dict[int, str] = {}
+    failed: list[Exception] = []
+    for at, chunk in enumerate(plan.chunks):
+        try:
+            alone = _compute_alone(runner, chunk)
+        except Exception as error:
+            log.exception("sequence %d fails alone", chunk.seq.id)
+            alone = Sampled([-1], [None], {0: f"{type(error).__name__} while computing"})
+            failed.append(error)
+        tokens += alone.tokens
+        logprobs += alone.logprobs
+        if alone.faults:
+            faults[at] = alone.faults[0]
+    if len(failed) == len(plan.chunks) > 1:
+        raise failed[0]
+    return Sampled(tokens, logprobs, faults)
+
+
+def _compute_alone(runner: Runner, chunk: Chunk) -> Sampled:
+    if chunk.seq.state is not State.RUNNING:  # it ended, or gave up its blocks, after the step was scheduled
+        return Sampled([-1], [None])
+    return runner.launch(StepPlan([chunk])).result()
