@@ -1,0 +1,195 @@
+"""The second pass: one program a row merges the tiles, and draws where top-k, top-p or min-p limit what can be drawn.
+
+Such a draw looks only at groups of adjacent tokens whose best one can matter. The k most likely tokens lie in groups
+whose best is at least the k-th best of all groups' bests; for top-p the LEADING best groups usually hold enough of the
+probability, and if they do not, it looks at all.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton.gumbel import gumbel, noise_key
+from kernels.triton.row_sampling_logprobs import note_logprobs
+from kernels.triton.row_sampling_scan import LOG2_E, distance, draws_of
+from kernels.triton.row_sampling_search import GREATEST, LEAST, PIVOTS, kth_smallest, list_where, narrowed, pivots_of
+from kernels.triton.row_sampling_search import span_of
+
+LEADING = tl.constexpr(256)
+_INFINITE = tl.constexpr(0x7F800000)  # the bits of +inf
+
+
+@triton.jit
+def _bits(distances):
+    """int32 in the order of distances, which are never negative."""
+    return distances.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _load_groups(logits, adjusted, is_changed, hits, start, num_hits, vocab, CHUNK: tl.constexpr, GROUP: tl.constexpr):
+    """Tokens of the listed groups from `start` on: their ids and logits [CHUNK * GROUP], -inf past the end."""
+    slots = start + tl.arange(0, CHUNK)
+    groups = tl.load(hits + slots, mask=slots < num_hits, other=0)
+    ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = (slots < num_hits)[:, None] & (ids < vocab)
+    if is_changed:
+        x = tl.load(adjusted + ids, mask=inside, other=-float("inf"))
+    else:
+        x = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    return tl.reshape(ids, (CHUNK * GROUP,)), tl.reshape(x, (CHUNK * GROUP,))
+
+
+@triton.jit
+def _mass_within(
+    cut, best, t, logits, adjusted, is_changed, hits, num_hits, vocab, CHUNK: tl.constexpr, GROUP: tl.constexpr
+):
+    """Of the listed groups' tokens at distances of at most `cut`: the sum of exp(-distance), float64."""
+    mass = tl.full((), 0.0, tl.float64)
+    for start in range(0, num_hits, CHUNK):
+        _, x = _load_groups(logits, adjusted, is_changed, hits, start, num_hits, vocab, CHUNK, GROUP)
+        below = distance(x, best, t)
+        mass += tl.sum(tl.where(_bits(below) <= cut, tl.exp2(-below * LOG2_E), 0.0), axis=0).to(tl.float64)
+    return mass
+
+
+@triton.jit
+def _search(
+    high, target, best, t, logits, adjusted, is_changed, hits, num_hits, vocab,
+    BY_MASS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The least distance, up to `high`, within which so many tokens lie, or tokens of so much mass; else the greatest.
+
+    Sums of a chunk are float32 trees, sums of chunks float64: a mass is right to about a millionth.
+    """
+    low = tl.full((), 0, tl.int32)
+    while low < high:
+        pivots = pivots_of(low, high)
+        least, greatest = tl.full((), GREATEST, tl.int32), tl.full((), LEAST, tl.int32)
+        reached = tl.zeros((PIVOTS,), tl.float64 if BY_MASS else tl.int32)
+        for start in range(0, num_hits, CHUNK):
+            _, x = _load_groups(logits, adjusted, is_changed, hits, start, num_hits, vocab, CHUNK, GROUP)
+            below = distance(x, best, t)
+            is_within = _bits(below)[None, :] <= pivots[:, None]
+            if BY_MASS:
+                weights = tl.exp2(-below * LOG2_E)
+                reached += tl.sum(tl.where(is_within, weights[None, :], 0.0), axis=1).to(tl.float64)
+            else:
+                reached += tl.sum(is_within.to(tl.int32), axis=1)
+            chunk_least, chunk_greatest = span_of(_bits(below), low, high)
+            least, greatest = tl.minimum(least, chunk_least), tl.maximum(greatest, chunk_greatest)
+        low, high = narrowed(low, high, pivots, reached >= target, least, greatest)
+    return high
+
+
+@triton.jit
+def _draw_limited(
+    row, key, best, logits, adjusted, is_changed, hits, group_best, tile_best, tile_mass,
+    temperature, top_k, top_p, min_p, vocab, num_tiles,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    t, k, p, m = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    is_topped = (k > 0) & (k < vocab)
+    groups, num_groups = tl.arange(0, GROUPS), num_tiles * (TILE // GROUP)
+    nearest = _bits(distance(tl.load(group_best + groups, mask=groups < num_groups, other=-float("inf")), best, t))
+
+    # Min-p is a distance, but top-k comes before it: where there is one, its tokens are the ones to look at.
+    least_likely = _bits(0.0 - tl.log(m))
+    reach = tl.where(is_topped, _INFINITE, least_likely)
+    wanted = tl.where(is_topped, k, LEADING)
+    cut = reach
+    if (is_topped | (p < 1)) & (wanted <= num_groups):
+        cut = tl.minimum(reach, kth_smallest(nearest, wanted))
+    num_hits = list_where(nearest <= cut, hits)
+    if is_topped:
+        cut = _search(
+            cut, k, best, t, logits, adjusted, is_changed, hits, num_hits, vocab, False, CHUNK, GROUP
+        )  # fmt: skip
+    if p < 1:
+        mass = _mass_within(cut, best, t, logits, adjusted, is_changed, hits, num_hits, vocab, CHUNK, GROUP)
+        target = mass * p.to(tl.float64)
+        if not is_topped:
+            tiles = tl.arange(0, TILES)
+            masses = tl.load(tile_mass + tiles, mask=tiles < num_tiles, other=0.0)
+            bests = tl.load(tile_best + tiles, mask=tiles < num_tiles, other=-float("inf"))
+            total = tl.sum((masses * tl.exp2(-distance(bests, best, t) * LOG2_E)).to(tl.float64), axis=0)
+            target = total * p.to(tl.float64)
+            if mass < target:
+                cut = reach
+                num_hits = list_where(nearest <= cut, hits)
+        cut = _search(
+            cut, target, best, t, logits, adjusted, is_changed, hits, num_hits, vocab, True, CHUNK, GROUP
+        )  # fmt: skip
+    cut = tl.minimum(cut, least_likely)
+
+    best_score, token = tl.full((), -float("inf"), tl.float32), tl.full((), 0, tl.int32)
+    for start in range(0, num_hits, CHUNK):
+        ids, x = _load_groups(logits, adjusted, is_changed, hits, start, num_hits, vocab, CHUNK, GROUP)
+        below = distance(x, best, t)
+        scores = tl.where(_bits(below) <= cut, gumbel(key, ids) - below, -float("inf"))
+        score = tl.max(scores, axis=0)
+        if score > best_score:
+            best_score = score
+            token = tl.min(tl.where(scores == score, ids, GREATEST), axis=0)
+    return token
+
+
+@triton.jit
+def choice_kernel(
+    # the step
+    logits, rows, positions,
+    # the sequences' rows
+    temperature, top_k, top_p, min_p, seed_low, seed_high, repetition, presence, frequency, num_logprobs, counts,
+    last_token,
+    # of the scan: see Partials
+    adjusted, is_changed, tile_best, tile_token, tile_score, tile_mass, group_best, raw_best, raw_mass, raw_group_best,
+    hits,
+    # results
+    tokens, chosen, top_ids, top,
+    vocab, logits_stride, num_tiles,
+    TILE: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
+    MAX_TOP: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + at).to(tl.int64)
+    if row < 0:
+        return
+    num_groups = num_tiles * (TILE // GROUP)
+    logits += at * logits_stride
+    hits += at * num_groups
+    tiles = tl.arange(0, TILES)
+    is_tile = tiles < num_tiles
+    bests = tl.load(tile_best + at * num_tiles + tiles, mask=is_tile, other=-float("inf"))
+    best, leader = tl.max(bests, axis=0, return_indices=True)
+    if tl.abs(best) == float("inf"):
+        tl.store(tokens + at, -1)
+        return
+
+    draws, _, is_limited = draws_of(row, temperature, top_k, top_p, min_p, vocab)
+    if draws & is_limited:
+        key = noise_key(tl.load(seed_low + row), tl.load(seed_high + row), tl.load(positions + at))
+        token = _draw_limited(
+            row, key, best, logits, adjusted + at * vocab, tl.load(is_changed + at) != 0, hits,
+            group_best + at * num_groups, tile_best + at * num_tiles, tile_mass + at * num_tiles,
+            temperature, top_k, top_p, min_p, vocab, num_tiles, TILES, GROUPS, TILE, CHUNK, GROUP,
+        )  # fmt: skip
+    else:
+        if draws:
+            scores = tl.load(tile_score + at * num_tiles + tiles, mask=is_tile, other=-float("inf"))
+            scores -= distance(bests, best, tl.load(temperature + row))
+            leader = tl.argmax(scores, axis=0)
+        token = tl.load(tile_token + at * num_tiles + leader)
+
+    tl.store(tokens + at, token)
+    tl.store(last_token + row, token)
+    r, p, f = tl.load(repetition + row), tl.load(presence + row), tl.load(frequency + row)
+    if (r != 1) | (p != 0) | (f != 0):
+        count = counts + row * vocab + token
+        tl.store(count, tl.load(count) + 1)
+    asked = tl.load(num_logprobs + row)
+    if asked >= 0:
+        note_logprobs(
+            asked, token, logits, raw_best + at * num_tiles, raw_mass + at * num_tiles,
+            raw_group_best + at * num_groups, hits, chosen + at, top_ids + at * MAX_TOP, top + at * MAX_TOP,
+            vocab, num_tiles, num_groups, TILES, GROUPS, GROUP, MAX_TOP,
+        )  # fmt: skip

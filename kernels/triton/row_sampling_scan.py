@@ -1,0 +1,115 @@
+"""The first pass over a batch's logits: many programs a row, each reduces one tile of the vocabulary.
+
+What a row does not ask for, none of its programs computes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.row_sampling import IN_PROMPT, SMALLEST_TEMPERATURE
+from kernels.triton.gumbel import gumbel, noise_key
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+_SMALLEST_TEMPERATURE = tl.constexpr(SMALLEST_TEMPERATURE)
+_TIMES = tl.constexpr(IN_PROMPT - 1)
+
+
+@triton.jit
+def draws_of(row, temperature, top_k, top_p, min_p, vocab):
+    """Of a row: whether its token is drawn, whether top-k limits that, and whether anything does."""
+    k = tl.load(top_k + row)
+    draws = (tl.load(temperature + row) >= _SMALLEST_TEMPERATURE) & (k != 1)
+    is_topped = (k > 0) & (k < vocab)
+    is_limited = is_topped | (tl.load(top_p + row) < 1) | (tl.load(min_p + row) > 0)
+    return draws, is_topped, is_limited
+
+
+@triton.jit
+def distance(x, best, temperature):
+    """How far logits are below the best one, in temperatures: the reference's scaled logits, negated. +inf for -inf."""
+    return tl.math.div_rn(best - x, temperature)
+
+
+@triton.jit
+def scan_kernel(
+    # the step
+    logits, rows, positions,
+    # the sequences' rows
+    temperature, top_k, top_p, min_p, seed_low, seed_high, repetition, presence, frequency, min_position, num_logprobs,
+    stop_ids, bias_ids, bias, counts,
+    # results, one a tile or a group: see Partials
+    adjusted, is_changed, tile_best, tile_token, tile_score, tile_mass, group_best, raw_best, raw_mass, raw_group_best,
+    vocab, logits_stride, num_stops, num_biases,
+    TILE: tl.constexpr, GROUP: tl.constexpr, STOPS: tl.constexpr, BIASES: tl.constexpr,
+):  # fmt: skip
+    tile, at, num_tiles = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    row = tl.load(rows + at).to(tl.int64)
+    if row < 0:
+        return
+    GROUPS: tl.constexpr = TILE // GROUP
+    ids = tile * TILE + tl.arange(0, TILE)
+    inside = ids < vocab
+    slot = at * num_tiles + tile
+    group_slots = slot * GROUPS + tl.arange(0, GROUPS)
+    x = tl.load(logits + at * logits_stride + ids, mask=inside, other=-float("inf")).to(tl.float32)
+
+    asked = tl.load(num_logprobs + row)
+    if asked >= 0:
+        most = tl.max(x, axis=0)
+        origin = tl.where(most == -float("inf"), 0.0, most)
+        tl.store(raw_best + slot, most)
+        tl.store(raw_mass + slot, tl.sum(tl.exp2((x - origin) * LOG2_E), axis=0))
+        if asked > 0:
+            tl.store(raw_group_best + group_slots, tl.max(tl.reshape(x, (GROUPS, GROUP)), axis=1))
+
+    # Penalties
+    r, p, f = tl.load(repetition + row), tl.load(presence + row), tl.load(frequency + row)
+    has_penalties = (r != 1) | (p != 0) | (f != 0)
+    if has_penalties:
+        count = tl.load(counts + row * vocab + ids, mask=inside, other=0)
+        times = (count & _TIMES).to(tl.float32)
+        penalised = tl.where(x > 0, tl.math.div_rn(x, r), x * r) - (tl.where(times > 0, p, 0.0) + f * times)
+        x = tl.where(count != 0, penalised, x)
+
+    # Biases and bans: few tokens, anywhere in the vocabulary, so they are applied in memory.
+    biases, stops = tl.arange(0, BIASES), tl.arange(0, STOPS)
+    biased = tl.load(bias_ids + row * num_biases + biases, mask=biases < num_biases, other=-1)
+    banned = tl.load(stop_ids + row * num_stops + stops, mask=stops < num_stops, other=-1)
+    banned = tl.where(tl.load(positions + at) < tl.load(min_position + row), banned, -1)
+    changes = has_penalties | (tl.max(biased, axis=0) >= 0) | (tl.max(banned, axis=0) >= 0)
+    if tile == 0:
+        tl.store(is_changed + at, changes.to(tl.int32))
+    if changes:
+        target = adjusted + at * vocab
+        tl.store(target + ids, x, mask=inside)
+        first, end = tile * TILE, tl.minimum(tile * TILE + TILE, vocab)
+        is_biased = (biased >= first) & (biased < end)
+        is_banned = (banned >= first) & (banned < end)
+        if (tl.max(is_biased.to(tl.int32), axis=0) + tl.max(is_banned.to(tl.int32), axis=0)) > 0:
+            tl.debug_barrier()
+            was = tl.load(target + biased, mask=is_biased, other=0.0)
+            added = tl.load(bias + row * num_biases + biases, mask=is_biased, other=0.0)
+            tl.store(target + biased, was + added, mask=is_biased)
+            tl.debug_barrier()
+            tl.store(target + banned, -float("inf"), mask=is_banned)
+            tl.debug_barrier()
+            x = tl.load(target + ids, mask=inside, other=-float("inf"))
+
+    # NaN counts as +inf: either in any tile makes the row broken.
+    best, token = tl.max(tl.where(x != x, float("inf"), x), axis=0, return_indices=True)
+    tl.store(tile_best + slot, best)
+    draws, is_topped, is_limited = draws_of(row, temperature, top_k, top_p, min_p, vocab)
+    if draws:
+        t = tl.load(temperature + row)
+        below = distance(x, tl.where(best == -float("inf"), 0.0, best), t)
+        if is_limited:
+            tl.store(group_best + group_slots, tl.max(tl.reshape(x, (GROUPS, GROUP)), axis=1))
+            if not is_topped:
+                tl.store(tile_mass + slot, tl.sum(tl.exp2(-below * LOG2_E), axis=0))
+        else:
+            key = noise_key(tl.load(seed_low + row), tl.load(seed_high + row), tl.load(positions + at))
+            score, token = tl.max(gumbel(key, ids) - below, axis=0, return_indices=True)
+            tl.store(tile_score + slot, score)
+    tl.store(tile_token + slot, tile * TILE + token)
