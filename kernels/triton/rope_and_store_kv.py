@@ -1,0 +1,179 @@
+"""Norms of heads, rotary embedding and the write to the pages on a GPU: some heads of one token a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.paged import PagedKV
+from kernels.rope_and_store_kv import FP8_MAX, HeadNorms
+from kernels.triton.configs import IS_INTERPRETED, tuned
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    heads: int
+    num_warps: int
+
+
+def default_config(head_dim: int) -> Config:
+    """About 1024 dimensions a program, eight of each half a thread: loads of 16 bytes."""
+    block = triton.next_power_of_2(head_dim)
+    heads = max(1024 // block, 1)
+    return Config(heads=heads, num_warps=max(heads * block // 512, 1))
+
+
+def rope_and_store_kv_triton(
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
+) -> Tensor:
+    """`rope_and_store_kv` in one pass. The pages are contiguous."""
+    num_tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv.num_kv_heads
+    queries = torch.empty(num_tokens, num_heads, kv.head_dim, dtype=qkv.dtype, device=qkv.device)
+    if num_tokens:
+        config = tuned("rope_and_store_kv", f"{num_heads}+{kv.num_kv_heads}x{kv.head_dim}", default_config(kv.head_dim))
+        blocks = triton.cdiv(num_heads, config.heads) + 2 * triton.cdiv(kv.num_kv_heads, config.heads)
+        _rope_and_store_kv[(num_tokens, blocks)](
+            qkv.contiguous(),
+            cos.contiguous(),
+            sin.contiguous(),
+            slots,
+            queries,
+            kv.keys,
+            kv.values,
+            kv.key_scales,
+            kv.value_scales,
+            None if norms is None else norms.query,
+            None if norms is None else norms.key,
+            0.0 if norms is None else norms.eps,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=kv.num_kv_heads,
+            HEAD_DIM=kv.head_dim,
+            BLOCK=triton.next_power_of_2(kv.head_dim // 2),
+            HEADS=config.heads,
+            FP8_MAX=FP8_MAX,
+            IS_INTERPRETED=IS_INTERPRETED,
+            num_warps=config.num_warps,
+        )
+    return queries
+
+
+@triton.jit
+def _rope_and_store_kv(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    queries_ptr,
+    keys_ptr,
+    values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
+):
+    QUERY_BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    KV_BLOCKS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    row = token * (NUM_HEADS + 2 * NUM_KV_HEADS)
+    dim = tl.arange(0, BLOCK)[None, :]
+    if block < QUERY_BLOCKS:
+        head = (block * HEADS + tl.arange(0, HEADS))[:, None]
+        inside = head < NUM_HEADS
+        first, second = _load(qkv_ptr, row + head, inside, dim, HEAD_DIM)
+        first, second = _normalise(first, second, query_norm_ptr, dim, eps, dtype, HEAD_DIM)
+        first, second = _rotate(first, second, cos_ptr, sin_ptr, token, dim, dtype, HEAD_DIM)
+        _store(queries_ptr, token * NUM_HEADS + head, inside, dim, first, second, HEAD_DIM)
+    else:
+        slot = tl.load(slots_ptr + token)
+        head = ((block - QUERY_BLOCKS) % KV_BLOCKS * HEADS + tl.arange(0, HEADS))[:, None]
+        inside = head < NUM_KV_HEADS
+        place = slot * NUM_KV_HEADS + head
+        is_stored = head < tl.where(slot < 0, 0, NUM_KV_HEADS)
+        if block < QUERY_BLOCKS + KV_BLOCKS:
+            first, second = _load(qkv_ptr, row + NUM_HEADS + head, inside, dim, HEAD_DIM)
+            first, second = _normalise(first, second, key_norm_ptr, dim, eps, dtype, HEAD_DIM)
+            first, second = _rotate(first, second, cos_ptr, sin_ptr, token, dim, dtype, HEAD_DIM)
+            if key_scales_ptr is not None:
+                first, second = _quantize(first, second, key_scales_ptr + place, is_stored, FP8_MAX, IS_INTERPRETED)
+            _store(keys_ptr, place, is_stored, dim, first, second, HEAD_DIM)
+        else:
+            first, second = _load(qkv_ptr, row + NUM_HEADS + NUM_KV_HEADS + head, inside, dim, HEAD_DIM)
+            if value_scales_ptr is not None:
+                first, second = _quantize(first, second, value_scales_ptr + place, is_stored, FP8_MAX, IS_INTERPRETED)
+            _store(values_ptr, place, is_stored, dim, first, second, HEAD_DIM)
+
+
+@triton.jit
+def _load(ptr, head, inside, dim, HEAD_DIM: tl.constexpr):
+    """Both halves of heads, in float32."""
+    inside = inside & (dim < HEAD_DIM // 2)
+    places = ptr + head * HEAD_DIM + dim
+    first = tl.load(places, mask=inside, other=0.0)
+    second = tl.load(places + HEAD_DIM // 2, mask=inside, other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _normalise(first, second, weight_ptr, dim, eps, dtype: tl.constexpr, HEAD_DIM: tl.constexpr):
+    if weight_ptr is not None:
+        inside = dim < HEAD_DIM // 2
+        first_weight = tl.load(weight_ptr + dim, mask=inside, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight_ptr + HEAD_DIM // 2 + dim, mask=inside, other=0.0).to(tl.float32)
+        squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)
+        # Rounded where `rms_norm` rounds.
+        first = ((first * scale).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
+        second = ((second * scale).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _rotate(first, second, cos_ptr, sin_ptr, token, dim, dtype: tl.constexpr, HEAD_DIM: tl.constexpr):
+    places = token * (HEAD_DIM // 2) + dim
+    cos = tl.load(cos_ptr + places, mask=dim < HEAD_DIM // 2, other=0.0)
+    sin = tl.load(sin_ptr + places, mask=dim < HEAD_DIM // 2, other=0.0)
+    first, second = first * cos - second * sin, second * cos + first * sin
+    return first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)  # what is quantized is rounded, too
+
+
+@triton.jit
+def _quantize(first, second, scale_ptr, is_stored, FP8_MAX: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """`quantize_heads`; stores the scales, returns the values in float32."""
+    greatest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1, keep_dims=True)
+    scale = greatest / FP8_MAX
+    scale = tl.where(scale == 0, 1.0, scale)
+    tl.store(scale_ptr, scale, mask=is_stored)
+    first, second = first / scale, second / scale
+    if IS_INTERPRETED:
+        first, second = _round_to_float8(first), _round_to_float8(second)
+    return first, second
+
+
+@triton.jit
+def _round_to_float8(x):
+    """The interpreter's own conversion loses the carry of a mantissa that is rounded up to the next power of two."""
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^exponent
+    shift = tl.maximum(power, 2.0**-6) * (1.5 * 2**20)  # the last place of x + shift is that of x in float8
+    return (x + shift) - shift
+
+
+@triton.jit
+def _store(ptr, head, inside, dim, first, second, HEAD_DIM: tl.constexpr):
+    inside = inside & (dim < HEAD_DIM // 2)
+    places = ptr + head * HEAD_DIM + dim
+    tl.store(places, first.to(ptr.dtype.element_ty), mask=inside)
+    tl.store(places + HEAD_DIM // 2, second.to(ptr.dtype.element_ty), mask=inside)

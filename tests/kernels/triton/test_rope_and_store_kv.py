@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import HeadNorms, PagedKV
+from kernels.rope_and_store_kv import rope_and_store_kv
+from kernels.triton.configs import IS_INTERPRETED
+from kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
+from tests.kernels.triton.device import DEVICE
+
+NUM_BLOCKS, BLOCK_SIZE = 5, 4
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+
+
+def empty_pages(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> PagedKV:
+    shape = (2, NUM_BLOCKS, BLOCK_SIZE, num_kv_heads)
+    pages = torch.full((*shape, head_dim), torch.nan, device=DEVICE).to(dtype)
+    if dtype != torch.float8_e4m3fn:
+        return PagedKV(*pages)
+    return PagedKV(*pages, *torch.full(shape, torch.nan, device=DEVICE))
+
+
+def rotations(num_tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.rand(num_tokens, head_dim // 2, device=DEVICE) * 6.3
+    return angle.cos(), angle.sin()
+
+
+def head_norms(head_dim: int, dtype: torch.dtype) -> HeadNorms:
+    return HeadNorms(*torch.randn(2, head_dim, device=DEVICE).to(dtype), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "head_dim"),
+    [(1, 1, 1, 2), (3, 6, 2, 10), (4, 9, 3, 64), (2, 8, 8, 80), (2, 4, 1, 96), (3, 32, 8, 128), (2, 4, 2, 256)],
+)
+def test_queries_keys_and_values_are_those_of_the_reference(
+    dtype: torch.dtype, has_norms: bool, tokens: int, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    qkv = (torch.randn(tokens, heads + 2 * kv_heads, head_dim, device=DEVICE) * 3).to(dtype)
+    norms = head_norms(head_dim, dtype) if has_norms else None
+    slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, device=DEVICE)[:tokens]
+    slots[tokens // 2] = -1
+    turns, before = rotations(tokens, head_dim), qkv.clone()
+    kv, expected_kv = empty_pages(kv_heads, head_dim, dtype), empty_pages(kv_heads, head_dim, dtype)
+    q = rope_and_store_kv_triton(qkv, *turns, slots, kv, norms)
+    expected = rope_and_store_kv(qkv, *turns, slots, expected_kv, norms)
+    tolerance = TOLERANCES[dtype]
+    assert q.dtype == dtype
+    assert torch.equal(qkv, before)
+    torch.testing.assert_close(q, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(kv.keys, expected_kv.keys, atol=tolerance, rtol=tolerance, equal_nan=True)
+    torch.testing.assert_close(kv.values, expected_kv.values, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 2, 80), (32, 8, 128)])
+def test_pages_of_float8_and_their_scales_are_those_of_the_reference(
+    has_norms: bool, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    qkv = torch.randn(4, heads + 2 * kv_heads, head_dim, device=DEVICE).half()
+    qkv[:, heads:] *= torch.logspace(-2, 2, 2 * kv_heads, device=DEVICE)[:, None]
+    qkv[1, -1] = 0
+    norms = head_norms(head_dim, torch.float16) if has_norms else None
+    slots = torch.tensor([17, 0, -1, 5], device=DEVICE)
+    turns = rotations(4, head_dim)
+    kv, expected_kv = (empty_pages(kv_heads, head_dim, torch.float8_e4m3fn) for _ in range(2))
+    rope_and_store_kv_triton(qkv, *turns, slots, kv, norms)
+    rope_and_store_kv(qkv, *turns, slots, expected_kv, norms)
+    for scales, expected in ((kv.key_scales, expected_kv.key_scales), (kv.value_scales, expected_kv.value_scales)):
+        torch.testing.assert_close(scales, expected, atol=0, rtol=4e-3, equal_nan=True)
+    for pages, expected in ((kv.keys, expected_kv.keys), (kv.values, expected_kv.values)):
+        # A value between two steps may go to either.
+        torch.testing.assert_close(pages.float(), expected.float(), atol=2**-9, rtol=0.14, equal_nan=True)
+        is_same = (pages.float() == expected.float()) | expected.float().isnan()
+        assert is_same.float().mean() > 0.99
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_a_broken_head_stays_broken_in_float8_and_spoils_no_other() -> None:
+    qkv = torch.randn(2, 4 + 2 * 2, 16, device=DEVICE)
+    qkv[0, 5, 3] = qkv[0, 7, 9] = torch.inf if IS_INTERPRETED else torch.nan  # it makes numbers of NaN in float8
+    kv = empty_pages(2, 16, torch.float8_e4m3fn)
+    rope_and_store_kv_triton(qkv, *rotations(2, 16), torch.tensor([1, 2], device=DEVICE), kv)
+    for pages, scales in ((kv.keys, kv.key_scales), (kv.values, kv.value_scales)):
+        assert scales is not None
+        restored = pages.float() * scales[..., None]
+        assert restored.flatten(0, 1)[1:3].isnan().any(dim=-1).tolist() == [[False, True], [False, False]]
+
+
+def test_a_batch_of_padding_writes_nothing() -> None:
+    kv = empty_pages(2, 16, torch.float32)
+    qkv, slots = torch.randn(3, 8, 16, device=DEVICE), torch.full((3,), -1, device=DEVICE)
+    rope_and_store_kv_triton(qkv, *rotations(3, 16), slots, kv)
+    assert kv.keys.isnan().all()
+    assert kv.values.isnan().all()
