@@ -52,9 +52,7 @@ def prefill_rows(bench: Bench) -> Iterator[Row]:
     yield measure(_prefill(LLAMA_1B, 4, 4096, 4096, bench, None), bench)
 
 
-def _decode(
-    model: ModelShape, kv_dtype: torch.dtype, batch: int, context: int, bench: Bench, bar: Bar | None
-) -> Work:
+def _decode(model: ModelShape, kv_dtype: torch.dtype, batch: int, context: int, bench: Bench, bar: Bar | None) -> Work:
     pages = random_pages(model, batch * context, kv_dtype, bench.device)
     plan = attention_plan(batch, context, 1, bench.device)
     case = f"{model.name}, {_name(kv_dtype)} pages, {batch} × {context}"
@@ -124,18 +122,14 @@ def _kv_bytes(pages: PagedKV) -> int:
     return pages.num_kv_heads * (2 * pages.head_dim * pages.dtype.itemsize + scales)
 
 
-def _sdpa(
-    model: ModelShape, batch: int, query_len: int, context: int, bench: Bench
-) -> Sequence[Callable[[], object]]:
+def _sdpa(model: ModelShape, batch: int, query_len: int, context: int, bench: Bench) -> Sequence[Callable[[], object]]:
     """torch's own, on keys and values that lie side by side, as a cache without pages would have them."""
     shape = {"dtype": torch.bfloat16, "device": bench.device}
     q = torch.randn(batch, model.num_heads, query_len, model.head_dim, **shape)
     keys, values = (torch.randn(batch, model.num_kv_heads, context, model.head_dim, **shape) for _ in range(2))
     if 1 < query_len < context:
         raise NotImplementedError("its causal mask begins at the first key")
-    attend = partial(
-        functional.scaled_dot_product_attention, q, keys, values, is_causal=query_len > 1, enable_gqa=True
-    )
+    attend = partial(functional.scaled_dot_product_attention, q, keys, values, is_causal=query_len > 1, enable_gqa=True)
     return [attend]
 
 

@@ -141,7 +141,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference / expected.double().norm())
 
 
-def explain(failure: Exception) -> str:
+def explain(failure: BaseException) -> str:
     first = (str(failure).strip() or "no message").splitlines()[0]
     return f"{type(failure).__name__}: {first[:160]}"
 
