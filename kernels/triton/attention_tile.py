@@ -1,4 +1,4 @@
-"""What decodes and chunks share: queries against one tile of keys, with a running softmax (FlashAttention; Dao et al., 2022).
+"""What decodes and chunks share: a tile of keys taken into a running softmax (FlashAttention; Dao et al., 2022).
 
 Exponents are of base 2, for which the hardware has an instruction: scores are multiplied by log2(e) / sqrt(head_dim).
 Where pages hold float8, a key's scale multiplies its column of scores and a value's scale its column of weights: no
@@ -65,10 +65,12 @@ def load_tile(pages_ptr, token, is_key, HEAD_DIM: tl.constexpr, DIM: tl.constexp
     """[tokens, DIM]. What is no key of the sequence is not read: it may be NaN, which no weight of zero would hide."""
     dim = tl.arange(0, DIM)[None, :]
     places = pages_ptr + token[:, None] * HEAD_DIM + dim
-    if HEAD_DIM == DIM:
-        return load_where(places, None if is_key is None else is_key[:, None])
-    else:
-        return load_where(places, dim < HEAD_DIM if is_key is None else is_key[:, None] & (dim < HEAD_DIM))
+    mask = None
+    if is_key is not None:
+        mask = is_key[:, None]
+    if HEAD_DIM < DIM:
+        mask = dim < HEAD_DIM if mask is None else mask & (dim < HEAD_DIM)
+    return load_where(places, mask)
 
 
 @triton.jit

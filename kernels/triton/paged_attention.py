@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache on a GPU: the sequences that decode, then the others, two launches of their own kind."""
+"""Attention over a paged KV cache on a GPU: sequences that decode, then the others, by kernels of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALIGNMENT = 4  # int32s: where arrays that share a copy begin
 def plan_attention_triton(
     query_start: np.ndarray, context_len: np.ndarray, block_table: np.ndarray, kv: PagedKV, sliding_window: int | None
 ) -> AttentionPlan:
-    """`plan_attention`, in one copy to the device. Sequences of one query that come after a longer one are no decodes."""
+    """`plan_attention`, in one copy to the device. Only sequences before the first of several queries are decodes."""
     arrays = (query_start, context_len, block_table)
     begins = np.cumsum([0, *(-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays)])
     packed = np.empty(begins[-1], dtype=np.int32)

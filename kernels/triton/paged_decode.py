@@ -1,9 +1,9 @@
 """Attention of one query a sequence over its pages, on a GPU: contexts are split, so that every processor has work.
 
 An item of work is a part of one sequence's context and one KV head, with all query heads that share it: a key is read
-once for them. How long a part is follows from the sum of all contexts, which the kernel takes itself: under a fixed grid
-the parts of a long context are as long as the whole of short ones. Parts of a context are merged by a second kernel
-(Flash-Decoding; Dao et al., 2023); a context of one part is written at once.
+once for them. How long a part is follows from the sum of all contexts, which the kernel takes itself: under a fixed
+grid the parts of a long context are about as long as short contexts are. Parts of a context are merged by a second
+kernel (Flash-Decoding; Dao et al., 2023); a context of one part is written at once.
 """
 
 from __future__ import annotations
@@ -48,14 +48,12 @@ class Config:
     num_stages: int
 
 
-def default_config(row_bytes: int) -> Config:
-    """Tiles of 16 KB of keys and as much of values, three of each: what two programs a processor have room for."""
-    return Config(
-        tile_keys=min(max(16384 // row_bytes, 16), 128),
-        items_per_sm=4,
-        num_warps=4,
-        num_stages=3 if row_bytes > 128 else 4,
-    )
+def default_config(dim: int, itemsize: int) -> Config:
+    """Tiles of up to 16 KB of keys, and as much of values. Of five stages two are for the block table, which is read
+    before the pages: so two tiles of each are on their way. Without matrix instructions, float32 takes more registers.
+    """
+    tile_keys = min(max(16384 // (dim * itemsize), 16), 64)
+    return Config(tile_keys=tile_keys, items_per_sm=4, num_warps=8 if itemsize == 4 else 4, num_stages=5)
 
 
 def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor) -> None:
@@ -67,7 +65,7 @@ def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor
     num_seqs, (_, num_heads, head_dim) = plan.num_decodes, q.shape
     group, dim = num_heads // kv.num_kv_heads, tile_dim(head_dim)
     config = tuned(
-        "paged_decode", f"{kv.dtype} {head_dim} {group}".removeprefix("torch."), default_config(dim * kv.dtype.itemsize)
+        "paged_decode", f"{kv.dtype} {head_dim} {group}".removeprefix("torch."), default_config(dim, kv.dtype.itemsize)
     )
     rows = min(max(triton.next_power_of_2(group), 16), ROWS_LIMIT)
     head_tiles = kv.num_kv_heads * triton.cdiv(group, rows)
@@ -121,11 +119,11 @@ def _num_keys(context_len_ptr, seq, num_seqs, WINDOW: tl.constexpr):
 @triton.jit
 def _split_limit(context_len_ptr, num_seqs, num_shares, WINDOW: tl.constexpr, TILE: tl.constexpr):
     """Tokens of a part at most, a multiple of TILE: one share of all that is to be read."""
-    lanes = tl.arange(0, SEQS)
-    num_keys = tl.zeros([SEQS], dtype=tl.int32)
+    num_keys = 0
+    # Sums of vectors over the loop would hide from Triton how the addresses below are aligned.
     for first in range(0, num_seqs, SEQS):
-        num_keys += _num_keys(context_len_ptr, first + lanes, num_seqs, WINDOW)
-    share = tl.cdiv(tl.sum(num_keys, axis=0), num_shares)
+        num_keys += tl.sum(_num_keys(context_len_ptr, first + tl.arange(0, SEQS), num_seqs, WINDOW), axis=0)
+    share = tl.cdiv(num_keys, num_shares)
     return tl.maximum(tl.cdiv(share, TILE), MIN_TILES) * TILE
 
 
@@ -244,11 +242,10 @@ def _merge_splits(
     num_splits = tl.cdiv(_num_keys(context_len_ptr, seq, num_seqs, WINDOW), limit)
     if num_splits == 1:
         return
-    lanes = tl.arange(0, SEQS)
-    before = tl.zeros([SEQS], dtype=tl.int32)
+    first_item = 0
     for first in range(0, seq, SEQS):
-        before += tl.cdiv(_num_keys(context_len_ptr, first + lanes, seq, WINDOW), limit)
-    first_item = tl.sum(before, axis=0)
+        before = tl.cdiv(_num_keys(context_len_ptr, first + tl.arange(0, SEQS), seq, WINDOW), limit)
+        first_item += tl.sum(before, axis=0)
 
     dim = tl.arange(0, DIM)
     inside = dim < HEAD_DIM

@@ -1,7 +1,7 @@
 """Attention of chunks of several queries over their pages, on a GPU.
 
-A tile's rows are queries times the query heads of a KV head: a chunk of few queries still fills one. Keys that no row of
-a tile sees are skipped; only tiles of keys that some row sees in part, at the diagonal and at a window's edge, are masked.
+A tile's rows are queries times the query heads of a KV head: a chunk of few queries still fills one. Keys that no row
+of a tile sees are skipped; only tiles of keys that some rows see, at the diagonal and at a window's edge, are masked.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Config:
 
 
 def default_config(dim: int, itemsize: int) -> Config:
-    """For products in a type of `itemsize` bytes. Float32 has no matrix instruction that is exact: its tiles are small."""
+    """For products in a type of `itemsize` bytes. No matrix instruction is exact in float32: its tiles are small."""
     if itemsize == 4:
-        return Config(tile_rows=32, tile_keys=32, num_warps=4, num_stages=2)
+        return Config(tile_rows=16, tile_keys=32 if dim <= 64 else 16, num_warps=4, num_stages=3)
     if dim > 128:
-        return Config(tile_rows=128, tile_keys=32, num_warps=8, num_stages=2)
-    return Config(tile_rows=128, tile_keys=64, num_warps=8, num_stages=3)
+        return Config(tile_rows=128, tile_keys=32, num_warps=8, num_stages=3)
+    return Config(tile_rows=128, tile_keys=64, num_warps=8, num_stages=5)
 
 
 def paged_prefill_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor) -> None:

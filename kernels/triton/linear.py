@@ -1,0 +1,64 @@
+"""Products with whole weights on a GPU: torch's library, or a kernel of our own where it was measured to be faster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.linear import Linear
+from kernels.triton.product import NO_KERNEL, Config, DefaultConfig, Weight, choose, multiply
+from kernels.triton.silu_and_mul import silu_and_mul_triton
+
+MOST_ROWS = 64  # with more, a product is bound by arithmetic, which the library has optimised
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    weight: Weight
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        if len(x) <= MOST_ROWS:
+            config = choose("linear", x, self.weight, library)
+            if config != NO_KERNEL:
+                return multiply(x, self.weight, self.bias, config)
+        return functional.linear(x, self.weight.values, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedLinear:
+    """`linear` of silu(gate) · up. Where there is a configuration for `op`, the gate is computed as rows are read.
+
+    linear  the product of `weight` and `bias`
+    """
+
+    op: str
+    linear: Linear
+    weight: Weight
+    bias: Tensor | None
+    default_config: DefaultConfig
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        if len(x) <= MOST_ROWS:
+            config = choose(self.op, x, self.weight, self.default_config)
+            if config != NO_KERNEL:
+                return multiply(x, self.weight, self.bias, config, is_gated=True)
+        return self.linear(silu_and_mul_triton(x))
+
+
+def library(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
+    """The choice where nothing was measured: a kernel takes the library's place only where it was faster."""
+    return NO_KERNEL
+
+
+def linear_triton(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`linear`, by torch unless the table of this GPU has a configuration for the number of rows and the weight."""
+    return _Linear(Weight(weight), bias)
+
+
+def gated_linear_triton(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`gated_linear`, in one kernel where the table of this GPU has a configuration for it."""
+    return GatedLinear("gated_linear", linear_triton(weight, bias), Weight(weight), bias, library)

@@ -1,0 +1,83 @@
+"""Products with weights of int8 or float8 on a GPU, widened in registers on their way to the tensor cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.linear import Linear
+from kernels.linear_quantized import quantize_to_fp8, quantize_to_int8
+from kernels.triton.linear import GatedLinear
+from kernels.triton.product import NO_KERNEL, Config, Weight, choose, multiply
+
+FP8_CAPABILITY = (8, 9)
+FUSED_ROWS = 16  # every program computes the gates of all its rows: with more, once for all programs is less work
+PROGRAMS_PER_PROCESSOR = 2
+FEWEST_TILES = 4  # of a split, so that loads are in flight while it multiplies
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    op: str
+    weight: Weight
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return multiply(x, self.weight, self.bias, choose(self.op, x, self.weight, default_config))
+
+
+def default_config(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
+    """Tiles by the number of rows; splits so that every processor has programs."""
+    out_size, in_size = sizes
+    if rows <= 64:
+        inputs = 128 if in_size % 128 == 0 else 64
+        tile = Config(rows=max(rows, 16), outputs=64, inputs=inputs, splits=1, num_warps=4, num_stages=4)
+    else:
+        tile = Config(rows=128, outputs=128, inputs=64, splits=1, num_warps=8, num_stages=3)
+    programs = triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outputs)
+    splits = min(PROGRAMS_PER_PROCESSOR * _processors(device) // programs, in_size // tile.inputs // FEWEST_TILES)
+    return replace(tile, splits=max(splits, 1))
+
+
+def default_gated_config(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
+    return default_config(rows, sizes, device) if rows <= FUSED_ROWS else NO_KERNEL
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def linear_int8_weight_triton(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`linear_int8_weight`, multiplied in the dtype of the rows."""
+    return _Linear("linear_int8_weight", Weight(*quantize_to_int8(weight)), bias)
+
+
+def gated_linear_int8_weight_triton(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`gated_linear_int8_weight`, multiplied in the dtype of the rows."""
+    return _gated("linear_int8_weight", Weight(*quantize_to_int8(weight)), bias)
+
+
+def linear_fp8_weight_triton(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`linear_fp8_weight`, multiplied in the dtype of the rows. Raises ValueError on a GPU without float8."""
+    return _Linear("linear_fp8_weight", _to_fp8(weight), bias)
+
+
+def gated_linear_fp8_weight_triton(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`gated_linear_fp8_weight`, like `linear_fp8_weight_triton`."""
+    return _gated("linear_fp8_weight", _to_fp8(weight), bias)
+
+
+def _gated(op: str, weight: Weight, bias: Tensor | None) -> Linear:
+    return GatedLinear(f"gated_{op}", _Linear(op, weight, bias), weight, bias, default_gated_config)
+
+
+def _to_fp8(weight: Tensor) -> Weight:
+    if weight.is_cuda and (capability := torch.cuda.get_device_capability(weight.device)) < FP8_CAPABILITY:
+        raise ValueError(
+            "--quantization fp8 needs a GPU of compute capability 8.9 or more, and this one has "
+            f"{capability[0]}.{capability[1]}; --quantization int8 runs on it"
+        )
+    return Weight(*quantize_to_fp8(weight))

@@ -1,0 +1,196 @@
+"""Products of a few rows with a large weight on a GPU, as fast as the weight can be read.
+
+The weight is the left operand and the rows the right one: tensor cores take 64 outputs and as few as 16 rows at once,
+and a quantized weight goes from the registers where it was widened straight into the product. Where outputs are too few
+to occupy the GPU, the input is split; partial sums are added up in order, so that a result depends on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.configs import IS_INTERPRETED, tuned
+from kernels.triton.silu_and_mul import gate
+
+REDUCED = 1024  # sums that a program adds up
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """
+    rows     of x a program multiplies, a power of two from 16
+    outputs  and inputs of a tile of the weight
+    splits   of the input, each for programs of its own
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """
+    values  [out, in], contiguous, of any dtype that widens to that of the rows
+    scales  [out] float32, what the values are multiplied by; None: they are the weight
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(out, in)"""
+        return self.values.shape[0], self.values.shape[1]
+
+
+NO_KERNEL = Config(rows=0, outputs=0, inputs=0, splits=0, num_warps=0, num_stages=0)  # something else is faster
+LARGEST_BUCKET = 1024
+
+# Of a bucket of rows, (out, in) and the device.
+DefaultConfig = Callable[[int, tuple[int, int], torch.device], Config]
+
+
+def choose(op: str, x: Tensor, weight: Weight, default: DefaultConfig) -> Config:
+    """What the table has for the rows and the weight, or the default."""
+    return _choose(op, bucket(len(x)), weight.sizes, x.dtype, x.device, default)
+
+
+def bucket(rows: int) -> int:
+    """The rows at which a configuration is measured, for batches up to that many: 1, or a power of two from 16."""
+    return 1 if rows <= 1 else min(max(triton.next_power_of_2(rows), 16), LARGEST_BUCKET)
+
+
+@cache
+def _choose(
+    op: str, rows: int, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device, default: DefaultConfig
+) -> Config:
+    out_size, in_size = sizes
+    key = f"{rows}x{in_size}x{out_size} {str(dtype).removeprefix('torch.')}"
+    return tuned(op, key, default(rows, sizes, device))
+
+
+def multiply(x: Tensor, weight: Weight, bias: Tensor | None, config: Config, *, is_gated: bool = False) -> Tensor:
+    """x · weightᵀ + bias, accumulated in float32.
+
+    x       [rows, in]; [rows, 2 * in] if it is gated first, as by `silu_and_mul`
+    bias    [out], x's dtype, or None
+    return  [rows, out], x's dtype
+    """
+    out_size, in_size = weight.sizes
+    rows = len(x)
+    out = torch.empty(rows, out_size, dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    tiles = triton.cdiv(in_size, config.inputs)
+    tiles_per_split = triton.cdiv(tiles, config.splits)
+    splits = triton.cdiv(tiles, tiles_per_split)
+    sums = out if splits == 1 else torch.empty(splits, rows, out_size, dtype=torch.float32, device=x.device)
+    _multiply[(triton.cdiv(rows, config.rows), triton.cdiv(out_size, config.outputs), splits)](
+        x.contiguous(),
+        weight.values,
+        weight.scales,
+        bias if splits == 1 else None,
+        sums,
+        rows,
+        out_size,
+        in_size,
+        tiles_per_split,
+        ROWS=config.rows,
+        OUTPUTS=config.outputs,
+        INPUTS=config.inputs,
+        IS_EVEN=in_size % config.inputs == 0,
+        IS_GATED=is_gated,
+        UPCAST=IS_INTERPRETED,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if splits > 1:
+        _add_up[(triton.cdiv(rows * out_size, REDUCED),)](
+            sums, bias, out, rows * out_size, out_size, SPLITS=splits, BLOCK=REDUCED, num_warps=4
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "tiles_per_split"])
+def _multiply(
+    x_ptr,
+    weight_ptr,
+    scales_ptr,
+    bias_ptr,
+    sums_ptr,
+    num_rows,
+    out_size,
+    in_size,
+    tiles_per_split,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """sums [splits, rows, out]. Rows vary fastest: those of one tile of the weight find it in the cache."""
+    split = tl.program_id(2)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    # Beyond the last row and output the last is read again, so that loads need no mask; it is not stored.
+    read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
+    read_output = tl.minimum(output, out_size - 1).to(tl.int64)
+    x_width = 2 * in_size if IS_GATED else in_size
+    first = split * tiles_per_split * INPUTS
+    last = tl.minimum(first + tiles_per_split * INPUTS, in_size)
+    sums = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+    for start in range(first, last, INPUTS):
+        inputs = start + tl.arange(0, INPUTS)
+        weight_places = weight_ptr + read_output[:, None] * in_size + inputs[None, :]
+        x_places = x_ptr + read_row[:, None] * x_width + inputs[None, :]
+        weight = _load(weight_places, inputs, in_size, IS_EVEN)
+        x = _load(x_places, inputs, in_size, IS_EVEN)
+        if IS_GATED:
+            up = _load(x_places + in_size, inputs, in_size, IS_EVEN)
+            x = gate(x.to(tl.float32), up.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        if UPCAST:
+            weight, x = weight.to(tl.float32), x.to(tl.float32)
+        else:
+            weight = weight.to(x.dtype)
+        sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+    if scales_ptr is not None:
+        sums *= tl.load(scales_ptr + read_output)[:, None]
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + read_output).to(tl.float32)[:, None]
+    place = sums_ptr + (split.to(tl.int64) * num_rows + row[None, :]) * out_size + output[:, None]
+    inside = (row < num_rows)[None, :] & (output < out_size)[:, None]
+    tl.store(place, sums.to(sums_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load(places, inputs, in_size, IS_EVEN: tl.constexpr):
+    if IS_EVEN:
+        return tl.load(places)
+    return tl.load(places, mask=(inputs < in_size)[None, :], other=0.0)
+
+
+@triton.jit
+def _add_up(sums_ptr, bias_ptr, out_ptr, size, out_size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """sums [SPLITS, size] to out [size]."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    place_ptr = sums_ptr + place
+    for _ in tl.static_range(SPLITS):
+        total += tl.load(place_ptr, mask=inside, other=0.0)
+        place_ptr += size
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + place % out_size, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
