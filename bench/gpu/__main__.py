@@ -33,13 +33,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def main(
     out: Annotated[Path, typer.Option(help="Folder for JSON and Markdown.")] = Path("bench-results"),
-    smoke: Annotated[
-        bool, typer.Option(help="Tiny shapes on the CPU: rehearses every line, measures nothing.")
-    ] = False,
+    smoke: Annotated[bool, typer.Option(help="Tiny shapes on the CPU: rehearses every line.")] = False,
     parts: Annotated[str, typer.Option(help=f"Some of: {', '.join(part.name for part in PARTS)}.")] = "",
 ) -> None:
     """Each part runs in a process of its own, so that what fails in one leaves the others alone."""
-    names = [name.strip() for name in parts.split(";")] if parts else [part.name for part in PARTS]
+    names = [name.strip() for name in parts.split(",")] if parts else [part.name for part in PARTS]
     console = Console(width=max(160, Console().width))
     started = time.monotonic()
     found: list[Row] = []
@@ -57,7 +55,7 @@ def main(
             console.print(f"[{time.monotonic() - started:4.0f} s] {row.part}: {row.case} {row.error}", markup=False)
         report.write(out, found, card, time.monotonic() - started)
     for table in report.tables(found):
-        console.print(table.rich(), "")
+        console.print(report.shown(table), "")
     console.print(f"{report.summary(found)}. JSON and Markdown: {out}")
 
 

@@ -53,7 +53,7 @@ def prefill_rows(bench: Bench) -> Iterator[Row]:
 
 
 def _decode(model: ModelShape, kv_dtype: torch.dtype, batch: int, context: int, bench: Bench, bar: Bar | None) -> Work:
-    pages = random_pages(model, batch * context, kv_dtype, bench.device)
+    pages = random_pages(model, batch, context, kv_dtype, bench.device)
     plan = attention_plan(batch, context, 1, bench.device)
     case = f"{model.name}, {_name(kv_dtype)} pages, {batch} × {context}"
     return _work("decode attention", case, model, pages, plan, batch, context, 1, bench, bar)
@@ -61,7 +61,7 @@ def _decode(model: ModelShape, kv_dtype: torch.dtype, batch: int, context: int, 
 
 def _uneven(model: ModelShape, long: int, short: int, num_short: int, bench: Bench) -> Work:
     """One long context among short ones: it must not hold them."""
-    pages = random_pages(model, (1 + num_short) * long, torch.bfloat16, bench.device)
+    pages = random_pages(model, 1 + num_short, long, torch.bfloat16, bench.device)
     plan = attention_plan(1 + num_short, long, 1, bench.device)
     lengths = torch.full_like(plan.context_len, short)
     lengths[0] = long
@@ -79,7 +79,7 @@ def _uneven(model: ModelShape, long: int, short: int, num_short: int, bench: Ben
 
 
 def _prefill(model: ModelShape, batch: int, query_len: int, context: int, bench: Bench, bar: Bar | None) -> Work:
-    pages = random_pages(model, batch * context, torch.bfloat16, bench.device)
+    pages = random_pages(model, batch, context, torch.bfloat16, bench.device)
     plan = attention_plan(batch, context, query_len, bench.device)
     case = f"{model.name}, {batch} × {query_len} of {context}"
     return _work("prefill attention", case, model, pages, plan, batch, context, query_len, bench, bar)
@@ -124,9 +124,9 @@ def _kv_bytes(pages: PagedKV) -> int:
 
 def _sdpa(model: ModelShape, batch: int, query_len: int, context: int, bench: Bench) -> Sequence[Callable[[], object]]:
     """torch's own, on keys and values that lie side by side, as a cache without pages would have them."""
-    shape = {"dtype": torch.bfloat16, "device": bench.device}
-    q = torch.randn(batch, model.num_heads, query_len, model.head_dim, **shape)
-    keys, values = (torch.randn(batch, model.num_kv_heads, context, model.head_dim, **shape) for _ in range(2))
+    randn = partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
+    q = randn(batch, model.num_heads, query_len, model.head_dim)
+    keys, values = (randn(batch, model.num_kv_heads, context, model.head_dim) for _ in range(2))
     if 1 < query_len < context:
         raise NotImplementedError("its causal mask begins at the first key")
     attend = partial(functional.scaled_dot_product_attention, q, keys, values, is_causal=query_len > 1, enable_gqa=True)
@@ -141,12 +141,10 @@ def _varlen(
 
     if "block_table" not in inspect.signature(varlen_attn).parameters:
         raise NotImplementedError(f"torch {torch.__version__} has no block tables")
-    shape = {"dtype": torch.bfloat16, "device": bench.device}
+    randn = partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
     blocks_each = -(-context // VARLEN_PAGE)
-    q = torch.randn(batch * query_len, model.num_heads, model.head_dim, **shape)
-    keys, values = (
-        torch.randn(batch * blocks_each, VARLEN_PAGE, model.num_kv_heads, model.head_dim, **shape) for _ in range(2)
-    )
+    q = randn(batch * query_len, model.num_heads, model.head_dim)
+    keys, values = (randn(batch * blocks_each, VARLEN_PAGE, model.num_kv_heads, model.head_dim) for _ in range(2))
     starts = torch.arange(0, (batch + 1) * query_len, query_len, dtype=torch.int32, device=bench.device)
     table = torch.randperm(batch * blocks_each, device=bench.device).int().view(batch, blocks_each)
     used = torch.full((batch,), context, dtype=torch.int32, device=bench.device)

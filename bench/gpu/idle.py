@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 WINDOW_S = 0.1
@@ -15,9 +14,9 @@ def idle_fraction() -> float:
     with profile(activities=[ProfilerActivity.CUDA]) as watched:
         time.sleep(WINDOW_S)
     spans = sorted(
-        (event.time_range.start, event.time_range.end)
+        (float(event.time_range.start), float(event.time_range.end))
         for event in watched.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type.name == "CUDA"
     )
     return 1.0 - busy(spans) / (max(end for _, end in spans) - spans[0][0])
 

@@ -86,7 +86,7 @@ def _rotation(model: ModelShape, count: int, bench: Bench) -> Work:
     inputs = [x.view(count, -1, model.head_dim) for x in _tensors(count, model.qkv_size, bench)]
     cos, sin = torch.rand(2, count, model.head_dim // 2, device=bench.device)
     slots = torch.randperm(2 * count, device=bench.device)[:count]
-    pages = random_pages(model, 2 * count, torch.bfloat16, bench.device)
+    pages = random_pages(model, 2, count, torch.bfloat16, bench.device)
 
     def error() -> float:
         theirs = PagedKV(pages.keys.clone(), pages.values.clone())

@@ -30,8 +30,8 @@ CEILINGS = Part("ceilings", 40, "bench.gpu.ceilings")
 PARTS = (
     CEILINGS,
     Part("decode attention", 60, "bench.gpu.attention", "decode_rows"),
-    Part("decode step, 8B", 110, "bench.gpu.step", shape="LLAMA_8B"),
-    Part("decode step, 1B", 70, "bench.gpu.step", shape="LLAMA_1B"),
+    Part("decode step 8B", 110, "bench.gpu.step", shape="LLAMA_8B"),
+    Part("decode step 1B", 70, "bench.gpu.step", shape="LLAMA_1B"),
     Part("prefill attention", 50, "bench.gpu.attention", "prefill_rows"),
     Part("layers", 40, "bench.gpu.layers"),
     Part("sampling", 40, "bench.gpu.sampling"),

@@ -1,4 +1,4 @@
-"""Products with few rows, which read a weight and do little else: torch's library, and what the backends have for it."""
+"""Products with few rows, which read a weight and do little else: the backends' own, beside torch's library."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from kernels.triton.linear import linear_triton
-from kernels.triton.linear_quantized import linear_fp8_weight_triton, linear_int8_weight_triton
 from torch import Tensor
 from torch.nn import functional
 
@@ -15,6 +13,8 @@ from bench.gpu.attention import TINY
 from bench.gpu.rows import Bar, Bench, Row, Work, measure, relative_error
 from kernels.linear import Linear
 from kernels.triton.inputs import LLAMA_8B, normal
+from kernels.triton.linear import linear_triton
+from kernels.triton.linear_quantized import linear_fp8_weight_triton, linear_int8_weight_triton
 from kernels.triton.timing import num_copies
 
 FAST = Bar(fraction=0.85)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from rich.table import Table
+
 from bench.gpu.rows import Row
 from bench.report import NONE, Cells
 
@@ -19,6 +21,14 @@ HEADINGS = ["case", "µs", "rate", "of the limit", "bar", "beside", "notes"]
 def tables(rows: Sequence[Row]) -> list[Cells]:
     """One for each part, in the order in which they ran."""
     return [Cells(part, HEADINGS, [_cells(row) for row in of]) for part, of in groupby(rows, lambda row: row.part)]
+
+
+def shown(cells: Cells) -> Table:
+    """For a terminal, where long notes go on below."""
+    table = cells.rich()
+    for column in table.columns[-2:]:
+        column.no_wrap = False
+    return table
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -142,8 +142,9 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def explain(failure: BaseException) -> str:
-    first = (str(failure).strip() or "no message").splitlines()[0]
-    return f"{type(failure).__name__}: {first[:160]}"
+    """Its first sentence: some tell a page."""
+    first = (str(failure).strip() or "no message").splitlines()[0].split(". ")[0]
+    return f"{type(failure).__name__}: {first[:120]}"
 
 
 def _met(bar: Bar | None, time_us: float, fraction: float, flops: float) -> bool | None:

@@ -49,6 +49,8 @@ def main(line: str) -> None:
 
 
 def rows(settings: Settings) -> Iterator[Row]:
+    if unknown := set(settings.parts) - {part.name for part in PARTS}:
+        raise ValueError(f"there is no part {min(unknown)!r}")
     bench = Bench(
         device=torch.device("cpu" if settings.is_small else "cuda"),
         timer=host_timer if settings.is_small else cuda_timer,

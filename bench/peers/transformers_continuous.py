@@ -70,7 +70,7 @@ class Peer:
 
 def _load(settings: PeerSettings) -> Any:
     config = AutoConfig.from_pretrained(settings.model)
-    if not getattr(config, "random_weights", False):
-        return AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.bfloat16).to(settings.device).eval()
     with torch.device(settings.device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        if getattr(config, "random_weights", False):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        return AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.bfloat16).eval()

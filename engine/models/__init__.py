@@ -52,7 +52,7 @@ def load_model(
     """
     config = read_config(folder)
     parameters = Parameters.allocate(config, device, dtype)
-    if file.flag("random_weights", False):
+    if ConfigFile(folder).flag("random_weights", False):
         draw_weights(parameters.by_name(config))
     else:
         load_weights(folder, parameters.by_name(config), progress)

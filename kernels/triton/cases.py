@@ -55,7 +55,7 @@ def layer_cases(model: ModelShape, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def attention_cases(model: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> Iterator[Case]:
-    pages = random_pages(model, ROWS * 1024, kv_dtype, META)
+    pages = random_pages(model, ROWS, 1024, kv_dtype, META)
     name = f"{model.name} {_name(kv_dtype)} pages"
     q = normal(ROWS, model.num_heads, model.head_dim, dtype=dtype, device=META)
     decode, prefill = attention_plan(ROWS, 1024, 1, META), attention_plan(1, 1024, ROWS, META)

@@ -56,9 +56,9 @@ def normal(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(shape, dtype=dtype, device=device)
 
 
-def random_pages(model: ModelShape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
-    """Room for so many tokens, all of it filled."""
-    shape = (-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, model.num_kv_heads, model.head_dim)
+def random_pages(model: ModelShape, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
+    """The pages of so many sequences of one length, filled to the last slot; those of float8 have scales."""
+    shape = (batch * -(-context // BLOCK_SIZE), BLOCK_SIZE, model.num_kv_heads, model.head_dim)
     if dtype.itemsize > 1:
         return PagedKV(*(torch.randn(shape, dtype=dtype, device=device) for _ in range(2)))
     keys, values = (torch.randn(shape, dtype=torch.bfloat16, device=device).to(dtype) for _ in range(2))
@@ -66,7 +66,7 @@ def random_pages(model: ModelShape, num_tokens: int, dtype: torch.dtype, device:
 
 
 def attention_plan(batch: int, context: int, query_len: int, device: torch.device) -> AttentionPlan:
-    """Sequences of one length, whose blocks lie anywhere among the first batch * context tokens' pages."""
+    """Sequences of one length, whose blocks lie anywhere among those of `random_pages`."""
     blocks_each = -(-context // BLOCK_SIZE)
     return AttentionPlan(
         query_start=torch.arange(0, (batch + 1) * query_len, query_len, dtype=torch.int32, device=device),

@@ -84,7 +84,9 @@ def allocate_partials(batch: int, vocab: int, tile: int, device: torch.device) -
     )
 
 
-def sample_rows_triton(logits: Tensor, rows: Tensor, positions: Tensor, sampling: SamplingRows, out: SampledRows) -> None:
+def sample_rows_triton(
+    logits: Tensor, rows: Tensor, positions: Tensor, sampling: SamplingRows, out: SampledRows
+) -> None:
     """`sample_rows`. Two launches, whatever the rows ask for; `logits` stay as they are.
 
     A row pays for what it asks for: greedy rows and draws without limits read their logits once. Draws with limits also

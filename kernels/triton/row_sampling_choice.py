@@ -13,8 +13,16 @@ import triton.language as tl
 from kernels.triton.gumbel import gumbel, noise_key
 from kernels.triton.row_sampling_logprobs import note_logprobs
 from kernels.triton.row_sampling_scan import LOG2_E, distance, draws_of
-from kernels.triton.row_sampling_search import GREATEST, LEAST, PIVOTS, kth_smallest, list_where, narrowed, pivots_of
-from kernels.triton.row_sampling_search import span_of
+from kernels.triton.row_sampling_search import (
+    GREATEST,
+    LEAST,
+    PIVOTS,
+    kth_smallest,
+    list_where,
+    narrowed,
+    pivots_of,
+    span_of,
+)
 
 LEADING = tl.constexpr(256)
 _INFINITE = tl.constexpr(0x7F800000)  # the bits of +inf
