@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -37,7 +38,8 @@ def main(
     parts: Annotated[str, typer.Option(help=f"Some of: {', '.join(part.name for part in PARTS)}.")] = "",
 ) -> None:
     """Each part runs in a process of its own, so that what fails in one leaves the others alone."""
-    names = [name.strip() for name in parts.split(",")] if parts else [part.name for part in PARTS]
+    wanted = [name.strip() for name in parts.split(",")] if parts else [part.name for part in PARTS]
+    names = list(dict.fromkeys([CEILINGS.name, *wanted]))  # what the others are fractions of
     console = Console(width=max(160, Console().width))
     started = time.monotonic()
     found: list[Row] = []
@@ -66,24 +68,34 @@ def run(parts: list[str], smoke: bool, ceilings: Ceilings, limit_s: float, card:
     os.environ["TRITON_INTERPRET"] = str(int(smoke))
     with TemporaryDirectory() as folder, spawned(command, log := Path(folder) / "log") as process:
         assert process.stdout is not None
-        ends = [
-            threading.Timer(limit_s, os.kill, (process.pid, signal.SIGTERM)),
-            threading.Timer(limit_s + GRACE_S, os.kill, (process.pid, signal.SIGKILL)),
-        ]
         began = time.monotonic()
-        for end in ends:
-            end.start()
-        for line in process.stdout:
-            if (told := json.loads(line)).keys() == {"card"}:
-                card.update(told["card"])
-            else:
-                yield Row(**told)
-        for end in ends:
-            end.cancel()
+        with _killed_after(process.pid, limit_s):
+            for line in process.stdout:
+                if (told := json.loads(line)).keys() == {"card"}:
+                    card.update(told["card"])
+                else:
+                    yield Row(**told)
         if (code := process.wait()) != 0:
             is_late = time.monotonic() - began >= limit_s
             why = f"was ended after {limit_s:.0f} s" if is_late else f"died with {code}: {_last_line(log)}"
             yield Row(parts[-1], "", error=f"the process {why}")
+
+
+@contextlib.contextmanager
+def _killed_after(pid: int, limit_s: float) -> Iterator[None]:
+    """Asks the process to end if it has not by then; soon after, ends it."""
+    ends = [
+        threading.Timer(limit_s, os.kill, (pid, signal.SIGTERM)),
+        threading.Timer(limit_s + GRACE_S, os.kill, (pid, signal.SIGKILL)),
+    ]
+    for end in ends:
+        end.daemon = True
+        end.start()
+    try:
+        yield
+    finally:
+        for end in ends:
+            end.cancel()
 
 
 def _last_line(log: Path) -> str:
