@@ -38,6 +38,8 @@ class NoModel:
 
     lookahead = 0
 
+    def recover(self) -> None: ...
+
     def launch(self, plan: StepPlan) -> Computed:
         count = len(plan.chunks)
         return Computed(Sampled([7] * count, [None] * count))

@@ -39,7 +39,7 @@ def serve(
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(rich_help_panel=_ENGINE)] = "auto",
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Option(rich_help_panel=_ENGINE)] = "auto",
     quantization: Annotated[
-        Literal["auto", "none", "int8"],
+        Literal["auto", "none", "int8", "fp8"],
         typer.Option(rich_help_panel=_ENGINE, help="Of products. auto: int8 where a CPU is fast at it."),
     ] = "auto",
     kv_cache_gb: Annotated[

@@ -11,7 +11,7 @@ from engine.schedules import ScheduleName
 Device = Literal["auto", "cpu", "cuda"]
 Overlap = Literal["auto", "on", "off"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["auto", "none", "int8"]
+Quantization = Literal["auto", "none", "int8", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,6 @@ from engine.runner_info import KVCacheSpec
 from kernels import PagedKV
 
 DEFAULT_CPU_BYTES = 500_000_000
-# Of what a GPU has free after the weights and a step: the rest is for fragmentation and other processes.
-GPU_SHARE = 0.9
 
 
 def count_blocks(spec: KVCacheSpec, budget_bytes: int) -> int:
@@ -29,10 +27,3 @@ def allocate(spec: KVCacheSpec, num_blocks: int, device: torch.device, dtype: to
     shape = (spec.num_layers, 2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
     pages = torch.empty(shape, device=device, dtype=dtype)
     return [PagedKV(keys, values) for keys, values in pages]
-
-
-def free_gpu_bytes(device: torch.device, step_bytes: int) -> int:
-    """What the cache may take of a GPU when a step needs `step_bytes` beside it."""
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    return int((free - step_bytes) * GPU_SHARE)

@@ -31,9 +31,21 @@ def load_runner(config: EngineConfig, folder: Path, progress: Progress, step_tim
     # By default a thread that waits at the end of a parallel region spins for long. When another process has the core
     # of a thread with work left, each of a step's many regions can then last a time slice (docs/performance.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is imported
-    from engine.runner import ModelRunner  # only now: torch takes a second, which the synthetic model does not need
+    return _load_model(replace(config, model=str(folder)), progress)
 
-    return ModelRunner(replace(config, model=str(folder)), progress)
+
+def _load_model(config: EngineConfig, progress: Progress) -> InformedRunner:
+    # Only now: torch takes a second, which the synthetic model does not need.
+    from engine.loaded_model import choose_device, load_for_serving
+
+    device = choose_device(config.device)
+    if device.type == "cpu":
+        from engine.runner import ModelRunner
+
+        return ModelRunner(config, progress)
+    from engine.device import DeviceRunner
+
+    return DeviceRunner(config, load_for_serving(config, device, progress), progress)
 
 
 def _load_synthetic(config: EngineConfig, model_config: dict[str, int], step_time: StepTime | None) -> SyntheticRunner:

@@ -27,7 +27,7 @@ class SamplingRow:
         params = seq.params
         self.seq = seq
         self.fault = find_fault(params, vocab_size)
-        self.draws = params.temperature >= _SMALLEST_TEMPERATURE and params.top_k != 1
+        self.draws = draws_at_random(params)
         self.seen = SeenTokens(seq) if params.has_penalties else None
         self.bias_ids = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
@@ -49,6 +49,11 @@ class SamplingRow:
     def noise_key(self) -> int:
         """The position is the number of tokens before the one to draw."""
         return noise_key(self.seq.params.seed, self.seq.num_tokens)
+
+
+def draws_at_random(params: SamplingParams) -> bool:
+    """Otherwise the most likely token is taken."""
+    return params.temperature >= _SMALLEST_TEMPERATURE and params.top_k != 1
 
 
 def find_fault(params: SamplingParams, vocab_size: int) -> str | None:

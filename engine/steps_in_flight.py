@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +36,9 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> Launched: ...
 
+    def recover(self) -> None:
+        """Nothing is in flight, and something failed: chunks are computed again, whose tokens are all known."""
+
 
 @dataclass(frozen=True, slots=True)
 class Computed:
@@ -46,10 +50,10 @@ class Computed:
         return self.sampled
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Step:
     plan: StepPlan
-    launched: Launched | None  # None: its launch failed
+    launched: Launched
     started: float
 
 
@@ -72,35 +76,39 @@ class StepsInFlight:
             launched = self._runner.launch(plan)
         except Exception:
             log.exception("a step of %d sequences could not be launched", len(plan.chunks))
-            launched = None
-        self._steps.append(_Step(plan, launched, started))
+            while self._steps:
+                self.commit_oldest()
+            self._compute_again([plan])
+        else:
+            self._steps.append(_Step(plan, launched, started))
 
     def commit_oldest(self) -> None:
         """Waits for it. If it fails, it and those launched after it are computed again, chunk by chunk."""
         step = self._steps.popleft()
         try:
-            sampled = step.launched.result() if step.launched else None
+            sampled = step.launched.result()
         except Exception:
             log.exception("a step of %d sequences failed", len(step.plan.chunks))
-            sampled = None
-        if sampled is None:
-            self._compute_again(step)
+            self._compute_again([step.plan, *self._abandon_all()])
         else:
             self._scheduler.commit(step.plan, sampled)
         now = time.perf_counter()
         self.step_s, self._last_end = now - max(step.started, self._last_end), now
 
-    def _compute_again(self, failed: _Step) -> None:
-        later = list(self._steps)
-        self._steps.clear()
-        for step in later:  # what they made of a failed step's tokens is worth nothing, but must be over
-            try:
-                if step.launched:
-                    step.launched.result()
-            except Exception as error:
-                log.warning("a step that was launched after the failed one failed too: %s", error)
-        for step in [failed, *later]:
-            self._scheduler.commit(step.plan, compute_one_by_one(self._runner, step.plan))
+    def _abandon_all(self) -> list[StepPlan]:
+        """The plans in flight, when they are over: what they made of a failed step's tokens is worth nothing."""
+        plans = []
+        while self._steps:
+            step = self._steps.popleft()
+            plans.append(step.plan)
+            with suppress(Exception):
+                step.launched.result()
+        return plans
+
+    def _compute_again(self, plans: list[StepPlan]) -> None:
+        for plan in plans:
+            self._runner.recover()
+            self._scheduler.commit(plan, compute_one_by_one(self._runner, plan))
 
 
 def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:

@@ -92,6 +92,9 @@ class SyntheticRunner:
         self._busy_until = started + (self._step_time.of(plan) if self._step_time else 0.0)
         return SyntheticStep(sampled, self._busy_until)
 
+    def recover(self) -> None:
+        self._chosen.clear()
+
     def _compute(self, plan: StepPlan) -> Sampled:
         chosen: dict[int, int] = {}
         tokens = [-1] * len(plan.chunks)

@@ -8,9 +8,11 @@ from kernels.linear_int8 import has_native_int8
 from kernels.native_module import has_native, keep_freed_memory, set_num_threads
 from kernels.paged import AttentionPlan, PagedKV
 from kernels.rope_and_store_kv import HeadNorms
+from kernels.row_sampling import MAX_TOP_LOGPROBS, SampledRows, SamplingRows, allocate_rows, allocate_sampled
 from kernels.sample import Draws
 
 __all__ = [
+    "MAX_TOP_LOGPROBS",
     "AttentionPlan",
     "Backend",
     "Draws",
@@ -18,6 +20,10 @@ __all__ = [
     "Linear",
     "LogitAdjustments",
     "PagedKV",
+    "SampledRows",
+    "SamplingRows",
+    "allocate_rows",
+    "allocate_sampled",
     "has_native",
     "has_native_int8",
     "keep_freed_memory",

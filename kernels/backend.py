@@ -23,6 +23,7 @@ from kernels.rope_and_store_kv import (
     rope_and_store_kv_cpu,
     rope_and_store_kv_native,
 )
+from kernels.row_sampling import SampledRows, SamplingRows, sample_rows
 from kernels.sample import Draws, sample
 from kernels.sample_cpu import sample_cpu, sample_native
 
@@ -50,6 +51,7 @@ class Backend:
     paged_attention: Callable[[Tensor, PagedKV, AttentionPlan], Tensor]
     adjust_logits: Callable[[Tensor, LogitAdjustments], None]
     sample: Callable[[Tensor, Draws], Tensor]
+    sample_rows: Callable[[Tensor, Tensor, Tensor, SamplingRows, SampledRows], None]
 
 
 REFERENCE = Backend(
@@ -62,6 +64,7 @@ REFERENCE = Backend(
     paged_attention=paged_attention,
     adjust_logits=adjust_logits,
     sample=sample,
+    sample_rows=sample_rows,
 )
 
 CPU = Backend(
@@ -74,6 +77,7 @@ CPU = Backend(
     paged_attention=paged_attention_cpu,
     adjust_logits=adjust_logits,
     sample=sample_cpu,
+    sample_rows=sample_rows,
 )
 
 NATIVE = Backend(
@@ -86,6 +90,7 @@ NATIVE = Backend(
     paged_attention=paged_attention_native,
     adjust_logits=adjust_logits,
     sample=sample_native,
+    sample_rows=sample_rows,
 )
 
 NATIVE_INT8 = replace(NATIVE, name="native-int8", linear=linear_int8_native, gated_linear=gated_linear_int8_native)

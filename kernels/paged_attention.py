@@ -35,15 +35,23 @@ def paged_attention(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
     Scores are scaled by 1 / sqrt(head_dim). Query head h reads KV head h // (num_heads / num_kv_heads). Softmax is in
     float32. Slots that hold no token of a sequence may hold anything, NaN included.
     """
-    out = torch.empty_like(q)
+    out = torch.zeros_like(q)
     starts = plan.query_start.tolist()
+    tables = plan.block_table if plan.rows is None else plan.block_table[plan.rows.long()]
     for seq, context in enumerate(plan.context_len.tolist()):
         rows = slice(starts[seq], starts[seq + 1])
-        blocks = plan.block_table[seq, : -(-context // kv.block_size)].long()
-        keys = kv.keys[blocks].flatten(0, 1)[:context]
-        values = kv.values[blocks].flatten(0, 1)[:context]
-        out[rows] = _attend(q[rows], keys, values, plan.sliding_window)
+        blocks = tables[seq, : -(-context // kv.block_size)].long()
+        keys = _gather(kv.keys, kv.key_scales, blocks)[:context]
+        values = _gather(kv.values, kv.value_scales, blocks)[:context]
+        if context:  # else it is padding
+            out[rows] = _attend(q[rows], keys, values, plan.sliding_window)
     return out
+
+
+def _gather(pages: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
+    """The slots of these blocks, each [num_kv_heads, head_dim] float32."""
+    slots = pages[blocks].flatten(0, 1).float()
+    return slots if scales is None else slots * scales[blocks].flatten(0, 1)[..., None]
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, sliding_window: int | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Quantization = Literal["auto", "none", "int8"]
+Quantization = Literal["auto", "none", "int8", "fp8"]
 Schedule = Literal["sequential", "interleaved", "static", "continuous"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 

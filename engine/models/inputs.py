@@ -15,12 +15,12 @@ class StepInputs:
 
     token_ids, positions  [num_tokens] int64
     slots                 [num_tokens] int64, where their keys and values go; -1: nowhere
-    logit_rows            [num_logits] int64, the tokens after which the next one is wanted
+    logit_rows            [num_logits] int64, the tokens after which the next one is wanted; None: all
     attention             which tokens see which slots
     """
 
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
-    logit_rows: Tensor
+    logit_rows: Tensor | None
     attention: AttentionPlan

@@ -90,7 +90,7 @@ class Llama:
             x = ops.rms_norm(x, layer.post_attention_norm, eps, residual)
             x = layer.down(layer.gate_up(x))
             x = ops.rms_norm(x, next_norm, eps, residual)
-        return self._head(x.index_select(0, inputs.logit_rows))
+        return self._head(x if inputs.logit_rows is None else x.index_select(0, inputs.logit_rows))
 
     def _attend(
         self, layer: Layer, x: Tensor, rotations: tuple[Tensor, Tensor], inputs: StepInputs, kv: PagedKV

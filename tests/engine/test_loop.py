@@ -34,6 +34,9 @@ class PoisonedRunner:
     def lookahead(self) -> int:
         return self._runner.lookahead
 
+    def recover(self) -> None:
+        self._runner.recover()
+
     def launch(self, plan: StepPlan) -> Launched:
         if any(chunk.seq.id in self._poisoned for chunk in plan.chunks):
             raise FloatingPointError("poison")

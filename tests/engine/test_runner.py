@@ -15,9 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoints.progress import no_progress
+from engine import load
 from engine.config import EngineConfig
+from engine.device.memory import largest_plan
 from engine.errors import ConfigError
-from engine.runner import ModelRunner, largest_plan
+from engine.runner import ModelRunner
 from engine.sequence import Chunk, SamplingParams, StepPlan
 from kernels import has_native_int8, load_backend
 from tests.engine.tiny_models import (
@@ -140,7 +143,7 @@ def test_settings_that_the_model_cannot_meet_are_refused(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_cuda_device_is_refused(saved: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
-        load_runner(saved("llama"), device="cuda")
+        load.load_runner(EngineConfig("default", device="cuda"), saved("llama"), no_progress, None)
 
 
 @pytest.mark.parametrize(
@@ -301,12 +304,11 @@ def test_a_chunk_has_logits_after_each_of_its_tokens(saved: Callable[[str], Path
 def test_the_reference_backend_generates_the_same_tokens(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is what a GPU runs."""
     params = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=9)
     for name in ("mistral with a sliding window", "qwen3"):
         monkeypatch.undo()
         here = load_runner(saved(name))
-        monkeypatch.setattr("engine.runner.load_backend", lambda _: load_backend("reference"))
+        monkeypatch.setattr("engine.loaded_model.load_backend", lambda _: load_backend("reference"))
         there = load_runner(saved(name))
         assert there.info.kernel_backend == "reference" != here.info.kernel_backend
         tokens = [
@@ -377,10 +379,10 @@ def test_int8_is_refused_where_there_are_no_kernels_for_it(
 ) -> None:
     with pytest.raises(ConfigError, match="can be bfloat16 or float32, not float16"):
         load_runner(saved("smollm"), dtype="float16", quantization="int8")
-    monkeypatch.setattr("engine.runner.has_native_int8", lambda: False)
+    monkeypatch.setattr("engine.loaded_model.has_native_int8", lambda: False)
     with pytest.raises(ConfigError, match="--quantization int8 needs a CPU with AVX-512 VNNI"):
         load_runner(saved("smollm"), quantization="int8")
-    monkeypatch.setattr("engine.runner.has_native", lambda: False)
+    monkeypatch.setattr("engine.loaded_model.has_native", lambda: False)
     assert load_runner(saved("smollm"), dtype="bfloat16").info.kernel_backend == "cpu"
 
 

@@ -127,6 +127,9 @@ class UnreliableRunner:
         self.lookahead = runner.lookahead
         self._runner = runner
 
+    def recover(self) -> None:
+        self._runner.recover()
+
     def launch(self, plan: StepPlan) -> Launched:
         failure = self.failures.pop(0) if self.failures else ""
         if failure == "at launch":

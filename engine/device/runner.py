@@ -1,0 +1,123 @@
+"""From a step plan to tokens on a device that works while the host prepares the next step.
+
+Nothing here waits for the device but `DeviceStep.result`. A sequence's last token stays on the device, so that a step
+can be launched before the tokens of the one before it have come back.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from checkpoints.progress import Progress, no_progress
+from engine.config import EngineConfig
+from engine.device.graphs import DecodeGraphs
+from engine.device.memory import free_after, largest_plan
+from engine.device.outcomes import DeviceStep, Outcomes
+from engine.device.rows import DeviceRows
+from engine.device.step_inputs import DecodeInputs, PromptInputs
+from engine.kv_cache import DEFAULT_CPU_BYTES, allocate, count_blocks
+from engine.loaded_model import LoadedModel, enough_memory
+from engine.sequence import Chunk, Sampled, Sequence, StepPlan
+from kernels import PagedKV
+
+_STEP_FLAGS = ("--max-num-seqs", "--token-budget", "--kv-cache-gb")
+
+
+class DeviceRunner:
+    """A model with its paged KV cache on a device.
+
+    A step is two launches at most: the sequences that decode, as one CUDA graph, and the chunks of prompts. Raises
+    ConfigError if the device's memory does not suffice for these settings.
+    """
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, progress: Progress = no_progress) -> None:
+        device, block_size, self._most = loaded.device, config.block_size, config.max_num_seqs
+        self.lookahead = 0 if config.overlap == "off" else 1
+        self._ops, self._model = loaded.ops, loaded.model
+        model = loaded.model.config
+        max_blocks = -(-loaded.longest // block_size)
+        with enough_memory("the inputs of a step", *_STEP_FLAGS):
+            # Twice as many as run at once: those of sequences that have just ended are not free yet.
+            self._rows = DeviceRows(2 * self._most, max_blocks, model.vocab_size, device)
+            self._outcomes = Outcomes(2 * self._most, device)
+            self._decodes = DecodeInputs(self._most, self._rows, block_size, model.sliding_window, device)
+            self._prompts = PromptInputs(
+                config.token_budget, self._most, self._rows, block_size, model.sliding_window, device
+            )
+        self._cache: list[PagedKV] = []
+        self._graphs = DecodeGraphs(self._decode, self._most)
+        num_blocks = count_blocks(loaded.spec, self._cache_bytes(config, loaded))
+        with enough_memory("the KV cache", "--kv-cache-gb"):
+            self._cache = allocate(loaded.spec, num_blocks, device, loaded.dtype)
+        self.info = loaded.info(num_blocks, config.max_model_len)
+        if device.type == "cuda":
+            with enough_memory("the graphs of decode steps", *_STEP_FLAGS), torch.inference_mode():
+                self._decodes.send([], [], self._most)
+                self._graphs.capture(progress)
+
+    def execute(self, plan: StepPlan) -> Sampled:
+        """Launches a step and waits for it."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> DeviceStep:
+        rows = self._rows.place(plan.chunks)
+        decodes = [at for at, chunk in enumerate(plan.chunks) if chunk.length == 1 and chunk.samples]
+        prompts = [at for at, chunk in enumerate(plan.chunks) if not (chunk.length == 1 and chunk.samples)]
+        places: dict[int, tuple[Sequence, int]] = {}
+        if decodes:
+            chunks = [plan.chunks[at] for at in decodes]
+            size = self._graphs.size_for(len(chunks))
+            self._decodes.send(chunks, [rows[at] for at in decodes], size)
+            self._graphs.launch(size)
+            places |= {at: (plan.chunks[at].seq, entry) for entry, at in enumerate(decodes)}
+        if prompts:
+            chunks = [plan.chunks[at] for at in prompts]
+            self._prefill(chunks, [rows[at] for at in prompts])
+            sampling = [at for at in prompts if plan.chunks[at].samples]
+            places |= {at: (plan.chunks[at].seq, self._most + entry) for entry, at in enumerate(sampling)}
+        faults = {at: fault for at, (seq, _) in places.items() if (fault := self._rows.fault(seq)) is not None}
+        return self._outcomes.read(len(plan.chunks), places, faults)
+
+    def recover(self) -> None:
+        """Sequences' rows may hold what a failed step left there."""
+        self._rows.forget()
+
+    def _decode(self, size: int) -> None:
+        """A decode step of so many rows, padding included, from what was sent last. Captured in a graph."""
+        logits = self._model.forward(self._decodes.inputs(size), self._cache)
+        self._ops.sample_rows(
+            logits,
+            self._decodes.rows(size),
+            self._decodes.next_positions(size),
+            self._rows.sampling,
+            self._outcomes.rows(0, size),
+        )
+
+    def _prefill(self, chunks: list[Chunk], rows: list[int]) -> None:
+        inputs = self._prompts.send(chunks, rows)
+        logits = self._model.forward(inputs, self._cache)
+        num_sampling = len(logits)
+        if num_sampling:
+            out = self._outcomes.rows(self._most, self._most + num_sampling)
+            positions = self._prompts.next_positions
+            self._ops.sample_rows(logits, self._prompts.sampled_rows, positions, self._rows.sampling, out)
+
+    def _cache_bytes(self, config: EngineConfig, loaded: LoadedModel) -> int:
+        if config.kv_cache_gb is not None:
+            return int(config.kv_cache_gb * 1e9)
+        if loaded.device.type == "cpu":
+            return DEFAULT_CPU_BYTES
+        token_budget = min(config.token_budget, self._most * loaded.longest)
+        plan = largest_plan(token_budget, self._most, config.block_size)
+        num_blocks = max(chunk.seq.blocks[-1] for chunk in plan.chunks) + 1
+        with enough_memory("one step", *_STEP_FLAGS):
+            self._cache = allocate(loaded.spec, num_blocks, loaded.device, loaded.dtype)
+            free = free_after(lambda: self._measured(plan), loaded.device)
+            free += sum(kv.keys.nbytes + kv.values.nbytes for kv in self._cache)
+        self._cache = []
+        return free
+
+    def _measured(self, plan: StepPlan) -> None:
+        self.launch(plan).result()
+        self._rows.forget()

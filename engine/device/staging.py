@@ -1,0 +1,67 @@
+"""Small arrays that go to the device in one copy for which nobody waits, and come back the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16  # bytes
+
+
+def all_launched(device: torch.device) -> Callable[[], None]:
+    """Returns a function that waits until the device has done what it was given so far."""
+    if device.type != "cuda":  # it has done so already
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
+
+
+def host_bytes(size: int, device: torch.device) -> Tensor:
+    """[size] uint8 on the host, where the device can reach it without a detour."""
+    return torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+class Layout:
+    """Named arrays, one behind the other in a stretch of bytes. `fields`: their dtypes and lengths."""
+
+    def __init__(self, fields: Mapping[str, tuple[torch.dtype, int]]) -> None:
+        self._places: dict[str, tuple[torch.dtype, int, int]] = {}
+        self.size = 0
+        for name, (dtype, length) in fields.items():
+            end = self.size + length * dtype.itemsize
+            self._places[name] = dtype, self.size, end
+            self.size = -(-end // _ALIGNMENT) * _ALIGNMENT
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        return {name: memory[start:end].view(dtype) for name, (dtype, start, end) in self._places.items()}
+
+
+class Staging:
+    """Arrays for the device, at addresses there that never change.
+
+    Two sets of them on the host take turns: one is filled while the other's copy is under way.
+    """
+
+    def __init__(self, fields: Mapping[str, tuple[torch.dtype, int]], device: torch.device) -> None:
+        layout = Layout(fields)
+        self._device = device
+        self._target = torch.zeros(layout.size, dtype=torch.uint8, device=device)
+        self._sources = [host_bytes(layout.size, device) for _ in range(2)]
+        self._arrays = [{name: view.numpy() for name, view in layout.views(s).items()} for s in self._sources]
+        self._waits = [all_launched(device) for _ in range(2)]
+        self._turn = 0
+        self.device = layout.views(self._target)
+
+    def fill(self) -> dict[str, np.ndarray]:
+        """The arrays to fill, which hold what they held two sends ago."""
+        self._waits[self._turn]()
+        return self._arrays[self._turn]
+
+    def send(self) -> None:
+        self._target.copy_(self._sources[self._turn], non_blocking=True)
+        self._waits[self._turn] = all_launched(self._device)
+        self._turn = 1 - self._turn

@@ -1,0 +1,139 @@
+"""A checkpoint with the settings that it is served with: its weights on a device, and the ops that compute it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checkpoints.progress import Progress, no_progress
+from engine.config import EngineConfig, Quantization
+from engine.errors import ConfigError
+from engine.models import Llama, load_model, read_config
+from engine.runner_info import KVCacheSpec, RunnerInfo
+from engine.weights import stored_dtype
+from kernels import Backend, has_native, has_native_int8, load_backend
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """
+    longest  tokens of a sequence, prompt and output, that the model was trained for or that are wanted of it
+    spec     the KV cache that it needs
+    """
+
+    name: str
+    model: Llama
+    ops: Backend
+    device: torch.device
+    dtype: torch.dtype
+    longest: int
+    spec: KVCacheSpec
+
+    def info(self, num_blocks: int, wanted_len: int | None) -> RunnerInfo:
+        """What there is to say of it with a cache of this size. Raises ConfigError if that is too small."""
+        config = self.model.config
+        return RunnerInfo(
+            model=self.name,
+            architecture=config.family,
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            kernel_backend=self.ops.name,
+            vocab_size=config.vocab_size,
+            max_model_len=longest_cached(self.longest, num_blocks * self.spec.block_size, wanted_len),
+            weight_bytes=self.model.weight_bytes,
+            kv_cache=self.spec,
+            num_blocks=num_blocks,
+        )
+
+
+def load_for_serving(
+    config: EngineConfig, device: torch.device, progress: Progress = no_progress, backend: str | None = None
+) -> LoadedModel:
+    """
+    backend  of kernels; None: the best for this device
+
+    Raises ConfigError if the checkpoint cannot be served with these settings.
+    """
+    folder = Path(config.model)
+    dtype = choose_dtype(config.dtype, folder)
+    model = read_config(folder)
+    longest = longest_trained(model.max_position_embeddings, config.max_model_len)
+    ops = load_backend(backend or choose_backend(device, dtype, config.quantization))
+    with enough_memory("the weights", "--quantization"):
+        loaded = load_model(folder, ops, device, dtype, progress)
+    spec = KVCacheSpec(model.num_layers, model.num_kv_heads, model.head_dim, dtype.itemsize, config.block_size)
+    return LoadedModel(folder.name, loaded, ops, device, dtype, longest, spec)
+
+
+@contextmanager
+def enough_memory(purpose: str, *flags: str) -> Iterator[None]:
+    """Raises ConfigError with the flags that help if the device's memory runs out inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise ConfigError(f"not enough device memory for {purpose} ({reason}); {', '.join(flags)} can help") from error
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def choose_dtype(name: str, folder: Path) -> torch.dtype:
+    """auto: bfloat16, but float32 for a checkpoint of float32."""
+    if name != "auto":
+        return _DTYPES[name]
+    is_float32 = stored_dtype(folder, "model.embed_tokens.weight") == torch.float32
+    return torch.float32 if is_float32 else torch.bfloat16
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> str:
+    """The name of a kernel backend. Raises ConfigError if there is none with these properties."""
+    if device.type == "cpu":
+        return _choose_cpu_backend(dtype, quantization)
+    if importlib.util.find_spec("triton") is None:
+        if quantization not in ("auto", "none"):
+            raise ConfigError(f"--quantization {quantization} on {device} needs Triton: pip install 'pagoda[gpu]'")
+        return "reference"
+    return "triton" if quantization in ("auto", "none") else f"triton-{quantization}"
+
+
+def _choose_cpu_backend(dtype: torch.dtype, quantization: Quantization) -> str:
+    if quantization == "fp8":
+        raise ConfigError("--quantization fp8: there are kernels for it on a GPU only")
+    if quantization == "int8":
+        if dtype == torch.float16:
+            raise ConfigError("--quantization int8: activations can be bfloat16 or float32, not float16")
+        if not has_native_int8():
+            raise ConfigError(
+                "--quantization int8 needs a CPU with AVX-512 VNNI, and Pagoda installed where there is a C++ compiler"
+            )
+        return "native-int8"
+    if quantization == "auto" and dtype == torch.bfloat16 and has_native_int8():
+        return "native-int8"
+    return "native" if has_native() else "cpu"
+
+
+def longest_trained(max_position_embeddings: int, wanted: int | None) -> int:
+    """The context that the model was trained for, or what is wanted of it."""
+    if wanted is not None and wanted > max_position_embeddings:
+        raise ConfigError(f"--max-model-len {wanted} exceeds the model's {max_position_embeddings} positions")
+    return wanted or max_position_embeddings
+
+
+def longest_cached(longest: int, token_capacity: int, wanted: int | None) -> int:
+    """The context as far as the cache holds it."""
+    if wanted is not None and wanted > token_capacity:
+        raise ConfigError(f"--max-model-len {wanted} exceeds the {token_capacity} tokens that the KV cache holds")
+    return min(longest, token_capacity)

@@ -1,0 +1,214 @@
+"""The runner of a device, here with the reference kernels on the CPU: it computes one step ahead of who reads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.blocks import BlockPool
+from engine.config import EngineConfig
+from engine.device import DeviceRunner
+from engine.device.graphs import bucket_sizes
+from engine.loaded_model import load_for_serving
+from engine.scheduler import Scheduler
+from engine.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan, TokenLogprobs
+from engine.step_output import Ended
+from engine.steps_in_flight import Launched, Runner, StepsInFlight
+from tests.engine.tiny_models import MODELS, VOCAB_SIZE, load_runner, random_prompt, save_model
+
+SETTINGS = {"max_num_seqs": 6, "token_budget": 19, "block_size": 4, "kv_cache_gb": 2e-4, "max_model_len": 120}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral with a sliding window"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(MODELS[request.param], folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(MODELS["llama"], folder)
+    return folder
+
+
+def device_runner(folder: Path, backend: str = "reference", **settings: object) -> DeviceRunner:
+    config = EngineConfig(str(folder), dtype="float32", **(SETTINGS | settings))  # type: ignore[arg-type]
+    return DeviceRunner(config, load_for_serving(config, torch.device("cpu"), backend=backend))
+
+
+class Served:
+    """A scheduler and a runner, stepped as the loop does, as far ahead as the runner allows."""
+
+    def __init__(self, runner: Runner, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks, 4)
+        self.scheduler = Scheduler(
+            self.pool, max_num_seqs=6, token_budget=19, max_model_len=120, clock=lambda: 0.0, prefix_caching=True
+        )
+        self.steps = StepsInFlight(self.scheduler, runner)
+        self.ended: list[Ended] = []
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}
+        self._lookahead = runner.lookahead
+        self._ids = itertools.count()
+
+    def add(self, prompt: list[int], params: SamplingParams) -> Sequence:
+        seq = Sequence(next(self._ids), list(prompt), len(prompt), params, arrived=0.0, deadline=math.inf)
+        self.scheduler.add(seq)
+        return seq
+
+    def step(self) -> bool:
+        was_busy = len(self.steps) > 0
+        plan = self.scheduler.schedule()
+        if not plan.is_empty:
+            self.steps.launch(plan)
+        if len(self.steps) > (0 if plan.is_empty else self._lookahead):
+            self.steps.commit_oldest()
+        self.scheduler.check_integrity()
+        output = self.scheduler.take_output()
+        self.ended += output.ended
+        for id, logprobs in zip(output.sequences, output.logprobs, strict=True):
+            if logprobs is not None:
+                self.logprobs.setdefault(id, []).append(logprobs)
+        return was_busy or not plan.is_empty
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+
+PARAMS = [
+    SamplingParams(max_tokens=25),
+    SamplingParams(max_tokens=12, temperature=0.8, top_k=20, top_p=0.9, seed=3),
+    SamplingParams(max_tokens=20, temperature=1.3, min_p=0.05, seed=-7),
+    SamplingParams(max_tokens=30, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
+    SamplingParams(max_tokens=9, logprobs=3),
+    SamplingParams(max_tokens=15, logit_bias=((5, 8.0), (17, -100.0)), temperature=0.7, seed=1 << 62),
+    SamplingParams(max_tokens=22, min_tokens=9, stop_token_ids=frozenset(range(0, VOCAB_SIZE, 3))),
+    SamplingParams(max_tokens=18, temperature=0.5, repetition_penalty=1.1, logprobs=0, seed=12),
+]
+
+
+def ask(served: Served, count: int) -> list[Sequence]:
+    prompts = [random_prompt(3 + 11 * at % 37, seed=at) for at in range(count)]
+    return [served.add(prompt, params) for prompt, params in zip(prompts, itertools.cycle(PARAMS))]
+
+
+def outputs(seqs: Iterable[Sequence]) -> list[list[int]]:
+    return [seq.tokens[seq.prompt_len :] for seq in seqs]
+
+
+def one_by_one(folder: Path, count: int) -> list[list[int]]:
+    """What the plain runner generates for the same requests, one step at a time, with room for everything."""
+    runner = load_runner(folder, max_num_seqs=6, token_budget=19, max_model_len=120)
+    served = Served(runner, runner.info.num_blocks)
+    seqs = ask(served, count)
+    served.run()
+    return outputs(seqs)
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_it_generates_what_a_step_by_step_runner_does_though_sequences_are_preempted(
+    folder: Path, overlap: str
+) -> None:
+    runner = device_runner(folder, overlap=overlap)
+    assert runner.lookahead == (overlap == "on")
+    for kv in runner._cache:
+        kv.keys.fill_(math.nan)
+        kv.values.fill_(math.nan)
+    served = Served(runner, 36)
+    seqs = ask(served, 16)
+    served.run()
+    assert not [ended.detail for ended in served.ended if ended.reason is EndReason.FAILED]
+    assert served.scheduler.counters.preemptions > 0, "the cache is too small for all of them"
+    assert outputs(seqs) == one_by_one(folder, 16)
+    assert served.pool.num_referenced == 0
+
+
+class FailsAt:
+    """Fails some steps, at launch or when they are read, after the device has computed them."""
+
+    def __init__(self, runner: DeviceRunner, launches: set[int], reads: set[int]) -> None:
+        self.lookahead = runner.lookahead
+        self._runner, self._launches, self._reads = runner, launches, reads
+        self._count = 0
+
+    def recover(self) -> None:
+        self._runner.recover()
+
+    def launch(self, plan: StepPlan) -> Launched:
+        number, launched, reads = self._count, self._runner.launch(plan), self._reads
+        self._count += 1
+        if number in self._launches:
+            raise FloatingPointError("as told")
+
+        class Step:
+            def result(self) -> Sampled:
+                if number in reads:
+                    raise FloatingPointError("as told")
+                return launched.result()
+
+        return Step()
+
+
+def test_steps_that_fail_once_change_no_token(llama: Path) -> None:
+    runner = FailsAt(device_runner(llama), launches={3, 40}, reads={9, 10, 60})
+    served = Served(runner, 60)
+    seqs = ask(served, 16)
+    served.run()
+    assert outputs(seqs) == one_by_one(llama, 16)
+
+
+def test_logprobs_come_back_with_the_tokens(llama: Path) -> None:
+    here, there = Served(device_runner(llama), 36), Served(load_runner(llama), 36)
+    for served in (here, there):
+        ask(served, 8)
+        served.run()
+    assert here.logprobs.keys() == there.logprobs.keys() == {4, 7}
+    for id, expected in there.logprobs.items():
+        assert len(here.logprobs[id]) == len(expected) == PARAMS[id].max_tokens
+        for ours, theirs in zip(here.logprobs[id], expected, strict=True):
+            assert ours.top_ids == theirs.top_ids
+            assert ours.chosen == pytest.approx(theirs.chosen, abs=1e-4)
+            assert ours.top == pytest.approx(theirs.top, abs=1e-4)
+
+
+def test_a_sequence_whose_parameters_are_wrong_fails_alone(llama: Path) -> None:
+    served = Served(device_runner(llama), 36)
+    good = served.add(random_prompt(9, seed=1), SamplingParams(max_tokens=10))
+    bad = served.add(random_prompt(9, seed=2), SamplingParams(max_tokens=10, logit_bias=((VOCAB_SIZE, 1.0),)))
+    many = served.add(random_prompt(9, seed=3), SamplingParams(max_tokens=10, stop_token_ids=frozenset(range(150))))
+    served.run()
+    reasons = {ended.seq.id: (ended.reason, ended.detail) for ended in served.ended}
+    assert reasons[good.id][0] is EndReason.LENGTH
+    assert reasons[bad.id] == (
+        EndReason.FAILED,
+        f"logit_bias names token {VOCAB_SIZE}; the vocabulary has {VOCAB_SIZE}",
+    )
+    assert reasons[many.id] == (EndReason.FAILED, "150 stop token ids, the limit is 96")
+
+
+def test_a_sequence_whose_logits_break_fails_alone(llama: Path) -> None:
+    runner = device_runner(llama)
+    served = Served(runner, 36)
+    seqs = [served.add(random_prompt(9, seed=at), SamplingParams(max_tokens=20)) for at in range(3)]
+    for _ in range(4):
+        served.step()
+    runner._cache[1].values[seqs[1].blocks[0]] = math.nan
+    served.run()
+    assert [ended.seq.id for ended in served.ended if ended.reason is EndReason.FAILED] == [seqs[1].id]
+    assert len(outputs(seqs)[0]) == len(outputs(seqs)[2]) == 20
+
+
+def test_batch_sizes_end_with_the_largest_and_pad_by_half_at_most() -> None:
+    for most in (1, 5, 64, 100, 256, 1000, 2000):
+        sizes = bucket_sizes(most)
+        assert sizes[-1] == most
+        assert sizes == sorted(set(sizes))
+        assert all(after <= 2 * before for before, after in itertools.pairwise(sizes))
+        assert all(after - before <= 128 for before, after in itertools.pairwise(sizes))
