@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.paged import AttentionPlan, PagedKV
-from kernels.row_sampling import SampledRows, SamplingRows, allocate_rows, allocate_sampled
+from kernels.row_sampling import SamplingRows, allocate_rows
 
 BLOCK_SIZE = 16
 MAX_STOPS, MAX_BIASES = 8, 32
@@ -87,7 +87,3 @@ def sampling_rows(
     rows.top_p.fill_(top_p)
     rows.seed_low.copy_(torch.arange(batch, device=device))
     return rows
-
-
-def sampled_rows(batch: int, device: torch.device) -> SampledRows:
-    return allocate_sampled(batch, device)

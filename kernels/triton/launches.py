@@ -21,6 +21,7 @@ _OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion"
 
 _VECTOR = re.compile(r"\b(ld|st)\.global[\w:.]*?(?:\.v(\d))?\.[busf](\d+)\b")
 _ASYNC_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global(?:\.\w[\w:]*)* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
+_LOCAL_ACCESS = re.compile(r"\b(LDL|STL)\b")
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -48,7 +49,7 @@ class Launch:
 class Compiled:
     """
     registers     of a thread
-    spilled       bytes of a thread's registers, or of its arrays, that live in device memory
+    spilled       bytes of a thread that live in device memory for want of registers
     shared        bytes of a block
     load, store   bytes that a thread moves with its widest access to device memory; 0: it has none
     """
@@ -111,30 +112,35 @@ def compile_launch(launch: Launch) -> Compiled:
     """Raises what Triton raises for a kernel that does not compile."""
     source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", launch.capability, 32), options=launch.options)
-    registers, stack, local = resources(compiled.asm["cubin"])
+    registers, spilled = resources(compiled.asm["cubin"])
     load, store = widest_accesses(compiled.asm["ptx"])
     return Compiled(
         num_warps=compiled.metadata.num_warps,
         num_stages=compiled.metadata.num_stages,
         registers=registers,
-        spilled=max(stack, local),
+        spilled=spilled,
         shared=compiled.metadata.shared,
         load=load,
         store=store,
     )
 
 
-def resources(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, bytes of stack and bytes of local memory, each of a thread."""
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its that live in device memory for want of them."""
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = _RESOURCES.search(told)
-    assert found, told
-    return int(found[1]), int(found[2]), int(found[3])
+        found = _RESOURCES.search(told := _cuobjdump("-res-usage", file.name))
+        assert found, told
+        registers, stack, local = (int(number) for number in found.groups())
+        # A frame may be reserved and never used: then no instruction touches local memory.
+        spilled = max(stack, local)
+        return registers, spilled if spilled and _LOCAL_ACCESS.search(_cuobjdump("-sass", file.name)) else 0
+
+
+def _cuobjdump(*arguments: str) -> str:
+    command = [triton.knobs.nvidia.cuobjdump.path, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def widest_accesses(ptx: str) -> tuple[int, int]:
