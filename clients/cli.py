@@ -42,6 +42,9 @@ def serve(
         Literal["auto", "none", "int8", "fp8"],
         typer.Option(rich_help_panel=_ENGINE, help="Of products. auto: int8 where a CPU is fast at it."),
     ] = "auto",
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"], typer.Option(rich_help_panel=_ENGINE, help="fp8: half the memory a token, on a GPU.")
+    ] = "auto",
     kv_cache_gb: Annotated[
         float | None,
         typer.Option(

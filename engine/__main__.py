@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from engine.config import EngineConfig, Overlap, Quantization
+from engine.config import EngineConfig, KVCacheDType, Overlap, Quantization
 from engine.errors import ConfigError
 from engine.listen import is_local
 from engine.main import EXIT_CONFIG, run
@@ -24,6 +24,7 @@ def main(
     quantization: Annotated[
         Quantization, typer.Option(help="Of products. auto: int8 where a CPU is fast at it.")
     ] = "auto",
+    kv_cache_dtype: Annotated[KVCacheDType, typer.Option(help="fp8: half the memory, on a GPU.")] = "auto",
     kv_cache_gb: Annotated[float | None, typer.Option(help="Default: what a GPU has free; 0.5 on a CPU.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
@@ -52,6 +53,7 @@ def main(
             device=device,
             dtype=dtype,
             quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             kv_cache_gb=kv_cache_gb,
             block_size=block_size,
             max_num_seqs=max_num_seqs,

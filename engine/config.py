@@ -9,6 +9,7 @@ from engine.errors import ConfigError
 from engine.schedules import ScheduleName
 
 Device = Literal["auto", "cpu", "cuda"]
+KVCacheDType = Literal["auto", "fp8"]
 Overlap = Literal["auto", "on", "off"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["auto", "none", "int8", "fp8"]
@@ -19,6 +20,7 @@ class EngineConfig:
     """
     model           folder of the checkpoint
     quantization    of weights and activations in products; auto: int8 for bfloat16 where a CPU has kernels for it
+    kv_cache_dtype  auto: that of the weights; fp8: 8 bits, with a scale for each head of a token, on a GPU
     kv_cache_gb     size of the paged KV cache in 10^9 bytes; None: what is free on a GPU, 0.5 on a CPU
     block_size      tokens a KV block holds
     max_num_seqs    sequences that run at once
@@ -33,6 +35,7 @@ class EngineConfig:
     device: Device = "auto"
     dtype: DType = "auto"
     quantization: Quantization = "auto"
+    kv_cache_dtype: KVCacheDType = "auto"
     kv_cache_gb: float | None = None
     block_size: int = 16
     max_num_seqs: int = 64

@@ -36,7 +36,7 @@ def load_runner(config: EngineConfig, folder: Path, progress: Progress, step_tim
 
 def _load_model(config: EngineConfig, progress: Progress) -> InformedRunner:
     # Only now: torch takes a second, which the synthetic model does not need.
-    from engine.loaded_model import choose_device, load_for_serving
+    from engine.loaded_model import check_fp8, choose_device, load_for_serving
 
     device = choose_device(config.device)
     if device.type == "cpu":
@@ -45,6 +45,8 @@ def _load_model(config: EngineConfig, progress: Progress) -> InformedRunner:
         return ModelRunner(config, progress)
     from engine.device import DeviceRunner
 
+    if config.kv_cache_dtype == "fp8":
+        check_fp8("--kv-cache-dtype", device)
     return DeviceRunner(config, load_for_serving(config, device, progress), progress)
 
 

@@ -24,8 +24,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """
-    longest  tokens of a sequence, prompt and output, that the model was trained for or that are wanted of it
-    spec     the KV cache that it needs
+    longest      tokens of a sequence, prompt and output, that the model was trained for or that are wanted of it
+    spec         the KV cache that it needs
+    cache_dtype  of its pages
     """
 
     name: str
@@ -35,6 +36,7 @@ class LoadedModel:
     dtype: torch.dtype
     longest: int
     spec: KVCacheSpec
+    cache_dtype: torch.dtype
 
     def info(self, num_blocks: int, wanted_len: int | None) -> RunnerInfo:
         """What there is to say of it with a cache of this size. Raises ConfigError if that is too small."""
@@ -68,8 +70,16 @@ def load_for_serving(
     ops = load_backend(backend or choose_backend(device, dtype, config.quantization))
     with enough_memory("the weights", "--quantization"):
         loaded = load_model(folder, ops, device, dtype, progress)
-    spec = KVCacheSpec(model.num_layers, model.num_kv_heads, model.head_dim, dtype.itemsize, config.block_size)
-    return LoadedModel(folder.name, loaded, ops, device, dtype, longest, spec)
+    cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+    spec = KVCacheSpec(
+        model.num_layers,
+        model.num_kv_heads,
+        model.head_dim,
+        cache_dtype.itemsize,
+        config.block_size,
+        scale_bytes=torch.float32.itemsize if config.kv_cache_dtype == "fp8" else 0,
+    )
+    return LoadedModel(folder.name, loaded, ops, device, dtype, longest, spec, cache_dtype)
 
 
 @contextmanager
@@ -102,6 +112,8 @@ def choose_backend(device: torch.device, dtype: torch.dtype, quantization: Quant
     """The name of a kernel backend. Raises ConfigError if there is none with these properties."""
     if device.type == "cpu":
         return _choose_cpu_backend(dtype, quantization)
+    if quantization == "fp8":
+        check_fp8("--quantization", device)
     if importlib.util.find_spec("triton") is None:
         if quantization not in ("auto", "none"):
             raise ConfigError(f"--quantization {quantization} on {device} needs Triton: pip install 'pagoda[gpu]'")
@@ -111,7 +123,7 @@ def choose_backend(device: torch.device, dtype: torch.dtype, quantization: Quant
 
 def _choose_cpu_backend(dtype: torch.dtype, quantization: Quantization) -> str:
     if quantization == "fp8":
-        raise ConfigError("--quantization fp8: there are kernels for it on a GPU only")
+        check_fp8("--quantization", torch.device("cpu"))
     if quantization == "int8":
         if dtype == torch.float16:
             raise ConfigError("--quantization int8: activations can be bfloat16 or float32, not float16")
@@ -123,6 +135,14 @@ def _choose_cpu_backend(dtype: torch.dtype, quantization: Quantization) -> str:
     if quantization == "auto" and dtype == torch.bfloat16 and has_native_int8():
         return "native-int8"
     return "native" if has_native() else "cpu"
+
+
+def check_fp8(flag: str, device: torch.device) -> None:
+    """Raises ConfigError if the device does not convert from float8."""
+    if device.type != "cuda":
+        raise ConfigError(f"{flag} fp8: there are kernels for it on a GPU only")
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(f"{flag} fp8 needs a GPU of compute capability 8.9 or above (Ada, Hopper, Blackwell)")
 
 
 def longest_trained(max_position_embeddings: int, wanted: int | None) -> int:

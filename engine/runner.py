@@ -11,7 +11,7 @@ from checkpoints.progress import Progress, no_progress
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_cache import DEFAULT_CPU_BYTES, allocate, count_blocks
-from engine.loaded_model import load_for_serving
+from engine.loaded_model import check_fp8, load_for_serving
 from engine.sampler import Sampler
 from engine.sequence import Chunk, Sampled, StepPlan, TokenLogprobs
 from engine.step_arrays import StepArrays
@@ -30,6 +30,8 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, progress: Progress = no_progress) -> None:
         if config.overlap == "on":
             raise ConfigError("--overlap on: a CPU has computed a step when it is launched")
+        if config.kv_cache_dtype == "fp8":
+            check_fp8("--kv-cache-dtype", torch.device("cpu"))
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         set_num_threads(torch.get_num_threads())

@@ -7,17 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """The size of a paged KV cache. One token takes 2 · layers · kv_heads · head_dim · element_bytes bytes."""
+    """The size of a paged KV cache. One token takes 2 · layers · kv_heads · (head_dim · element_bytes + scale_bytes).
+
+    scale_bytes  of the scale that each head's key, and each value, of a token has; 0: there is none
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     element_bytes: int
     block_size: int
+    scale_bytes: int = 0
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.element_bytes
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self.element_bytes + self.scale_bytes)
 
     @property
     def bytes_per_block(self) -> int:

@@ -96,16 +96,24 @@ NATIVE = Backend(
 NATIVE_INT8 = replace(NATIVE, name="native-int8", linear=linear_int8_native, gated_linear=gated_linear_int8_native)
 
 _BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, NATIVE, NATIVE_INT8)}
+_TRITON_BACKENDS = ("triton", "triton-int8", "triton-fp8")
 
 
 def load_backend(name: str) -> Backend:
-    """Raises ValueError for an unknown name.
+    """Raises ValueError for an unknown name, ImportError if it needs Triton where there is none.
 
     reference    plain torch that runs on any device
     cpu          torch's own fused and packed operations
     native       compiled code for everything but products; only if `has_native()`
     native-int8  and products in int8; only if `has_native_int8()`
+    triton       kernels for a GPU; with -int8 or -fp8, and weights of that
     """
+    if name in _TRITON_BACKENDS:
+        from kernels.triton.backend import BACKENDS  # where there is no GPU nothing loads Triton
+
+        return BACKENDS[name]
     if name not in _BACKENDS:
-        raise ValueError(f"no kernel backend is called {name!r}; there are {', '.join(_BACKENDS)}")
+        raise ValueError(
+            f"no kernel backend is called {name!r}; there are {', '.join((*_BACKENDS, *_TRITON_BACKENDS))}"
+        )
     return _BACKENDS[name]

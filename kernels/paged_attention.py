@@ -33,32 +33,33 @@ def paged_attention(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
     return  [num_tokens, num_heads, head_dim], q's dtype
 
     Scores are scaled by 1 / sqrt(head_dim). Query head h reads KV head h // (num_heads / num_kv_heads). Softmax is in
-    float32. Slots that hold no token of a sequence may hold anything, NaN included.
+    float32. Slots that hold no token of a sequence may hold anything, NaN included. Padding's rows of the result are 0.
     """
     out = torch.zeros_like(q)
     starts = plan.query_start.tolist()
-    tables = plan.block_table if plan.rows is None else plan.block_table[plan.rows.long()]
+    rows = range(len(plan.context_len)) if plan.rows is None else plan.rows.tolist()
     for seq, context in enumerate(plan.context_len.tolist()):
-        rows = slice(starts[seq], starts[seq + 1])
-        blocks = tables[seq, : -(-context // kv.block_size)].long()
-        keys = _gather(kv.keys, kv.key_scales, blocks)[:context]
-        values = _gather(kv.values, kv.value_scales, blocks)[:context]
-        if context:  # else it is padding
-            out[rows] = _attend(q[rows], keys, values, plan.sliding_window)
+        if context == 0:
+            continue
+        queries = slice(starts[seq], starts[seq + 1])
+        blocks = plan.block_table[rows[seq], : -(-context // kv.block_size)].long()
+        keys = _read(kv.keys, kv.key_scales, blocks)[:context]
+        values = _read(kv.values, kv.value_scales, blocks)[:context]
+        out[queries] = _attend(q[queries], keys, values, plan.sliding_window)
     return out
 
 
-def _gather(pages: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
-    """The slots of these blocks, each [num_kv_heads, head_dim] float32."""
-    slots = pages[blocks].flatten(0, 1).float()
-    return slots if scales is None else slots * scales[blocks].flatten(0, 1)[..., None]
+def _read(pages: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
+    """[len(blocks) * block_size, num_kv_heads, head_dim] float32"""
+    read = pages[blocks].float()
+    return (read if scales is None else read * scales[blocks][..., None]).flatten(0, 1)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, sliding_window: int | None) -> Tensor:
-    """The last len(q) tokens of one sequence over its whole context [context, num_kv_heads, head_dim]."""
+    """The last len(q) tokens of one sequence over its whole context [context, num_kv_heads, head_dim] float32."""
     heads_per_kv_head = q.shape[1] // keys.shape[1]
-    keys = keys.float().repeat_interleave(heads_per_kv_head, dim=1)
-    values = values.float().repeat_interleave(heads_per_kv_head, dim=1)
+    keys = keys.repeat_interleave(heads_per_kv_head, dim=1)
+    values = values.repeat_interleave(heads_per_kv_head, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * q.shape[-1] ** -0.5
     hidden = ~visible(len(q), len(keys), sliding_window, first_key=0).to(q.device)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)

@@ -39,6 +39,7 @@ class ServeConfig:
     device: str = "auto"
     dtype: str = "auto"
     quantization: Quantization = "auto"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     kv_cache_gb: float | None = None
     block_size: int = 16
     max_num_seqs: int = 64
@@ -65,7 +66,7 @@ class ServeConfig:
     def engine_arguments(self, model_folder: str, listen: str) -> list[str]:
         """The command line of an engine that serves as told here."""
         arguments = ["--model", model_folder, "--listen", listen, "--device", self.device, "--dtype", self.dtype]
-        arguments += ["--quantization", self.quantization]
+        arguments += ["--quantization", self.quantization, "--kv-cache-dtype", self.kv_cache_dtype]
         arguments += ["--block-size", str(self.block_size), "--max-num-seqs", str(self.max_num_seqs)]
         arguments += ["--token-budget", str(self.token_budget), "--schedule", self.schedule]
         arguments += ["--overlap", self.overlap]

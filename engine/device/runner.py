@@ -48,7 +48,7 @@ class DeviceRunner:
         self._graphs = DecodeGraphs(self._decode, self._most)
         num_blocks = count_blocks(loaded.spec, self._cache_bytes(config, loaded))
         with enough_memory("the KV cache", "--kv-cache-gb"):
-            self._cache = allocate(loaded.spec, num_blocks, device, loaded.dtype)
+            self._cache = allocate(loaded.spec, num_blocks, device, loaded.cache_dtype)
         self.info = loaded.info(num_blocks, config.max_model_len)
         if device.type == "cuda":
             with enough_memory("the graphs of decode steps", *_STEP_FLAGS), torch.inference_mode():
@@ -112,9 +112,9 @@ class DeviceRunner:
         plan = largest_plan(token_budget, self._most, config.block_size)
         num_blocks = max(chunk.seq.blocks[-1] for chunk in plan.chunks) + 1
         with enough_memory("one step", *_STEP_FLAGS):
-            self._cache = allocate(loaded.spec, num_blocks, loaded.device, loaded.dtype)
+            self._cache = allocate(loaded.spec, num_blocks, loaded.device, loaded.cache_dtype)
             free = free_after(lambda: self._measured(plan), loaded.device)
-            free += sum(kv.keys.nbytes + kv.values.nbytes for kv in self._cache)
+            free += num_blocks * loaded.spec.bytes_per_block  # the cache of that step makes way for the real one
         self._cache = []
         return free
 

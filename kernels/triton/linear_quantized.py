@@ -17,6 +17,7 @@ FP8_CAPABILITY = (8, 9)
 FUSED_ROWS = 16  # every program computes the gates of all its rows: with more, once for all programs is less work
 PROGRAMS_PER_PROCESSOR = 2
 FEWEST_TILES = 4  # of a split, so that loads are in flight while it multiplies
+MOST_SPLITS = 8  # each writes sums of four bytes, which are read again
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,16 @@ class _Linear:
 def default_config(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
     """Tiles by the number of rows; splits so that every processor has programs."""
     out_size, in_size = sizes
-    if rows <= 64:
+    if rows <= 32:
         inputs = 128 if in_size % 128 == 0 else 64
         tile = Config(rows=max(rows, 16), outputs=64, inputs=inputs, splits=1, num_warps=4, num_stages=4)
+    elif rows == 64:
+        tile = Config(rows=64, outputs=128, inputs=64, splits=1, num_warps=8, num_stages=4)
     else:
         tile = Config(rows=128, outputs=128, inputs=64, splits=1, num_warps=8, num_stages=3)
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outputs)
-    splits = min(PROGRAMS_PER_PROCESSOR * _processors(device) // programs, in_size // tile.inputs // FEWEST_TILES)
+    wanted = PROGRAMS_PER_PROCESSOR * _processors(device) // programs
+    splits = min(wanted, in_size // tile.inputs // FEWEST_TILES, MOST_SPLITS)
     return replace(tile, splits=max(splits, 1))
 
 

@@ -50,9 +50,10 @@ class Config:
 
 def default_config(dim: int, itemsize: int) -> Config:
     """Tiles of up to 16 KB of keys, and as much of values. Of five stages two are for the block table, which is read
-    before the pages: so two tiles of each are on their way. Without matrix instructions, float32 takes more registers.
+    before the pages: so two tiles of each are on their way. Float8 counts as what it becomes in registers; in float32,
+    where no matrix instruction is exact, both operands of a product are there.
     """
-    tile_keys = min(max(16384 // (dim * itemsize), 16), 64)
+    tile_keys = min(max(16384 // (dim * max(itemsize, 2)), 16), 128)
     return Config(tile_keys=tile_keys, items_per_sm=4, num_warps=8 if itemsize == 4 else 4, num_stages=5)
 
 
@@ -64,9 +65,8 @@ def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor
     """
     num_seqs, (_, num_heads, head_dim) = plan.num_decodes, q.shape
     group, dim = num_heads // kv.num_kv_heads, tile_dim(head_dim)
-    config = tuned(
-        "paged_decode", f"{kv.dtype} {head_dim} {group}".removeprefix("torch."), default_config(dim, kv.dtype.itemsize)
-    )
+    key = f"{kv.dtype} {head_dim} {group}".removeprefix("torch.")
+    config = tuned("paged_decode", key, default_config(dim, kv.dtype.itemsize))
     rows = min(max(triton.next_power_of_2(group), 16), ROWS_LIMIT)
     head_tiles = kv.num_kv_heads * triton.cdiv(group, rows)
     num_shares = triton.cdiv(config.items_per_sm * _num_sms(q.device), head_tiles)

@@ -36,13 +36,23 @@ class Config:
     num_stages: int
 
 
-def default_config(dim: int, itemsize: int) -> Config:
-    """For products in a type of `itemsize` bytes. No matrix instruction is exact in float32: its tiles are small."""
+def default_config(dim: int, itemsize: int, has_warpgroups: bool) -> Config:
+    """For products in a type of `itemsize` bytes, with as many keys as registers hold.
+
+    has_warpgroups  there are matrix instructions whose operands stay in shared memory (compute capability 9.0 on)
+
+    Of five stages two are for the block table, which is read before the pages. In float32, where no matrix instruction
+    is exact, operands are in registers too.
+    """
     if itemsize == 4:
-        return Config(tile_rows=16, tile_keys=32 if dim <= 64 else 16, num_warps=4, num_stages=3)
-    if dim > 128:
-        return Config(tile_rows=128, tile_keys=32, num_warps=8, num_stages=3)
-    return Config(tile_rows=128, tile_keys=64, num_warps=8, num_stages=5)
+        return Config(tile_rows=16, tile_keys=16, num_warps=8, num_stages=3)
+    if has_warpgroups:
+        return Config(tile_rows=128, tile_keys=min(8192 // dim, 128), num_warps=8, num_stages=5)
+    return Config(tile_rows=128 if dim <= 128 else 64, tile_keys=min(4096 // dim, 64), num_warps=8, num_stages=5)
+
+
+def _has_warpgroups() -> bool:
+    return not IS_INTERPRETED and triton.runtime.driver.active.get_current_target().arch >= 90
 
 
 def paged_prefill_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor) -> None:
@@ -53,9 +63,8 @@ def paged_prefill_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tenso
     """
     num_tokens, num_heads, head_dim = q.shape
     group, dim = num_heads // kv.num_kv_heads, tile_dim(head_dim)
-    config = tuned(
-        "paged_prefill", f"{kv.dtype} {head_dim} {group}".removeprefix("torch."), default_config(dim, q.dtype.itemsize)
-    )
+    key = f"{kv.dtype} {head_dim} {group}".removeprefix("torch.")
+    config = tuned("paged_prefill", key, default_config(dim, q.dtype.itemsize, _has_warpgroups()))
     num_seqs = len(plan.context_len) - plan.num_decodes
     # No more than that: each sequence has at most one tile that is not full.
     num_tiles = (num_tokens - plan.num_decodes) * group // config.tile_rows + num_seqs

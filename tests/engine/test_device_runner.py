@@ -212,3 +212,21 @@ def test_batch_sizes_end_with_the_largest_and_pad_by_half_at_most() -> None:
         assert sizes == sorted(set(sizes))
         assert all(after <= 2 * before for before, after in itertools.pairwise(sizes))
         assert all(after - before <= 128 for before, after in itertools.pairwise(sizes))
+
+
+def test_a_cache_of_float8_takes_half_the_memory_and_changes_logprobs_little(llama: Path) -> None:
+    exact, small = device_runner(llama), device_runner(llama, kv_cache_dtype="fp8")
+    assert small.info.kv_cache.bytes_per_token == 2 * 2 * 2 * (8 + 4)  # layers, keys and values, heads
+    assert small.info.num_blocks > 2 * exact.info.num_blocks
+    prompt, params = random_prompt(60, seed=1), SamplingParams(max_tokens=1, logprobs=20)
+    found = []
+    for runner in (exact, small):
+        served = Served(runner, 60)
+        served.add(prompt, params)
+        served.run()
+        (of_token,) = served.logprobs[0]
+        found.append(dict(zip(of_token.top_ids, of_token.top, strict=True)))
+    shared = found[0].keys() & found[1].keys()
+    assert len(shared) > 14
+    errors = [abs(found[0][id] - found[1][id]) for id in shared]
+    assert 0 < sum(errors) / len(errors) < 0.3

@@ -14,6 +14,7 @@ from kernels.linear_quantized import (
     linear_int8_weight,
 )
 from kernels.triton.linear_quantized import (
+    MOST_SPLITS,
     default_config,
     gated_linear_fp8_weight_triton,
     gated_linear_int8_weight_triton,
@@ -64,7 +65,7 @@ def test_defaults_occupy_the_gpu_and_leave_every_split_enough_to_read(
     programs = -(-rows // config.rows) * -(-sizes[0] // config.outputs) * config.splits
     assert config.splits == 1 or tiles // config.splits >= 4
     assert config.splits == 1 or programs <= 2 * 132
-    assert programs >= 132 or tiles // (config.splits + 1) < 4
+    assert programs >= 132 or tiles // (config.splits + 1) < 4 or config.splits == MOST_SPLITS
 
 
 def test_a_gpu_without_float8_is_told_which_option_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

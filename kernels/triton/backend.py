@@ -1,0 +1,43 @@
+"""The backends of a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kernels.adjust_logits import adjust_logits
+from kernels.backend import Backend
+from kernels.sample import sample
+from kernels.triton.linear import gated_linear_triton, linear_triton
+from kernels.triton.linear_quantized import (
+    gated_linear_fp8_weight_triton,
+    gated_linear_int8_weight_triton,
+    linear_fp8_weight_triton,
+    linear_int8_weight_triton,
+)
+from kernels.triton.paged_attention import paged_attention_triton, plan_attention_triton
+from kernels.triton.rms_norm import rms_norm_triton
+from kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
+from kernels.triton.row_sampling import sample_rows_triton
+
+TRITON = Backend(
+    name="triton",
+    linear=linear_triton,
+    gated_linear=gated_linear_triton,
+    rms_norm=rms_norm_triton,
+    rope_and_store_kv=rope_and_store_kv_triton,
+    plan_attention=plan_attention_triton,
+    paged_attention=paged_attention_triton,
+    adjust_logits=adjust_logits,
+    sample=sample,
+    sample_rows=sample_rows_triton,
+)
+
+TRITON_INT8 = replace(
+    TRITON, name="triton-int8", linear=linear_int8_weight_triton, gated_linear=gated_linear_int8_weight_triton
+)
+
+TRITON_FP8 = replace(
+    TRITON, name="triton-fp8", linear=linear_fp8_weight_triton, gated_linear=gated_linear_fp8_weight_triton
+)
+
+BACKENDS = {backend.name: backend for backend in (TRITON, TRITON_INT8, TRITON_FP8)}

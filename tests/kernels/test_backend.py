@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels import load_backend
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "native", "native-int8", "triton", "triton-int8", "triton-fp8"])
+def test_a_backend_is_loaded_by_its_name(name: str) -> None:
+    assert load_backend(name).name == name
+
+
+def test_an_unknown_backend_is_told_from_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"'cuda'; there are reference, .*, triton-fp8$"):
+        load_backend("cuda")
+
+
+def test_only_the_backends_of_a_gpu_load_triton() -> None:
+    check = "import sys, engine.runner; engine.runner.load_backend('cpu'); sys.exit('triton' in sys.modules)"
+    root = Path(__file__).parent.parent.parent
+    assert subprocess.run([sys.executable, "-c", check], cwd=root, check=False).returncode == 0
