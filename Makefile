@@ -9,7 +9,11 @@ SHOW_INSTALL = awk -v is_terminal="$$(test -t 2 && echo 1)" \
 	'/^(Collecting|Downloading|Building wheels|Installing)/ { sub(/ \(from.*/, ""); printf "  %-76.76s", $$0; printf is_terminal ? "\r" : "\n"; fflush() } \
 	END { print "" }'
 
-.PHONY: demo serve test test-all lint format protos bench bench-peers clean
+# Those of the first line run in Triton's interpreter too, as a part of `make test`.
+GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
+	tests/engine/test_on_gpu.py tests/end_to_end/test_on_gpu.py
+
+.PHONY: demo serve test test-gpu test-all lint format protos bench bench-peers clean
 
 demo: $(STAMP)            ## eight prompts at once through a real server, live
 	@$(BIN)/python -m clients.demo
@@ -19,6 +23,9 @@ serve: $(STAMP)           ## a server on 127.0.0.1:50051, until Ctrl-C; ARGS="--
 
 test: $(STAMP)            ## the whole suite, under 6 minutes on 2 cores
 	@$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-gpu: $(STAMP)        ## kernels, runner and server on the GPU of this machine
+	@TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "not slow" --timeout=600 $(GPU_TESTS) $(ARGS)
 
 test-all: $(STAMP)        ## and the long ones
 	@$(BIN)/python -m pytest -m "not gpu" --timeout=1800 $(ARGS)

@@ -27,7 +27,7 @@ from engine.server import Connection, EngineServer
 from engine.step_arrays import StepArrays
 from engine.steps_in_flight import Computed
 from kernels import PagedKV, load_backend
-from protos import control_pb2, engine_pb2
+from protos import control_pb2
 
 BLOCK_SIZE = 16
 PARTS = ("schedule", "pack", "commit", "load", "deliver", "encode")
@@ -61,7 +61,7 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         max_model_len=context_len + steps + 64,
         clock=time.monotonic,
     )
-    runner, servicer, connection = NoModel(), EngineServer(control_pb2.EngineInfo()), Connection()
+    runner, servicer, connection = NoModel(), EngineServer(control_pb2.EngineInfo()), Connection(epoch=1)
     loop = EngineLoop(scheduler, runner, servicer, on_end=lambda: None)
     servicer._connections.add(connection)
     for id in range(num_seqs):  # of different lengths, so that not all need a block in the same step
@@ -93,8 +93,7 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         loaded = time.perf_counter()
         servicer._deliver(output, load)
         delivered = time.perf_counter()
-        message = engine_pb2.EngineMessage(epoch=1, number=1, step=connection.take().to_message())
-        message.SerializeToString()
+        connection.take().SerializeToString()
         encoded = time.perf_counter()
         assert len(plan.chunks) == len(output.tokens) == num_seqs
         spent["schedule"].append(scheduled - started)

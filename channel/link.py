@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 Incoming_co = TypeVar("Incoming_co", covariant=True)
@@ -23,6 +24,13 @@ class Link(Protocol[Incoming_co, Outgoing_contra]):
         """Returns when the message is on its way, and waits while the other end has no room for it.
 
         A write that is cancelled may leave half a message: close the link then.
+        """
+
+    def try_write(self, make: Callable[[], Outgoing_contra]) -> bool:
+        """Writes a message within the call, where nothing else is being written and all of it has room.
+
+        False, and nothing written, where not, and always over a transport that writes in turns of its own. `make` is
+        not called where that is known before.
         """
 
     def close(self) -> None:

@@ -40,16 +40,20 @@ class RingWriter:
         self._at = 0
         self._room = len(ring.memory)
 
+    def has_room_for(self, count: int) -> bool:
+        """Raises ConnectionError if the reader claims to have freed more than the ring has."""
+        if self._room < count:
+            self._room += self._ring.take(self._ring.freed)
+            self._ring.check(self._room)
+        return self._room >= count
+
     def write(self, data: memoryview) -> int:
         """Puts in as much of `data` as there is room for. Returns how many bytes that were; never waits.
 
         Raises ConnectionError if the reader claims to have freed more than the ring has.
         """
         memory = self._ring.memory
-        if self._room < len(data):
-            self._room += self._ring.take(self._ring.freed)
-            self._ring.check(self._room)
-        count = min(len(data), self._room)
+        count = len(data) if self.has_room_for(len(data)) else self._room
         if count:
             before_end = min(count, len(memory) - self._at)
             memory[self._at : self._at + before_end] = data[:before_end]

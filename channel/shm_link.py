@@ -46,6 +46,7 @@ class ShmLink(Generic[Incoming, Outgoing]):
         self._filled, self._freed = incoming.filled, outgoing.freed
         self._is_gone = False  # the other end
         self._is_closed = False
+        self._is_writing = False
         self._error: ConnectionError | None = None
         self._has_news = asyncio.Event()  # for the reading task
         self._has_room = asyncio.Event()  # for the writing task
@@ -72,13 +73,30 @@ class ShmLink(Generic[Incoming, Outgoing]):
         if len(payload) > MAX_MESSAGE_BYTES:
             raise ConnectionError(f"a message of {len(payload)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
         rest = memoryview(_LENGTH.pack(len(payload)) + payload)
-        while True:
-            if self._is_gone or self._is_closed:
-                raise ConnectionError("the connection is closed")
-            rest = rest[self._writer.write(rest) :]
-            if not rest:
-                return
-            await self._wait_for_room()
+        self._is_writing = True
+        try:
+            while True:
+                if self._is_gone or self._is_closed:
+                    raise ConnectionError("the connection is closed")
+                rest = rest[self._writer.write(rest) :]
+                if not rest:
+                    return
+                await self._wait_for_room()
+        finally:
+            self._is_writing = False
+
+    def try_write(self, make: Callable[[], Outgoing]) -> bool:
+        if self._is_writing or self._is_gone or self._is_closed:
+            return False
+        payload = make().SerializeToString()
+        try:
+            if not self._writer.has_room_for(_LENGTH.size + len(payload)):
+                return False
+        except ConnectionError:
+            self._lose()
+            return False
+        self._writer.write(memoryview(_LENGTH.pack(len(payload)) + payload))
+        return True
 
     def close(self) -> None:
         if self._is_closed:

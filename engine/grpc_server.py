@@ -39,6 +39,9 @@ class GrpcLink:
         except grpc.aio.BaseError as error:
             raise ConnectionError("the call is over") from error
 
+    def try_write(self, make: Callable[[], engine_pb2.EngineMessage]) -> bool:
+        return False
+
     def close(self) -> None:
         """The call ends with its handler."""
 

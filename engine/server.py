@@ -26,19 +26,29 @@ RouterLink: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
 class Connection:
     """One router. Lives on the event loop's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: int) -> None:
         self.pending = PendingOutput()
+        self.link: RouterLink | None = None  # once it is greeted
+        self._epoch = epoch
+        self._number = 0
         self.flushed: list[int] = []
         self.wake = asyncio.Event()
         self.ids: dict[int, int] = {}  # the router's sequence numbers → ours
 
     def tell(self, load: engine_loop.LoadSnapshot) -> None:
+        """Of what is pending: within this call where the link allows it, else when it has room again."""
         self.pending.load = load
-        self.wake.set()
+        if self.link is None or self.wake.is_set() or not self.link.try_write(self.take):
+            self.wake.set()
 
-    def take(self) -> PendingOutput:
+    def take(self) -> engine_pb2.EngineMessage:
         taken, self.pending = self.pending, PendingOutput()
-        return taken
+        return self.message(step=taken.to_message())
+
+    def message(self, **message: object) -> engine_pb2.EngineMessage:
+        numbered = engine_pb2.EngineMessage(epoch=self._epoch, number=self._number, **message)  # type: ignore[arg-type]
+        self._number += 1
+        return numbered
 
 
 class EngineServer:
@@ -84,7 +94,7 @@ class EngineServer:
 
     async def serve(self, link: RouterLink) -> None:
         """A session: until the router is gone, or breaks the rules, or takes no message for too long."""
-        connection = Connection()
+        connection = Connection(self._info.epoch)
         self._connections.add(connection)
         if self._load is not None:
             connection.tell(self._load)
@@ -131,24 +141,22 @@ class EngineServer:
         self._events.call_soon_threadsafe(reply)
 
     async def _write(self, connection: Connection, link: RouterLink) -> None:
-        numbers = itertools.count()
-
-        async def write(**message: object) -> None:
+        async def write(message: engine_pb2.EngineMessage) -> None:
             try:
                 async with asyncio.timeout(STALL_TIMEOUT_S):
-                    await link.write(
-                        engine_pb2.EngineMessage(epoch=self._info.epoch, number=next(numbers), **message)  # type: ignore[arg-type]
-                    )
+                    await link.write(message)
             except TimeoutError:
                 raise TimeoutError(f"it took no message for {STALL_TIMEOUT_S:.0f} s") from None
 
-        await write(hello=self._info)
+        await write(connection.message(hello=self._info))
+        connection.link = link
         while True:
             await connection.wake.wait()
             connection.wake.clear()
-            await write(step=connection.take().to_message())
+            await write(connection.take())
             while connection.flushed:
-                await write(cache_flushed=engine_pb2.CacheFlushed(freed_blocks=connection.flushed.pop(0)))
+                freed_blocks = connection.flushed.pop(0)
+                await write(connection.message(cache_flushed=engine_pb2.CacheFlushed(freed_blocks=freed_blocks)))
 
     def _drop(self, connection: Connection) -> None:
         self._connections.discard(connection)

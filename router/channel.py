@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from protos import control_pb2, engine_pb2
@@ -85,6 +85,7 @@ class EngineChannel:
         self._on_hang = on_hang
         self._next_sequence = itertools.count(1)
         self._routes: dict[int, tuple[EngineStream, int]] = {}
+        self._link: EngineLink | None = None
         self._outgoing: asyncio.Queue[engine_pb2.RouterMessage] = asyncio.Queue()
         self._flushes: list[asyncio.Future[int]] = []
         self._last_word = time.monotonic()
@@ -111,13 +112,13 @@ class EngineChannel:
         for index, number in enumerate(numbers):
             self._routes[number] = (stream, index)
         submit.first_sequence = numbers[0]
-        self._outgoing.put_nowait(engine_pb2.RouterMessage(submit=submit))
+        self._post(engine_pb2.RouterMessage(submit=submit))
         return stream
 
     def abort(self, sequences: list[int]) -> None:
         known = [number for number in sequences if number in self._routes]
         if known and self.is_ready:
-            self._outgoing.put_nowait(engine_pb2.RouterMessage(abort=engine_pb2.Abort(sequences=known)))
+            self._post(engine_pb2.RouterMessage(abort=engine_pb2.Abort(sequences=known)))
 
     def forget(self, stream: EngineStream) -> None:
         for index in range(len(stream.inboxes)):
@@ -129,8 +130,14 @@ class EngineChannel:
             raise Unavailable("the engine is not ready")
         reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._flushes.append(reply)
-        self._outgoing.put_nowait(engine_pb2.RouterMessage(flush_cache=engine_pb2.FlushCache()))
+        self._post(engine_pb2.RouterMessage(flush_cache=engine_pb2.FlushCache()))
         return await reply
+
+    def _post(self, message: engine_pb2.RouterMessage) -> None:
+        """Only once the engine is ready. What the link cannot take at once waits, bounded by admission."""
+        assert self._link is not None, "an engine that is ready has a link"
+        if not (self._outgoing.empty() and self._link.try_write(lambda: message)):
+            self._outgoing.put_nowait(message)
 
     # -- the stream -------------------------------------------------------------------------------------------------
 
@@ -163,6 +170,7 @@ class EngineChannel:
                     case "hello":
                         log.info("engine ready at %s, epoch %x", self.address, message.epoch)
                         self.info = message.hello
+                        self._link = link
                         self._outgoing = asyncio.Queue()
                         helpers.append(asyncio.create_task(self._send(link, self._outgoing)))
                         await self._on_change()
@@ -175,7 +183,6 @@ class EngineChannel:
             link.close()
 
     async def _send(self, link: EngineLink, outgoing: asyncio.Queue[engine_pb2.RouterMessage]) -> None:
-        """What the engine has no room for waits in the queue; admission bounds it."""
         try:
             while True:
                 await link.write(await outgoing.get())
@@ -208,8 +215,7 @@ class EngineChannel:
                 else:  # who waits for a first token is served before those who have theirs
                     stream.has_begun = True
                     stream.wake.set()
-        for stream in running:
-            stream.wake.set()
+        asyncio.get_running_loop().call_soon(_wake, running)  # by then first tokens are written
         for ended in step.ended:
             if route := self._routes.pop(ended.sequence, None):
                 stream, index = route
@@ -219,7 +225,7 @@ class EngineChannel:
 
     async def _lose(self) -> None:
         """The stream has closed: everything it carried fails, and nobody waits for a word that cannot come."""
-        was_ready, self.info = self.is_ready, None
+        was_ready, self.info, self._link = self.is_ready, None, None
         self.load = control_pb2.Load()
         for stream, _ in self._routes.values():
             stream.error = Unavailable("the engine was lost while the request ran")
@@ -230,3 +236,8 @@ class EngineChannel:
         self._flushes.clear()
         if was_ready:
             await self._on_change()
+
+
+def _wake(streams: Sequence[EngineStream]) -> None:
+    for stream in streams:
+        stream.wake.set()

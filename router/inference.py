@@ -58,15 +58,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 prompt = await self._tokenizer.encode_prompt(self._as_asked(params))
                 max_tokens = check_prompt(params, len(prompt), self.limits)
                 reservation.grow(params.n * (len(prompt) + max_tokens) - reservation.tokens)
-                async with ClientWriter(context, self._stall_timeout_s) as writer:
-                    call = GenerateCall(params, len(prompt), self._tokenizer, writer, received)
-                    if params.has_prompt:
-                        await call.write_prompt(prompt)
-                    remaining_s = context.time_remaining()
-                    if remaining_s is not None and remaining_s <= 0:
-                        raise DeadlineExceeded("the deadline passed before the request was scheduled")
-                    submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, remaining_s)
-                    await self._stream(call, live, submit)
+                remaining_s = context.time_remaining()
+                if remaining_s is not None and remaining_s <= 0:
+                    raise DeadlineExceeded("the deadline passed before the request was scheduled")
+                submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, remaining_s)
+                await self._stream(submit, params, live, context, received)
             finally:
                 self._live.remove(params.request_id)
 
@@ -76,12 +72,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             return Chat((Message("user", params.prompt),))
         return params.prompt
 
-    async def _stream(self, call: GenerateCall, live: LiveRequest, submit: engine_pb2.Submit) -> None:
-        stream = live.stream = self._dispatcher.pick().submit(submit)
+    async def _stream(
+        self,
+        submit: engine_pb2.Submit,
+        params: GenerateParams,
+        live: LiveRequest,
+        context: GenerateContext,
+        received: float,
+    ) -> None:
+        stream = live.stream = self._dispatcher.pick().submit(submit)  # first: the engine need not wait
         try:
             if live.is_aborted:  # while it was tokenized
                 stream.abort()
-            await call.run(stream)
+            async with ClientWriter(context, self._stall_timeout_s) as writer:
+                call = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received)
+                if params.has_prompt:
+                    await call.write_prompt(submit.prompt)
+                await call.run(stream)
         finally:
             stream.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 import grpc
@@ -90,6 +91,9 @@ class GrpcLink:
             await self._call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise ConnectionError("the call is over") from error
+
+    def try_write(self, make: Callable[[], engine_pb2.RouterMessage]) -> bool:
+        return False
 
     def close(self) -> None:
         self._is_closed = True

@@ -7,12 +7,11 @@ dequantised copy is made. All arithmetic but the operands of the products is in 
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
-from kernels.paged import AttentionPlan
-
-LOG2_E = 1.4426950408889634
 # How many sequences a program looks at together when it searches for the one whose work is its own.
 SEQS = tl.constexpr(256)
 # Arrays of a step may begin anywhere in a larger one: kernels are not compiled again for that.
@@ -21,17 +20,12 @@ METADATA = ("query_start_ptr", "context_len_ptr", "block_table_ptr", "rows_ptr")
 
 def score_scale(head_dim: int) -> float:
     """What turns a product of a query and a key into an exponent of base 2."""
-    return LOG2_E * head_dim**-0.5
+    return math.log2(math.e) / math.sqrt(head_dim)
 
 
 def tile_dim(head_dim: int) -> int:
     """Columns of a tile: a power of two, and enough for a matrix instruction."""
-    return max(16, triton.next_power_of_2(head_dim))
-
-
-def window_of(plan: AttentionPlan) -> int:
-    """Tokens that a query sees at most; 0: all."""
-    return plan.sliding_window or 0
+    return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 @triton.jit

@@ -25,7 +25,6 @@ from kernels.triton.attention_tile import (
     score_scale,
     table_row,
     tile_dim,
-    window_of,
 )
 from kernels.triton.configs import IS_INTERPRETED, tuned
 
@@ -50,10 +49,10 @@ class Config:
 
 def default_config(dim: int, itemsize: int) -> Config:
     """Tiles of up to 16 KB of keys, and as much of values. Of five stages two are for the block table, which is read
-    before the pages: so two tiles of each are on their way. Float8 counts as what it becomes in registers; in float32,
-    where no matrix instruction is exact, both operands of a product are there.
+    before the pages: so two tiles of each are on their way. Products are in a type of `itemsize` bytes; in float32,
+    where no matrix instruction is exact, both operands are in registers.
     """
-    tile_keys = min(max(16384 // (dim * max(itemsize, 2)), 16), 128)
+    tile_keys = min(max(16384 // (dim * itemsize), 16), 128)
     return Config(tile_keys=tile_keys, items_per_sm=4, num_warps=8 if itemsize == 4 else 4, num_stages=5)
 
 
@@ -66,14 +65,19 @@ def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor
     num_seqs, (_, num_heads, head_dim) = plan.num_decodes, q.shape
     group, dim = num_heads // kv.num_kv_heads, tile_dim(head_dim)
     key = f"{kv.dtype} {head_dim} {group}".removeprefix("torch.")
-    config = tuned("paged_decode", key, default_config(dim, kv.dtype.itemsize))
+    config = tuned("paged_decode", key, default_config(dim, q.dtype.itemsize))
     rows = min(max(triton.next_power_of_2(group), 16), ROWS_LIMIT)
     head_tiles = kv.num_kv_heads * triton.cdiv(group, rows)
     num_shares = triton.cdiv(config.items_per_sm * _num_sms(q.device), head_tiles)
     num_items = num_seqs + num_shares  # no more than that: each sequence has at most one part that is not full
     partial = torch.empty(num_items, num_heads, head_dim, dtype=torch.float32, device=q.device)
     weight = torch.empty(num_items, num_heads, dtype=torch.float32, device=q.device)
-    splitting = {"num_seqs": num_seqs, "num_shares": num_shares, "WINDOW": window_of(plan), "TILE": config.tile_keys}
+    splitting = {
+        "num_seqs": num_seqs,
+        "num_shares": num_shares,
+        "WINDOW": plan.sliding_window or 0,
+        "TILE": config.tile_keys,
+    }
     _attend_split[(head_tiles, num_items)](
         q,
         kv.keys,
@@ -127,6 +131,26 @@ def _split_limit(context_len_ptr, num_seqs, num_shares, WINDOW: tl.constexpr, TI
     return tl.maximum(tl.cdiv(share, TILE), MIN_TILES) * TILE
 
 
+@triton.jit
+def find_part(item, context_len_ptr, num_seqs, num_shares, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """The sequence and the tokens of an item of work, and how many parts that context has; none: sequence num_seqs."""
+    limit = _split_limit(context_len_ptr, num_seqs, num_shares, WINDOW, TILE)
+    seq, first_item, num_items = 0, 0, 0  # sequences whose items all come before, their items, and those looked at
+    for first in range(0, num_seqs, SEQS):
+        splits = tl.cdiv(_num_keys(context_len_ptr, first + tl.arange(0, SEQS), num_seqs, WINDOW), limit)
+        ends = num_items + tl.cumsum(splits, axis=0)
+        seq += tl.sum((ends <= item).to(tl.int32), axis=0)
+        first_item = tl.maximum(first_item, tl.max(tl.where(ends <= item, ends, 0), axis=0))
+        num_items += tl.sum(splits, axis=0)
+    seq = tl.minimum(seq, num_seqs)
+    context = tl.load(context_len_ptr + seq, mask=seq < num_seqs, other=0)
+    num_keys = _num_keys(context_len_ptr, seq, num_seqs, WINDOW)
+    num_splits = tl.cdiv(num_keys, limit)
+    length = tl.cdiv(tl.cdiv(num_keys, tl.maximum(num_splits, 1)), TILE) * TILE
+    begin = context - num_keys + (item - first_item) * length
+    return seq, begin, tl.minimum(begin + length, context), num_splits
+
+
 @triton.jit(do_not_specialize=["num_seqs", "num_shares", "table_stride"], do_not_specialize_on_alignment=METADATA)
 def _attend_split(
     q_ptr,
@@ -159,24 +183,9 @@ def _attend_split(
     head_tile = tl.program_id(0) % HEAD_TILES
     item = tl.program_id(1)
 
-    limit = _split_limit(context_len_ptr, num_seqs, num_shares, WINDOW, TILE)
-    seq, first_item = 0, 0  # the sequences before the item's own, and how many items they have
-    num_items = 0
-    for first in range(0, num_seqs, SEQS):
-        splits = tl.cdiv(_num_keys(context_len_ptr, first + tl.arange(0, SEQS), num_seqs, WINDOW), limit)
-        ends = num_items + tl.cumsum(splits, axis=0)
-        seq += tl.sum((ends <= item).to(tl.int32), axis=0)
-        first_item = tl.maximum(first_item, tl.max(tl.where(ends <= item, ends, 0), axis=0))
-        num_items += tl.sum(splits, axis=0)
-    if item >= num_items:
+    seq, begin, end, num_splits = find_part(item, context_len_ptr, num_seqs, num_shares, WINDOW, TILE)
+    if seq == num_seqs:
         return
-
-    num_keys = _num_keys(context_len_ptr, seq, num_seqs, WINDOW)
-    context = tl.load(context_len_ptr + seq)
-    num_splits = tl.cdiv(num_keys, limit)
-    length = tl.cdiv(tl.cdiv(num_keys, num_splits), TILE) * TILE
-    begin = context - num_keys + (item - first_item) * length
-    end = tl.minimum(begin + length, context)
 
     row = head_tile * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)

@@ -21,7 +21,6 @@ from kernels.triton.attention_tile import (
     score_scale,
     table_row,
     tile_dim,
-    window_of,
 )
 from kernels.triton.configs import IS_INTERPRETED, tuned
 
@@ -88,7 +87,7 @@ def paged_prefill_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tenso
         HEAD_DIM=head_dim,
         DIM=dim,
         BLOCK_SIZE=kv.block_size,
-        WINDOW=window_of(plan),
+        WINDOW=plan.sliding_window or 0,
         ROWS=config.tile_rows,
         TILE=config.tile_keys,
         UPCAST=IS_INTERPRETED,

@@ -129,6 +129,36 @@ async def test_a_full_ring_makes_the_writer_wait_and_nothing_is_lost() -> None:
         writing.cancel()
 
 
+async def test_what_has_room_is_written_in_the_call() -> None:
+    async with both_ends() as (engine, router):
+        assert engine.try_write(lambda: message(1000))
+        assert engine.try_write(Message)
+        assert await router.read() == message(1000)
+        assert await router.read() == Message()
+
+
+async def test_nothing_is_written_in_the_call_where_it_would_have_to_wait() -> None:
+    def never() -> Message:
+        raise AssertionError("nobody could take it")
+
+    async with both_ends() as (engine, router):
+        written = 0
+        while engine.try_write(lambda: message(1000)):
+            written += 1
+        assert RING_BYTES // 1100 < written < RING_BYTES // 1000
+        waiting = asyncio.create_task(engine.write(message(1001)))
+        await asyncio.sleep(0.01)
+        assert not engine.try_write(never)  # it would come into the middle of the other
+        for _ in range(written):
+            assert await router.read() == message(1000)
+        assert await router.read() == message(1001)
+        await waiting
+        assert engine.try_write(Message)
+        router.close()
+        await asyncio.sleep(0.01)
+        assert not engine.try_write(never)
+
+
 async def test_what_was_written_before_the_end_is_still_read() -> None:
     async with both_ends() as (engine, router):
         for at in range(3):

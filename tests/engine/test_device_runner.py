@@ -1,10 +1,14 @@
-"""The runner of a device, here with the reference kernels on the CPU: it computes one step ahead of who reads."""
+"""The runner of a device, which computes one step ahead of who reads.
+
+With the reference kernels on the CPU; on a GPU, with its own (`make test-gpu`).
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +23,11 @@ from engine.scheduler import Scheduler
 from engine.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan, TokenLogprobs
 from engine.step_output import Ended
 from engine.steps_in_flight import Launched, Runner, StepsInFlight
+from kernels.triton.configs import IS_INTERPRETED
 from tests.engine.tiny_models import MODELS, VOCAB_SIZE, load_runner, random_prompt, save_model
+from tests.kernels.triton.device import DEVICE
 
+BACKEND = "reference" if IS_INTERPRETED else "triton"
 SETTINGS = {"max_num_seqs": 6, "token_budget": 19, "block_size": 4, "kv_cache_gb": 2e-4, "max_model_len": 120}
 
 
@@ -38,9 +45,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def device_runner(folder: Path, backend: str = "reference", **settings: object) -> DeviceRunner:
-    config = EngineConfig(str(folder), dtype="float32", **(SETTINGS | settings))  # type: ignore[arg-type]
-    return DeviceRunner(config, load_for_serving(config, torch.device("cpu"), backend=backend))
+def device_runner(folder: Path, backend: str = BACKEND, **settings: object) -> DeviceRunner:
+    config = EngineConfig(str(folder), **({"dtype": "float32"} | SETTINGS | settings))  # type: ignore[arg-type]
+    return DeviceRunner(config, load_for_serving(config, torch.device(DEVICE), backend=backend))
 
 
 class Served:
@@ -94,20 +101,24 @@ PARAMS = [
 ]
 
 
-def ask(served: Served, count: int) -> list[Sequence]:
-    prompts = [random_prompt(3 + 11 * at % 37, seed=at) for at in range(count)]
-    return [served.add(prompt, params) for prompt, params in zip(prompts, itertools.cycle(PARAMS))]
+def ask(served: Served, count: int, max_tokens: int = 100) -> list[Sequence]:
+    """Of many kinds; each for as many tokens as its parameters say, but not above `max_tokens`."""
+    seqs = []
+    for at, params in zip(range(count), itertools.cycle(PARAMS)):
+        limited = replace(params, max_tokens=min(params.max_tokens, max_tokens))
+        seqs.append(served.add(random_prompt(3 + 11 * at % 37, seed=at), limited))
+    return seqs
 
 
 def outputs(seqs: Iterable[Sequence]) -> list[list[int]]:
     return [seq.tokens[seq.prompt_len :] for seq in seqs]
 
 
-def one_by_one(folder: Path, count: int) -> list[list[int]]:
+def one_by_one(folder: Path, count: int, max_tokens: int = 100) -> list[list[int]]:
     """What the plain runner generates for the same requests, one step at a time, with room for everything."""
     runner = load_runner(folder, max_num_seqs=6, token_budget=19, max_model_len=120)
     served = Served(runner, runner.info.num_blocks)
-    seqs = ask(served, count)
+    seqs = ask(served, count, max_tokens)
     served.run()
     return outputs(seqs)
 

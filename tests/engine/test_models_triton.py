@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.runner import ModelRunner
+from kernels import Backend, Linear, load_backend
+from kernels.backend import REFERENCE
+from kernels.linear_quantized import (
+    gated_linear_fp8_weight,
+    gated_linear_int8_weight,
+    linear_fp8_weight,
+    linear_int8_weight,
+)
 from tests.engine.tiny_models import (
     MODELS,
     ShuffledBlocks,
@@ -20,9 +30,11 @@ from tests.engine.tiny_models import (
 )
 from tests.kernels.triton.device import DEVICE
 
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
-def runner_on(backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
-    monkeypatch.setattr("engine.runner.choose_backend", lambda *_: backend)
+
+def runner_on(backend: Backend, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    monkeypatch.setattr("engine.runner.load_backend", lambda _: backend)
     runner = load_runner(folder, device=DEVICE)
     for kv in runner._cache:
         kv.keys.fill_(torch.nan)
@@ -35,7 +47,7 @@ def test_chunks_and_decodes_have_the_logits_of_transformers(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = save_model(MODELS[model], tmp_path)
-    runner = runner_on("triton", tmp_path, monkeypatch)
+    runner = runner_on(load_backend("triton"), tmp_path, monkeypatch)
     blocks = ShuffledBlocks(runner)
     decoding, chunked, new = (blocks.sequence(random_prompt(length, seed=length), 2) for length in (9, 14, 5))
     step(runner, [next_chunk(decoding), next_chunk(chunked, 6)])
@@ -46,17 +58,22 @@ def test_chunks_and_decodes_have_the_logits_of_transformers(
         torch.testing.assert_close(ours.cpu(), expected, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("backend", "most"), [("triton-int8", 0.05), ("triton-fp8", 0.2)])
-def test_quantized_weights_leave_logits_near_those_of_whole_ones(
-    backend: str, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "linear", "gated_linear"),
+    [
+        ("triton-int8", linear_int8_weight, gated_linear_int8_weight),
+        ("triton-fp8", linear_fp8_weight, gated_linear_fp8_weight),
+    ],
+)
+def test_quantized_weights_have_the_logits_of_the_reference_with_the_same_weights(
+    name: str, linear: MakeLinear, gated_linear: MakeLinear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_model(MODELS["llama"], tmp_path)
     prompt = random_prompt(13, seed=3)
 
-    def logits(name: str) -> torch.Tensor:
-        runner = runner_on(name, tmp_path, monkeypatch)
+    def logits(backend: Backend) -> torch.Tensor:
+        runner = runner_on(backend, tmp_path, monkeypatch)
         return step_logits(runner, [next_chunk(ShuffledBlocks(runner).sequence(prompt, 1))])
 
-    whole = logits("triton")
-    error = (logits(backend) - whole).norm() / whole.norm()
-    assert 0 < error < most
+    expected = logits(replace(REFERENCE, linear=linear, gated_linear=gated_linear))
+    torch.testing.assert_close(logits(load_backend(name)), expected, atol=1e-3, rtol=1e-3)

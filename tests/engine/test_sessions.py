@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import pytest
 
@@ -19,11 +20,12 @@ LOAD = LoadSnapshot(
 
 
 class HeldLink:
-    """A router that submits one sequence and takes messages only while `takes` is set."""
+    """A router that submits one sequence and takes messages only while `takes` is set, then within the call."""
 
     def __init__(self) -> None:
         self.takes = asyncio.Event()
         self.got: list[engine_pb2.EngineMessage] = []
+        self.num_waits = 0
         self.incoming: asyncio.Queue[engine_pb2.RouterMessage | None] = asyncio.Queue()
         submit = engine_pb2.Submit(first_sequence=7, prompt=[1], sampling=inference_pb2.Sampling(n=1), max_tokens=100)
         self.incoming.put_nowait(engine_pb2.RouterMessage(submit=submit))
@@ -32,8 +34,14 @@ class HeldLink:
         return await self.incoming.get()
 
     async def write(self, message: engine_pb2.EngineMessage) -> None:
+        self.num_waits += 1
         await self.takes.wait()
         self.got.append(message)
+
+    def try_write(self, make: Callable[[], engine_pb2.EngineMessage]) -> bool:
+        if self.takes.is_set():
+            self.got.append(make())
+        return self.takes.is_set()
 
     def close(self) -> None:
         self.incoming.put_nowait(None)
@@ -69,6 +77,21 @@ async def test_steps_that_a_router_is_too_slow_for_become_one_message(server: En
     assert (tokens.epoch, tokens.number) == (3, 1)
     assert list(tokens.step.sequences) == [7] * 50
     assert list(tokens.step.tokens) == list(range(50))
+    link.close()
+    await session
+
+
+async def test_a_step_is_written_in_the_call_that_delivers_it_where_the_link_has_room(server: EngineServer) -> None:
+    link = HeldLink()
+    link.takes.set()
+    session = asyncio.create_task(server.serve(link))
+    await until_idle()
+    for token in range(3):
+        server.send(step(token), LOAD)
+    await until_idle()
+    steps = link.got[1:]
+    assert [(message.number, list(message.step.tokens)) for message in steps] == [(1, [0]), (2, [1]), (3, [2])]
+    assert link.num_waits == 1  # for the hello alone
     link.close()
     await session
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import AttentionPlan, PagedKV
-from kernels.backend import CPU, NATIVE, Backend
+from kernels.backend import CPU, NATIVE, REFERENCE, Backend
 from kernels.paged_attention_cpu import GROUP_COST_SLOTS, GROUP_LIMIT_SLOTS
 from tests.kernels.backends import BACKENDS
 
@@ -20,7 +20,10 @@ SPLIT = 256  # tokens after which compiled code splits the context of a decode
 
 @dataclass(frozen=True)
 class Batch:
-    """Random sequences of (context, queries), their pages shuffled and all other slots NaN."""
+    """Random sequences of (context, queries), their pages shuffled and all other slots NaN.
+
+    pages  dtype of the pages where that is another: their keys and values have scales
+    """
 
     lengths: list[tuple[int, int]]
     heads: int = 6
@@ -29,28 +32,44 @@ class Batch:
     block_size: int = 4
     dtype: torch.dtype = torch.float32
     window: int | None = None
+    pages: torch.dtype | None = None
 
-    def run(self, backend: Backend) -> tuple[Tensor, Tensor]:
+    @property
+    def page_dtype(self) -> torch.dtype:
+        return self.pages or self.dtype
+
+    def run(self, backend: Backend, device: str = "cpu") -> tuple[Tensor, Tensor]:
         """What the backend computes, and what is right, in float64."""
+        queries, kv, block_table, expected = self.build(device)
+        return backend.paged_attention(queries, kv, self.plan(backend, block_table, kv)).cpu(), expected
+
+    def build(self, device: str = "cpu") -> tuple[Tensor, PagedKV, np.ndarray, Tensor]:
+        """Packed queries, pages, the block table, and what is right."""
         rng = random.Random(0)
         tables = [-(-context // self.block_size) for context, _ in self.lengths]
         free = list(range(sum(tables) + 3))
         rng.shuffle(free)
-        pages = torch.full((2, len(free), self.block_size, self.kv_heads, self.head_dim), torch.nan, dtype=self.dtype)
+        shape = (len(free), self.block_size, self.kv_heads, self.head_dim)
+        pages = torch.full((2, *shape), torch.nan).to(self.page_dtype)
+        scales = torch.full((2, *shape[:-1]), torch.nan)
         block_table = np.full((len(self.lengths), max(tables)), free[0], dtype=np.int32)
         queries, expected = [], []
         for seq, (context, num_queries) in enumerate(self.lengths):
             blocks = [free.pop() for _ in range(tables[seq])]
             block_table[seq, : len(blocks)] = blocks
             q = torch.randn(num_queries, self.heads, self.head_dim).to(self.dtype)
-            kv = torch.randn(2, context, self.kv_heads, self.head_dim).to(self.dtype)
+            kv = torch.randn(2, context, self.kv_heads, self.head_dim).to(self.page_dtype)
+            scale = torch.rand(2, context, self.kv_heads) + 0.5
             for position in range(context):
-                pages[:, blocks[position // self.block_size], position % self.block_size] = kv[:, position]
+                block, offset = blocks[position // self.block_size], position % self.block_size
+                pages[:, block, offset] = kv[:, position]
+                scales[:, block, offset] = scale[:, position]
+            kv = kv.double() if self.page_dtype == self.dtype else kv.double() * scale[..., None]
             queries.append(q)
-            expected.append(self.attend(q.double(), kv[0].double(), kv[1].double()))
-        kv_pages = PagedKV(pages[0], pages[1])
-        plan = self.plan(backend, block_table, kv_pages)
-        return backend.paged_attention(torch.cat(queries), kv_pages, plan), torch.cat(expected)
+            expected.append(self.attend(q.double(), kv[0], kv[1]))
+        pages, scales = pages.to(device), scales.to(device)
+        scaled = () if self.page_dtype == self.dtype else (scales[0], scales[1])
+        return torch.cat(queries).to(device), PagedKV(pages[0], pages[1], *scaled), block_table, torch.cat(expected)
 
     def plan(self, backend: Backend, block_table: np.ndarray, kv: PagedKV) -> AttentionPlan:
         query_start = np.cumsum([0, *(queries for _, queries in self.lengths)], dtype=np.int32)
@@ -148,6 +167,27 @@ def test_broken_keys_are_never_hidden_from_who_sees_them(backend: Backend) -> No
     plan = backend.plan_attention(query_start, context_len, np.arange(20, dtype=np.int32)[None], kv, None)
     finite = backend.paged_attention(torch.randn(200, 2, 16), kv, plan).isfinite().flatten(1)
     assert not finite[64:].any()
+
+
+def test_pages_of_float8_are_multiplied_by_their_scales() -> None:
+    batch = Batch([(9, 1), (13, 5)], head_dim=32, pages=torch.float8_e4m3fn)
+    out, expected = batch.run(REFERENCE)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_sequences_have_the_rows_of_the_block_table_that_the_plan_says_and_padding_has_none() -> None:
+    batch = Batch([(9, 1), (5, 1), (13, 5)])
+    queries, kv, block_table, expected = batch.build()
+    plan = AttentionPlan(
+        query_start=torch.tensor([0, 1, 2, 3, 8]),
+        context_len=torch.tensor([9, 5, 0, 13]),
+        block_table=torch.tensor(block_table[[2, 0, 1, 0]]),
+        sliding_window=None,
+        rows=torch.tensor([3, 2, -1, 0]),
+    )
+    with_padding = torch.cat((queries[:2], torch.full_like(queries[:1], torch.nan), queries[2:]))
+    out = REFERENCE.paged_attention(with_padding, kv, plan)
+    torch.testing.assert_close(out[[0, 1, 3, 4, 5, 6, 7]].double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", [CPU, NATIVE], ids=lambda backend: backend.name)

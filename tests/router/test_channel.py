@@ -1,0 +1,75 @@
+"""The router's end of the channel, over shared memory to an engine that the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeAlias
+
+from channel.link import Link
+from channel.shm_server import ShmServer
+from protos import control_pb2, engine_pb2, inference_pb2
+from router.channel import EngineChannel, EngineStream
+
+EngineEnd: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[EngineChannel, EngineEnd]]:
+    address = f"shm:@pagoda-test-channel-{os.getpid()}"
+    accepted: asyncio.Future[EngineEnd] = asyncio.get_running_loop().create_future()
+    ready, over = asyncio.Event(), asyncio.Event()
+
+    async def serve(link: EngineEnd) -> None:
+        await link.write(engine_pb2.EngineMessage(hello=control_pb2.EngineInfo()))
+        accepted.set_result(link)
+        await over.wait()
+
+    async def on_change() -> None:
+        ready.set()
+
+    server = ShmServer(address, engine_pb2.RouterMessage.FromString, serve)
+    await server.start()
+    channel = EngineChannel(address, hang_timeout_s=60, on_change=on_change)
+    running = asyncio.create_task(channel.run())
+    await ready.wait()
+    yield channel, await accepted
+    running.cancel()
+    over.set()
+    await asyncio.gather(running, return_exceptions=True)
+    await server.stop()
+
+
+def submit(prompt_len: int = 1) -> engine_pb2.Submit:
+    return engine_pb2.Submit(prompt=[1] * prompt_len, sampling=inference_pb2.Sampling(n=1), max_tokens=9)
+
+
+async def test_first_tokens_are_taken_before_those_of_streams_that_run() -> None:
+    order: list[tuple[int, int]] = []
+
+    async def take(stream: EngineStream) -> None:
+        while True:
+            await stream.wait()
+            order.extend((stream.first_sequence, token) for token in stream.inboxes[0].tokens)
+            stream.inboxes[0].tokens.clear()
+
+    async with connected() as (channel, engine):
+        streams = [channel.submit(submit()) for _ in range(3)]
+        tasks = [asyncio.create_task(take(stream)) for stream in streams]
+        for sequences, tokens in (([1, 2], [10, 20]), ([1, 2, 3], [11, 21, 30])):
+            step = engine_pb2.StepOutput(sequences=sequences, tokens=tokens)
+            await engine.write(engine_pb2.EngineMessage(step=step))
+            await asyncio.sleep(0.02)
+        assert order == [(1, 10), (2, 20), (3, 30), (1, 11), (2, 21)]
+        for task in tasks:
+            task.cancel()
+
+
+async def test_requests_reach_an_engine_that_reads_late_in_their_order() -> None:
+    async with connected() as (channel, engine):
+        streams = [channel.submit(submit(prompt_len=20_000)) for _ in range(30)]  # twice what the ring holds
+        got = [await engine.read() for _ in streams]
+        assert [message.submit.first_sequence for message in got if message] == list(range(1, 31))
+        assert all(len(message.submit.prompt) == 20_000 for message in got if message)
