@@ -90,6 +90,9 @@ class WatchedRunner:
     def launch(self, plan: StepPlan) -> _WatchedStep:
         return _WatchedStep(self._runner.launch(plan), plan, self.done)
 
+    def recover(self) -> None:
+        self._runner.recover()
+
 
 class _NoOutbox:
     def send(self, output: StepOutput, load: LoadSnapshot) -> None:

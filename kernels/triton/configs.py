@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parent / "tuned"
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 Config = TypeVar("Config", bound="DataclassInstance")
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def tuned(op: str, key: str, default: Config) -> Config:
@@ -31,8 +32,8 @@ def tuned(op: str, key: str, default: Config) -> Config:
     default  a frozen dataclass of integers
     """
     if _trial is not None and _trial.op == op:
-        _trial.keys.add(key)
-        return replace(default, **_trial.fields)
+        _trial.configs[key] = asdict(config := replace(default, **_trial.fields))
+        return config
     fields = _table().get(op, {}).get(key)
     return default if fields is None else type(default)(**fields)
 
@@ -41,21 +42,35 @@ def tuned(op: str, key: str, default: Config) -> Config:
 class _Trial:
     op: str
     fields: Mapping[str, int]
-    keys: set[str] = field(default_factory=set)
+    configs: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 _trial: _Trial | None = None
+_remembered: list[Any] = []
+
+
+def remembered(function: Function) -> Function:
+    """`functools.cache` for what follows from `tuned`: forgotten where configurations are tried."""
+    _remembered.append(cache(function))
+    return cast(Function, _remembered[-1])
 
 
 @contextmanager
-def trying(op: str, **fields: int) -> Iterator[set[str]]:
-    """Within the block, configurations of `op` are its defaults with these fields; yields the keys asked for."""
+def trying(op: str, **fields: int) -> Iterator[dict[str, dict[str, int]]]:
+    """Within the block, configurations of `op` are its defaults with these fields; yields those asked for, by key."""
     global _trial
     _trial = trial = _Trial(op, fields)
+    _forget()
     try:
-        yield trial.keys
+        yield trial.configs
     finally:
         _trial = None
+        _forget()
+
+
+def _forget() -> None:
+    for function in _remembered:
+        function.cache_clear()
 
 
 @cache
