@@ -11,8 +11,9 @@ import torch
 from checkpoints.progress import Progress, no_progress
 from engine.config import EngineConfig
 from engine.device.graphs import DecodeGraphs
-from engine.device.memory import free_after, largest_plan
+from engine.device.memory import free_after
 from engine.device.outcomes import DeviceStep, Outcomes
+from engine.device.rehearsal import largest_plan, prompts_of_all_sizes
 from engine.device.rows import DeviceRows
 from engine.device.step_inputs import DecodeInputs, PromptInputs
 from engine.kv_cache import DEFAULT_CPU_BYTES, allocate, count_blocks
@@ -51,6 +52,8 @@ class DeviceRunner:
             self._cache = allocate(loaded.spec, num_blocks, device, loaded.cache_dtype)
         self.info = loaded.info(num_blocks, config.max_model_len)
         if device.type == "cuda":
+            with enough_memory("prompts of the largest step", *_STEP_FLAGS):
+                self.warm_up(min(config.token_budget, self.info.max_model_len))
             with enough_memory("the graphs of decode steps", *_STEP_FLAGS), torch.inference_mode():
                 self._decodes.send([], [], self._most)
                 self._graphs.capture(progress)
@@ -78,6 +81,12 @@ class DeviceRunner:
             places |= {at: (plan.chunks[at].seq, self._most + entry) for entry, at in enumerate(sampling)}
         faults = {at: fault for at, (seq, _) in places.items() if (fault := self._rows.fault(seq)) is not None}
         return self._outcomes.read(len(plan.chunks), places, faults)
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Computes prompts of up to so many tokens, so that the kernels for each size are compiled before one comes."""
+        for plan in prompts_of_all_sizes(num_tokens, self.info.kv_cache.block_size):
+            self.execute(plan)
+        self._rows.forget()
 
     def recover(self) -> None:
         """Sequences' rows may hold what a failed step left there."""

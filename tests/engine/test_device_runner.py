@@ -20,6 +20,7 @@ from engine.device import DeviceRunner
 from engine.device.graphs import bucket_sizes
 from engine.loaded_model import load_for_serving
 from engine.scheduler import Scheduler
+from engine.schedules import ScheduleName
 from engine.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan, TokenLogprobs
 from engine.step_output import Ended
 from engine.steps_in_flight import Launched, Runner, StepsInFlight
@@ -53,15 +54,15 @@ def device_runner(folder: Path, backend: str = BACKEND, **settings: object) -> D
 class Served:
     """A scheduler and a runner, stepped as the loop does, as far ahead as the runner allows."""
 
-    def __init__(self, runner: Runner, num_blocks: int) -> None:
+    def __init__(self, runner: Runner, num_blocks: int, schedule: ScheduleName = "continuous") -> None:
         self.pool = BlockPool(num_blocks, 4)
         self.scheduler = Scheduler(
-            self.pool, max_num_seqs=6, token_budget=19, max_model_len=120, clock=lambda: 0.0, prefix_caching=True
+            self.pool, max_num_seqs=6, token_budget=19, max_model_len=120, clock=lambda: 0.0, schedule=schedule
         )
         self.steps = StepsInFlight(self.scheduler, runner)
         self.ended: list[Ended] = []
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
-        self._lookahead = runner.lookahead
+        self._lookahead = runner.lookahead if schedule == "continuous" else 0
         self._ids = itertools.count()
 
     def add(self, prompt: list[int], params: SamplingParams) -> Sequence:
@@ -139,6 +140,14 @@ def test_it_generates_what_a_step_by_step_runner_does_though_sequences_are_preem
     assert served.scheduler.counters.preemptions > 0, "the cache is too small for all of them"
     assert outputs(seqs) == one_by_one(folder, 16)
     assert served.pool.num_referenced == 0
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "interleaved", "static"])
+def test_other_schedules_choose_the_same_tokens(llama: Path, schedule: ScheduleName) -> None:
+    served = Served(device_runner(llama), 60, schedule)
+    seqs = ask(served, 9)
+    served.run()
+    assert outputs(seqs) == one_by_one(llama, 9)
 
 
 class FailsAt:
@@ -241,3 +250,12 @@ def test_a_cache_of_float8_takes_half_the_memory_and_changes_logprobs_little(lla
     assert len(shared) > 14
     errors = [abs(found[0][id] - found[1][id]) for id in shared]
     assert 0 < sum(errors) / len(errors) < 0.3
+
+
+def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:
+    runner = device_runner(llama)
+    runner.warm_up(19)
+    served = Served(runner, 36)
+    seqs = ask(served, 8)
+    served.run()
+    assert outputs(seqs) == one_by_one(llama, 8)

@@ -18,7 +18,7 @@ from torch import Tensor
 from checkpoints.progress import no_progress
 from engine import load
 from engine.config import EngineConfig
-from engine.device.memory import largest_plan
+from engine.device.rehearsal import largest_plan
 from engine.errors import ConfigError
 from engine.runner import ModelRunner
 from engine.sequence import Chunk, SamplingParams, StepPlan
