@@ -20,16 +20,16 @@ GROUP = 64  # adjacent tokens that are looked at together or not at all
 class Config:
     """
     tile          tokens a program of the scan
-    chunk_groups  groups that a program of the choice looks at in one go
+    chunk         tokens that a program of the choice looks at in one go
     """
 
     tile: int
     scan_warps: int
-    chunk_groups: int
+    chunk: int
     choice_warps: int
 
 
-DEFAULT = Config(tile=2048, scan_warps=4, chunk_groups=128, choice_warps=16)
+DEFAULT = Config(tile=2048, scan_warps=4, chunk=4096, choice_warps=8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class Partials:
     tile_mass       [batch, tiles] float32, the sum of exp(-distance), likewise
     group_best      [batch, groups] float32
     raw_…           the same of the model's logits at temperature 1
-    hits            [batch, groups] int32, the choice's list of groups to look at
+    hits            [batch, groups] int32, the groups that the choice looks at
+    near            [batch, groups * GROUP] int32, the bits of their tokens' distances
     """
 
     adjusted: Tensor
@@ -57,6 +58,7 @@ class Partials:
     raw_mass: Tensor
     raw_group_best: Tensor
     hits: Tensor
+    near: Tensor
 
 
 def allocate_partials(batch: int, vocab: int, tile: int, device: torch.device) -> Partials:
@@ -81,6 +83,7 @@ def allocate_partials(batch: int, vocab: int, tile: int, device: torch.device) -
         raw_mass=floats(tiles),
         raw_group_best=floats(groups),
         hits=integers(groups),
+        near=integers(groups * GROUP),
     )
 
 
@@ -119,14 +122,14 @@ def sample_rows_triton(
         logits, rows, positions,
         s.temperature, s.top_k, s.top_p, s.min_p, s.seed_low, s.seed_high, s.repetition, s.presence, s.frequency,
         s.num_logprobs, s.counts, s.last_token,
-        p.adjusted, p.is_changed, *scanned, *raw, p.hits,
+        p.adjusted, p.is_changed, *scanned, *raw, p.hits, p.near,
         out.tokens, out.chosen, out.top_ids, out.top,
         vocab, logits.stride(0), num_tiles,
         TILE=config.tile,
         GROUP=GROUP,
         TILES=triton.next_power_of_2(num_tiles),
         GROUPS=triton.next_power_of_2(num_tiles * (config.tile // GROUP)),
-        CHUNK=config.chunk_groups,
+        CHUNK=config.chunk,
         MAX_TOP=MAX_TOP_LOGPROBS,
         num_warps=config.choice_warps,
         enable_fp_fusion=False,

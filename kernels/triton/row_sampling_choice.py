@@ -35,37 +35,50 @@ def _bits(distances):
 
 
 @triton.jit
-def _load_groups(logits, adjusted, is_changed, hits, start, num_hits, vocab, CHUNK: tl.constexpr, GROUP: tl.constexpr):
-    """Tokens of the listed groups from `start` on: their ids and logits [CHUNK * GROUP], -inf past the end."""
-    slots = start + tl.arange(0, CHUNK)
-    groups = tl.load(hits + slots, mask=slots < num_hits, other=0)
-    ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    inside = (slots < num_hits)[:, None] & (ids < vocab)
-    if is_changed:
-        x = tl.load(adjusted + ids, mask=inside, other=-float("inf"))
-    else:
-        x = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
-    return tl.reshape(ids, (CHUNK * GROUP,)), tl.reshape(x, (CHUNK * GROUP,))
+def _weights(bits):
+    """exp(-distance) of their bits."""
+    return tl.exp2(-bits.to(tl.float32, bitcast=True) * LOG2_E)
 
 
 @triton.jit
-def _mass_within(
-    cut, best, t, logits, adjusted, is_changed, hits, num_hits, vocab, CHUNK: tl.constexpr, GROUP: tl.constexpr
+def _ids_of(hits, slots, num_hits, GROUP: tl.constexpr):
+    """[slots, GROUP] token ids of the groups listed there."""
+    groups = tl.load(hits + slots, mask=slots < num_hits, other=0)
+    return groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def _gather(
+    best, t, logits, adjusted, is_changed, hits, num_hits, near, vocab, CHUNK: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Of the listed groups' tokens at distances of at most `cut`: the sum of exp(-distance), float64."""
+    """Writes the distances of the listed groups' tokens next to each other, as bits."""
+    tl.debug_barrier()  # distances that stand there were read
+    for start in range(0, num_hits, CHUNK // GROUP):
+        slots = start + tl.arange(0, CHUNK // GROUP)
+        is_hit = (slots < num_hits)[:, None]
+        ids = _ids_of(hits, slots, num_hits, GROUP)
+        if is_changed:
+            x = tl.load(adjusted + ids, mask=is_hit & (ids < vocab), other=-float("inf"))
+        else:
+            x = tl.load(logits + ids, mask=is_hit & (ids < vocab), other=-float("inf")).to(tl.float32)
+        targets = slots[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        tl.store(near + targets, _bits(distance(x, best, t)), mask=is_hit)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _mass_within(cut, near, num_near, CHUNK: tl.constexpr):
+    """The sum of exp(-distance) up to `cut`, float64."""
     mass = tl.full((), 0.0, tl.float64)
-    for start in range(0, num_hits, CHUNK):
-        _, x = _load_groups(logits, adjusted, is_changed, hits, start, num_hits, vocab, CHUNK, GROUP)
-        below = distance(x, best, t)
-        mass += tl.sum(tl.where(_bits(below) <= cut, tl.exp2(-below * LOG2_E), 0.0), axis=0).to(tl.float64)
+    for start in range(0, num_near, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        bits = tl.load(near + at, mask=at < num_near, other=_INFINITE)
+        mass += tl.sum(tl.where(bits <= cut, _weights(bits), 0.0), axis=0).to(tl.float64)
     return mass
 
 
 @triton.jit
-def _search(
-    high, target, best, t, logits, adjusted, is_changed, hits, num_hits, vocab,
-    BY_MASS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+def _search(high, target, near, num_near, BY_MASS: tl.constexpr, CHUNK: tl.constexpr):
     """The least distance, up to `high`, within which so many tokens lie, or tokens of so much mass; else the greatest.
 
     Sums of a chunk are float32 trees, sums of chunks float64: a mass is right to about a millionth.
@@ -75,16 +88,15 @@ def _search(
         pivots = pivots_of(low, high)
         least, greatest = tl.full((), GREATEST, tl.int32), tl.full((), LEAST, tl.int32)
         reached = tl.zeros((PIVOTS,), tl.float64 if BY_MASS else tl.int32)
-        for start in range(0, num_hits, CHUNK):
-            _, x = _load_groups(logits, adjusted, is_changed, hits, start, num_hits, vocab, CHUNK, GROUP)
-            below = distance(x, best, t)
-            is_within = _bits(below)[None, :] <= pivots[:, None]
+        for start in range(0, num_near, CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            bits = tl.load(near + at, mask=at < num_near, other=_INFINITE)
+            is_within = bits[None, :] <= pivots[:, None]
             if BY_MASS:
-                weights = tl.exp2(-below * LOG2_E)
-                reached += tl.sum(tl.where(is_within, weights[None, :], 0.0), axis=1).to(tl.float64)
+                reached += tl.sum(tl.where(is_within, _weights(bits)[None, :], 0.0), axis=1).to(tl.float64)
             else:
                 reached += tl.sum(is_within.to(tl.int32), axis=1)
-            chunk_least, chunk_greatest = span_of(_bits(below), low, high)
+            chunk_least, chunk_greatest = span_of(bits, low, high)
             least, greatest = tl.minimum(least, chunk_least), tl.maximum(greatest, chunk_greatest)
         low, high = narrowed(low, high, pivots, reached >= target, least, greatest)
     return high
@@ -92,7 +104,7 @@ def _search(
 
 @triton.jit
 def _draw_limited(
-    row, key, best, logits, adjusted, is_changed, hits, group_best, tile_best, tile_mass,
+    row, key, best, logits, adjusted, is_changed, hits, near, group_best, tile_best, tile_mass,
     temperature, top_k, top_p, min_p, vocab, num_tiles,
     TILES: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -100,6 +112,7 @@ def _draw_limited(
     is_topped = (k > 0) & (k < vocab)
     groups, num_groups = tl.arange(0, GROUPS), num_tiles * (TILE // GROUP)
     nearest = _bits(distance(tl.load(group_best + groups, mask=groups < num_groups, other=-float("inf")), best, t))
+    nearest = tl.where(groups < num_groups, nearest, GREATEST)
 
     # Min-p is a distance, but top-k comes before it: where there is one, its tokens are the ones to look at.
     least_likely = _bits(0.0 - tl.log(m))
@@ -109,32 +122,31 @@ def _draw_limited(
     if (is_topped | (p < 1)) & (wanted <= num_groups):
         cut = tl.minimum(reach, kth_smallest(nearest, wanted))
     num_hits = list_where(nearest <= cut, hits)
+    _gather(best, t, logits, adjusted, is_changed, hits, num_hits, near, vocab, CHUNK, GROUP)
     if is_topped:
-        cut = _search(
-            cut, k, best, t, logits, adjusted, is_changed, hits, num_hits, vocab, False, CHUNK, GROUP
-        )  # fmt: skip
+        cut = _search(cut, k, near, num_hits * GROUP, False, CHUNK)
     if p < 1:
-        mass = _mass_within(cut, best, t, logits, adjusted, is_changed, hits, num_hits, vocab, CHUNK, GROUP)
-        target = mass * p.to(tl.float64)
+        mass = _mass_within(cut, near, num_hits * GROUP, CHUNK)
+        total = mass
         if not is_topped:
             tiles = tl.arange(0, TILES)
             masses = tl.load(tile_mass + tiles, mask=tiles < num_tiles, other=0.0)
             bests = tl.load(tile_best + tiles, mask=tiles < num_tiles, other=-float("inf"))
-            total = tl.sum((masses * tl.exp2(-distance(bests, best, t) * LOG2_E)).to(tl.float64), axis=0)
-            target = total * p.to(tl.float64)
-            if mass < target:
+            total = tl.sum((masses * _weights(_bits(distance(bests, best, t)))).to(tl.float64), axis=0)
+            if (mass < total * p.to(tl.float64)) & (cut < reach):
                 cut = reach
                 num_hits = list_where(nearest <= cut, hits)
-        cut = _search(
-            cut, target, best, t, logits, adjusted, is_changed, hits, num_hits, vocab, True, CHUNK, GROUP
-        )  # fmt: skip
+                _gather(best, t, logits, adjusted, is_changed, hits, num_hits, near, vocab, CHUNK, GROUP)
+        cut = _search(cut, total * p.to(tl.float64), near, num_hits * GROUP, True, CHUNK)
     cut = tl.minimum(cut, least_likely)
 
     best_score, token = tl.full((), -float("inf"), tl.float32), tl.full((), 0, tl.int32)
-    for start in range(0, num_hits, CHUNK):
-        ids, x = _load_groups(logits, adjusted, is_changed, hits, start, num_hits, vocab, CHUNK, GROUP)
-        below = distance(x, best, t)
-        scores = tl.where(_bits(below) <= cut, gumbel(key, ids) - below, -float("inf"))
+    for start in range(0, num_hits, CHUNK // GROUP):
+        slots = start + tl.arange(0, CHUNK // GROUP)
+        ids = tl.reshape(_ids_of(hits, slots, num_hits, GROUP), (CHUNK,))
+        at = start * GROUP + tl.arange(0, CHUNK)
+        bits = tl.load(near + at, mask=at < num_hits * GROUP, other=_INFINITE)
+        scores = tl.where(bits <= cut, gumbel(key, ids) - bits.to(tl.float32, bitcast=True), -float("inf"))
         score = tl.max(scores, axis=0)
         if score > best_score:
             best_score = score
@@ -151,7 +163,7 @@ def choice_kernel(
     last_token,
     # of the scan: see Partials
     adjusted, is_changed, tile_best, tile_token, tile_score, tile_mass, group_best, raw_best, raw_mass, raw_group_best,
-    hits,
+    hits, near,
     # results
     tokens, chosen, top_ids, top,
     vocab, logits_stride, num_tiles,
@@ -178,7 +190,7 @@ def choice_kernel(
         key = noise_key(tl.load(seed_low + row), tl.load(seed_high + row), tl.load(positions + at))
         token = _draw_limited(
             row, key, best, logits, adjusted + at * vocab, tl.load(is_changed + at) != 0, hits,
-            group_best + at * num_groups, tile_best + at * num_tiles, tile_mass + at * num_tiles,
+            near + at * num_groups * GROUP, group_best + at * num_groups, tile_best + at * num_tiles, tile_mass + at * num_tiles,
             temperature, top_k, top_p, min_p, vocab, num_tiles, TILES, GROUPS, TILE, CHUNK, GROUP,
         )  # fmt: skip
     else:

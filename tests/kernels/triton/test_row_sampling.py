@@ -1,0 +1,189 @@
+"""The kernels choose what the reference chooses; tiles are small, so that rows have many."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.sequence import Sequence
+from kernels import noise_key
+from kernels.gumbel import gumbel
+from kernels.row_sampling import SampledRows, SamplingRows, sample_rows
+from kernels.triton import row_sampling
+from kernels.triton.row_sampling import Config, sample_rows_triton
+from tests.kernels.sampling_rows import any_sequence, poisoned, rows_for, sequence, write_row
+from tests.kernels.triton.device import DEVICE
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, of logarithms of 0
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(tile=512, scan_warps=4, chunk=1024, choice_warps=4)
+    monkeypatch.setattr(row_sampling, "tuned", lambda op, key, default: config)
+
+
+def rows_of(seqs: list[Sequence], vocab: int) -> tuple[SamplingRows, Tensor, Tensor]:
+    sampling = rows_for(vocab, len(seqs), DEVICE)
+    for at, seq in enumerate(seqs):
+        write_row(sampling, at, seq)
+    positions = torch.tensor([seq.num_tokens for seq in seqs], dtype=torch.int32, device=DEVICE)
+    return sampling, torch.arange(len(seqs), dtype=torch.int32, device=DEVICE), positions
+
+
+def both(seqs: list[Sequence], logits: Tensor) -> tuple[SampledRows, SampledRows]:
+    """What the reference and the kernels choose, after a check that they left equal rows behind."""
+    expected, actual = poisoned(len(seqs), DEVICE), poisoned(len(seqs), DEVICE)
+    sampling, rows, positions = rows_of(seqs, logits.shape[1])
+    other = replace(sampling, counts=sampling.counts.clone(), last_token=sampling.last_token.clone())
+    sample_rows(logits.clone(), rows, positions, sampling, expected)
+    sample_rows_triton(logits, rows, positions, other, actual)
+    assert torch.equal(sampling.counts, other.counts)
+    assert torch.equal(sampling.last_token, other.last_token)
+    return expected, actual
+
+
+def random_logits(rows: int, vocab: int, spread: float, dtype: torch.dtype) -> Tensor:
+    torch.manual_seed(vocab)
+    return (torch.randn(rows, vocab) * spread).to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "spread", "dtype"),
+    [
+        (300, 3.0, torch.float32),
+        (513, 3.0, torch.bfloat16),
+        (1536, 8.0, torch.float16),
+        (2999, 0.01, torch.float32),
+        (2999, 2.0, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_any_row_chooses_what_the_reference_chooses(vocab: int, spread: float, dtype: torch.dtype) -> None:
+    rng = random.Random(vocab)
+    seqs = [any_sequence(number, vocab, rng) for number in range(40)]
+    expected, actual = both(seqs, random_logits(len(seqs), vocab, spread, dtype))
+    assert torch.equal(actual.tokens, expected.tokens)
+    for at, seq in enumerate(seqs):
+        count = seq.params.logprobs
+        if count is not None:
+            torch.testing.assert_close(actual.chosen[at], expected.chosen[at], atol=1e-5, rtol=0)
+            assert torch.equal(actual.top_ids[at, :count], expected.top_ids[at, :count])
+            torch.testing.assert_close(actual.top[at, :count], expected.top[at, :count], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"top_k": 3},
+        {"top_k": 60},
+        {"top_k": 1000},  # more than there are groups
+        {"top_p": 0.5},
+        {"top_p": 0.99},
+        {"min_p": 0.2},
+        {"top_k": 900, "top_p": 0.7},
+        {"top_p": 0.8, "min_p": 0.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("step", [0.0, 0.25])
+def test_rows_of_ties_keep_and_drop_them_together(rules: dict[str, float], step: float) -> None:
+    vocab = 1700
+    logits = random_logits(12, vocab, 1.0, torch.float32)
+    logits = (logits / step).round() * step if step else torch.zeros_like(logits)
+    seqs = [sequence(n, [1], [], temperature=1.3, seed=n, **rules) for n in range(12)]
+    expected, actual = both(seqs, logits)
+    assert torch.equal(actual.tokens, expected.tokens)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9])
+def test_top_p_looks_at_every_group_where_the_leading_ones_hold_too_little(top_p: float) -> None:
+    vocab = 64 * 300  # more groups than it looks at first
+    logits = random_logits(6, vocab, 0.3, torch.float32)
+    seqs = [sequence(n, [1], [], temperature=1.0, seed=n, top_p=top_p, min_p=(n % 2) * 0.1) for n in range(6)]
+    expected, actual = both(seqs, logits)
+    assert torch.equal(actual.tokens, expected.tokens)
+
+
+def test_one_row_keeps_exactly_the_tokens_that_the_reference_keeps() -> None:
+    row = random_logits(1, 330, 2.0, torch.float32)
+    for rules in ({"top_k": 6}, {"top_p": 0.4}, {"min_p": 0.3}):
+        seqs = [sequence(n, [1], [], temperature=2.0, seed=n, **rules) for n in range(100)]
+        expected, actual = both(seqs, row.repeat(len(seqs), 1))
+        assert torch.equal(actual.tokens, expected.tokens)
+        assert len(actual.tokens.unique()) > 3
+
+
+def test_the_lowest_of_equally_likely_tokens_is_taken_and_comes_first() -> None:
+    logits = torch.zeros(2, 2100, device=DEVICE)
+    logits[1, [700, 1999]] = 4.0
+    seqs = [sequence(n, [1], [], logprobs=20) for n in range(2)]
+    _, actual = both(seqs, logits)
+    assert actual.tokens.tolist() == [0, 700]
+    assert actual.top_ids.tolist() == [list(range(20)), [700, 1999, *range(18)]]
+
+
+@pytest.mark.parametrize("rules", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 9, "top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_broken_row_has_no_token_and_spoils_no_other(bad: float, rules: dict[str, float]) -> None:
+    logits = random_logits(3, 1100, 1.0, torch.bfloat16)
+    seqs = [sequence(n, [1], [2], seed=n, repetition_penalty=1.2, logprobs=2, **rules) for n in range(3)]
+    good, _ = both(seqs, logits)
+    logits[1, slice(None) if bad == -torch.inf else 900] = bad
+    _, actual = both(seqs, logits)
+    assert actual.tokens.tolist() == [good.tokens[0], -1, good.tokens[2]]
+    assert torch.equal(actual.top_ids[[0, 2], :2], good.top_ids[[0, 2], :2])
+
+
+def test_a_ban_hides_a_broken_logit_as_it_does_in_the_reference() -> None:
+    logits = random_logits(1, 700, 1.0, torch.float32)
+    logits[0, 650] = torch.inf
+    expected, actual = both([sequence(0, [1], [], min_tokens=3, stop_token_ids=frozenset({650}))], logits)
+    assert actual.tokens.item() == expected.tokens.item() != -1
+
+
+def test_padding_is_left_alone_and_rows_may_come_in_any_order() -> None:
+    vocab, rng = 900, random.Random(5)
+    seqs = [any_sequence(number, vocab, rng) for number in range(7)]
+    sampling, _, lengths = rows_of(seqs, vocab)
+    other = replace(sampling, counts=sampling.counts.clone(), last_token=sampling.last_token.clone())
+    rows = torch.tensor([4, -1, 0, 6, -1], dtype=torch.int32, device=DEVICE)
+    positions = lengths[rows.clamp(min=0).long()]
+    wide = random_logits(5, vocab + 60, 3.0, torch.float32)
+    logits = wide[:, :vocab]  # rows further apart than their length
+    logits[rows < 0] = torch.nan
+    expected, actual = poisoned(5, DEVICE), poisoned(5, DEVICE)
+    sample_rows(logits.clone(), rows, positions, sampling, expected)
+    sample_rows_triton(logits, rows, positions, other, actual)
+    assert torch.equal(actual.tokens, expected.tokens)
+    assert actual.tokens[[1, 4]].tolist() == [-77, -77]
+    assert torch.equal(other.counts, sampling.counts)
+    assert torch.equal(other.last_token, sampling.last_token)
+
+
+def test_each_step_counts_the_token_it_chose() -> None:
+    vocab = 600
+    seqs = [sequence(0, [3], [], frequency_penalty=1.0), sequence(1, [3], [])]
+    sampling, rows, positions = rows_of(seqs, vocab)
+    logits = torch.zeros(2, vocab, device=DEVICE)
+    logits[:, 555], logits[:, 40] = 2.5, 1.0
+    chosen = []
+    for step in range(4):
+        out = poisoned(2, DEVICE)
+        sample_rows_triton(logits, rows, positions + step, sampling, out)
+        chosen.append(out.tokens.tolist())
+    assert chosen == [[555, 555], [555, 555], [40, 555], [555, 555]]
+    assert sampling.counts[0, [555, 40]].tolist() == [3, 1]
+    assert sampling.counts[1].sum() == sampling.counts[1, 3]  # no penalties: only the prompt
+
+
+def test_a_draw_without_limits_has_the_noise_of_its_seed_and_position() -> None:
+    vocab, seed = 1000, 0xFFFF_FFFF_8000_0001
+    seqs = [sequence(0, [1] * length, [], temperature=1.0, seed=seed) for length in range(1, 40)]
+    _, actual = both(seqs, torch.zeros(len(seqs), vocab, device=DEVICE))
+    keys = torch.tensor([noise_key(seed, seq.num_tokens) for seq in seqs])
+    assert actual.tokens.tolist() == gumbel(keys[:, None], torch.arange(vocab)).argmax(dim=-1).tolist()
