@@ -13,7 +13,7 @@ SHOW_INSTALL = awk -v is_terminal="$$(test -t 2 && echo 1)" \
 GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 	tests/engine/test_on_gpu.py tests/end_to_end/test_on_gpu.py
 
-.PHONY: demo serve test test-gpu test-all lint format protos bench bench-peers clean
+.PHONY: demo serve test test-gpu test-all lint format protos bench bench-gpu bench-peers clean
 
 demo: $(STAMP)            ## eight prompts at once through a real server, live
 	@$(BIN)/python -m clients.demo
@@ -44,6 +44,9 @@ protos: $(STAMP)          ## regenerate the committed stubs
 
 bench: $(STAMP)           ## a workload through gRPC, beside every peer that is installed; ARGS="--workload rag …"
 	@$(BIN)/python -m bench $(ARGS)
+
+bench-gpu: $(STAMP)       ## kernels, decode step and server on this machine's GPU, under 8 minutes; ARGS="--out …"
+	@$(BIN)/python -m bench.gpu $(ARGS)
 
 bench-peers: $(STAMP)     ## installs peers for `bench` into .venv-peers, apart from Pagoda
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers

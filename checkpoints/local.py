@@ -14,6 +14,8 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 def check_folder(folder: Path) -> Path:
     """The folder, if it has a readable config.json, a tokenizer.json and whole safetensors weights.
 
+    Models that need no weights are the synthetic one, and those whose config.json says `"random_weights": true`.
+
     Raises CheckpointError that names the file which is missing or broken. Only the weights' headers are read.
     """
     config = _read(folder / "config.json")
@@ -21,7 +23,7 @@ def check_folder(folder: Path) -> Path:
         raise CheckpointError(f"{folder / 'config.json'} names no model_type")
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(f"{folder} has no tokenizer.json; other tokenizer files are not supported")
-    if config["model_type"] != "synthetic":
+    if config["model_type"] != "synthetic" and config.get("random_weights") is not True:
         for path in _weight_files(folder):
             _check_weights(path)
     return folder

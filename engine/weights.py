@@ -18,6 +18,7 @@ from engine.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+INITIALIZER_RANGE = 0.02  # of random weights, as transformers has it
 
 
 def load_weights(folder: Path, places: Mapping[str, Tensor], progress: Progress = no_progress) -> None:
@@ -41,6 +42,15 @@ def load_weights(folder: Path, places: Mapping[str, Tensor], progress: Progress 
                 places[name].copy_(file.get_tensor(name))
             done += places[name].nbytes
             progress("loading weights", done, total)
+
+
+def draw_weights(places: Mapping[str, Tensor]) -> None:
+    """Fills `places` with random weights as untrained models have them, each on its own device: for measurements."""
+    for name, place in places.items():
+        if "norm" in name:
+            place.fill_(1.0)
+        else:
+            place.normal_(std=INITIALIZER_RANGE)
 
 
 def stored_dtype(folder: Path, name: str) -> torch.dtype:

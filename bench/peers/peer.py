@@ -23,6 +23,7 @@ class PeerSettings:
     longest          prompt and output of the longest request
     count            requests that can be there at once
     prefix_caching   as Pagoda's, by workload
+    device           for peers that run on more than a CPU
     """
 
     model: str
@@ -32,6 +33,7 @@ class PeerSettings:
     longest: int
     count: int
     prefix_caching: bool
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)

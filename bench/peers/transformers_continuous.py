@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from bench.errors import BenchError
 from bench.measure import RequestTimes
@@ -26,7 +27,7 @@ class Peer:
         transformers.utils.logging.set_verbosity_error()
         self.pid = os.getpid()
         self.versions = {"transformers": transformers.__version__, "torch": torch.__version__, "weights": "bfloat16"}
-        self._model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.bfloat16).eval()
+        self._model = _load(settings)
         concurrent = min(settings.count, settings.max_num_seqs)
         self._config = ContinuousBatchingConfig(
             page_size=PAGE_SIZE,
@@ -65,3 +66,11 @@ class Peer:
         return PeerRun(
             [RequestTimes(request.arrival_s, arrivals[at], request.kind) for at, request in enumerate(requests)]
         )
+
+
+def _load(settings: PeerSettings) -> Any:
+    config = AutoConfig.from_pretrained(settings.model)
+    with torch.device(settings.device):
+        if getattr(config, "random_weights", False):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        return AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.bfloat16).eval()

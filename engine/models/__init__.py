@@ -16,7 +16,7 @@ from engine.models.llama import Llama, configure_llama, configure_mistral
 from engine.models.parameters import Parameters
 from engine.models.qwen2 import configure_qwen2
 from engine.models.qwen3 import configure_qwen3
-from engine.weights import load_weights
+from engine.weights import draw_weights, load_weights
 from kernels import Backend
 
 __all__ = ["Llama", "ModelConfig", "StepInputs", "load_model", "read_config"]
@@ -46,10 +46,16 @@ def read_config(folder: Path) -> ModelConfig:
 def load_model(
     folder: Path, backend: Backend, device: torch.device, dtype: torch.dtype, progress: Progress = no_progress
 ) -> Llama:
-    """A model with its weights on `device`. Raises ConfigError if the checkpoint is broken or not supported."""
+    """A model with its weights on `device`. Raises ConfigError if the checkpoint is broken or not supported.
+
+    Where config.json says `"random_weights": true` there is nothing to load: a model of any size, for measurements.
+    """
     config = read_config(folder)
     parameters = Parameters.allocate(config, device, dtype)
-    load_weights(folder, parameters.by_name(config), progress)
+    if ConfigFile(folder).flag("random_weights", False):
+        draw_weights(parameters.by_name(config))
+    else:
+        load_weights(folder, parameters.by_name(config), progress)
     return Llama(config, parameters, backend)
 
 

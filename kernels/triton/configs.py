@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FOLDER = Path(__file__).parent / "tuned"
 
@@ -16,7 +22,8 @@ FOLDER = Path(__file__).parent / "tuned"
 # kernels cast the operands of a product to float32.
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound="DataclassInstance")
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def tuned(op: str, key: str, default: Config) -> Config:
@@ -24,13 +31,56 @@ def tuned(op: str, key: str, default: Config) -> Config:
 
     default  a frozen dataclass of integers
     """
+    if _trial is not None and _trial.op == op:
+        _trial.configs[key] = asdict(config := replace(default, **_trial.fields))
+        return config
     fields = _table().get(op, {}).get(key)
     return default if fields is None else type(default)(**fields)
+
+
+@dataclass(slots=True)
+class _Trial:
+    op: str
+    fields: Mapping[str, int]
+    configs: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+_trial: _Trial | None = None
+_remembered: list[Any] = []
+
+
+def remembered(function: Function) -> Function:
+    """`functools.cache` for what follows from `tuned`: forgotten where configurations are tried."""
+    _remembered.append(cache(function))
+    return cast(Function, _remembered[-1])
+
+
+@contextmanager
+def trying(op: str, **fields: int) -> Iterator[dict[str, dict[str, int]]]:
+    """Within the block, configurations of `op` are its defaults with these fields; yields those asked for, by key."""
+    global _trial
+    _trial = trial = _Trial(op, fields)
+    _forget()
+    try:
+        yield trial.configs
+    finally:
+        _trial = None
+        _forget()
+
+
+def _forget() -> None:
+    for function in _remembered:
+        function.cache_clear()
 
 
 @cache
 def _table() -> dict[str, dict[str, dict[str, int]]]:
     if not torch.cuda.is_available():
         return {}
-    path = FOLDER / f"{torch.cuda.get_device_name().lower().replace(' ', '-')}.json"
+    path = table_path(torch.cuda.get_device_name())
     return json.loads(path.read_text())["configs"] if path.exists() else {}
+
+
+def table_path(gpu: str) -> Path:
+    """Where the table is of a GPU that CUDA calls by this name."""
+    return FOLDER / f"{gpu.lower().replace(' ', '-')}.json"

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.configs import IS_INTERPRETED, tuned
+from kernels.triton.configs import IS_INTERPRETED, remembered, tuned
 from kernels.triton.silu_and_mul import gate
 
 REDUCED = 1024  # sums that a program adds up
@@ -71,7 +70,7 @@ def bucket(rows: int) -> int:
     return 1 if rows <= 1 else min(max(triton.next_power_of_2(rows), 16), LARGEST_BUCKET)
 
 
-@cache
+@remembered
 def _choose(
     op: str, rows: int, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device, default: DefaultConfig
 ) -> Config:

@@ -1,0 +1,107 @@
+"""`python -m bench.gpu`: what the card can do, and what Pagoda's kernels, decode step and server make of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bench.gpu import report
+from bench.gpu.ceilings import of as ceilings_of
+from bench.gpu.parts import CEILINGS, PARTS
+from bench.gpu.rows import Ceilings, Row
+from bench.gpu.worker import Settings
+from bench.processes import spawned
+
+LIMIT_S = 460.0  # of all parts: the last ones are cut short
+LEAST_S = 20.0  # a part that would have less is not begun
+GRACE_S = 10.0  # between being asked to end and being ended
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for JSON and Markdown.")] = Path("bench-results"),
+    smoke: Annotated[bool, typer.Option(help="Tiny shapes on the CPU: rehearses every line.")] = False,
+    parts: Annotated[str, typer.Option(help=f"Some of: {', '.join(part.name for part in PARTS)}.")] = "",
+) -> None:
+    """Each part runs in a process of its own, so that what fails in one leaves the others alone."""
+    wanted = [name.strip() for name in parts.split(",")] if parts else [part.name for part in PARTS]
+    names = list(dict.fromkeys([CEILINGS.name, *wanted]))  # what the others are fractions of
+    console = Console(width=max(160, Console().width))
+    started = time.monotonic()
+    found: list[Row] = []
+    card: dict[str, str] = {}
+    # A rehearsal is in one process: it need not survive faults, and imports once.
+    for group in [names] if smoke else [[name] for name in names]:
+        left_s = LIMIT_S - (time.monotonic() - started)
+        limit_s = min(left_s, sum(part.limit_s for part in PARTS if part.name in group))
+        if limit_s < LEAST_S:
+            found.append(Row(", ".join(group), "", error="no time was left"))
+            continue
+        ceilings = ceilings_of([row for row in found if row.part == CEILINGS.name])
+        for row in run(group, smoke, ceilings, limit_s, card):
+            found.append(row)
+            console.print(f"[{time.monotonic() - started:4.0f} s] {row.part}: {row.case} {row.error}", markup=False)
+        report.write(out, found, card, time.monotonic() - started)
+    for table in report.tables(found):
+        console.print(report.shown(table), "")
+    console.print(f"{report.summary(found)}. JSON and Markdown: {out}")
+
+
+def run(parts: list[str], smoke: bool, ceilings: Ceilings, limit_s: float, card: dict[str, str]) -> Iterator[Row]:
+    """The rows of these parts as they come; `card` is filled with what they ran on."""
+    settings = Settings(parts, smoke, ceilings.bytes_per_s, ceilings.flops_per_s)
+    command = [sys.executable, "-m", "bench.gpu.worker", settings.line()]
+    os.environ["TRITON_INTERPRET"] = str(int(smoke))
+    with TemporaryDirectory() as folder, spawned(command, log := Path(folder) / "log") as process:
+        assert process.stdout is not None
+        began = time.monotonic()
+        with _killed_after(process.pid, limit_s):
+            for line in process.stdout:
+                if (told := json.loads(line)).keys() == {"card"}:
+                    card.update(told["card"])
+                else:
+                    yield Row(**told)
+        if (code := process.wait()) != 0:
+            is_late = time.monotonic() - began >= limit_s
+            why = f"was ended after {limit_s:.0f} s" if is_late else f"died with {code}: {_last_line(log)}"
+            yield Row(parts[-1], "", error=f"the process {why}")
+
+
+@contextlib.contextmanager
+def _killed_after(pid: int, limit_s: float) -> Iterator[None]:
+    """Asks the process to end if it has not by then; soon after, ends it."""
+    ends = [
+        threading.Timer(limit_s, os.kill, (pid, signal.SIGTERM)),
+        threading.Timer(limit_s + GRACE_S, os.kill, (pid, signal.SIGKILL)),
+    ]
+    for end in ends:
+        end.daemon = True
+        end.start()
+    try:
+        yield
+    finally:
+        for end in ends:
+            end.cancel()
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text().splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "it said nothing"
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,169 @@
+"""Attention over pages: decodes by the bytes of keys and values that they read, chunks by the operations they make."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from bench.gpu.rows import Bar, Bench, Row, Work, measure, relative_error
+from kernels.paged import AttentionPlan, PagedKV
+from kernels.paged_attention import paged_attention
+from kernels.triton.inputs import LLAMA_1B, LLAMA_8B, ModelShape, attention_plan, normal, random_pages
+from kernels.triton.paged_attention import paged_attention_triton
+
+TOLERANCES = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-2}
+TINY = ModelShape("tiny", 2, 8, 2, 32, 64, 96, 300)
+LONG, SHORT = 65536, 512  # contexts of a batch of one kind among others
+VARLEN_PAGE = 256  # tokens; what FlashAttention 2 takes
+ALMOST, WELL = Bar(fraction=0.9), Bar(fraction=0.85)
+
+
+def decode_rows(bench: Bench) -> Iterator[Row]:
+    bfloat16, float8 = torch.bfloat16, torch.float8_e4m3fn
+    if bench.is_small:
+        yield measure(_decode(TINY, bfloat16, 3, 40, bench, ALMOST), bench)
+        yield measure(_decode(TINY, float8, 2, 24, bench, None), bench)
+        yield measure(_uneven(TINY, 100, 10, 3, bench), bench)
+        return
+    yield measure(_decode(LLAMA_8B, bfloat16, 1, 4096, bench, Bar(time_us=15)), bench)
+    yield measure(_decode(LLAMA_8B, bfloat16, 32, 1024, bench, WELL), bench)
+    for batch, context in ((64, 1024), (128, 1024), (256, 1024), (32, 8192)):
+        yield measure(_decode(LLAMA_8B, bfloat16, batch, context, bench, ALMOST), bench)
+    yield measure(_decode(LLAMA_1B, bfloat16, 128, 1024, bench, ALMOST), bench)
+    yield measure(_decode(LLAMA_8B, float8, 128, 1024, bench, None), bench)
+    yield measure(_uneven(LLAMA_8B, LONG, SHORT, 31, bench), bench)
+
+
+def prefill_rows(bench: Bench) -> Iterator[Row]:
+    if bench.is_small:
+        yield measure(_prefill(TINY, 2, 24, 24, bench, Bar(tflops=400)), bench)
+        yield measure(_prefill(TINY, 1, 8, 40, bench, None), bench)
+        return
+    bar = Bar(tflops=400)
+    yield measure(_prefill(LLAMA_8B, 16, 512, 512, bench, None), bench)
+    yield measure(_prefill(LLAMA_8B, 1, 4096, 4096, bench, bar), bench)
+    yield measure(_prefill(LLAMA_8B, 4, 4096, 4096, bench, bar), bench)
+    yield measure(_prefill(LLAMA_8B, 1, 2048, 8192, bench, bar), bench)
+    yield measure(_prefill(LLAMA_1B, 4, 4096, 4096, bench, None), bench)
+
+
+def _decode(model: ModelShape, kv_dtype: torch.dtype, batch: int, context: int, bench: Bench, bar: Bar | None) -> Work:
+    pages = random_pages(model, batch, context, kv_dtype, bench.device)
+    plan = attention_plan(batch, context, 1, bench.device)
+    case = f"{model.name}, {_name(kv_dtype)} pages, {batch} × {context}"
+    return _work("decode attention", case, model, pages, plan, batch, context, 1, bench, bar)
+
+
+def _uneven(model: ModelShape, long: int, short: int, num_short: int, bench: Bench) -> Work:
+    """One long context among short ones: it must not hold them."""
+    pages = random_pages(model, 1 + num_short, long, torch.bfloat16, bench.device)
+    plan = attention_plan(1 + num_short, long, 1, bench.device)
+    lengths = torch.full_like(plan.context_len, short)
+    lengths[0] = long
+    plan = replace(plan, context_len=lengths)
+    q = normal(1 + num_short, model.num_heads, model.head_dim, dtype=torch.bfloat16, device=bench.device)
+    return Work(
+        "decode attention",
+        f"{model.name}, bfloat16 pages, 1 × {long} and {num_short} × {short}",
+        num_bytes=_kv_bytes(pages) * (long + num_short * short) + 2 * q.nbytes,
+        flops=0.0,
+        calls=lambda: [partial(paged_attention_triton, q, pages, plan)],
+        error=lambda: relative_error(paged_attention_triton(q, pages, plan), paged_attention(q, pages, plan)),
+        tolerance=TOLERANCES[torch.bfloat16],
+    )
+
+
+def _prefill(model: ModelShape, batch: int, query_len: int, context: int, bench: Bench, bar: Bar | None) -> Work:
+    pages = random_pages(model, batch, context, torch.bfloat16, bench.device)
+    plan = attention_plan(batch, context, query_len, bench.device)
+    case = f"{model.name}, {batch} × {query_len} of {context}"
+    return _work("prefill attention", case, model, pages, plan, batch, context, query_len, bench, bar)
+
+
+def _work(
+    part: str,
+    case: str,
+    model: ModelShape,
+    pages: PagedKV,
+    plan: AttentionPlan,
+    batch: int,
+    context: int,
+    query_len: int,
+    bench: Bench,
+    bar: Bar | None,
+) -> Work:
+    q = normal(batch * query_len, model.num_heads, model.head_dim, dtype=torch.bfloat16, device=bench.device)
+    copies = [q, *(torch.randn_like(q) for _ in range(3))]
+    seen = batch * (query_len * context - query_len * (query_len - 1) // 2)  # pairs of a query and a key
+    return Work(
+        part,
+        case,
+        num_bytes=_kv_bytes(pages) * batch * context + 2 * q.nbytes,
+        flops=4.0 * seen * model.num_heads * model.head_dim if query_len > 1 else 0.0,
+        calls=lambda: [partial(paged_attention_triton, copy, pages, plan) for copy in copies],
+        error=lambda: relative_error(paged_attention_triton(q, pages, plan), paged_attention(q, pages, plan)),
+        tolerance=TOLERANCES[pages.dtype],
+        others={
+            "torch SDPA, contiguous": lambda: _sdpa(model, batch, query_len, context, bench),
+            "torch varlen, paged": lambda: _varlen(model, batch, query_len, context, bench),
+        },
+        bar=bar,
+    )
+
+
+def _kv_bytes(pages: PagedKV) -> int:
+    """Of one token."""
+    scales = 0 if pages.key_scales is None else 2 * pages.key_scales.dtype.itemsize
+    return pages.num_kv_heads * (2 * pages.head_dim * pages.dtype.itemsize + scales)
+
+
+def _sdpa(model: ModelShape, batch: int, query_len: int, context: int, bench: Bench) -> Sequence[Callable[[], object]]:
+    """torch's own, on keys and values that lie side by side, as a cache without pages would have them."""
+    randn = partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
+    q = randn(batch, model.num_heads, query_len, model.head_dim)
+    keys, values = (randn(batch, model.num_kv_heads, context, model.head_dim) for _ in range(2))
+    if 1 < query_len < context:
+        raise NotImplementedError("its causal mask begins at the first key")
+    attend = partial(functional.scaled_dot_product_attention, q, keys, values, is_causal=query_len > 1, enable_gqa=True)
+    return [attend]
+
+
+def _varlen(
+    model: ModelShape, batch: int, query_len: int, context: int, bench: Bench
+) -> Sequence[Callable[[], object]]:
+    """torch's own over pages, where the installed release has it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
+        raise NotImplementedError(f"torch {torch.__version__} has no block tables")
+    randn = partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
+    blocks_each = -(-context // VARLEN_PAGE)
+    q = randn(batch * query_len, model.num_heads, model.head_dim)
+    keys, values = (randn(batch * blocks_each, VARLEN_PAGE, model.num_kv_heads, model.head_dim) for _ in range(2))
+    starts = torch.arange(0, (batch + 1) * query_len, query_len, dtype=torch.int32, device=bench.device)
+    table = torch.randperm(batch * blocks_each, device=bench.device).int().view(batch, blocks_each)
+    used = torch.full((batch,), context, dtype=torch.int32, device=bench.device)
+    attend = partial(
+        varlen_attn,
+        q,
+        keys,
+        values,
+        starts,
+        None,
+        query_len,
+        context,
+        window_size=(-1, 0),
+        enable_gqa=True,
+        seqused_k=used,
+        block_table=table,
+    )
+    return [attend]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,130 @@
+"""Norms, rotations and activations: bytes moved, and at few rows the time of a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from bench.gpu.attention import TINY
+from bench.gpu.rows import Bar, Bench, Row, Work, measure, relative_error
+from kernels.paged import PagedKV
+from kernels.rms_norm import rms_norm
+from kernels.rope_and_store_kv import rope_and_store_kv
+from kernels.silu_and_mul import silu_and_mul
+from kernels.triton.inputs import LLAMA_8B, ModelShape, normal, random_pages
+from kernels.triton.rms_norm import rms_norm_triton
+from kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
+from kernels.triton.silu_and_mul import silu_and_mul_triton
+from kernels.triton.timing import num_copies
+
+EPS = 1e-5
+TOLERANCE = 1e-2
+MANY = 8192  # rows, where only bandwidth counts
+DECODES = (1, 32, 128)
+AT_ONCE, FAST = Bar(time_us=3), Bar(fraction=0.85)
+
+
+def rows(bench: Bench) -> Iterator[Row]:
+    model = TINY if bench.is_small else LLAMA_8B
+    for count in (2,) if bench.is_small else (*DECODES, MANY):
+        yield measure(_norm(model, count, bench), bench)
+        yield measure(_activation(model, count, bench), bench)
+        yield measure(_rotation(model, count, bench), bench)
+
+
+def _norm(model: ModelShape, count: int, bench: Bench) -> Work:
+    inputs = _tensors(count, model.hidden_size, bench)
+    residuals = _tensors(count, model.hidden_size, bench)
+    weight = normal(model.hidden_size, dtype=torch.bfloat16, device=bench.device)
+
+    def error() -> float:
+        ours, theirs = residuals[0].clone(), residuals[0].clone()
+        found, expected = rms_norm_triton(inputs[0], weight, EPS, ours), rms_norm(inputs[0], weight, EPS, theirs)
+        return max(relative_error(found, expected), relative_error(ours, theirs))
+
+    def eager(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(residual.add_(x), (model.hidden_size,), weight, EPS)
+
+    pairs = list(zip(inputs, residuals, strict=True))
+    return Work(
+        "residual + RMSNorm",
+        f"{model.name}, {count} rows",
+        num_bytes=4 * inputs[0].nbytes,
+        flops=0.0,
+        calls=lambda: [partial(rms_norm_triton, x, weight, EPS, residual) for x, residual in pairs],
+        error=error,
+        tolerance=TOLERANCE,
+        others={"torch": lambda: [partial(eager, x, residual) for x, residual in pairs]},
+        bar=_bar(count),
+    )
+
+
+def _activation(model: ModelShape, count: int, bench: Bench) -> Work:
+    inputs = _tensors(count, 2 * model.ffn_size, bench)
+
+    def eager(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    return Work(
+        "SiLU · mul",
+        f"{model.name}, {count} rows",
+        num_bytes=1.5 * inputs[0].nbytes,
+        flops=0.0,
+        calls=lambda: [partial(silu_and_mul_triton, x) for x in inputs],
+        error=lambda: relative_error(silu_and_mul_triton(inputs[0]), silu_and_mul(inputs[0])),
+        tolerance=TOLERANCE,
+        others={"torch": lambda: [partial(eager, x) for x in inputs]},
+        bar=_bar(count),
+    )
+
+
+def _rotation(model: ModelShape, count: int, bench: Bench) -> Work:
+    inputs = [x.view(count, -1, model.head_dim) for x in _tensors(count, model.qkv_size, bench)]
+    cos, sin = torch.rand(2, count, model.head_dim // 2, device=bench.device)
+    slots = torch.randperm(2 * count, device=bench.device)[:count]
+    pages = random_pages(model, 2, count, torch.bfloat16, bench.device)
+
+    def error() -> float:
+        theirs = PagedKV(pages.keys.clone(), pages.values.clone())
+        found = rope_and_store_kv_triton(inputs[0], cos, sin, slots, pages)
+        expected = rope_and_store_kv(inputs[0], cos, sin, slots, theirs)
+        stored = max(relative_error(pages.keys, theirs.keys), relative_error(pages.values, theirs.values))
+        return max(stored, relative_error(found, expected))
+
+    return Work(
+        "RoPE + KV write",
+        f"{model.name}, {count} rows",
+        num_bytes=2 * inputs[0].nbytes + cos.nbytes + sin.nbytes + slots.nbytes,
+        flops=0.0,
+        calls=lambda: [partial(rope_and_store_kv_triton, x, cos, sin, slots, pages) for x in inputs],
+        error=error,
+        tolerance=TOLERANCE,
+        others={"torch": lambda: [partial(_torch_rotation, x, cos, sin, slots, pages) for x in inputs]},
+        bar=Bar(time_us=4) if count <= max(DECODES) else None,
+    )
+
+
+def _torch_rotation(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, pages: PagedKV
+) -> torch.Tensor:
+    """As a model in plain torch does it, without the reference's look at the slots."""
+    rotated, values = qkv[:, : -pages.num_kv_heads], qkv[:, -pages.num_kv_heads :]
+    first, second = rotated.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
+    pages.keys.flatten(0, 1).index_copy_(0, slots, rotated[:, -pages.num_kv_heads :])
+    pages.values.flatten(0, 1).index_copy_(0, slots, values)
+    return rotated[:, : -pages.num_kv_heads]
+
+
+def _tensors(count: int, width: int, bench: Bench) -> list[torch.Tensor]:
+    copies = 2 if bench.is_small else num_copies(2 * count * width)
+    return [normal(count, width, dtype=torch.bfloat16, device=bench.device) for _ in range(copies)]
+
+
+def _bar(count: int) -> Bar | None:
+    return AT_ONCE if count <= max(DECODES) else FAST

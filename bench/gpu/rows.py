@@ -1,0 +1,157 @@
+"""What the parts of the GPU benchmark find: one row a measurement, passed on as lines of JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels.triton.timing import Timer
+
+TERA = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What a measurement should reach: a fraction of its limit, a time at most, or TFLOP/s at least."""
+
+    fraction: float | None = None
+    time_us: float | None = None
+    tflops: float | None = None
+
+    def __str__(self) -> str:
+        if self.fraction is not None:
+            return f"≥ {100 * self.fraction:.0f} %"
+        return f"≤ {self.time_us:g} µs" if self.time_us is not None else f"≥ {self.tflops:g} TFLOP/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """
+    time_us   of one call or step
+    rate      in `unit`
+    fraction  of what the card could do, by the ceilings that were measured on it
+    met       whether the bar is reached; None where there is none
+    others    the same work by other means, µs
+    figures   whatever else was measured, by name and unit
+    error     why there is no measurement, or what was wrong with the result
+    """
+
+    part: str
+    case: str
+    time_us: float | None = None
+    rate: float | None = None
+    unit: str = ""
+    fraction: float | None = None
+    bar: str = ""
+    met: bool | None = None
+    others: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+    def line(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def parse(cls, line: str) -> Row:
+        return cls(**json.loads(line))
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Measured: bytes a second of a copy, reads and writes counted, and operations a second of a bfloat16 product."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def seconds(self, num_bytes: float, flops: float = 0.0) -> float:
+        """Of work that moves so much and computes so much, at the least."""
+        return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """`is_small`: a rehearsal at tiny shapes, on a CPU with interpreted kernels."""
+
+    device: torch.device
+    timer: Timer
+    ceilings: Ceilings
+    is_small: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A call and what it must move and compute at least.
+
+    calls      alike, on buffers of their own
+    error      of the result against a reference, relative; NaN passes for nothing
+    others     name → the same work by other means, made only when it is timed: it may not be there
+    """
+
+    part: str
+    case: str
+    num_bytes: float
+    flops: float
+    calls: Callable[[], Sequence[Callable[[], object]]]
+    error: Callable[[], float]
+    tolerance: float
+    others: dict[str, Callable[[], Sequence[Callable[[], object]]]] = field(default_factory=dict)
+    bar: Bar | None = None
+
+
+def measure(work: Work, bench: Bench) -> Row:
+    """Checks the result, then times the call and its rivals. What fails is told in the row."""
+    try:
+        error = work.error()
+        if not error <= work.tolerance:
+            return Row(work.part, work.case, error=f"wrong by {error:.2g}, more than {work.tolerance:g}")
+        time_us = bench.timer(work.calls())
+    except Exception as failure:  # whatever it is: the next kernel may do better
+        return Row(work.part, work.case, error=explain(failure))
+    others: dict[str, float] = {}
+    missing: list[str] = []
+    for name, calls in work.others.items():
+        try:
+            others[name] = bench.timer(calls())
+        except Exception as failure:
+            missing.append(f"{name}: {explain(failure)}")
+    fraction = bench.ceilings.seconds(work.num_bytes, work.flops) / (time_us / 1e6)
+    is_product = work.flops / bench.ceilings.flops_per_s > work.num_bytes / bench.ceilings.bytes_per_s
+    rate = (work.flops if is_product else work.num_bytes) / (time_us / 1e6) / TERA
+    return Row(
+        work.part,
+        work.case,
+        time_us=time_us,
+        rate=rate,
+        unit="TFLOP/s" if is_product else "TB/s",
+        fraction=fraction,
+        bar=str(work.bar or ""),
+        met=_met(work.bar, time_us, fraction, work.flops),
+        others=others,
+        error="; ".join(missing),
+    )
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the whole tensor, by the Euclidean norm; NaN if anything is."""
+    difference = (found.double() - expected.double()).norm()
+    return float(difference / expected.double().norm())
+
+
+def explain(failure: BaseException) -> str:
+    """Its first sentence: some tell a page."""
+    first = (str(failure).strip() or "no message").splitlines()[0].split(". ")[0]
+    return f"{type(failure).__name__}: {first[:120]}"
+
+
+def _met(bar: Bar | None, time_us: float, fraction: float, flops: float) -> bool | None:
+    if bar is None:
+        return None
+    if bar.fraction is not None:
+        return fraction >= bar.fraction
+    if bar.time_us is not None:
+        return time_us <= bar.time_us
+    return bar.tflops is not None and flops / (time_us / 1e6) >= bar.tflops * TERA

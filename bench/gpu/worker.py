@@ -1,0 +1,82 @@
+"""Some parts in a process of their own: `python -m bench.gpu.worker SETTINGS`, rows out, a line of JSON each.
+
+A kernel that reads where it must not ends the use of a GPU for the process that launched it, and for no other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from bench.gpu import ceilings
+from bench.gpu.parts import CEILINGS, PARTS
+from bench.gpu.rows import Bench, Ceilings, Row, explain
+from kernels.triton.timing import cuda_timer, host_timer
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`bytes_per_s`, `flops_per_s`: the ceilings, as far as they are known."""
+
+    parts: list[str]
+    is_small: bool
+    bytes_per_s: float = math.nan
+    flops_per_s: float = math.nan
+
+    def line(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def main(line: str) -> None:
+    # What libraries print must not get between the rows: it goes to the log, rows to a copy of standard output.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that blocks end what they started
+    settings = Settings(**json.loads(line))
+    answers.write(json.dumps({"card": card(settings.is_small)}) + "\n")
+    for row in rows(settings):
+        answers.write(row.line() + "\n")
+
+
+def rows(settings: Settings) -> Iterator[Row]:
+    if unknown := set(settings.parts) - {part.name for part in PARTS}:
+        raise ValueError(f"there is no part {min(unknown)!r}")
+    bench = Bench(
+        device=torch.device("cpu" if settings.is_small else "cuda"),
+        timer=host_timer if settings.is_small else cuda_timer,
+        ceilings=Ceilings(settings.bytes_per_s, settings.flops_per_s),
+        is_small=settings.is_small,
+    )
+    for part in PARTS:
+        if part.name not in settings.parts:
+            continue
+        found: list[Row] = []
+        try:
+            for row in part.rows(bench):
+                found.append(row)
+                yield row
+        except Exception as failure:  # of one part: the others may run
+            yield Row(part.name, "", error=explain(failure))
+        if part is CEILINGS:
+            bench = dataclasses.replace(bench, ceilings=ceilings.of(found))
+
+
+def card(is_small: bool) -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+    if is_small:
+        return {"gpu": "none: a rehearsal"} | versions
+    return {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)} | versions
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

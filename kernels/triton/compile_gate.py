@@ -1,0 +1,143 @@
+"""`python -m kernels.triton.compile_gate`: every kernel that is launched, compiled for each GPU generation.
+
+Registers, spills, shared memory and the widest accesses are compared with compiled.json. With another release of Triton
+than the one named there only the rules hold: no spills, shared memory within the limit, accesses of 16 bytes where the
+case does not say otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import triton
+
+from kernels.triton.cases import Case, cases
+from kernels.triton.configs import IS_INTERPRETED
+from kernels.triton.launches import SHARED_LIMITS, Compiled, Launch, compile_launch, record
+
+TABLE = Path(__file__).with_name("compiled.json")
+NUM_PROCESSES = 2
+FIRST_WITH_FLOAT8 = 89  # compute capability from which Triton has float8_e4m3fn
+WIDE = 16  # bytes
+
+Rows = dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One compilation. `narrow`: the kernel need not move 16 bytes at a time."""
+
+    name: str
+    launch: Launch
+    narrow: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`compiled` is None where `error` says why it does not compile."""
+
+    item: Item
+    compiled: Compiled | None
+    error: str = ""
+
+
+def collect(all_cases: Sequence[Case], capabilities: Sequence[int] = tuple(SHARED_LIMITS)) -> list[Item]:
+    """What the cases launch, each specialisation once: several cases may share one."""
+    items: list[Item] = []
+    for capability in capabilities:
+        seen: set[str] = set()
+        for case in all_cases:
+            for launch in record(capability, case.call):
+                is_float8 = any("fp8e4nv" in kind for kind in launch.signature.values())
+                if launch.identity in seen or (is_float8 and capability < FIRST_WITH_FLOAT8):
+                    continue
+                seen.add(launch.identity)
+                name = f"sm_{capability} {case.name}: {launch.name}"
+                number = sum(item.name.split(" #")[0] == name for item in items) + 1
+                items.append(Item(name if number == 1 else f"{name} #{number}", launch, launch.name in case.narrow))
+    return items
+
+
+def compile_all(items: Sequence[Item]) -> list[Outcome]:
+    global _items
+    _items = items  # forked processes inherit it: kernels cannot be pickled
+    with ProcessPoolExecutor(NUM_PROCESSES, multiprocessing.get_context("fork")) as pool:
+        return [
+            Outcome(item, compiled, error)
+            for item, (compiled, error) in zip(items, pool.map(_compile, range(len(items))), strict=True)
+        ]
+
+
+_items: Sequence[Item] = ()
+
+
+def _compile(at: int) -> tuple[Compiled | None, str]:
+    try:
+        return compile_launch(_items[at].launch), ""
+    except Exception as error:  # of whatever kind: a compiler's
+        return None, f"{type(error).__name__}: {error}"
+
+
+def violations(outcomes: Sequence[Outcome]) -> list[str]:
+    """Rules that hold with every release of Triton and its assembler."""
+    found = []
+    for outcome in outcomes:
+        name, compiled, limit = outcome.item.name, outcome.compiled, SHARED_LIMITS[outcome.item.launch.capability]
+        if compiled is None:
+            found.append(f"{name} does not compile: {outcome.error}")
+            continue
+        if compiled.spilled:
+            found.append(f"{name} spills {compiled.spilled} bytes a thread")
+        if compiled.shared > limit:
+            found.append(f"{name} takes {compiled.shared} bytes of shared memory; the limit is {limit}")
+        if compiled.load < WIDE and not outcome.item.narrow:
+            found.append(f"{name} loads at most {compiled.load} bytes at a time, not {WIDE}")
+    return found
+
+
+def differences(rows: Rows, expected: Rows) -> list[str]:
+    return [
+        f"{name}: was {expected.get(name, 'not there')}, is {rows.get(name, 'not there')}"
+        for name in sorted(rows.keys() | expected.keys())
+        if rows.get(name) != expected.get(name)
+    ]
+
+
+def write(rows: Rows, path: Path) -> None:
+    """One line a kernel, so that a change shows as one."""
+    lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
+    path.write_text(f'{{"triton": "{triton.__version__}", "kernels": {{\n' + ",\n".join(lines) + "\n}}\n")
+
+
+def main(arguments: Sequence[str], all_cases: Sequence[Case] | None = None, table: Path = TABLE) -> int:
+    """0: everything as it should be."""
+    if IS_INTERPRETED:
+        print("error: TRITON_INTERPRET=1 is set, and interpreted kernels are not compiled", file=sys.stderr)
+        return 2
+    outcomes = compile_all(collect(cases() if all_cases is None else all_cases))
+    rows = {outcome.item.name: asdict(outcome.compiled) for outcome in outcomes if outcome.compiled is not None}
+    for name, row in rows.items():
+        print(f"{name:<72} " + " ".join(f"{field} {value}" for field, value in row.items()))
+    wrong = violations(outcomes)
+    if "--write" in arguments:
+        write(rows, table)
+    else:
+        recorded = json.loads(table.read_text())
+        if recorded["triton"] == triton.__version__:
+            changed = differences(rows, recorded["kernels"])
+            wrong += changed + (["--write, if the kernels were meant to change"] if changed else [])
+        else:
+            print(f"{table.name} was made with Triton {recorded['triton']}, this is {triton.__version__}: rules only")
+    for line in wrong:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""Inputs of the ops at the shapes of models that are served: to compile, tune and measure them with.
+
+On the meta device they have shapes and types, and no data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.paged import AttentionPlan, PagedKV
+from kernels.row_sampling import SamplingRows, allocate_rows
+
+BLOCK_SIZE = 16
+MAX_STOPS, MAX_BIASES = 8, 32
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """`tied`: the embedding is the head, too."""
+
+    name: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    ffn_size: int
+    vocab_size: int
+    tied: bool = False
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """[out, in] of a layer's weights, and of the head."""
+        return {
+            "qkv": (self.qkv_size, self.hidden_size),
+            "output": (self.hidden_size, self.num_heads * self.head_dim),
+            "gate_up": (2 * self.ffn_size, self.hidden_size),
+            "down": (self.hidden_size, self.ffn_size),
+            "head": (self.vocab_size, self.hidden_size),
+        }
+
+
+LLAMA_8B = ModelShape("llama-3.1-8b", 32, 32, 8, 128, 4096, 14336, 128256)
+LLAMA_1B = ModelShape("llama-3.2-1b", 16, 32, 8, 64, 2048, 8192, 128256, tied=True)
+SMOLLM2 = ModelShape("smollm2-135m", 30, 9, 3, 64, 576, 1536, 49152, tied=True)
+
+
+def normal(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(shape, dtype=dtype, device=device)
+
+
+def random_pages(model: ModelShape, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
+    """The pages of so many sequences of one length, filled to the last slot; those of float8 have scales."""
+    shape = (batch * -(-context // BLOCK_SIZE), BLOCK_SIZE, model.num_kv_heads, model.head_dim)
+    if dtype.itemsize > 1:
+        return PagedKV(*(torch.randn(shape, dtype=dtype, device=device) for _ in range(2)))
+    keys, values = (torch.randn(shape, dtype=torch.bfloat16, device=device).to(dtype) for _ in range(2))
+    return PagedKV(keys, values, *(torch.rand(shape[:-1], device=device) + 0.5 for _ in range(2)))
+
+
+def attention_plan(batch: int, context: int, query_len: int, device: torch.device) -> AttentionPlan:
+    """Sequences of one length, whose blocks lie anywhere among those of `random_pages`."""
+    blocks_each = -(-context // BLOCK_SIZE)
+    return AttentionPlan(
+        query_start=torch.arange(0, (batch + 1) * query_len, query_len, dtype=torch.int32, device=device),
+        context_len=torch.full((batch,), context, dtype=torch.int32, device=device),
+        block_table=torch.randperm(batch * blocks_each, device=device).int().view(batch, blocks_each),
+        sliding_window=None,
+        num_decodes=batch if query_len == 1 else 0,
+        max_query_len=query_len,
+    )
+
+
+def sampling_rows(
+    batch: int, vocab: int, device: torch.device, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0
+) -> SamplingRows:
+    rows = allocate_rows(batch, vocab, MAX_STOPS, MAX_BIASES, device)
+    rows.temperature.fill_(temperature)
+    rows.top_k.fill_(top_k)
+    rows.top_p.fill_(top_p)
+    rows.seed_low.copy_(torch.arange(batch, device=device))
+    return rows

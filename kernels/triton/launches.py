@@ -1,0 +1,152 @@
+"""What launchers launch, recorded and compiled where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+# Bytes of shared memory that one block can have, by compute capability (CUDA C++ Programming Guide, table of limits).
+SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion")  # what a launcher may set
+
+_VECTOR = re.compile(r"\b(ld|st)\.global[\w:.]*?(?:\.v(\d))?\.[busf](\d+)\b")
+_ASYNC_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global(?:\.\w[\w:]*)* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
+_LOCAL_ACCESS = re.compile(r"\b(LDL|STL)\b")
+_RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel as Triton would compile it for one call of a launcher; `capability`: 90 for an H100.
+
+    `identity` is the same for launches that share their compiled code.
+    """
+
+    kernel: Any
+    capability: int
+    signature: dict[str, str]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    options: dict[str, Any]
+    identity: str
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """
+    registers     of a thread
+    spilled       bytes of a thread that live in device memory for want of registers
+    shared        bytes of a block
+    load, store   bytes that a thread moves with its widest access to device memory; 0: it has none
+    """
+
+    num_warps: int
+    num_stages: int
+    registers: int
+    spilled: int
+    shared: int
+    load: int
+    store: int
+
+
+class _NoDevice:
+    """Stands in for Triton's driver: names the target that kernels are specialised for."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return int(self._target.arch)  # what is specialised is kept by device, so each target is one
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def record(capability: int, call: Callable[[], object]) -> list[Launch]:
+    """What `call` launches on tensors of the meta device, in order, each specialisation once. Nothing runs."""
+    launches: dict[str, Launch] = {}
+
+    def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        told = json.loads(compile["specialization_data"])["options"]
+        options = {name: told[name] for name in _OPTIONS if told[name] is not None}
+        launch = Launch(
+            fn.jit_function,
+            capability,
+            compile["signature"],
+            compile["constants"],
+            compile["configs"][0],
+            options,
+            identity=f"{fn.module}.{fn.name} {key}",
+        )
+        launches.setdefault(launch.identity, launch)
+        return True  # do not compile, and so do not launch
+
+    previous = triton.knobs.runtime.jit_cache_hook
+    triton.knobs.runtime.jit_cache_hook = note
+    triton.runtime.driver.set_active(_NoDevice(capability))
+    try:
+        call()
+    finally:
+        triton.knobs.runtime.jit_cache_hook = previous
+    return list(launches.values())
+
+
+def compile_launch(launch: Launch) -> Compiled:
+    """Raises what Triton raises for a kernel that does not compile."""
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", launch.capability, 32), options=launch.options)
+    registers, spilled = resources(compiled.asm["cubin"])
+    load, store = widest_accesses(compiled.asm["ptx"])
+    return Compiled(
+        num_warps=compiled.metadata.num_warps,
+        num_stages=compiled.metadata.num_stages,
+        registers=registers,
+        spilled=spilled,
+        shared=compiled.metadata.shared,
+        load=load,
+        store=store,
+    )
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its that live in device memory for want of them."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        found = _RESOURCES.search(told := _cuobjdump("-res-usage", file.name))
+        assert found, told
+        registers, stack, local = (int(number) for number in found.groups())
+        # A frame may be reserved and never used: then no instruction touches local memory.
+        spilled = max(stack, local)
+        return registers, spilled if spilled and _LOCAL_ACCESS.search(_cuobjdump("-sass", file.name)) else 0
+
+
+def _cuobjdump(*arguments: str) -> str:
+    command = [triton.knobs.nvidia.cuobjdump.path, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def widest_accesses(ptx: str) -> tuple[int, int]:
+    """Bytes of the widest load from, and store to, device memory."""
+    widest = {"ld": 0, "st": 0}
+    for kind, elements, bits in _VECTOR.findall(ptx):
+        widest[kind] = max(widest[kind], int(elements or 1) * int(bits) // 8)
+    copies = [int(size, 0) for size in _ASYNC_COPY.findall(ptx)]
+    return max([widest["ld"], *copies]), widest["st"]

@@ -1,0 +1,107 @@
+"""The GPU benchmark, rehearsed: every part on the CPU, kernels interpreted, at tiny shapes."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu.__main__ import run
+from bench.gpu.idle import busy
+from bench.gpu.random_model import write_model
+from bench.gpu.rows import Bar, Bench, Ceilings, Row, Work, measure
+from checkpoints import resolve
+from engine.config import EngineConfig
+from engine.runner import ModelRunner
+from kernels.triton.inputs import ModelShape
+
+ROOT = Path(__file__).parent.parent.parent
+UNKNOWN = Ceilings(math.nan, math.nan)
+TINY = ModelShape("tiny", 2, 4, 2, 16, 32, 48, 99)
+
+
+def test_a_rehearsal_measures_every_part_and_writes_json_and_a_page(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.gpu", "--smoke", "--out", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    rows = [Row(**row) for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]]
+    parts = {"ceilings", "decode attention", "prefill attention", "residual + RMSNorm", "SiLU · mul", "RoPE + KV write"}
+    assert {row.part for row in rows} == parts | {"sampling", "projections", "decode step", "serving"}
+    assert [row for row in rows if row.rate is None] == []
+    assert all(row.fraction is not None for row in rows if row.part not in ("ceilings", "serving"))
+    page = (tmp_path / "gpu.md").read_text()
+    assert "bars reached, 0 rows without a measurement" in page
+    assert all(f"| {row.case} |" in page for row in rows)
+
+
+def test_a_part_that_takes_too_long_is_ended_and_told_of() -> None:
+    (row,) = run(["serving"], True, UNKNOWN, 0.5, {})
+    assert row == Row("serving", "", error="the process was ended after 0 s")
+
+
+def test_a_process_that_dies_is_told_of() -> None:
+    (row,) = run(["nothing"], True, UNKNOWN, 60.0, {})
+    assert row.error == "the process died with 1: ValueError: there is no part 'nothing'"
+
+
+def work(
+    error: Callable[[], float], bar: Bar | None = None, **others: Callable[[], list[Callable[[], object]]]
+) -> Work:
+    return Work("part", "case", 1000.0, 0.0, lambda: [int], error, 0.1, dict(others), bar)
+
+
+def bench(time_us: float) -> Bench:
+    return Bench(torch.device("cpu"), lambda calls: time_us, Ceilings(1e9, 1e12), is_small=True)
+
+
+@pytest.mark.parametrize(("error", "told"), [(0.2, "wrong by 0.2, more than 0.1"), (math.nan, "wrong by nan")])
+def test_a_wrong_result_is_not_timed(error: float, told: str) -> None:
+    row = measure(work(lambda: error), bench(1.0))
+    assert row.time_us is None
+    assert told in row.error
+
+
+def test_a_kernel_that_fails_is_a_row_that_says_so() -> None:
+    row = measure(work(lambda: 1 // 0), bench(1.0))
+    assert (row.time_us, row.error) == (None, "ZeroDivisionError: integer division or modulo by zero")
+
+
+def test_a_rival_that_fails_leaves_the_measurement() -> None:
+    def absent() -> list[Callable[[], object]]:
+        raise NotImplementedError("not in this release. See elsewhere")
+
+    row = measure(work(lambda: 0.0, other=lambda: [int], absent=absent), bench(2.0))
+    assert (row.time_us, row.fraction) == (2.0, 0.5)
+    assert row.others == {"other": 2.0}
+    assert row.error == "absent: NotImplementedError: not in this release"
+
+
+@pytest.mark.parametrize(
+    ("bar", "met"),
+    [
+        (Bar(fraction=0.5), True), (Bar(fraction=0.6), False),
+        (Bar(time_us=2.0), True), (Bar(time_us=1.9), False),
+        (Bar(tflops=400), False), (None, None),
+    ],
+)  # fmt: skip
+def test_bars_are_judged(bar: Bar | None, met: bool | None) -> None:
+    assert measure(work(lambda: 0.0, bar), bench(2.0)).met is met
+
+
+def test_time_in_which_two_kernels_run_counts_once() -> None:
+    assert busy([(0.0, 4.0), (1.0, 2.0), (3.0, 6.0), (8.0, 9.0)]) == 7.0
+
+
+def test_a_model_of_random_weights_is_served_from_its_configuration_alone(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", TINY, max_positions=64)
+    assert resolve(str(folder)) == folder
+    runner = ModelRunner(EngineConfig(str(folder), dtype="float32", kv_cache_gb=0.001, quantization="none"))
+    assert runner.info.vocab_size == 99
+    parameters = 2 * 99 * 32 + 2 * (32 * (4 + 2 * 2) * 16 + 32 * 4 * 16 + 3 * 32 * 48 + 2 * 32) + 32
+    assert runner.info.weight_bytes == 4 * parameters

@@ -1,0 +1,61 @@
+"""`python -m tests.kernels.triton.faulty_kernels TABLE NAME…`: the compile gate, shown kernels as they must not be."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.cases import Case
+from kernels.triton.compile_gate import main
+
+
+@triton.jit
+def _centre(x_ptr, out_ptr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at * STRIDE)
+    tl.store(out_ptr + at, x - tl.sum(x, axis=0) / BLOCK)
+
+
+@triton.jit
+def _hoard(x_ptr, out_ptr, steps, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    """Multiplies by the transpose, with more steps in flight than shared memory holds."""
+    rows, depth = tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    product = tl.zeros([ROWS, ROWS], tl.float32)
+    for step in range(steps):
+        at = x_ptr + step * DEPTH
+        left = tl.load(at + rows[:, None] * 4096 + depth[None, :])
+        right = tl.load(at + 65536 + rows[None, :] * 4096 + depth[:, None])
+        product = tl.dot(left, right, product)
+    tl.store(out_ptr + rows[:, None] * ROWS + rows[None, :], product)
+
+
+def centre(block: int, stride: int) -> None:
+    x = torch.empty(block * stride, device="meta")
+    _centre[(1,)](x, torch.empty(block, device="meta"), STRIDE=stride, BLOCK=block, num_warps=1)
+
+
+def hoard() -> None:
+    x, out = torch.empty(128, 4096, device="meta", dtype=torch.float16), torch.empty(64, 64, device="meta")
+    _hoard[(1,)](x, out, 32, ROWS=64, DEPTH=128, num_warps=4, num_stages=9)
+
+
+def broken() -> None:
+    _centre[(1,)](torch.empty(96, device="meta"), torch.empty(96, device="meta"), STRIDE=1, BLOCK=96)
+
+
+CASES = [
+    Case("sound", lambda: centre(block=1024, stride=1)),
+    Case("spills", lambda: centre(block=32768, stride=1)),
+    Case("narrow", lambda: centre(block=1024, stride=3)),
+    Case("meant-narrow", lambda: centre(block=1024, stride=5), narrow=frozenset({"_centre"})),
+    Case("hoards", hoard),
+    Case("broken", broken),
+]
+
+if __name__ == "__main__":
+    table, *arguments = sys.argv[1:]
+    sys.exit(main(arguments, [case for case in CASES if case.name in arguments], Path(table)))

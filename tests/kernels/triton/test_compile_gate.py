@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent.parent
+
+
+def python(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """With a compiler cache of its own, and kernels as they are on a GPU."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_every_kernel_compiles_for_every_generation_as_recorded(tmp_path: Path) -> None:
+    result = python(tmp_path, "kernels.triton.compile_gate")
+    assert result.returncode == 0, result.stderr
+
+
+def test_rules_hold_with_any_release_of_triton(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    table.write_text('{"triton": "0.0.0", "kernels": {}}')
+    names = ["sound", "meant-narrow", "spills", "narrow", "hoards", "broken"]
+    result = python(tmp_path, "tests.kernels.triton.faulty_kernels", str(table), *names)
+    assert "rules only" in result.stdout
+    assert result.returncode == 1
+    complaints = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    for generation in ("sm_80", "sm_90", "sm_100"):
+        spills, narrow, hoards, broken = (line for line in complaints if f"error: {generation} " in line)
+        assert "spills: _centre spills" in spills
+        assert "narrow: _centre loads at most 4 bytes at a time, not 16" in narrow
+        assert "hoards: _hoard takes" in hoards
+        assert "broken: _centre does not compile" in broken
+    assert len(complaints) == 12
+
+
+def test_a_kernel_that_has_changed_fails(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    written = python(tmp_path, "tests.kernels.triton.faulty_kernels", str(table), "sound", "--write")
+    assert written.returncode == 0, written.stderr
+    recorded = json.loads(table.read_text())
+    recorded["kernels"]["sm_90 sound: _centre"]["registers"] += 1
+    table.write_text(json.dumps(recorded))
+    result = python(tmp_path, "tests.kernels.triton.faulty_kernels", str(table), "sound")
+    assert result.returncode == 1
+    assert "error: sm_90 sound: _centre: was {" in result.stderr
+    assert "sm_80" not in result.stderr
