@@ -27,7 +27,7 @@ def test_a_sequential_server_ends_one_sequence_before_it_starts_the_next() -> No
 def test_streams_of_a_server_that_launches_steps_ahead_get_their_own_tokens() -> None:
     texts = [f"stream {at} " * (1 + at % 5) for at in range(24)]
     with (
-        running_server("--model", "synthetic", "--step-ms", "2", "--overlap", "on", "--kv-cache-gb", "1e-5") as server,
+        running_server("--model", "synthetic", "--step-ms", "2", "--overlap", "on", "--kv-cache-gb", "4e-6") as server,
         grpc.insecure_channel(server.address) as channel,
         ThreadPoolExecutor(24) as threads,
     ):
