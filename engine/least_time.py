@@ -1,4 +1,4 @@
-"""The least time that a sequence still needs, whatever else runs: a lower bound, learned from steps. Standard library."""
+"""The least time that a sequence still needs, whatever else runs: a lower bound, learned. Standard library only."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LeastTime:
             self._large.add(seconds)
 
     def of(self, seq: Sequence, num_uncomputed: int) -> float:
-        """Seconds until the token is there before which it cannot end: the first, or number min_tokens of its output."""
+        """Seconds until the token before which it cannot end: the first, or number min_tokens of its output."""
         full_steps = (num_uncomputed - 1) // self._token_budget
         other_steps = max(1, seq.params.min_tokens - seq.output_len)
         least = self._any.value

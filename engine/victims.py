@@ -24,7 +24,7 @@ def num_freed(seq: Sequence, pool: BlockPool) -> int:
 
 
 def choose_victim(candidates: Iterable[Sequence], rank: Callable[[Sequence], float], pool: BlockPool) -> Sequence:
-    """The one of these that gives up its blocks; of equals the last. Those that have finished and keep a row go first."""
+    """The one of these that gives up its blocks; of equals the last. Who has finished and keeps a row goes first."""
 
     def cost(seq: Sequence) -> tuple[bool, float, float]:
         shared = pool.num_shared(seq.blocks)
