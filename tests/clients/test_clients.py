@@ -75,6 +75,8 @@ def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) ->
         cache_salt="salt",
         bypass_cache=True,
         priority=-3,
+        ttft_ms=250.0,
+        tpot_ms=50.0,
         model="fake",
         request_id="mine",
     )
@@ -101,8 +103,7 @@ def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) ->
             output=inference_pb2.Output(text=True, logprobs=0, prompt=True, special_tokens=True),
             cache=inference_pb2.Cache(salt="salt", bypass=True),
             priority=-3,
-            ttft_ms=250.0,
-            tpot_ms=50.0,
+            slo=inference_pb2.Slo(ttft_ms=250.0, tpot_ms=50.0),
         )
     ]
 

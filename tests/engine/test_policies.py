@@ -88,7 +88,7 @@ def test_a_higher_one_displaces_for_blocks_only_if_it_can_then_start() -> None:
     assert engine.outputs[high.id] == engine.expected(high)
 
 
-# -- fair shares --------------------------------------------------------------------------------------------------------
+# -- fair shares -------------------------------------------------------------------------------------------------------
 
 
 class FairLoad:
@@ -174,7 +174,7 @@ def test_names_made_up_by_clients_are_not_remembered_for_ever() -> None:
     assert len(fair.counters) <= 2 * MAX_IDLE_TENANTS + 1
 
 
-# -- targets ------------------------------------------------------------------------------------------------------------
+# -- targets -----------------------------------------------------------------------------------------------------------
 
 
 def test_least_slack_is_first_and_who_is_late_comes_behind() -> None:
@@ -215,7 +215,7 @@ def test_under_overload_twice_as_many_meet_their_target_as_first_come_first_serv
     assert goodput("deadline", 0) >= 2 * goodput("fcfs", 0) > 0
 
 
-# -- deadlines ----------------------------------------------------------------------------------------------------------
+# -- deadlines ---------------------------------------------------------------------------------------------------------
 
 
 def test_who_can_no_longer_make_its_deadline_leaves_before_it_has_passed_and_costs_no_step() -> None:
