@@ -49,6 +49,9 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
         arrived=now,
         deadline=now + submit.timeout_s if submit.HasField("timeout_s") else math.inf,
         priority=submit.priority,
+        tenant=submit.tenant,
+        ttft_s=submit.slo.ttft_ms / 1e3 if submit.slo.HasField("ttft_ms") else math.inf,
+        tpot_s=submit.slo.tpot_ms / 1e3 if submit.slo.HasField("tpot_ms") else math.inf,
         cache_root=chain_root(submit.cache.salt),
         bypass_cache=submit.cache.bypass,
     )
@@ -92,6 +95,7 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
         prefill_s=first_token - scheduled,
         decode_s=ended.at - first_token,
         detail=ended.detail,
+        preempted_tokens=seq.preempted_tokens,
     )
 
 
@@ -113,4 +117,7 @@ def _load_message(load: LoadSnapshot) -> control_pb2.Load:
         step_sequences=counters.step_sequences,
         step_tokens=counters.step_tokens,
         step_s=load.step_s,
+        preempted_tokens=counters.preempted_tokens,
+        recomputed_tokens=counters.recomputed_tokens,
+        dropped_tokens=counters.dropped_tokens,
     )

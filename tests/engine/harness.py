@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 
 from engine.blocks import BlockPool, chain_root
+from engine.policies import PolicyName
 from engine.runner_info import KVCacheSpec, RunnerInfo
 from engine.scheduler import Scheduler
 from engine.schedules import ScheduleName
 from engine.sequence import SamplingParams, Sequence, StepPlan
 from engine.step_output import Ended
 from engine.steps_in_flight import StepsInFlight
-from engine.synthetic import SyntheticRunner, expected_tokens
+from engine.synthetic import StepTime, SyntheticRunner, expected_tokens
 
 VOCAB_SIZE = 258
 
@@ -45,8 +47,15 @@ class SteppedEngine:
         prefix_caching: bool = True,
         schedule: ScheduleName = "continuous",
         lookahead: int = 0,
+        policy: PolicyName = "priority",
+        ageing_s: float = 60.0,
+        tenant_weights: Mapping[str, float] | None = None,
+        target_itl_s: float | None = None,
+        step_time: StepTime | None = None,
     ) -> None:
+        """step_time: of a step in simulated time; None: a second passes after each step, which takes none."""
         self.now = 0.0
+        self.step_time = step_time
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
             self.pool,
@@ -56,6 +65,10 @@ class SteppedEngine:
             prefix_caching=prefix_caching,
             clock=lambda: self.now,
             schedule=schedule,
+            policy=policy,
+            ageing_s=ageing_s,
+            tenant_weights=tenant_weights,
+            target_itl_s=target_itl_s,
         )
         self.runner = synthetic_runner(num_blocks, block_size, lookahead)
         self.steps = StepsInFlight(self.scheduler, self.runner)
@@ -69,6 +82,9 @@ class SteppedEngine:
         max_tokens: int = 8,
         *,
         priority: int = 0,
+        tenant: str = "",
+        ttft_s: float = math.inf,
+        tpot_s: float = math.inf,
         timeout_s: float = math.inf,
         salt: str = "",
         bypass: bool = False,
@@ -82,6 +98,9 @@ class SteppedEngine:
             arrived=self.now,
             deadline=self.now + timeout_s,
             priority=priority,
+            tenant=tenant,
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
             cache_root=chain_root(salt),
             bypass_cache=bypass,
         )
@@ -98,10 +117,13 @@ class SteppedEngine:
         plan = self.scheduler.schedule()
         if not plan.is_empty:
             self.steps.launch(plan)
+            if self.step_time:
+                self.now += self.step_time.of(plan)
         if len(self.steps) > (0 if plan.is_empty else self.runner.lookahead):
             self.steps.commit_oldest()
         self._take_output()
-        self.now += 1.0
+        if not self.step_time:
+            self.now += 1.0
         self.scheduler.check_integrity()
         return plan
 

@@ -6,9 +6,11 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from engine.policies import PolicyName
 from engine.schedules import ScheduleName
 from engine.sequence import EndReason, Sampled, StepPlan
 from engine.steps_in_flight import Launched, Runner, StepsInFlight
+from engine.synthetic import StepTime
 from tests.engine.harness import SteppedEngine
 
 MAX_MODEL_LEN = 60
@@ -22,6 +24,8 @@ prompts = st.builds(
 
 class SchedulerMachine(RuleBasedStateMachine):
     schedule: ScheduleName = "continuous"
+    policy: PolicyName = "priority"
+    target_itl_s: float | None = None
     lookahead = 0
 
     def __init__(self) -> None:
@@ -34,6 +38,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             token_budget=11,
             max_model_len=MAX_MODEL_LEN,
             schedule=self.schedule,
+            policy=self.policy,
+            ageing_s=10.0,
+            tenant_weights={"b": 2.0},
+            target_itl_s=self.target_itl_s,
+            step_time=StepTime(0.5, 0.1, 0.1),
             lookahead=self.lookahead,
         )
         self.seqs = []
@@ -43,12 +52,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 30),
         priority=st.integers(-1, 1),
         timeout_s=st.sampled_from([float("inf"), 1.0, 20.0]),
+        tenant=st.sampled_from(["", "a", "b"]),
+        slo=st.sampled_from([{}, {"ttft_s": 2.0}, {"ttft_s": 15.0, "tpot_s": 1.0}]),
         salt=st.sampled_from(["", "a"]),
         bypass=st.booleans(),
         stops=st.sampled_from([frozenset(), frozenset(range(0, 258, 9))]),
     )
-    def add(self, prompt, max_tokens, priority, timeout_s, salt, bypass, stops):
-        rules = {"priority": priority, "timeout_s": timeout_s, "salt": salt, "bypass": bypass}
+    def add(self, prompt, max_tokens, priority, timeout_s, tenant, slo, salt, bypass, stops):
+        rules = {"priority": priority, "timeout_s": timeout_s, "tenant": tenant, "salt": salt, "bypass": bypass, **slo}
         self.seqs.append(self.engine.add(prompt, max_tokens, stop_token_ids=stops, **rules))
 
     @rule(count=st.integers(1, 12))
@@ -82,8 +93,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             got = self.engine.outputs[seq.id]
             assert got == self.engine.expected(seq)[: len(got)]
 
+    def most_preemptions(self, seq):
+        """Once before its first token and once a block of output by its equals; under priority, also by each who is
+        higher: whenever that one starts, or takes a block."""
+        size, by_higher = self.engine.pool.block_size, 0
+        if self.policy == "priority":
+            higher = [other for other in self.seqs if other.priority > seq.priority]
+            by_higher = sum((1 + other.preemptions) * (1 + -(-len(other.tokens) // size)) for other in higher)
+        return 1 + seq.output_len // size + by_higher
+
     def teardown(self):
         self.engine.run()
+        for seq in self.seqs:
+            assert seq.preemptions <= self.most_preemptions(seq), "admission and preemption chase each other"
         assert self.engine.pool.num_referenced == 0
         for seq in self.seqs:
             ended = self.engine.ended[seq.id]
@@ -104,6 +126,21 @@ class InterleavedMachine(SchedulerMachine):
 
 class StaticMachine(SchedulerMachine):
     schedule = "static"
+
+
+class FcfsMachine(SchedulerMachine):
+    policy = "fcfs"
+
+
+class FairMachine(SchedulerMachine):
+    policy = "fair"
+    lookahead = 1
+
+
+class DeadlineMachine(SchedulerMachine):
+    policy = "deadline"
+    target_itl_s = 1.2
+    lookahead = 1
 
 
 class OverlapMachine(SchedulerMachine):
@@ -155,10 +192,16 @@ class UnreliableMachine(SchedulerMachine):
 TestContinuous = SchedulerMachine.TestCase
 TestOverlap = OverlapMachine.TestCase
 TestUnreliable = UnreliableMachine.TestCase
+TestFcfs = FcfsMachine.TestCase
+TestFair = FairMachine.TestCase
+TestDeadline = DeadlineMachine.TestCase
 TestSequential = SequentialMachine.TestCase
 TestInterleaved = InterleavedMachine.TestCase
 TestStatic = StaticMachine.TestCase
 TestContinuous.settings = TestOverlap.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestFcfs.settings = TestFair.settings = TestDeadline.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
 TestSequential.settings = TestInterleaved.settings = TestStatic.settings = TestUnreliable.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )

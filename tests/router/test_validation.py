@@ -167,6 +167,9 @@ BAD = [
     ("output.logprobs", {"output": {"logprobs": 21}}),
     ("cache.salt", {"cache": {"salt": "é" * 64 + "a"}}),
     ("priority", {"priority": 1001}),
+    ("slo.ttft_ms", {"slo": {"ttft_ms": 0}}),
+    ("slo.ttft_ms", {"slo": {"ttft_ms": "NaN"}}),
+    ("slo.tpot_ms", {"slo": {"tpot_ms": 4e6}}),
     ("priority", {"priority": -1001}),
 ]
 
