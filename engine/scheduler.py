@@ -16,12 +16,15 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterable
 
+from engine.block_copies import BlockCopies
 from engine.blocks import BlockPool
-from engine.prefix_cache import PrefixCache
+from engine.prefix_cache import Prefix, PrefixCache
 from engine.schedules import SCHEDULES, ScheduleName
 from engine.sequence import Chunk, EndReason, Sampled, Sequence, State, StepPlan, TokenLogprobs
+from engine.shared_prompts import SharedPrompts
 from engine.step_output import Counters, Ended, StepOutput
 
 
@@ -65,6 +68,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of admission
         self.waiting: list[Sequence] = []  # sorted by admission_order
         self._prefixes = PrefixCache(pool, prefix_caching)
+        self._prompts = SharedPrompts(pool)
+        self._copies = BlockCopies(pool)
         self._schedule = SCHEDULES[schedule](token_budget)
         self._num_planned = 0  # plans made, and those that are committed
         self._num_committed = 0
@@ -86,7 +91,8 @@ class Scheduler:
             capacity = self.pool.num_blocks * self.pool.block_size
             self._end(seq, EndReason.REJECTED, detail=f"up to {seq.max_len} tokens, the KV cache holds {capacity}")
             return
-        insort(self.waiting, seq, key=admission_order)
+        if not self._prompts.park(seq):
+            self._queue(seq)
         if seq.deadline < math.inf:
             if len(self._deadlines) > 2 * len(self._live) + 64:  # far deadlines of what has long ended
                 self._deadlines = [entry for entry in self._deadlines if entry[1] in self._live]
@@ -105,6 +111,10 @@ class Scheduler:
     @property
     def next_deadline(self) -> float:
         return self._deadlines[0][0] if self._deadlines else math.inf
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + self._prompts.num_parked
 
     @property
     def num_slots_unused(self) -> int:
@@ -138,6 +148,7 @@ class Scheduler:
                 self._prefixes.publish(seq, chunk.end)
             if token >= 0:  # its own, even if it has been preempted since the step was scheduled
                 self._append(seq, token, sampled.logprobs[at])
+        self._copies.commit(plan.copies)
         self._num_committed += 1
         self.counters.steps += 1
         self.counters.step_sequences = len(plan.chunks)
@@ -167,7 +178,7 @@ class Scheduler:
             length = min(seq.remaining_len, budget)
             chunks.append(Chunk(seq, seq.num_computed, length, length == seq.remaining_len))
             budget -= length
-        return StepPlan(chunks)
+        return StepPlan(chunks, self._copies.plan(chunks))
 
     def _count_on(self, plan: StepPlan) -> None:
         """From now on the plan's tokens count as computed, and those that it chooses as existing."""
@@ -192,29 +203,54 @@ class Scheduler:
 
     def _start(self, seq: Sequence) -> bool:
         """Gives a waiting sequence blocks for every token that it has, if there are as many."""
+        if seq.last_plan > self._num_committed:  # preempted while a step computes it: that comes first
+            return False
+        prefix = self._affordable_prefix(seq)
+        if prefix is None and not self.running and self._prompts.release():
+            prefix = self._affordable_prefix(seq)
+        if prefix is None:
+            return False
+        self._unqueue(seq)
+        self.pool.share(prefix.sources)
+        num_shared = len(prefix.blocks)
+        seq.blocks = prefix.blocks + self.pool.allocate(self.pool.blocks_for(seq.num_tokens) - num_shared)
+        if prefix.partial is not None:
+            self._copies.want(seq.id, prefix.partial, seq.blocks[num_shared])
+        seq.num_published = num_shared
+        seq.num_computed = prefix.num_tokens
+        seq.state = State.RUNNING
+        self.running.append(seq)
+        self._prompts.started(seq)
+        if seq.first_scheduled is None:
+            seq.first_scheduled = self.clock()
+            self._count_prompt(seq, prefix)
+        seq.recomputed_tokens += max(0, seq.num_lost - seq.num_computed)
+        return True
+
+    def _affordable_prefix(self, seq: Sequence) -> Prefix | None:
+        """What a waiting sequence can start from; None if there are not enough blocks for the rest of it."""
         # One block each is left for those who run: else a newcomer would be preempted as soon as they grow. It also
         # keeps out who has just been preempted: what it gave up, less the block it was given up for, is too little.
         spare = self.pool.num_available - len(self.running)
-        if spare < 1 or seq.last_plan > self._num_committed:  # preempted while a step computes it: that comes first
-            return False
-        hits = self._prefixes.match(seq)
-        needed = self.pool.blocks_for(seq.num_tokens) - len(hits)
-        if needed > spare - self.pool.num_unreferenced(hits):
-            return False
-        self._unqueue(seq)
-        self.pool.share(hits)
-        seq.blocks = hits + self.pool.allocate(needed)
-        seq.num_published = len(hits)
-        seq.num_computed = len(hits) * self.pool.block_size
-        seq.state = State.RUNNING
-        self.running.append(seq)
-        if seq.first_scheduled is None:
-            seq.first_scheduled = self.clock()
-            seq.cached_tokens = seq.num_computed
-            self.counters.prompt_tokens += seq.prompt_len
-            self.counters.cached_tokens += seq.cached_tokens
-        seq.recomputed_tokens += max(0, seq.num_lost - seq.num_computed)
-        return True
+        if spare < 1:
+            return None
+        prefix = self._prompts.find(seq) or self._prefixes.match(seq)
+        needed = self.pool.blocks_for(seq.num_tokens) - len(prefix.blocks)
+        if needed + self.pool.num_unreferenced(prefix.sources) <= spare:
+            return prefix
+        if prefix.partial is None or needed + self.pool.num_unreferenced(prefix.blocks) > spare:
+            return None
+        return prefix.whole_blocks(self.pool.block_size)  # the block to copy is one more, while the copy is made
+
+    def _count_prompt(self, seq: Sequence, prefix: Prefix) -> None:
+        """A prompt counts once, whatever the number of sequences that start from it."""
+        if prefix.sibling is not None:
+            seq.cached_tokens = prefix.sibling.cached_tokens
+            return
+        seq.cached_tokens = prefix.num_tokens
+        self.pool.note_hit(prefix.sources)
+        self.counters.prompt_tokens += seq.prompt_len
+        self.counters.cached_tokens += seq.cached_tokens
 
     def _unfinished(self) -> list[Sequence]:
         """Who runs and has more to compute, as far as that is known."""
@@ -228,6 +264,8 @@ class Scheduler:
         running = self._unfinished()
         for seq in [seq for seq in running if len(seq.tokens) + seq.num_pending > len(seq.blocks) * size]:
             while seq.blocks and len(seq.tokens) + seq.num_pending > len(seq.blocks) * size:
+                if not self.pool.num_available:
+                    self._prompts.release()
                 if self.pool.num_available:
                     seq.blocks += self.pool.allocate(1)
                 else:
@@ -241,12 +279,14 @@ class Scheduler:
         seq.state = State.WAITING
         seq.preemptions += 1
         self.counters.preemptions += 1
-        insort(self.waiting, seq, key=admission_order)
+        self._queue(seq)
 
     def _append(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         seq.tokens.append(token)
         if seq.first_token is None:
             seq.first_token = self.clock()
+            for sibling in self._prompts.computed(seq):
+                self._queue(sibling)
         output = self._output
         output.sequences.append(seq.id)
         output.tokens.append(token)
@@ -264,16 +304,24 @@ class Scheduler:
         else:
             self._unqueue(seq)
         seq.state = State.FINISHED
+        for sibling in self._prompts.ended(seq):
+            self._queue(sibling)
         del self._live[seq.id]
         self._output.ended.append(Ended(seq, reason, self.clock(), matched, detail))
 
+    def _queue(self, seq: Sequence) -> None:
+        insort(self.waiting, seq, key=admission_order)
+
     def _unqueue(self, seq: Sequence) -> None:
         at = bisect_left(self.waiting, admission_order(seq), key=admission_order)
-        if at < len(self.waiting) and self.waiting[at] is seq:  # who was rejected has never been in it
+        if (
+            at < len(self.waiting) and self.waiting[at] is seq
+        ):  # who was rejected, or waits for its prompt, is not in it
             del self.waiting[at]
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
+        self._copies.drop(seq.id)
         self.pool.release(seq.blocks)
         seq.blocks = []
 
@@ -286,7 +334,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block and every sequence is accounted for."""
-        self.pool.check_integrity(seq.blocks for seq in self.running)
+        tables = [seq.blocks for seq in self.running]
+        self.pool.check_integrity([*tables, *self._prompts.held(), *self._copies.held()])
         assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} running, at most {self.max_num_seqs} may"
         going = [
             seq for seq in self.running if seq.state is not State.FINISHED
@@ -294,10 +343,18 @@ class Scheduler:
         assert all(seq.state is State.RUNNING for seq in going)
         assert bool(going) == bool(self.running), "a batch of finished sequences alone"
         assert all(seq.state is State.WAITING and not seq.blocks for seq in self.waiting)
-        assert {seq.id for seq in going + self.waiting} == self._live.keys()
+        parked = list(self._prompts.parked())
+        assert all(seq.state is State.WAITING and not seq.blocks for seq in parked)
+        assert {seq.id for seq in going + self.waiting + parked} == self._live.keys()
         assert self.waiting == sorted(self.waiting, key=admission_order)
         for seq in self.running:
             assert seq.remaining_len > 0, f"sequence {seq.id} runs with nothing to compute"
             uncommitted = self._num_planned - self._num_committed
             assert seq.num_pending <= uncommitted, f"sequence {seq.id} counts on tokens that nobody computes"
             assert len(seq.blocks) >= self.pool.blocks_for(seq.num_computed)
+        users = Counter(block for table in tables for block in table)
+        for seq in self.running:
+            unwritten = seq.blocks[seq.num_computed // self.pool.block_size :]
+            assert all(users[block] == 1 for block in unwritten), (
+                f"sequence {seq.id} writes to a block that others read"
+            )

@@ -63,6 +63,7 @@ class Sequence:
     blocks        the block table: block i holds tokens [i * block_size, (i + 1) * block_size)
     deadline      on the engine's clock; math.inf for none
     max_len       tokens, prompt included, at which it ends with LENGTH; the scheduler sets it on arrival
+    request       names the request whose prompt it shares with others; None: it has its own
     """
 
     id: int
@@ -74,6 +75,7 @@ class Sequence:
     priority: int = 0
     cache_root: bytes = b""  # of blocks.chain_root
     bypass_cache: bool = False
+    request: int | None = None
 
     state: State = State.WAITING
     max_len: int = 0
@@ -81,7 +83,7 @@ class Sequence:
     num_computed: int = 0
     num_lost: int = 0  # what num_computed was when last preempted
     last_plan: int = 0  # the scheduler's number of the last plan that computes it
-    num_published: int = 0  # leading blocks that others may find
+    num_published: int = 0  # leading blocks that others may find or that were taken over from them: never written to
     blocks: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # one for each full block hashed so far
 
@@ -129,9 +131,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes: chunks of different sequences, decodes first."""
+    """What one step computes: chunks of different sequences, decodes first.
+
+    copies  (source, target), blocks whose content is copied before that: no block twice among the targets, and none of
+            them among the sources
+    """
 
     chunks: list[Chunk]
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:

@@ -11,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"protos", "channel", "router", "engine", "kernels", "checkpoints", "clients", "bench", "tests"}
-SCHEDULING = {"scheduler", "schedules", "prefix_cache", "blocks", "sequence", "step_output"}
+SCHEDULING = {
+    "scheduler", "schedules", "sequence", "step_output",
+    "blocks", "block_copies", "block_heads", "eviction", "prefix_cache", "shared_prompts",
+}  # fmt: skip
 
 
 def imports_of(path: Path) -> set[str]:

@@ -23,6 +23,7 @@ prompts = st.builds(
 class SchedulerMachine(RuleBasedStateMachine):
     schedule: ScheduleName = "continuous"
     lookahead = 0
+    prefix_caching = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,6 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             schedule=self.schedule,
             lookahead=self.lookahead,
+            prefix_caching=self.prefix_caching,
         )
         self.seqs = []
 
@@ -46,10 +48,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "a"]),
         bypass=st.booleans(),
         stops=st.sampled_from([frozenset(), frozenset(range(0, 258, 9))]),
+        count=st.sampled_from([1, 1, 2, 4]),
     )
-    def add(self, prompt, max_tokens, priority, timeout_s, salt, bypass, stops):
+    def add(self, prompt, max_tokens, priority, timeout_s, salt, bypass, stops, count):
         rules = {"priority": priority, "timeout_s": timeout_s, "salt": salt, "bypass": bypass}
-        self.seqs.append(self.engine.add(prompt, max_tokens, stop_token_ids=stops, **rules))
+        self.seqs += self.engine.add_siblings(count, prompt, max_tokens, stop_token_ids=stops, **rules)
 
     @rule(count=st.integers(1, 12))
     def steps(self, count):
@@ -58,8 +61,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             plan = self.engine.step()
             assert plan.num_tokens <= 11
             assert len(plan.chunks) <= 6
-            running = self.engine.scheduler.running
-            assert plan.chunks or was_busy or not (running or self.engine.scheduler.waiting), (
+            scheduler = self.engine.scheduler
+            assert plan.chunks or was_busy or not (scheduler.running or scheduler.num_waiting), (
                 "work waits, and nobody works"
             )
 
@@ -92,6 +95,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 expected = expected[:stop]
             if ended.reason in (EndReason.LENGTH, EndReason.STOP):
                 assert self.engine.outputs[seq.id] == expected
+
+
+class UncachedMachine(SchedulerMachine):
+    """Only the sequences of one request share blocks."""
+
+    prefix_caching = False
 
 
 class SequentialMachine(SchedulerMachine):
@@ -155,10 +164,11 @@ class UnreliableMachine(SchedulerMachine):
 TestContinuous = SchedulerMachine.TestCase
 TestOverlap = OverlapMachine.TestCase
 TestUnreliable = UnreliableMachine.TestCase
+TestUncached = UncachedMachine.TestCase
 TestSequential = SequentialMachine.TestCase
 TestInterleaved = InterleavedMachine.TestCase
 TestStatic = StaticMachine.TestCase
 TestContinuous.settings = TestOverlap.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
-TestSequential.settings = TestInterleaved.settings = TestStatic.settings = TestUnreliable.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
+TestSequential.settings = TestInterleaved.settings = TestStatic.settings = TestUncached.settings = (
+    TestUnreliable.settings
+) = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,141 @@
+"""What a prompt takes over from those before it: parts of blocks too, and what stays worth keeping."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.blocks import BlockPool
+from tests.engine.harness import SteppedEngine
+from tests.engine.test_scheduler import prompt
+
+
+def test_a_prefix_that_ends_inside_a_block_is_copied() -> None:
+    engine = SteppedEngine(block_size=16, token_budget=64)
+    cached = engine.add(prompt(48), max_tokens=1)
+    engine.run()
+    shorter = engine.add([*prompt(42), 1, 2, 3], max_tokens=8)
+    plan = engine.step()
+    ((source, target),) = plan.copies
+    assert shorter.cached_tokens == 42
+    assert source != target == shorter.blocks[2]
+    engine.run()
+    again = engine.add(prompt(48), max_tokens=8)
+    engine.run()
+    assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in (cached, shorter, again))
+    assert again.cached_tokens == 47
+
+
+def test_less_than_a_quarter_of_a_block_is_computed_instead() -> None:
+    engine = SteppedEngine(block_size=16, token_budget=64)
+    engine.add(prompt(48), max_tokens=1)
+    engine.run()
+    for common, cached in ((35, 32), (36, 36)):
+        seq = engine.add([*prompt(common), 1, 2, 3, 4, 5], max_tokens=1)
+        engine.run()
+        assert seq.cached_tokens == cached
+
+
+@pytest.mark.parametrize("rules", [{"salt": "other"}, {"bypass": True}])
+def test_no_part_of_a_block_is_found_under_another_salt_or_by_who_bypasses(rules: dict[str, str | bool]) -> None:
+    engine = SteppedEngine(block_size=16, token_budget=64)
+    engine.add(prompt(16), max_tokens=1)
+    engine.run()
+    seq = engine.add(prompt(10), max_tokens=1, **rules)  # type: ignore[arg-type]
+    assert not engine.step().copies
+    assert seq.cached_tokens == 0
+
+
+def test_no_part_of_a_block_is_found_behind_another_prefix_or_after_a_flush() -> None:
+    engine = SteppedEngine(block_size=4, token_budget=64)
+    a, b, c = ([first] * 4 for first in (1, 2, 3))
+    engine.add(a + b + [9], max_tokens=1)
+    engine.add(c + [9], max_tokens=1)
+    engine.run()
+    elsewhere = engine.add(c + b[:3] + [8, 8], max_tokens=1)
+    engine.run()
+    assert elsewhere.cached_tokens == 4
+    engine.scheduler.flush_cache()
+    flushed = engine.add(a + b[:3] + [8, 8], max_tokens=1)
+    engine.run()
+    assert flushed.cached_tokens == 0
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_the_source_of_a_copy_is_held_until_the_step_that_makes_it_is_committed(lookahead: int) -> None:
+    engine = SteppedEngine(block_size=4, lookahead=lookahead)
+    engine.add(prompt(9), max_tokens=1)
+    engine.run()
+    seq = engine.add([*prompt(7), 1, 2], max_tokens=4)
+    ((source, _),) = engine.scheduler.schedule().copies
+    assert source not in seq.blocks
+    assert engine.pool.num_referenced == len(seq.blocks) + 1
+    engine.abort(seq.id)
+    assert engine.pool.num_referenced == 1, "a step that fails is computed again"
+
+
+def test_a_copy_that_there_is_no_room_for_is_not_made() -> None:
+    engine = SteppedEngine(num_blocks=5, block_size=4, max_model_len=20, token_budget=64)
+    engine.add(prompt(8), max_tokens=1)
+    engine.run()
+    seq = engine.add([*prompt(7), 1, 2, 3, 4, 5, 6, 7, 8, 9, 10], max_tokens=3)
+    engine.run()
+    assert seq.cached_tokens == 4
+    assert engine.outputs[seq.id] == engine.expected(seq)
+
+
+def test_prompts_that_come_once_do_not_displace_one_that_many_share() -> None:
+    engine = SteppedEngine(num_blocks=64, block_size=4, token_budget=300)
+    system = prompt(80)
+    for at in range(3):
+        engine.add([*system, at, at, at], max_tokens=2)
+        engine.run()
+    for at in range(20):  # four times as much as the pool holds
+        engine.add([200, *prompt(50, at)], max_tokens=2)
+        engine.run()
+    again = engine.add([*system, 9, 9, 9], max_tokens=2)
+    engine.run()
+    assert again.cached_tokens >= 80
+
+
+def test_what_is_no_longer_asked_for_makes_way_for_what_is() -> None:
+    engine = SteppedEngine(num_blocks=64, block_size=4, token_budget=300)
+    cached = []
+    for topic in range(12):  # each is hot while its time lasts, and two of them fill the pool
+        for at in range(3):
+            seq = engine.add([topic, *prompt(100, topic), at, at], max_tokens=2)
+            engine.run()
+        cached.append(seq.cached_tokens)
+    assert min(cached) >= 100
+
+
+def test_a_second_prompt_behind_a_long_system_prompt_computes_little() -> None:
+    engine = SteppedEngine(num_blocks=400, block_size=16, token_budget=512, max_model_len=3000)
+    system = prompt(2048)
+    computed = []
+    for own in ([1, 2, 3] * 10, [4, 5, 6] * 10):
+        seq = engine.add(system + own, max_tokens=1)
+        engine.run()
+        computed.append(seq.prompt_len - seq.cached_tokens)
+    assert computed[1] <= 0.15 * computed[0]
+
+
+def test_entries_of_blocks_that_were_evicted_do_not_pile_up() -> None:
+    engine = SteppedEngine(num_blocks=16, block_size=4, max_model_len=64, token_budget=64)
+    for at in range(60):
+        engine.add([at, *prompt(30, at)], max_tokens=1)
+        engine.run()
+    heads = engine.scheduler._prefixes._heads
+    assert len(heads._contents) <= 2 * 16 + 65
+
+
+def test_a_pool_whose_content_is_all_hot_still_evicts() -> None:
+    pool = BlockPool(10, 4)
+    blocks = pool.allocate(10)
+    for at, block in enumerate(blocks):
+        pool.publish(block, bytes([at]))
+    pool.note_hit(blocks)
+    pool.release(blocks)
+    assert pool.num_evictable == 10
+    assert pool.allocate(1) == [blocks[-1]], "the two that were added first are cold again"
+    assert len(pool.allocate(9)) == 9
+    pool.check_integrity([blocks])
