@@ -13,8 +13,8 @@ from tests.engine.test_scheduler import prompt
 def run_and_count(engine: SteppedEngine) -> tuple[int, int]:
     """Tokens computed until all is done, and the most blocks that were in use."""
     tokens = blocks = 0
-    while not (plan := engine.step()).is_empty or engine.steps:
-        tokens += plan.num_tokens
+    while engine.scheduler.num_waiting or engine.scheduler.running or engine.steps:
+        tokens += engine.step().num_tokens
         blocks = max(blocks, engine.pool.num_referenced)
     return tokens, blocks
 
@@ -95,23 +95,24 @@ def test_a_deadline_ends_those_that_wait_for_their_prompt() -> None:
 
 
 def test_a_prompt_that_is_held_makes_way_before_anybody_is_preempted() -> None:
-    engine = SteppedEngine(num_blocks=16, block_size=4, max_num_seqs=2, max_model_len=64, prefix_caching=False)
-    other = engine.add(prompt(4, 9), max_tokens=28)
-    seqs = engine.add_siblings(2, prompt(28), max_tokens=1)
-    while engine.pool.num_available:
-        engine.step()
-    assert seqs[0].id in engine.ended or engine.scheduler.counters.preemptions == 0
+    engine = SteppedEngine(num_blocks=10, block_size=4, max_num_seqs=2, max_model_len=40, prefix_caching=False)
+    growing = engine.add(prompt(4, 9), max_tokens=34)
+    seqs = engine.add_siblings(4, prompt(17), max_tokens=1, priority=-1)
+    engine.step()
+    engine.step()
+    assert seqs[0].id in engine.ended
+    engine.scheduler.max_num_seqs = 1  # the others have to wait while the pool fills up
     engine.run()
     assert engine.scheduler.counters.preemptions == 0
-    assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in [other, *seqs])
+    assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in [growing, *seqs])
 
 
 def test_a_prompt_that_is_held_cannot_keep_everybody_out() -> None:
-    """Of a pool that it fills, while those that it is held for are behind one of higher priority."""
+    """It fills the pool, and those that it is held for are behind one of higher priority."""
     engine = SteppedEngine(num_blocks=8, block_size=4, max_num_seqs=1, max_model_len=32, prefix_caching=False)
     seqs = engine.add_siblings(3, prompt(29), max_tokens=1)
+    engine.step()
     urgent = engine.add(prompt(28, 5), max_tokens=3, priority=1)
-    engine.scheduler.waiting.sort(key=lambda seq: -seq.priority)  # the prompt starts first
     engine.run()
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in [urgent, *seqs])
 

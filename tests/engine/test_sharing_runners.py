@@ -1,4 +1,4 @@
-"""Shared and copied blocks with real pages: the runners of a CPU and of a device generate what separate requests get."""
+"""Shared and copied blocks with real pages: the runners of a CPU and of a device."""
 
 from __future__ import annotations
 
