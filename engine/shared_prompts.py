@@ -79,7 +79,8 @@ class SharedPrompts:
     def started(self, seq: Sequence) -> None:
         """It has blocks of its own: the prompt's are held for the others alone."""
         request = self._of(seq)
-        if request is not None and request.others.pop(seq.id, None):
+        if request is not None and seq.id in request.others:
+            del request.others[seq.id]
             self._forget_if_all_started(request)
 
     def ended(self, seq: Sequence) -> list[Sequence]:

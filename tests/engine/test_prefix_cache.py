@@ -128,14 +128,13 @@ def test_entries_of_blocks_that_were_evicted_do_not_pile_up() -> None:
     assert len(heads._contents) <= 2 * 16 + 1
 
 
-def test_a_pool_whose_content_is_all_hot_still_evicts() -> None:
+def test_hot_content_fills_four_fifths_of_the_pool_at_most() -> None:
     pool = BlockPool(10, 4)
-    blocks = pool.allocate(10)
-    for at, block in enumerate(blocks):
-        pool.publish(block, bytes([at]))
-    pool.note_hit(blocks)
-    pool.release(blocks)
-    assert pool.num_evictable == 10
-    assert pool.allocate(1) == [blocks[-1]], "the two that were added first are cold again"
-    assert len(pool.allocate(9)) == 9
-    pool.check_integrity([blocks])
+    *hot, new = pool.allocate(10)
+    for block in (*hot, new):
+        pool.publish(block, bytes([block]))
+    pool.note_hit(hot)
+    pool.release(hot)
+    pool.release([new])
+    assert pool.allocate(3) == [hot[-1], new, hot[-2]], "the first that was added is one too many"
+    assert len(pool.allocate(7)) == 7

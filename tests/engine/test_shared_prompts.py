@@ -13,10 +13,12 @@ from tests.engine.test_scheduler import prompt
 def run_and_count(engine: SteppedEngine) -> tuple[int, int]:
     """Tokens computed until all is done, and the most blocks that were in use."""
     tokens = blocks = 0
-    while engine.scheduler.num_waiting or engine.scheduler.running or engine.steps:
+    for _ in range(10_000):
+        if not (engine.scheduler.num_waiting or engine.scheduler.running or engine.steps):
+            return tokens, blocks
         tokens += engine.step().num_tokens
         blocks = max(blocks, engine.pool.num_referenced)
-    return tokens, blocks
+    raise AssertionError("it does not come to an end")
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
