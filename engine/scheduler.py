@@ -114,6 +114,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
+        """Those included that wait for another sequence to compute their prompt."""
         return len(self.waiting) + self._prompts.num_parked
 
     @property
@@ -314,9 +315,8 @@ class Scheduler:
 
     def _unqueue(self, seq: Sequence) -> None:
         at = bisect_left(self.waiting, admission_order(seq), key=admission_order)
-        if (
-            at < len(self.waiting) and self.waiting[at] is seq
-        ):  # who was rejected, or waits for its prompt, is not in it
+        # Who was rejected has never been in it, nor has who waits for its prompt.
+        if at < len(self.waiting) and self.waiting[at] is seq:
             del self.waiting[at]
 
     def _leave(self, seq: Sequence) -> None:
@@ -355,6 +355,4 @@ class Scheduler:
         users = Counter(block for table in tables for block in table)
         for seq in self.running:
             unwritten = seq.blocks[seq.num_computed // self.pool.block_size :]
-            assert all(users[block] == 1 for block in unwritten), (
-                f"sequence {seq.id} writes to a block that others read"
-            )
+            assert all(users[block] == 1 for block in unwritten), f"sequence {seq.id} writes to what others read"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.blocks import BlockPool
+from engine.steps_in_flight import StepsInFlight
 from tests.engine.harness import SteppedEngine
 from tests.engine.test_scheduler import prompt
+from tests.engine.unreliable import UnreliableRunner
 
 
 def test_a_prefix_that_ends_inside_a_block_is_copied() -> None:
@@ -71,6 +73,36 @@ def test_the_source_of_a_copy_is_held_until_the_step_that_makes_it_is_committed(
     assert engine.pool.num_referenced == len(seq.blocks) + 1
     engine.abort(seq.id)
     assert engine.pool.num_referenced == 1, "a step that fails is computed again"
+
+
+def test_who_ends_before_its_first_step_needs_no_copy() -> None:
+    engine = SteppedEngine(block_size=4, schedule="interleaved")
+    engine.add(prompt(9), max_tokens=1)
+    engine.run()
+    other = engine.add(prompt(4, 50), max_tokens=9)
+    seq = engine.add([*prompt(7), 1, 2], max_tokens=4)
+    plan = engine.step()
+    assert [chunk.seq for chunk in plan.chunks] == [other]
+    assert seq.blocks
+    assert not plan.copies, "it is made when it is needed"
+    engine.abort(seq.id)
+    assert engine.pool.num_referenced == len(other.blocks)
+    engine.run()
+    assert engine.outputs[other.id] == engine.expected(other)
+
+
+@pytest.mark.parametrize("failure", ["at launch", "when read"])
+def test_copies_of_a_step_that_fails_are_made_again(failure: str) -> None:
+    engine = SteppedEngine(block_size=4, lookahead=1)
+    engine.add(prompt(9), max_tokens=1)
+    engine.run()
+    engine.runner = runner = UnreliableRunner(engine.runner)  # type: ignore[assignment]
+    engine.steps = StepsInFlight(engine.scheduler, runner)
+    runner.failures = [failure]
+    seqs = [engine.add([*prompt(7), at, 2], max_tokens=6) for at in range(3)]
+    engine.run()
+    assert [seq.cached_tokens for seq in seqs] == [7, 7, 7]
+    assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in seqs)
 
 
 def test_a_copy_that_there_is_no_room_for_is_not_made() -> None:

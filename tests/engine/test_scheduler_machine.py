@@ -7,9 +7,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.schedules import ScheduleName
-from engine.sequence import EndReason, Sampled, StepPlan
-from engine.steps_in_flight import Launched, Runner, StepsInFlight
+from engine.sequence import EndReason
+from engine.steps_in_flight import StepsInFlight
 from tests.engine.harness import SteppedEngine
+from tests.engine.unreliable import UnreliableRunner
 
 MAX_MODEL_LEN = 60
 # Few different prompts, sharing prefixes, so that the cache is hit often.
@@ -119,31 +120,6 @@ class OverlapMachine(SchedulerMachine):
     """A step is launched before the one before it is read."""
 
     lookahead = 1
-
-
-class Broken:
-    """A step whose failure shows when it is read."""
-
-    def result(self) -> Sampled:
-        raise FloatingPointError("as told")
-
-
-class UnreliableRunner:
-    """Fails the steps that it is told to, at their launch or when they are read, and computes nothing of them."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.failures: list[str] = []
-        self.lookahead = runner.lookahead
-        self._runner = runner
-
-    def recover(self) -> None:
-        self._runner.recover()
-
-    def launch(self, plan: StepPlan) -> Launched:
-        failure = self.failures.pop(0) if self.failures else ""
-        if failure == "at launch":
-            raise FloatingPointError("as told")
-        return Broken() if failure == "when read" else self._runner.launch(plan)
 
 
 class UnreliableMachine(SchedulerMachine):
