@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
+
+from engine.eviction import EvictionOrder
 
 
 def chain_root(salt: str) -> bytes:
@@ -30,7 +32,7 @@ def chain_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    """Hands out blocks by number, shares them by content, and forgets the least recently used content first."""
+    """Hands out blocks by number, shares them by content, and forgets content in an EvictionOrder."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -39,7 +41,7 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._evictable = EvictionOrder(num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -67,7 +69,7 @@ class BlockPool:
             if self._free:
                 block = self._free.pop()
             else:
-                block, _ = self._evictable.popitem(last=False)
+                block = self._evictable.pop()
                 self._forget(block)
             self._references[block] = 1
             taken.append(block)
@@ -91,11 +93,16 @@ class BlockPool:
         """How many of a block table's leading blocks others use too, who share them as a prefix."""
         return bisect_left(blocks, True, key=lambda block: self._references[block] == 1)
 
+    def note_hit(self, blocks: Iterable[int]) -> None:
+        """Another request found these: they are evicted after those that nobody has."""
+        for block in blocks:
+            self._evictable.note_hit(block)
+
     def share(self, blocks: Iterable[int]) -> None:
         """One more sequence uses each of these."""
         for block in blocks:
             if self._references[block] == 0:
-                del self._evictable[block]
+                self._evictable.remove(block)
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -107,13 +114,17 @@ class BlockPool:
                 if self._hash_of[block] is None:
                     self._free.append(block)
                 else:
-                    self._evictable[block] = None
+                    self._evictable.add(block)
 
-    def publish(self, block: int, block_hash: bytes) -> None:
-        """A full block's content is computed: others may find it. A second block of the same content stays private."""
-        if block_hash not in self._block_of and self._hash_of[block] is None:
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
+    def publish(self, block: int, block_hash: bytes) -> bool:
+        """A full block's content is computed: others may find it. False for a second block of the same content, which
+        stays private.
+        """
+        if block_hash in self._block_of or self._hash_of[block] is not None:
+            return False
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        return True
 
     def flush(self) -> int:
         """Forgets all cached content; blocks in use stay with their sequences. Returns how many became free."""

@@ -19,7 +19,10 @@ log = logging.getLogger("pagoda.engine")
 
 @dataclass(frozen=True, slots=True)
 class Add:
+    """A request's sequences, `siblings` being all but its first: they arrive together, to share what they can."""
+
     seq: Sequence
+    siblings: tuple[Sequence, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +138,9 @@ class EngineLoop(threading.Thread):
 
     def _handle(self, message: Message) -> None:
         match message:
-            case Add(seq):
-                self._scheduler.add(seq)
+            case Add(seq, siblings):
+                for each in (seq, *siblings):
+                    self._scheduler.add(each)
             case Abort(ids):
                 self._scheduler.abort(ids)
             case FlushCache(reply):
@@ -153,7 +157,7 @@ class EngineLoop(threading.Thread):
         scheduler, pool = self._scheduler, self._scheduler.pool
         return LoadSnapshot(
             counters=replace(scheduler.counters),
-            waiting=len(scheduler.waiting),
+            waiting=scheduler.num_waiting,
             running=len(scheduler.running),
             blocks_total=pool.num_blocks,
             blocks_free=pool.num_free,

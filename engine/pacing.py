@@ -56,7 +56,7 @@ class Pacing:
         room = int(rest_s / token_s) if token_s > 0 else self._token_budget if rest_s > 0 else 0
         return min(self._token_budget, len(decodes) + max(MIN_PREFILL, room))
 
-    def cut(self, turn: list[Sequence], budget: int, number: int) -> StepPlan:
+    def cut(self, turn: list[Sequence], budget: int, number: int) -> list[Chunk]:
         """Chunks of these sequences, decodes first. `number`: of this plan.
 
         A prompt whose turn has not come in ADVANCE_EVERY steps gets a token even beyond the budget, but never beyond
@@ -77,4 +77,4 @@ class Pacing:
             if length:
                 chunks.append(Chunk(seq, seq.num_computed, length, length == seq.remaining_len))
                 budget -= length - is_overdue
-        return StepPlan(chunks)
+        return chunks

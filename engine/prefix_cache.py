@@ -2,8 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
+from engine.block_heads import BlockHeads
 from engine.blocks import BlockPool, chain_hash
 from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Computed tokens that a sequence can start from.
+
+    num_tokens  how many
+    blocks      full ones, to be shared
+    partial     the block that holds the rest, if any, to be copied
+    sibling     the sequence of the same request that computed it; None: it was found by its content
+    """
+
+    num_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    partial: int | None = None
+    sibling: Sequence | None = None
+
+    @property
+    def sources(self) -> list[int]:
+        """Blocks that are in use once a sequence has started from it."""
+        return self.blocks if self.partial is None else [*self.blocks, self.partial]
+
+    def whole_blocks(self, block_size: int) -> Prefix:
+        """Without the partial one."""
+        return Prefix(len(self.blocks) * block_size, self.blocks, sibling=self.sibling)
 
 
 class PrefixCache:
@@ -12,27 +40,39 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, enabled: bool) -> None:
         self._pool = pool
         self._enabled = enabled
+        self._heads = BlockHeads(pool)
 
-    def match(self, seq: Sequence) -> list[int]:
-        """Cached blocks that the sequence can start from. Its last token is always computed: its logits are needed."""
+    def match(self, seq: Sequence) -> Prefix:
+        """What is cached of a sequence. Its last token is always computed: its logits are needed."""
         if not self._serves(seq):
-            return []
-        usable = (seq.num_tokens - 1) // self._pool.block_size
-        self._extend_hashes(seq, usable)
-        return self._pool.match(seq.block_hashes[:usable])
+            return Prefix()
+        size, usable_len = self._pool.block_size, seq.num_tokens - 1
+        self._extend_hashes(seq, usable_len // size)
+        blocks = self._pool.match(seq.block_hashes[: usable_len // size])
+        start = len(blocks) * size
+        previous = seq.block_hashes[len(blocks) - 1] if blocks else seq.cache_root
+        found = self._heads.find(previous, seq.tokens[start : min(start + size, usable_len)])
+        if found is None:
+            return Prefix(start, blocks)
+        partial, num_common = found
+        return Prefix(start + num_common, blocks, partial)
 
     def num_cached(self, seq: Sequence) -> int:
         """Leading tokens of a waiting sequence that need not be computed."""
-        return len(self.match(seq)) * self._pool.block_size
+        return self.match(seq).num_tokens
 
     def publish(self, seq: Sequence, num_computed: int) -> None:
         """Lets others find the blocks that are full now that this many leading tokens are computed."""
         if not self._serves(seq):
             return
-        full = num_computed // self._pool.block_size
+        size = self._pool.block_size
+        full = num_computed // size
         self._extend_hashes(seq, full)
         for index in range(seq.num_published, full):
-            self._pool.publish(seq.blocks[index], seq.block_hashes[index])
+            address = seq.block_hashes[index]
+            if self._pool.publish(seq.blocks[index], address):
+                previous = seq.block_hashes[index - 1] if index else seq.cache_root
+                self._heads.publish(previous, address, seq.tokens[index * size : (index + 1) * size])
         seq.num_published = full
 
     def _extend_hashes(self, seq: Sequence, count: int) -> None:

@@ -16,7 +16,7 @@ from engine.sampler import Sampler
 from engine.sequence import Chunk, Sampled, StepPlan, TokenLogprobs
 from engine.step_arrays import StepArrays
 from engine.steps_in_flight import Computed
-from kernels import keep_freed_memory, set_num_threads
+from kernels import copy_blocks, keep_freed_memory, set_num_threads
 
 
 class ModelRunner:
@@ -56,6 +56,9 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Sampled:
         """Computes a plan. Doing so twice writes the same cache and chooses the same tokens."""
+        if plan.copies:
+            sources, targets = torch.tensor(plan.copies).T
+            copy_blocks(self._cache, sources, targets)
         inputs = self._arrays.pack(plan.chunks, self._ops, self._cache[0], self._model.config.sliding_window)
         logits = self._model.forward(inputs, self._cache)
         sampling = [at for at, chunk in enumerate(plan.chunks) if chunk.samples]

@@ -15,15 +15,18 @@ before anybody else writes to them, since steps are computed in the order in whi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+from engine.block_copies import BlockCopies
 from engine.blocks import BlockPool
 from engine.deadlines import Deadlines
 from engine.pacing import Pacing
 from engine.policies import POLICIES, Policy, PolicyName, PolicySettings
-from engine.prefix_cache import PrefixCache
+from engine.prefix_cache import Prefix, PrefixCache
 from engine.schedules import SCHEDULES, ScheduleName
 from engine.sequence import EndReason, Sampled, Sequence, State, StepPlan, TokenLogprobs
+from engine.shared_prompts import SharedPrompts
 from engine.step_output import Counters, Ended, StepOutput
 from engine.victims import choose_victim, is_protected, num_freed
 
@@ -68,6 +71,8 @@ class Scheduler:
         )
         self._prefixes = PrefixCache(pool, prefix_caching)
         self._deadlines = Deadlines(self._pacing.least_time, self._prefixes.num_cached)
+        self._prompts = SharedPrompts(pool)
+        self._copies = BlockCopies(pool)
         self._schedule = SCHEDULES[schedule](token_budget)
         self._num_planned = 0  # plans made, and those that are committed
         self._num_committed = 0
@@ -88,7 +93,8 @@ class Scheduler:
             capacity = self.pool.num_blocks * self.pool.block_size
             self._end(seq, EndReason.REJECTED, detail=f"up to {seq.max_len} tokens, the KV cache holds {capacity}")
             return
-        self.waiting.add(seq)
+        if not self._prompts.park(seq):
+            self.waiting.add(seq)
         self._deadlines.add(seq)
 
     def abort(self, ids: Iterable[int]) -> None:
@@ -106,6 +112,11 @@ class Scheduler:
         return self._deadlines.next
 
     @property
+    def num_waiting(self) -> int:
+        """Those included that wait for another sequence to compute their prompt."""
+        return len(self.waiting) + self._prompts.num_parked
+
+    @property
     def num_slots_unused(self) -> int:
         """Slots of running sequences' blocks that hold no token yet. Blocks that are shared are full."""
         return sum(len(seq.blocks) * self.pool.block_size - seq.num_computed for seq in self.running)
@@ -119,7 +130,8 @@ class Scheduler:
         budget = self._pacing.budget(self.running)
         self._admit(budget)
         turn = self._schedule.turn(self._unfinished(), budget, self.waiting.rank)
-        plan = self._pacing.cut(turn, budget, self._num_planned + 1)
+        chunks = self._pacing.cut(turn, budget, self._num_planned + 1)
+        plan = StepPlan(chunks, self._copies.plan(chunks))
         if not plan.is_empty:
             self._count_on(plan)
         return plan
@@ -141,6 +153,7 @@ class Scheduler:
             if token >= 0:  # its own, even if it has been preempted since the step was scheduled
                 self._append(seq, token, sampled.logprobs[at])
         self._pacing.committed(plan, self.clock())
+        self._copies.commit(plan.copies)
         self._num_committed += 1
         self.counters.steps += 1
         self.counters.step_sequences = len(plan.chunks)
@@ -184,33 +197,33 @@ class Scheduler:
 
     def _start(self, seq: Sequence) -> bool:
         """Gives a waiting sequence a place and blocks for every token that it has, if there are as many."""
-        # One block each is left for those who run: else a newcomer would be preempted as soon as they grow. It also
-        # keeps out who has just been preempted: what it gave up, less the block it was given up for, is too little.
-        spare = self.pool.num_available - len(self.running)
-        if spare < 1 or len(self.running) >= self.max_num_seqs:
+        if len(self.running) >= self.max_num_seqs:
             return False
         if seq.last_plan > self._num_committed:  # preempted while a step computes it: that comes first
             return False
         length = seq.num_tokens
         if seq.preemptions:  # engine/victims.py
             length = min(length + self.pool.block_size, seq.max_len)
-        hits = self._prefixes.match(seq)
-        needed = self.pool.blocks_for(length) - len(hits)
-        if needed > spare - self.pool.num_unreferenced(hits):
+        prefix = self._affordable_prefix(seq, length)
+        if prefix is None and not self.running and self._prompts.release():
+            prefix = self._affordable_prefix(seq, length)
+        if prefix is None:
             return False
         self.waiting.remove(seq)
-        self.pool.share(hits)
-        seq.blocks = hits + self.pool.allocate(needed)
-        seq.num_published = len(hits)
-        seq.num_computed = len(hits) * self.pool.block_size
+        self.pool.share(prefix.sources)
+        num_shared = len(prefix.blocks)
+        seq.blocks = prefix.blocks + self.pool.allocate(self.pool.blocks_for(length) - num_shared)
+        if prefix.partial is not None:
+            self._copies.want(seq.id, prefix.partial, seq.blocks[num_shared])
+        seq.num_published = num_shared
+        seq.num_computed = prefix.num_tokens
         seq.state = State.RUNNING
         seq.last_plan = self._num_planned
         self.running.append(seq)
+        self._prompts.started(seq)
         if seq.first_scheduled is None:
             seq.first_scheduled = self.clock()
-            seq.cached_tokens = seq.num_computed
-            self.counters.prompt_tokens += seq.prompt_len
-            self.counters.cached_tokens += seq.cached_tokens
+            self._count_prompt(seq, prefix)
         if seq.preemptions:
             seq.protected_len = length
             recomputed = max(0, seq.num_lost - seq.num_computed)
@@ -218,6 +231,31 @@ class Scheduler:
             self.counters.recomputed_tokens += recomputed
         self.waiting.started(seq)
         return True
+
+    def _affordable_prefix(self, seq: Sequence, length: int) -> Prefix | None:
+        """What a waiting sequence can start from; None if blocks for the rest of `length` tokens are too few."""
+        # One block each is left for those who run: else a newcomer would be preempted as soon as they grow. It also
+        # keeps out who has just been preempted: what it gave up, less the block it was given up for, is too little.
+        spare = self.pool.num_available - len(self.running)
+        if spare < 1:
+            return None
+        prefix = self._prompts.find(seq) or self._prefixes.match(seq)
+        needed = self.pool.blocks_for(length) - len(prefix.blocks)
+        if needed + self.pool.num_unreferenced(prefix.sources) <= spare:
+            return prefix
+        if prefix.partial is None or needed + self.pool.num_unreferenced(prefix.blocks) > spare:
+            return None
+        return prefix.whole_blocks(self.pool.block_size)  # the block to copy is one more, while the copy is made
+
+    def _count_prompt(self, seq: Sequence, prefix: Prefix) -> None:
+        """A prompt counts once, whatever the number of sequences that start from it."""
+        if prefix.sibling is not None:
+            seq.cached_tokens = prefix.sibling.cached_tokens
+            return
+        seq.cached_tokens = prefix.num_tokens
+        self.pool.note_hit(prefix.sources)
+        self.counters.prompt_tokens += seq.prompt_len
+        self.counters.cached_tokens += seq.cached_tokens
 
     def _displace(self, lower: list[Sequence], seq: Sequence) -> bool:
         """Has one of the running make room for a sequence that outranks them, if it starts once all of them have."""
@@ -241,6 +279,8 @@ class Scheduler:
         running = self._unfinished()
         for seq in [seq for seq in running if len(seq.tokens) + seq.num_pending > len(seq.blocks) * size]:
             while seq.blocks and len(seq.tokens) + seq.num_pending > len(seq.blocks) * size:
+                if not self.pool.num_available:
+                    self._prompts.release()
                 if self.pool.num_available:
                     seq.blocks += self.pool.allocate(1)
                 else:
@@ -268,6 +308,8 @@ class Scheduler:
         seq.tokens.append(token)
         if seq.first_token is None:
             seq.first_token = self.clock()
+            for sibling in self._prompts.computed(seq):
+                self.waiting.add(sibling)
         output = self._output
         output.sequences.append(seq.id)
         output.tokens.append(token)
@@ -286,11 +328,14 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
         seq.state = State.FINISHED
+        for sibling in self._prompts.ended(seq):
+            self.waiting.add(sibling)
         del self._live[seq.id]
         self._output.ended.append(Ended(seq, reason, self.clock(), matched, detail))
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
+        self._copies.drop(seq.id)
         self.pool.release(seq.blocks)
         seq.blocks = []
 
@@ -303,16 +348,23 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block and every sequence is accounted for."""
-        self.pool.check_integrity(seq.blocks for seq in self.running)
+        tables = [seq.blocks for seq in self.running]
+        self.pool.check_integrity([*tables, *self._prompts.held(), *self._copies.held()])
         assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} running, at most {self.max_num_seqs} may"
         going = [seq for seq in self.running if seq.state is not State.FINISHED]  # others keep a static batch's rows
         assert all(seq.state is State.RUNNING for seq in going)
         assert bool(going) == bool(self.running), "a batch of finished sequences alone"
         assert all(seq.state is State.WAITING and not seq.blocks for seq in self.waiting)
-        assert {seq.id for seq in [*going, *self.waiting]} == self._live.keys()
-        assert len(self.waiting) == len(self._live) - len(going)
+        parked = list(self._prompts.parked())
+        assert all(seq.state is State.WAITING and not seq.blocks for seq in parked)
+        assert {seq.id for seq in [*going, *self.waiting, *parked]} == self._live.keys()
+        assert self.num_waiting == len(self._live) - len(going)
         for seq in self.running:
             assert seq.remaining_len > 0, f"sequence {seq.id} runs with nothing to compute"
             uncommitted = self._num_planned - self._num_committed
             assert seq.num_pending <= uncommitted, f"sequence {seq.id} counts on tokens that nobody computes"
             assert len(seq.blocks) >= self.pool.blocks_for(seq.num_computed)
+        users = Counter(block for table in tables for block in table)
+        for seq in self.running:
+            unwritten = seq.blocks[seq.num_computed // self.pool.block_size :]
+            assert all(users[block] == 1 for block in unwritten), f"sequence {seq.id} writes to what others read"

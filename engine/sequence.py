@@ -67,6 +67,7 @@ class Sequence:
     ttft_s        target for the time from arrival to the first token; math.inf for none
     tpot_s        target for the mean time of each token after the first; math.inf for none
     max_len       tokens, prompt included, at which it ends with LENGTH; the scheduler sets it on arrival
+    request       names the request whose prompt it shares with others; None: it has its own
     """
 
     id: int
@@ -81,6 +82,7 @@ class Sequence:
     tpot_s: float = math.inf
     cache_root: bytes = b""  # of blocks.chain_root
     bypass_cache: bool = False
+    request: int | None = None
 
     state: State = State.WAITING
     max_len: int = 0
@@ -89,7 +91,7 @@ class Sequence:
     num_lost: int = 0  # what num_computed was when last preempted
     protected_len: int = 0  # with this many tokens or fewer it gives up its blocks only to those who outrank it
     last_plan: int = 0  # the scheduler's number of the last plan that computes it
-    num_published: int = 0  # leading blocks that others may find
+    num_published: int = 0  # leading blocks that others may find or that were taken over from them: never written to
     blocks: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # one for each full block hashed so far
 
@@ -138,9 +140,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes: chunks of different sequences, decodes first."""
+    """What one step computes: chunks of different sequences, decodes first.
+
+    copies  (source, target), blocks whose content is copied before that: no block twice among the targets, and none of
+            them among the sources
+    """
 
     chunks: list[Chunk]
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:

@@ -134,6 +134,7 @@ class EngineServer:
 
     def _submit(self, connection: Connection, submit: engine_pb2.Submit) -> None:
         now = self._clock()
+        seqs = []
         for index in range(submit.sampling.n or 1):
             id, number = next(self._next_id), submit.first_sequence + index
             if number in connection.ids:
@@ -141,7 +142,12 @@ class EngineServer:
                 continue
             self._routes[id] = (connection, number)
             connection.ids[number] = id
-            self._put(engine_loop.Add(sequence_from_submit(submit, index, id, now)))
+            seqs.append(sequence_from_submit(submit, index, id, now))
+        if len(seqs) > 1:
+            for seq in seqs:
+                seq.request = seqs[0].id
+        if seqs:
+            self._put(engine_loop.Add(seqs[0], tuple(seqs[1:])))
 
     def _reply_flushed(self, connection: Connection, freed: int) -> None:
         def reply() -> None:

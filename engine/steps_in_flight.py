@@ -122,7 +122,7 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
     failed: list[Exception] = []
     for at, chunk in enumerate(plan.chunks):
         try:
-            alone = _compute_alone(runner, chunk)
+            alone = _compute_alone(runner, chunk, plan.copies)
         except Exception as error:
             log.exception("sequence %d fails alone", chunk.seq.id)
             alone = Sampled([-1], [None], {0: f"{type(error).__name__} while computing"})
@@ -136,7 +136,8 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
     return Sampled(tokens, logprobs, faults)
 
 
-def _compute_alone(runner: Runner, chunk: Chunk) -> Sampled:
+def _compute_alone(runner: Runner, chunk: Chunk, copies: list[tuple[int, int]]) -> Sampled:
     if chunk.seq.state is not State.RUNNING:  # it ended, or gave up its blocks, after the step was scheduled
         return Sampled([-1], [None])
-    return runner.launch(StepPlan([chunk])).result()
+    own = set(chunk.seq.blocks) if copies else set()
+    return runner.launch(StepPlan([chunk], [pair for pair in copies if pair[1] in own])).result()

@@ -99,6 +99,7 @@ class SyntheticRunner:
         chosen: dict[int, int] = {}
         tokens = [-1] * len(plan.chunks)
         logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
+        self._copy_blocks(plan)
         for at, chunk in enumerate(plan.chunks):
             seq = chunk.seq
             checksum = self._cache[self._slot(seq.blocks, chunk.start - 1)] if chunk.start else 0
@@ -113,6 +114,11 @@ class SyntheticRunner:
                     logprobs[at] = TokenLogprobs(0.0, [tokens[at]][: seq.params.logprobs], [0.0][: seq.params.logprobs])
         self._chosen = chosen
         return Sampled(tokens, logprobs)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        size = self._block_size
+        for source, target in plan.copies:
+            self._cache[target * size : (target + 1) * size] = self._cache[source * size : (source + 1) * size]
 
     def _token(self, chunk: Chunk, position: int) -> int:
         tokens = chunk.seq.tokens

@@ -2,6 +2,7 @@
 
 from kernels.adjust_logits import LogitAdjustments
 from kernels.backend import Backend, load_backend
+from kernels.copy_blocks import copy_blocks
 from kernels.gumbel import noise_key
 from kernels.linear import Linear
 from kernels.linear_int8 import has_native_int8
@@ -24,6 +25,7 @@ __all__ = [
     "SamplingRows",
     "allocate_rows",
     "allocate_sampled",
+    "copy_blocks",
     "has_native",
     "has_native_int8",
     "keep_freed_memory",

@@ -10,6 +10,7 @@ import torch
 
 from checkpoints.progress import Progress, no_progress
 from engine.config import EngineConfig
+from engine.device.copies import CopyInputs
 from engine.device.graphs import DecodeGraphs
 from engine.device.memory import free_after
 from engine.device.outcomes import DeviceStep, Outcomes
@@ -19,7 +20,7 @@ from engine.device.step_inputs import DecodeInputs, PromptInputs
 from engine.kv_cache import DEFAULT_CPU_BYTES, allocate, count_blocks
 from engine.loaded_model import LoadedModel, enough_memory
 from engine.sequence import Chunk, Sampled, Sequence, StepPlan
-from kernels import PagedKV
+from kernels import PagedKV, copy_blocks
 
 _STEP_FLAGS = ("--max-num-seqs", "--token-budget", "--kv-cache-gb")
 
@@ -41,6 +42,7 @@ class DeviceRunner:
             # Twice as many as run at once: those of sequences that have just ended are not free yet.
             self._rows = DeviceRows(2 * self._most, max_blocks, model.vocab_size, device)
             self._outcomes = Outcomes(2 * self._most, device)
+            self._copies = CopyInputs(self._most, device)
             self._decodes = DecodeInputs(self._most, self._rows, block_size, model.sliding_window, device)
             self._prompts = PromptInputs(
                 config.token_budget, self._most, self._rows, block_size, model.sliding_window, device
@@ -64,6 +66,8 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceStep:
+        if plan.copies:
+            copy_blocks(self._cache, *self._copies.send(plan.copies))
         rows = self._rows.place(plan.chunks)
         decodes = [at for at, chunk in enumerate(plan.chunks) if chunk.length == 1 and chunk.samples]
         prompts = [at for at, chunk in enumerate(plan.chunks) if not (chunk.length == 1 and chunk.samples)]

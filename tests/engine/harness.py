@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from typing import TypedDict, Unpack
 
 from engine.blocks import BlockPool, chain_root
 from engine.policies import PolicyName
@@ -34,6 +35,19 @@ def synthetic_runner(num_blocks: int, block_size: int, lookahead: int = 0) -> Sy
         num_blocks=num_blocks,
     )
     return SyntheticRunner(info, lookahead=lookahead)
+
+
+class Rules(TypedDict, total=False):
+    """What a request may ask for."""
+
+    priority: int
+    tenant: str
+    ttft_s: float
+    tpot_s: float
+    timeout_s: float
+    salt: str
+    bypass: bool
+    stop_token_ids: frozenset[int]
 
 
 class SteppedEngine:
@@ -76,38 +90,38 @@ class SteppedEngine:
         self.ended: dict[int, Ended] = {}
         self._ids = itertools.count()
 
-    def add(
-        self,
-        prompt: list[int],
-        max_tokens: int = 8,
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        ttft_s: float = math.inf,
-        tpot_s: float = math.inf,
-        timeout_s: float = math.inf,
-        salt: str = "",
-        bypass: bool = False,
-        stop_token_ids: frozenset[int] = frozenset(),
-    ) -> Sequence:
-        seq = Sequence(
-            id=next(self._ids),
-            tokens=list(prompt),
-            prompt_len=len(prompt),
-            params=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids),
-            arrived=self.now,
-            deadline=self.now + timeout_s,
-            priority=priority,
-            tenant=tenant,
-            ttft_s=ttft_s,
-            tpot_s=tpot_s,
-            cache_root=chain_root(salt),
-            bypass_cache=bypass,
-        )
-        self.outputs[seq.id] = []
-        self.scheduler.add(seq)
-        self._take_output()
+    def add(self, prompt: list[int], max_tokens: int = 8, **rules: Unpack[Rules]) -> Sequence:
+        (seq,) = self.add_siblings(1, prompt, max_tokens, **rules)
         return seq
+
+    def add_siblings(
+        self, count: int, prompt: list[int], max_tokens: int = 8, **rules: Unpack[Rules]
+    ) -> list[Sequence]:
+        """The sequences of one request."""
+        ids = [next(self._ids) for _ in range(count)]
+        seqs = [
+            Sequence(
+                id=id,
+                tokens=list(prompt),
+                prompt_len=len(prompt),
+                params=SamplingParams(max_tokens=max_tokens, stop_token_ids=rules.get("stop_token_ids", frozenset())),
+                arrived=self.now,
+                deadline=self.now + rules.get("timeout_s", math.inf),
+                priority=rules.get("priority", 0),
+                tenant=rules.get("tenant", ""),
+                ttft_s=rules.get("ttft_s", math.inf),
+                tpot_s=rules.get("tpot_s", math.inf),
+                cache_root=chain_root(rules.get("salt", "")),
+                bypass_cache=rules.get("bypass", False),
+                request=ids[0] if count > 1 else None,
+            )
+            for id in ids
+        ]
+        for seq in seqs:
+            self.outputs[seq.id] = []
+            self.scheduler.add(seq)
+        self._take_output()
+        return seqs
 
     def abort(self, *ids: int) -> None:
         self.scheduler.abort(ids)

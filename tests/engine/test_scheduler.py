@@ -80,16 +80,16 @@ def test_higher_priority_is_admitted_first_and_equals_in_order_of_arrival() -> N
     assert [seq.id for seq in by_end] == [1, 3, 0, 2]
 
 
-def test_a_repeated_prompt_is_computed_from_its_last_block_on() -> None:
+def test_of_a_repeated_prompt_only_the_last_token_is_computed() -> None:
     engine = SteppedEngine(block_size=4, token_budget=64)
     first = engine.add(prompt(18), max_tokens=3)
     engine.run()
     again = engine.add(prompt(18), max_tokens=3)
     (chunk,) = engine.step().chunks
-    assert (chunk.start, chunk.length) == (16, 2)
+    assert (chunk.start, chunk.length) == (17, 1)
     engine.run()
     assert engine.outputs[again.id] == engine.outputs[first.id]
-    assert (first.cached_tokens, again.cached_tokens) == (0, 16)
+    assert (first.cached_tokens, again.cached_tokens) == (0, 17)
 
 
 def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
@@ -98,7 +98,7 @@ def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     engine.run()
     again = engine.add(prompt(16), max_tokens=2)
     engine.run()
-    assert again.cached_tokens == 12
+    assert again.cached_tokens == 15
     assert engine.outputs[again.id] == engine.outputs[first.id]
 
 

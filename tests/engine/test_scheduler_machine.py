@@ -8,10 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.policies import PolicyName
 from engine.schedules import ScheduleName
-from engine.sequence import EndReason, Sampled, StepPlan
-from engine.steps_in_flight import Launched, Runner, StepsInFlight
+from engine.sequence import EndReason
+from engine.steps_in_flight import StepsInFlight
 from engine.synthetic import StepTime
 from tests.engine.harness import SteppedEngine
+from tests.engine.unreliable import UnreliableRunner
 
 MAX_MODEL_LEN = 60
 # Few different prompts, sharing prefixes, so that the cache is hit often.
@@ -27,6 +28,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     policy: PolicyName = "priority"
     target_itl_s: float | None = None
     lookahead = 0
+    prefix_caching = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             target_itl_s=self.target_itl_s,
             step_time=StepTime(0.5, 0.1, 0.1),
             lookahead=self.lookahead,
+            prefix_caching=self.prefix_caching,
         )
         self.seqs = []
 
@@ -57,10 +60,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "a"]),
         bypass=st.booleans(),
         stops=st.sampled_from([frozenset(), frozenset(range(0, 258, 9))]),
+        count=st.sampled_from([1, 1, 2, 4]),
     )
-    def add(self, prompt, max_tokens, priority, timeout_s, tenant, slo, salt, bypass, stops):
+    def add(self, prompt, max_tokens, priority, timeout_s, tenant, slo, salt, bypass, stops, count):
         rules = {"priority": priority, "timeout_s": timeout_s, "tenant": tenant, "salt": salt, "bypass": bypass, **slo}
-        self.seqs.append(self.engine.add(prompt, max_tokens, stop_token_ids=stops, **rules))
+        self.seqs += self.engine.add_siblings(count, prompt, max_tokens, stop_token_ids=stops, **rules)
 
     @rule(count=st.integers(1, 12))
     def steps(self, count):
@@ -69,8 +73,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             plan = self.engine.step()
             assert plan.num_tokens <= 11
             assert len(plan.chunks) <= 6
-            running = self.engine.scheduler.running
-            assert plan.chunks or was_busy or not (running or self.engine.scheduler.waiting), (
+            scheduler = self.engine.scheduler
+            assert plan.chunks or was_busy or not (scheduler.running or scheduler.num_waiting), (
                 "work waits, and nobody works"
             )
 
@@ -116,6 +120,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.engine.outputs[seq.id] == expected
 
 
+class UncachedMachine(SchedulerMachine):
+    """Only the sequences of one request share blocks."""
+
+    prefix_caching = False
+
+
 class SequentialMachine(SchedulerMachine):
     schedule = "sequential"
 
@@ -149,31 +159,6 @@ class OverlapMachine(SchedulerMachine):
     lookahead = 1
 
 
-class Broken:
-    """A step whose failure shows when it is read."""
-
-    def result(self) -> Sampled:
-        raise FloatingPointError("as told")
-
-
-class UnreliableRunner:
-    """Fails the steps that it is told to, at their launch or when they are read, and computes nothing of them."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.failures: list[str] = []
-        self.lookahead = runner.lookahead
-        self._runner = runner
-
-    def recover(self) -> None:
-        self._runner.recover()
-
-    def launch(self, plan: StepPlan) -> Launched:
-        failure = self.failures.pop(0) if self.failures else ""
-        if failure == "at launch":
-            raise FloatingPointError("as told")
-        return Broken() if failure == "when read" else self._runner.launch(plan)
-
-
 class UnreliableMachine(SchedulerMachine):
     """Steps fail once, whatever is in flight beside them; computed again they give what they would have given."""
 
@@ -195,6 +180,7 @@ TestUnreliable = UnreliableMachine.TestCase
 TestFcfs = FcfsMachine.TestCase
 TestFair = FairMachine.TestCase
 TestDeadline = DeadlineMachine.TestCase
+TestUncached = UncachedMachine.TestCase
 TestSequential = SequentialMachine.TestCase
 TestInterleaved = InterleavedMachine.TestCase
 TestStatic = StaticMachine.TestCase
@@ -202,6 +188,6 @@ TestContinuous.settings = TestOverlap.settings = settings(max_examples=120, stat
 TestFcfs.settings = TestFair.settings = TestDeadline.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
-TestSequential.settings = TestInterleaved.settings = TestStatic.settings = TestUnreliable.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
+TestSequential.settings = TestInterleaved.settings = TestStatic.settings = TestUncached.settings = (
+    TestUnreliable.settings
+) = settings(max_examples=60, stateful_step_count=40, deadline=None)

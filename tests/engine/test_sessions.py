@@ -19,16 +19,17 @@ LOAD = LoadSnapshot(
 
 
 class HeldLink:
-    """A router that submits one sequence and takes messages only while `takes` is set, then within the call."""
+    """A router that submits one request and takes messages only while `takes` is set, then within the call."""
 
-    def __init__(self) -> None:
+    def __init__(self, n: int = 1) -> None:
         self.takes = asyncio.Event()
         self.got: list[engine_pb2.EngineMessage] = []
         self.num_waits = 0
         self.is_writing = False
         self.is_full = False  # nothing is being written, and the next message has no room
         self.incoming: asyncio.Queue[engine_pb2.RouterMessage | None] = asyncio.Queue()
-        submit = engine_pb2.Submit(first_sequence=7, prompt=[1], sampling=inference_pb2.Sampling(n=1), max_tokens=100)
+        sampling = inference_pb2.Sampling(n=n, seed=3)
+        submit = engine_pb2.Submit(first_sequence=7, prompt=[1], sampling=sampling, max_tokens=100)
         self.incoming.put_nowait(engine_pb2.RouterMessage(submit=submit))
 
     async def read(self) -> engine_pb2.RouterMessage | None:
@@ -136,3 +137,18 @@ async def test_a_router_that_takes_nothing_for_too_long_is_dropped_with_its_sequ
     added, aborted = inbox.take()
     assert aborted.ids == [added.seq.id]
     assert "took no message" in caplog.text
+
+
+async def test_the_sequences_of_a_request_arrive_together_and_differ_in_their_seeds_alone(server: EngineServer) -> None:
+    inbox = Inbox()
+    server.attach(inbox)
+    link = HeldLink(n=3)
+    link.takes.set()
+    session = asyncio.create_task(server.serve(link))
+    await until_idle()
+    (added,) = inbox.take()
+    seqs = [added.seq, *added.siblings]
+    assert [seq.params.seed for seq in seqs] == [3, 4, 5]
+    assert {seq.request for seq in seqs} == {seqs[0].id}
+    link.close()
+    await session

@@ -1,0 +1,172 @@
+"""What a prompt takes over from those before it: parts of blocks too, and what stays worth keeping."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.blocks import BlockPool
+from engine.steps_in_flight import StepsInFlight
+from tests.engine.harness import SteppedEngine
+from tests.engine.test_scheduler import prompt
+from tests.engine.unreliable import UnreliableRunner
+
+
+def test_a_prefix_that_ends_inside_a_block_is_copied() -> None:
+    engine = SteppedEngine(block_size=16, token_budget=64)
+    cached = engine.add(prompt(48), max_tokens=1)
+    engine.run()
+    shorter = engine.add([*prompt(42), 1, 2, 3], max_tokens=8)
+    plan = engine.step()
+    ((source, target),) = plan.copies
+    assert shorter.cached_tokens == 42
+    assert source != target == shorter.blocks[2]
+    engine.run()
+    again = engine.add(prompt(48), max_tokens=8)
+    engine.run()
+    assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in (cached, shorter, again))
+    assert again.cached_tokens == 47
+
+
+def test_less_than_a_quarter_of_a_block_is_computed_instead() -> None:
+    engine = SteppedEngine(block_size=16, token_budget=64)
+    engine.add(prompt(48), max_tokens=1)
+    engine.run()
+    for common, cached in ((35, 32), (36, 36)):
+        seq = engine.add([*prompt(common), 1, 2, 3, 4, 5], max_tokens=1)
+        engine.run()
+        assert seq.cached_tokens == cached
+
+
+@pytest.mark.parametrize("rules", [{"salt": "other"}, {"bypass": True}])
+def test_no_part_of_a_block_is_found_under_another_salt_or_by_who_bypasses(rules: dict[str, str | bool]) -> None:
+    engine = SteppedEngine(block_size=16, token_budget=64)
+    engine.add(prompt(16), max_tokens=1)
+    engine.run()
+    seq = engine.add(prompt(10), max_tokens=1, **rules)  # type: ignore[arg-type]
+    assert not engine.step().copies
+    assert seq.cached_tokens == 0
+
+
+def test_no_part_of_a_block_is_found_behind_another_prefix_or_after_a_flush() -> None:
+    engine = SteppedEngine(block_size=4, token_budget=64)
+    a, b, c = ([first] * 4 for first in (1, 2, 3))
+    engine.add([*a, *b, 9], max_tokens=1)
+    engine.add([*c, 9], max_tokens=1)
+    engine.run()
+    elsewhere = engine.add([*c, *b[:3], 8, 8], max_tokens=1)
+    engine.run()
+    assert elsewhere.cached_tokens == 4
+    engine.scheduler.flush_cache()
+    flushed = engine.add([*a, *b[:3], 8, 8], max_tokens=1)
+    engine.run()
+    assert flushed.cached_tokens == 0
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_the_source_of_a_copy_is_held_until_the_step_that_makes_it_is_committed(lookahead: int) -> None:
+    engine = SteppedEngine(block_size=4, lookahead=lookahead)
+    engine.add(prompt(9), max_tokens=1)
+    engine.run()
+    seq = engine.add([*prompt(7), 1, 2], max_tokens=4)
+    ((source, _),) = engine.scheduler.schedule().copies
+    assert source not in seq.blocks
+    assert engine.pool.num_referenced == len(seq.blocks) + 1
+    engine.abort(seq.id)
+    assert engine.pool.num_referenced == 1, "a step that fails is computed again"
+
+
+def test_who_ends_before_its_first_step_needs_no_copy() -> None:
+    engine = SteppedEngine(block_size=4, schedule="interleaved")
+    engine.add(prompt(9), max_tokens=1)
+    engine.run()
+    other = engine.add(prompt(4, 50), max_tokens=9)
+    seq = engine.add([*prompt(7), 1, 2], max_tokens=4)
+    plan = engine.step()
+    assert [chunk.seq for chunk in plan.chunks] == [other]
+    assert seq.blocks
+    assert not plan.copies, "it is made when it is needed"
+    engine.abort(seq.id)
+    assert engine.pool.num_referenced == len(other.blocks)
+    engine.run()
+    assert engine.outputs[other.id] == engine.expected(other)
+
+
+@pytest.mark.parametrize("failure", ["at launch", "when read"])
+def test_copies_of_a_step_that_fails_are_made_again(failure: str) -> None:
+    engine = SteppedEngine(block_size=4, lookahead=1)
+    engine.add(prompt(9), max_tokens=1)
+    engine.run()
+    engine.runner = runner = UnreliableRunner(engine.runner)  # type: ignore[assignment]
+    engine.steps = StepsInFlight(engine.scheduler, runner)
+    runner.failures = [failure]
+    seqs = [engine.add([*prompt(7), at, 2], max_tokens=6) for at in range(3)]
+    engine.run()
+    assert [seq.cached_tokens for seq in seqs] == [7, 7, 7]
+    assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in seqs)
+
+
+def test_a_copy_that_there_is_no_room_for_is_not_made() -> None:
+    engine = SteppedEngine(num_blocks=5, block_size=4, max_model_len=20, token_budget=64)
+    engine.add(prompt(8), max_tokens=1)
+    engine.run()
+    seq = engine.add([*prompt(7), 1, 2, 3, 4, 5, 6, 7, 8, 9, 10], max_tokens=3)
+    engine.run()
+    assert seq.cached_tokens == 4
+    assert engine.outputs[seq.id] == engine.expected(seq)
+
+
+def test_prompts_that_come_once_do_not_displace_one_that_many_share() -> None:
+    engine = SteppedEngine(num_blocks=64, block_size=4, token_budget=300)
+    system = prompt(80)
+    for at in range(3):
+        engine.add([*system, at, at, at], max_tokens=2)
+        engine.run()
+    for at in range(20):  # four times as much as the pool holds
+        engine.add([200, *prompt(50, at)], max_tokens=2)
+        engine.run()
+    again = engine.add([*system, 9, 9, 9], max_tokens=2)
+    engine.run()
+    assert again.cached_tokens >= 80
+
+
+def test_what_is_no_longer_asked_for_makes_way_for_what_is() -> None:
+    engine = SteppedEngine(num_blocks=64, block_size=4, token_budget=300)
+    cached = []
+    for topic in range(12):  # each is hot while its time lasts, and two of them fill the pool
+        for at in range(3):
+            seq = engine.add([topic, *prompt(100, topic), at, at], max_tokens=2)
+            engine.run()
+        cached.append(seq.cached_tokens)
+    assert min(cached) >= 100
+
+
+def test_a_second_prompt_behind_a_long_system_prompt_computes_little() -> None:
+    engine = SteppedEngine(num_blocks=400, block_size=16, token_budget=512, max_model_len=3000)
+    system = prompt(2048)
+    computed = []
+    for own in ([1, 2, 3] * 10, [4, 5, 6] * 10):
+        seq = engine.add(system + own, max_tokens=1)
+        engine.run()
+        computed.append(seq.prompt_len - seq.cached_tokens)
+    assert computed[1] <= 0.15 * computed[0]
+
+
+def test_entries_of_blocks_that_were_evicted_do_not_pile_up() -> None:
+    engine = SteppedEngine(num_blocks=16, block_size=4, max_model_len=64, token_budget=64)
+    for at in range(60):
+        engine.add([at, *prompt(30, at)], max_tokens=1)
+        engine.run()
+    heads = engine.scheduler._prefixes._heads
+    assert len(heads._contents) <= 2 * 16 + 1
+
+
+def test_hot_content_fills_four_fifths_of_the_pool_at_most() -> None:
+    pool = BlockPool(10, 4)
+    *hot, new = pool.allocate(10)
+    for block in (*hot, new):
+        pool.publish(block, bytes([block]))
+    pool.note_hit(hot)
+    pool.release(hot)
+    pool.release([new])
+    assert pool.allocate(3) == [hot[-1], new, hot[-2]], "the first that was added is one too many"
+    assert len(pool.allocate(7)) == 7

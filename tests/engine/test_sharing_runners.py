@@ -1,0 +1,68 @@
+"""Shared and copied blocks with real pages: the runners of a CPU and of a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.sequence import SamplingParams, Sequence
+from engine.steps_in_flight import Runner
+from tests.engine.test_device_runner import Served, device_runner, outputs
+from tests.engine.tiny_models import MODELS, load_runner, random_prompt, save_model
+
+PARAMS = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.95, seed=11)
+SETTINGS = {"max_num_seqs": 6, "token_budget": 19, "max_model_len": 120}
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral with a sliding window"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(MODELS[request.param], folder)
+    return folder
+
+
+def runner_of(kind: str, folder: Path) -> Runner:
+    return load_runner(folder, **SETTINGS) if kind == "cpu" else device_runner(folder, **SETTINGS)
+
+
+def ask_siblings(served: Served, prompt: list[int], count: int) -> list[Sequence]:
+    seqs = []
+    for at in range(count):
+        params = replace(PARAMS, seed=PARAMS.seed + at)
+        seqs.append(Sequence(100 + at, list(prompt), len(prompt), params, 0.0, float("inf"), request=100))
+    for seq in seqs:
+        served.scheduler.add(seq)
+    return seqs
+
+
+@pytest.mark.parametrize("kind", ["cpu", "device"])
+@pytest.mark.parametrize("length", [30, 33, 34])
+def test_siblings_generate_what_separate_seeded_requests_do(folder: Path, kind: str, length: int) -> None:
+    prompt = random_prompt(length, seed=4)
+    together = Served(runner_of(kind, folder), 60)
+    seqs = ask_siblings(together, prompt, 8)
+    together.run()
+    alone = []
+    for at in range(8):
+        served = Served(load_runner(folder, **SETTINGS), 60)
+        alone.append(served.add(prompt, replace(PARAMS, seed=PARAMS.seed + at)))
+        served.run()
+    assert outputs(seqs) == outputs(alone)
+    assert len({tuple(tokens) for tokens in outputs(seqs)}) > 4, "different seeds"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "device"])
+def test_a_prompt_that_leaves_another_inside_a_block_is_continued_rightly(folder: Path, kind: str) -> None:
+    served = Served(runner_of(kind, folder), 60)
+    served.add(random_prompt(40, seed=4), replace(PARAMS, max_tokens=1))
+    served.run()
+    prompt = [*random_prompt(40, seed=4)[:30], 5, 6, 7, 8]
+    seq = served.add(prompt, PARAMS)
+    served.run()
+    assert seq.cached_tokens >= 30
+    fresh = Served(load_runner(folder, **SETTINGS), 60)
+    alone = fresh.add(prompt, PARAMS)
+    fresh.run()
+    assert outputs([seq]) == outputs([alone])

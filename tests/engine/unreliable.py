@@ -1,0 +1,31 @@
+"""A runner whose steps fail when they are told to."""
+
+from __future__ import annotations
+
+from engine.sequence import Sampled, StepPlan
+from engine.steps_in_flight import Launched, Runner
+
+
+class Broken:
+    """A step whose failure shows when it is read."""
+
+    def result(self) -> Sampled:
+        raise FloatingPointError("as told")
+
+
+class UnreliableRunner:
+    """Fails the steps that it is told to, at their launch or when they are read, and computes nothing of them."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.failures: list[str] = []
+        self.lookahead = runner.lookahead
+        self._runner = runner
+
+    def recover(self) -> None:
+        self._runner.recover()
+
+    def launch(self, plan: StepPlan) -> Launched:
+        failure = self.failures.pop(0) if self.failures else ""
+        if failure == "at launch":
+            raise FloatingPointError("as told")
+        return Broken() if failure == "when read" else self._runner.launch(plan)
