@@ -11,10 +11,10 @@ from tests.engine.test_scheduler import prompt
 
 
 def test_who_has_computed_least_for_its_blocks_gives_them_up() -> None:
-    engine = SteppedEngine(num_blocks=26, block_size=4, token_budget=16, max_num_seqs=4, prefix_caching=False)
-    decoding = [engine.add(prompt(6, at), max_tokens=30) for at in range(2)]
+    engine = SteppedEngine(num_blocks=47, block_size=4, token_budget=16, max_num_seqs=4, prefix_caching=False)
+    decoding = [engine.add(prompt(8, at), max_tokens=30) for at in range(2)]
     engine.step()
-    prefilling = engine.add(prompt(60, 5), max_tokens=2)
+    prefilling = engine.add(prompt(140, 5), max_tokens=2)
     last = engine.add(prompt(5, 7), max_tokens=30)
     while not engine.scheduler.counters.preemptions:
         engine.step()
