@@ -22,7 +22,7 @@ from engine.blocks import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.schedules import SCHEDULES, ScheduleName
 from engine.sequence import Chunk, EndReason, Sampled, Sequence, State, StepPlan, TokenLogprobs
-from engine.step_output import Counters, Ended, StepOutput
+from engine.step_output import Counters, Ended, Hold, Move, StepOutput
 
 
 def admission_order(seq: Sequence) -> tuple[int, int]:
@@ -64,6 +64,7 @@ class Scheduler:
         self.counters = Counters()
         self.running: list[Sequence] = []  # in the order of admission
         self.waiting: list[Sequence] = []  # sorted by admission_order
+        self.hold: Hold | None = None  # why the next in line has not started; None if nobody waits
         self._prefixes = PrefixCache(pool, prefix_caching)
         self._schedule = SCHEDULES[schedule](token_budget)
         self._num_planned = 0  # plans made, and those that are committed
@@ -117,7 +118,7 @@ class Scheduler:
         """What to compute next. A plan that is not empty is to be committed, in the order in which it was made."""
         self._expire()
         self._make_room()
-        self._admit()
+        self.hold = self._admit()
         plan = self._cut(self._schedule.turn(self._unfinished(), self.token_budget))
         if not plan.is_empty:
             self._count_on(plan)
@@ -179,16 +180,24 @@ class Scheduler:
                 seq.num_pending += chunk.samples
                 seq.last_plan = number
 
-    def _admit(self) -> None:
-        """Starts waiting sequences while there are places, the schedule picks one and its blocks exist."""
-        if not self.waiting or len(self.running) >= self.max_num_seqs:
-            return
+    def _admit(self) -> Hold | None:
+        """Starts waiting sequences while there are places, the schedule picks one and its blocks exist.
+
+        Returns what keeps the next in line from starting; None if nobody waits.
+        """
+        if not self.waiting:
+            return None
+        if len(self.running) >= self.max_num_seqs:
+            return "no place"
         budget = self.token_budget - sum(seq.remaining_len for seq in self.running)
         while self.waiting and len(self.running) < self.max_num_seqs:
             seq = self._schedule.pick(self.waiting, self.running, budget)
-            if seq is None or not self._start(seq):
-                return
+            if seq is None:
+                return "no budget" if budget <= 0 else "not its turn"
+            if not self._start(seq):
+                return "no blocks"
             budget -= seq.remaining_len
+        return "no place" if self.waiting else None
 
     def _start(self, seq: Sequence) -> bool:
         """Gives a waiting sequence blocks for every token that it has, if there are as many."""
@@ -206,14 +215,16 @@ class Scheduler:
         seq.blocks = hits + self.pool.allocate(needed)
         seq.num_published = len(hits)
         seq.num_computed = len(hits) * self.pool.block_size
-        seq.state = State.RUNNING
+        self._move(seq, State.RUNNING)
         self.running.append(seq)
         if seq.first_scheduled is None:
-            seq.first_scheduled = self.clock()
+            seq.first_scheduled = seq.accounted_until
             seq.cached_tokens = seq.num_computed
             self.counters.prompt_tokens += seq.prompt_len
             self.counters.cached_tokens += seq.cached_tokens
-        seq.recomputed_tokens += max(0, seq.num_lost - seq.num_computed)
+        recomputed = max(0, seq.num_lost - seq.num_computed)
+        seq.recomputed_tokens += recomputed
+        self.counters.recomputed_tokens += recomputed
         return True
 
     def _unfinished(self) -> list[Sequence]:
@@ -237,16 +248,22 @@ class Scheduler:
         self._leave(seq)
         if seq.state is State.FINISHED:  # it only kept its row in a static batch
             return
+        self._move(seq, State.WAITING)
         seq.num_lost, seq.num_computed = seq.num_computed, 0
-        seq.state = State.WAITING
         seq.preemptions += 1
         self.counters.preemptions += 1
         insort(self.waiting, seq, key=admission_order)
 
+    def _move(self, seq: Sequence, to: State) -> None:
+        seq.account(now := self.clock())
+        seq.state = to
+        self._output.moves.append(Move(seq, to, now, seq.num_computed))
+
     def _append(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         seq.tokens.append(token)
         if seq.first_token is None:
-            seq.first_token = self.clock()
+            seq.account(now := self.clock())
+            seq.first_token = now
         output = self._output
         output.sequences.append(seq.id)
         output.tokens.append(token)
@@ -263,9 +280,10 @@ class Scheduler:
                 self._leave(gone)
         else:
             self._unqueue(seq)
+        seq.account(now := self.clock())
         seq.state = State.FINISHED
         del self._live[seq.id]
-        self._output.ended.append(Ended(seq, reason, self.clock(), matched, detail))
+        self._output.ended.append(Ended(seq, reason, now, matched, detail))
 
     def _unqueue(self, seq: Sequence) -> None:
         at = bisect_left(self.waiting, admission_order(seq), key=admission_order)

@@ -62,6 +62,7 @@ class Sequence:
     num_computed  leading tokens whose keys and values are in the cache once all scheduled steps are done
     blocks        the block table: block i holds tokens [i * block_size, (i + 1) * block_size)
     deadline      on the engine's clock; math.inf for none
+    request_id    the client's name for what it is part of
     max_len       tokens, prompt included, at which it ends with LENGTH; the scheduler sets it on arrival
     """
 
@@ -74,6 +75,7 @@ class Sequence:
     priority: int = 0
     cache_root: bytes = b""  # of blocks.chain_root
     bypass_cache: bool = False
+    request_id: str = ""
 
     state: State = State.WAITING
     max_len: int = 0
@@ -90,6 +92,28 @@ class Sequence:
     cached_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+
+    accounted_until: float = field(init=False)  # every second since `arrived` is in one of these:
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    preempted_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.accounted_until = self.arrived
+
+    def account(self, now: float) -> None:
+        """Books the time since the last call under what the sequence has been doing; called before that changes."""
+        spent, self.accounted_until = now - self.accounted_until, now
+        if self.state is State.RUNNING:
+            if self.first_token is None:
+                self.prefill_s += spent
+            else:
+                self.decode_s += spent
+        elif self.first_scheduled is None:
+            self.queue_s += spent
+        else:
+            self.preempted_s += spent
 
     @property
     def num_tokens(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -14,6 +15,8 @@ from channel.link import Link
 from engine import loop as engine_loop
 from engine.codec import PendingOutput, sequence_from_submit
 from engine.step_output import StepOutput
+from engine.step_trace import TraceSnapshot
+from engine.trace_codec import trace_messages
 from protos import control_pb2, engine_pb2
 
 log = logging.getLogger("pagoda.engine")
@@ -29,6 +32,7 @@ class Connection:
     def __init__(self) -> None:
         self.pending = PendingOutput()
         self.flushed: list[int] = []
+        self.traces: list[Iterator[engine_pb2.Trace]] = []
         self.wake = asyncio.Event()
         self.ids: dict[int, int] = {}  # the router's sequence numbers → ours
 
@@ -111,6 +115,8 @@ class EngineServer:
                     self._put(engine_loop.Abort(known))
                 case "flush_cache":
                     self._put(engine_loop.FlushCache(lambda freed: self._reply_flushed(connection, freed)))
+                case "take_trace":
+                    self._take_trace(connection, message.take_trace)
 
     def _submit(self, connection: Connection, submit: engine_pb2.Submit) -> None:
         now = self._clock()
@@ -130,6 +136,16 @@ class EngineServer:
 
         self._events.call_soon_threadsafe(reply)
 
+    def _take_trace(self, connection: Connection, take: engine_pb2.TakeTrace) -> None:
+        def reply(snapshot: TraceSnapshot) -> None:
+            self._events.call_soon_threadsafe(write, snapshot)
+
+        def write(snapshot: TraceSnapshot) -> None:
+            connection.traces.append(trace_messages(take.number, snapshot))
+            connection.wake.set()
+
+        self._put(engine_loop.TakeTrace(take.request.last_s if take.request.HasField("last_s") else math.inf, reply))
+
     async def _write(self, connection: Connection, link: RouterLink) -> None:
         numbers = itertools.count()
 
@@ -146,9 +162,16 @@ class EngineServer:
         while True:
             await connection.wake.wait()
             connection.wake.clear()
-            await write(step=connection.take().to_message())
+            if not connection.pending.is_empty:
+                await write(step=connection.take().to_message())
             while connection.flushed:
                 await write(cache_flushed=engine_pb2.CacheFlushed(freed_blocks=connection.flushed.pop(0)))
+            if connection.traces:  # one part at a time: tokens do not wait for a whole trace
+                if (part := next(connection.traces[0], None)) is None:
+                    del connection.traces[0]
+                else:
+                    await write(trace=part)
+                connection.wake.set()
 
     def _drop(self, connection: Connection) -> None:
         self._connections.discard(connection)

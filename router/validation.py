@@ -138,6 +138,7 @@ def to_submit(
         cache=inference_pb2.Cache(salt=params.cache_salt, bypass=params.bypasses_cache),
         priority=params.priority,
         timeout_s=timeout_s,
+        request_id=params.request_id,
     )
 
 
