@@ -64,6 +64,7 @@ class StepTrace:
         self._moves: deque[Move] = deque(maxlen=MAX_MOVES)
         self._ids: tuple[int, ...] = ()
         self._num_numbers = 0
+        self._forgotten_until = -math.inf
 
     def sketch(self, plan: StepPlan) -> Sketch:
         """What the plan that was just scheduled computes, and what keeps the others from it."""
@@ -103,7 +104,7 @@ class StepTrace:
         self._num_numbers += _size(sketch, steps[-1][2] if steps else None)
         steps.append((started, ended, sketch))
         while (steps[0][1] < ended - KEEP_S or self._num_numbers > MAX_NUMBERS) and len(steps) > 1:
-            oldest = steps.popleft()[2]
+            _, self._forgotten_until, oldest = steps.popleft()
             self._num_numbers -= _size(oldest, steps[0][2])
 
     def note(self, output: StepOutput) -> None:
@@ -118,7 +119,7 @@ class StepTrace:
         """What is kept of the last so many seconds."""
         scheduler = self._scheduler
         now = scheduler.clock()
-        since = max(now - min(last_s, KEEP_S), self._steps[0][0] if self._steps else now)
+        since = max(now - min(last_s, KEEP_S), self._forgotten_until)
         recent = [move for move in self._moves if move[0] >= since]
         moved = {move[2] for move in recent}
         return TraceSnapshot(
