@@ -41,6 +41,7 @@ class AsyncClient:
         address: str = "127.0.0.1:50051",
         *,
         token: str | None = None,
+        tenant: str | None = None,
         tls: bool | Path = False,
         timeout_s: float | None = None,
         retries: int = 3,
@@ -51,7 +52,7 @@ class AsyncClient:
             if secret
             else grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
         )
-        self._metadata = call_metadata(token)
+        self._metadata = call_metadata(token, tenant)
         self._timeout_s = timeout_s
         self._retries = retries
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)

@@ -47,6 +47,7 @@ class Timing:
     total_s: float
     preemptions: int
     recomputed_tokens: int
+    preempted_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,4 +133,5 @@ def _timing(timing: inference_pb2.Timing) -> Timing:
         total_s=timing.total_s,
         preemptions=timing.preemptions,
         recomputed_tokens=timing.recomputed_tokens,
+        preempted_tokens=timing.preempted_tokens,
     )

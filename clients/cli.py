@@ -55,6 +55,20 @@ def serve(
     block_size: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Tokens in a KV block.")] = 16,
     max_num_seqs: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Sequences that run at once.")] = 64,
     token_budget: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Tokens a step computes at most.")] = 512,
+    policy: Annotated[
+        Literal["fcfs", "priority", "fair", "deadline"],
+        typer.Option(rich_help_panel=_ENGINE, help="Who is next in line. fair: tenants share; deadline: by targets."),
+    ] = "priority",
+    priority_ageing_s: Annotated[
+        float, typer.Option(rich_help_panel=_ENGINE, help="Seconds of waiting that are worth one step of priority.")
+    ] = 60.0,
+    tenant_weights: Annotated[
+        str, typer.Option(rich_help_panel=_ENGINE, help="Shares under fair: NAME=WEIGHT,…; 1 where not named.")
+    ] = "",
+    target_itl_ms: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=_ENGINE, help="Step time to hold beside decodes.", show_default="token budget"),
+    ] = None,
     schedule: Annotated[
         Literal["sequential", "interleaved", "static", "continuous"],
         typer.Option(rich_help_panel=_ENGINE, help="How requests share the model; all but continuous to be compared."),

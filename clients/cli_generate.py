@@ -16,6 +16,7 @@ from clients.terminal import (
     MaxTokens,
     Seed,
     Temperature,
+    Tenant,
     Timeout,
     Tls,
     TlsCa,
@@ -43,6 +44,10 @@ def generate(
     top_k: TopK = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
     seed: Seed = None,
+    priority: Annotated[int, typer.Option(help="Higher runs earlier.")] = 0,
+    ttft_ms: Annotated[float | None, typer.Option(help="Target for the first token.", show_default=False)] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Target for each token after it.", show_default=False)] = None,
+    tenant: Tenant = None,
     timeout: Timeout = None,
     address: Address = DEFAULT_ADDRESS,
     token: Token = None,
@@ -61,10 +66,13 @@ def generate(
         "top_k": top_k,
         "stop": stop,
         "seed": seed,
+        "priority": priority,
+        "ttft_ms": ttft_ms,
+        "tpot_ms": tpot_ms,
     }
 
     async def answer() -> StreamMeter:
-        async with connect(address, token, tls, tls_ca, timeout) as client:
+        async with connect(address, token, tls, tls_ca, timeout, tenant) as client:
             if system is None:
                 chunks = client.generate(text, **options)
             else:

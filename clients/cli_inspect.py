@@ -97,7 +97,8 @@ def load_table(load: control_pb2.Load) -> Table:
             "last step": f"{load.step_sequences} sequences, {load.step_tokens} tokens, {1e3 * load.step_s:.1f} ms",
             "since start": f"{load.steps} steps, {load.prompt_tokens} prompt tokens "
             f"({100 * load.prefix_hit_rate:.0f} % cached), {load.output_tokens} output tokens, "
-            f"{load.preemptions} preemptions ({load.recomputed_tokens} tokens computed again)",
+            f"{load.preemptions} preemptions",
+            "for nothing": f"{load.recomputed_tokens} tokens computed again, {load.dropped_tokens} after their end",
         }
     )
 

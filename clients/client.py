@@ -33,6 +33,7 @@ class Client:
 
     address    HOST:PORT or unix:PATH
     token      sent as `authorization: Bearer …`
+    tenant     who the calls are for, sent as `x-pagoda-tenant`: tenants share a server whose policy is fair
     tls        True: TLS with the system's authorities; a path: TLS with the authorities in that PEM file
     timeout_s  deadline of each call that is not given its own, all its attempts included; None: none
     retries    of a call that failed before its first message because the server was unavailable or overloaded
@@ -46,6 +47,7 @@ class Client:
         address: str = "127.0.0.1:50051",
         *,
         token: str | None = None,
+        tenant: str | None = None,
         tls: bool | Path = False,
         timeout_s: float | None = None,
         retries: int = 3,
@@ -56,7 +58,7 @@ class Client:
             if secret
             else grpc.insecure_channel(address, CHANNEL_OPTIONS)
         )
-        self._metadata = call_metadata(token)
+        self._metadata = call_metadata(token, tenant)
         self._timeout_s = timeout_s
         self._retries = retries
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)

@@ -1,4 +1,4 @@
-"""How a client reaches a server: channel options, TLS, and the token that goes with each call."""
+"""How a client reaches a server: channel options, TLS, and the token and tenant that go with each call."""
 
 from __future__ import annotations
 
@@ -27,5 +27,6 @@ def credentials(tls: bool | Path) -> grpc.ChannelCredentials | None:
     return grpc.ssl_channel_credentials(None if tls is True else tls.read_bytes())
 
 
-def call_metadata(token: str | None) -> list[tuple[str, str]]:
-    return [] if token is None else [("authorization", f"Bearer {token}")]
+def call_metadata(token: str | None, tenant: str | None) -> list[tuple[str, str]]:
+    given = {"authorization": token and f"Bearer {token}", "x-pagoda-tenant": tenant}
+    return [(key, value) for key, value in given.items() if value is not None]

@@ -43,6 +43,8 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: str | None
     bypass_cache: bool | None
     priority: int | None
+    ttft_ms: float | None
+    tpot_ms: float | None
     model: str | None
     request_id: str | None
 
@@ -72,6 +74,8 @@ _FIELDS = {
     "cache_salt": "cache.salt",
     "bypass_cache": "cache.bypass",
     "priority": "priority",
+    "ttft_ms": "slo.ttft_ms",
+    "tpot_ms": "slo.tpot_ms",
     "model": "model",
     "request_id": "request_id",
 }

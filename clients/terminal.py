@@ -16,6 +16,7 @@ Address = Annotated[str, typer.Option(envvar="PAGODA_ADDRESS", help="HOST:PORT o
 Token = Annotated[
     str | None, typer.Option(envvar="PAGODA_AUTH_TOKEN", show_envvar=True, help="Bearer token of the server.")
 ]
+Tenant = Annotated[str | None, typer.Option(envvar="PAGODA_TENANT", help="Who the call is for.", show_default=False)]
 Tls = Annotated[bool, typer.Option("--tls", help="Use TLS with the system's authorities.")]
 TlsCa = Annotated[Path | None, typer.Option(help="Use TLS with the authorities in this PEM file.")]
 Timeout = Annotated[float | None, typer.Option(help="Deadline in seconds.", show_default=False)]
@@ -30,7 +31,12 @@ INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has ended
 
 
 def connect(
-    address: str, token: str | None, tls: bool, tls_ca: Path | None, timeout_s: float | None = None
+    address: str,
+    token: str | None,
+    tls: bool,
+    tls_ca: Path | None,
+    timeout_s: float | None = None,
+    tenant: str | None = None,
 ) -> AsyncClient:
     """A client for the running event loop.
 
@@ -39,7 +45,7 @@ def connect(
     """
     from clients.aio import AsyncClient
 
-    return AsyncClient(address, token=token, tls=tls_ca or tls, timeout_s=timeout_s)
+    return AsyncClient(address, token=token, tenant=tenant, tls=tls_ca or tls, timeout_s=timeout_s)
 
 
 def print_error(message: str) -> None:

@@ -12,6 +12,7 @@ from engine.config import EngineConfig, KVCacheDType, Overlap, Quantization
 from engine.errors import ConfigError
 from engine.listen import is_local
 from engine.main import EXIT_CONFIG, run
+from engine.policies import PolicyName
 from engine.schedules import ScheduleName
 from engine.synthetic import StepTime
 
@@ -29,6 +30,10 @@ def main(
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
     token_budget: Annotated[int, typer.Option(help="Tokens that one step computes at most.")] = 512,
+    policy: Annotated[PolicyName, typer.Option(help="Who is next in line.")] = "priority",
+    priority_ageing_s: Annotated[float, typer.Option(help="Waiting worth one step of priority.")] = 60.0,
+    tenant_weights: Annotated[str, typer.Option(help="Tenants' shares under fair: NAME=WEIGHT,….")] = "",
+    target_itl_ms: Annotated[float | None, typer.Option(help="Of a step with decodes: limits its prefill.")] = None,
     schedule: Annotated[ScheduleName, typer.Option(help="How requests share the model.")] = "continuous",
     overlap: Annotated[Overlap, typer.Option(help="Launch a step before the last one's tokens are read.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Prompt + output of one sequence.")] = None,
@@ -58,6 +63,10 @@ def main(
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             token_budget=token_budget,
+            policy=policy,
+            priority_ageing_s=priority_ageing_s,
+            tenant_weights=tenant_weights,
+            target_itl_ms=target_itl_ms,
             schedule=schedule,
             overlap=overlap,
             max_model_len=max_model_len,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -85,6 +86,10 @@ class BlockPool:
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
         """How many of these count as available now and would not once shared."""
         return sum(self._references[block] == 0 for block in blocks)
+
+    def num_shared(self, blocks: Sequence[int]) -> int:
+        """How many of a block table's leading blocks others use too, who share them as a prefix."""
+        return bisect_left(blocks, True, key=lambda block: self._references[block] == 1)
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more sequence uses each of these."""

@@ -49,6 +49,9 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
         arrived=now,
         deadline=now + submit.timeout_s if submit.HasField("timeout_s") else math.inf,
         priority=submit.priority,
+        tenant=submit.tenant,
+        ttft_s=submit.slo.ttft_ms / 1e3 if submit.slo.HasField("ttft_ms") else math.inf,
+        tpot_s=submit.slo.tpot_ms / 1e3 if submit.slo.HasField("tpot_ms") else math.inf,
         cache_root=chain_root(submit.cache.salt),
         bypass_cache=submit.cache.bypass,
         request_id=submit.request_id,
@@ -96,6 +99,7 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
         decode_s=seq.decode_s,
         preempted_s=seq.preempted_s,
         detail=ended.detail,
+        preempted_tokens=seq.preempted_tokens,
     )
 
 
@@ -119,4 +123,6 @@ def _load_message(load: LoadSnapshot) -> control_pb2.Load:
         step_sequences=counters.step_sequences,
         step_tokens=counters.step_tokens,
         step_s=load.step_s,
+        preempted_tokens=counters.preempted_tokens,
+        dropped_tokens=counters.dropped_tokens,
     )

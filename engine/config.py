@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from engine.errors import ConfigError
+from engine.policies import PolicyName
 from engine.schedules import ScheduleName
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -25,6 +27,10 @@ class EngineConfig:
     block_size      tokens a KV block holds
     max_num_seqs    sequences that run at once
     token_budget    tokens that one step computes at most, decodes included
+    policy          who is next in line: one of engine/policies/
+    priority_ageing_s  seconds of waiting that are worth one step of priority
+    tenant_weights  tenants' shares under --policy fair, as NAME=WEIGHT,…; 1 where not named
+    target_itl_ms   of a step that holds decodes: its share of prefill adapts; None: the token budget alone limits it
     schedule        continuous, or one of the modes that it is compared with (engine/schedules.py)
     overlap         launch a step before the tokens of the one before it are read; auto: on a GPU
     max_model_len   prompt + output of one sequence; None: what the model was trained for, as far as the cache holds it
@@ -40,6 +46,10 @@ class EngineConfig:
     block_size: int = 16
     max_num_seqs: int = 64
     token_budget: int = 512
+    policy: PolicyName = "priority"
+    priority_ageing_s: float = 60.0
+    tenant_weights: str = ""
+    target_itl_ms: float | None = None
     schedule: ScheduleName = "continuous"
     overlap: Overlap = "auto"
     max_model_len: int | None = None
@@ -58,9 +68,27 @@ class EngineConfig:
             )
         if self.overlap == "on" and self.schedule != "continuous":
             raise ConfigError(f"--overlap on: --schedule {self.schedule} needs the last step's tokens to plan the next")
+        if not 0 < self.priority_ageing_s < math.inf:
+            raise ConfigError(f"--priority-ageing-s must be positive, not {self.priority_ageing_s}")
+        if self.target_itl_ms is not None and not 0 < self.target_itl_ms < math.inf:
+            raise ConfigError(f"--target-itl-ms must be positive, not {self.target_itl_ms}")
+        self.weight_of_tenant()
         if self.kv_cache_gb is not None and self.kv_cache_gb <= 0:
             raise ConfigError(f"--kv-cache-gb must be positive, not {self.kv_cache_gb}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"--max-model-len must be at least 2, not {self.max_model_len}")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"--threads must be at least 1, not {self.threads}")
+
+    def weight_of_tenant(self) -> dict[str, float]:
+        """Raises ConfigError."""
+        weights: dict[str, float] = {}
+        for part in filter(None, self.tenant_weights.split(",")):
+            name, _, weight = part.partition("=")
+            try:
+                weights[name] = float(weight)
+            except ValueError:
+                weights[name] = math.nan
+            if not name or not 0 < weights[name] < math.inf:
+                raise ConfigError(f"--tenant-weights takes NAME=WEIGHT,… with positive weights, not {part!r}")
+        return weights

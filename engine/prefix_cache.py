@@ -21,6 +21,10 @@ class PrefixCache:
         self._extend_hashes(seq, usable)
         return self._pool.match(seq.block_hashes[:usable])
 
+    def num_cached(self, seq: Sequence) -> int:
+        """Leading tokens of a waiting sequence that need not be computed."""
+        return len(self.match(seq)) * self._pool.block_size
+
     def publish(self, seq: Sequence, num_computed: int) -> None:
         """Lets others find the blocks that are full now that this many leading tokens are computed."""
         if not self._serves(seq):

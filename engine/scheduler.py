@@ -2,9 +2,11 @@
 
 There are no phases: every sequence has computed tokens that chase those that exist, and a decode is a chunk of length
 one. Running decodes come first and prefill chunks fill the rest of the token budget (Sarathi-Serve, Agrawal et al.,
-2024), so that a long prompt stalls no stream. When blocks run out, the last admitted of the lowest priority gives up
-its own and is computed again later. A schedule (engine/schedules.py) says who may start and who computes. Standard
-library only; the clock is an argument, so that tests run in simulated time.
+2024), so that a long prompt stalls no stream. When blocks run out, somebody gives up its own and is computed again
+later. What is decided elsewhere: who is next in line (engine/policies/), who may start and who computes
+(engine/schedules.py), how much of a step is prefill (engine/pacing.py), who gives up its blocks (engine/victims.py) and
+whose deadline cannot be met (engine/deadlines.py). Standard library only; the clock is an argument, so that tests run
+in simulated time.
 
 A step may be scheduled before the one before it is committed. It then counts on that one's tokens without knowing them:
 who ends with such a token has one row computed for nothing, which writes to blocks that nobody reads any more, and
@@ -13,26 +15,17 @@ before anybody else writes to them, since steps are computed in the order in whi
 
 from __future__ import annotations
 
-import heapq
-import math
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from engine.blocks import BlockPool
+from engine.deadlines import Deadlines
+from engine.pacing import Pacing
+from engine.policies import POLICIES, Policy, PolicyName, PolicySettings
 from engine.prefix_cache import PrefixCache
 from engine.schedules import SCHEDULES, ScheduleName
-from engine.sequence import Chunk, EndReason, Sampled, Sequence, State, StepPlan, TokenLogprobs
+from engine.sequence import EndReason, Sampled, Sequence, State, StepPlan, TokenLogprobs
 from engine.step_output import Counters, Ended, Hold, Move, StepOutput
-
-
-def admission_order(seq: Sequence) -> tuple[int, int]:
-    """Sorts the waiting list: the next to admit is last. Higher priority, then earlier arrival."""
-    return seq.priority, -seq.id
-
-
-def preemption_order(seq: Sequence) -> tuple[bool, int]:
-    """The first to give up its blocks: one that is finished and merely keeps its place, then the lowest priority."""
-    return seq.state is State.RUNNING, seq.priority
+from engine.victims import choose_victim, is_protected, num_freed
 
 
 class Scheduler:
@@ -43,6 +36,8 @@ class Scheduler:
     max_model_len  prompt + output of one sequence
     clock          seconds, monotonic
     schedule       one of engine/schedules.py
+    policy         one of engine/policies/, with its settings: ageing_s and tenant_weights
+    target_itl_s   of a step that holds decodes; None: the token budget alone limits it
     """
 
     def __init__(
@@ -55,6 +50,10 @@ class Scheduler:
         clock: Callable[[], float],
         prefix_caching: bool = True,
         schedule: ScheduleName = "continuous",
+        policy: PolicyName = "priority",
+        ageing_s: float = 60.0,
+        tenant_weights: Mapping[str, float] | None = None,
+        target_itl_s: float | None = None,
     ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
@@ -63,14 +62,18 @@ class Scheduler:
         self.clock = clock
         self.counters = Counters()
         self.running: list[Sequence] = []  # in the order of admission
-        self.waiting: list[Sequence] = []  # sorted by admission_order
         self.hold: Hold | None = None  # why the next in line has not started; None if nobody waits
+        self.step_budget = token_budget  # of the last step that was scheduled
+        self._pacing = Pacing(token_budget, target_itl_s)
+        self.waiting: Policy = POLICIES[policy](
+            PolicySettings(clock, self._least_time_s, ageing_s, tenant_weights or {}),
+        )
         self._prefixes = PrefixCache(pool, prefix_caching)
+        self._deadlines = Deadlines(self._pacing.least_time, self._prefixes.num_cached)
         self._schedule = SCHEDULES[schedule](token_budget)
         self._num_planned = 0  # plans made, and those that are committed
         self._num_committed = 0
         self._live: dict[int, Sequence] = {}
-        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, id); ended sequences linger until their time
         self._output = StepOutput()
 
     # -- arrivals and departures ------------------------------------------------------------------------------------
@@ -87,12 +90,8 @@ class Scheduler:
             capacity = self.pool.num_blocks * self.pool.block_size
             self._end(seq, EndReason.REJECTED, detail=f"up to {seq.max_len} tokens, the KV cache holds {capacity}")
             return
-        insort(self.waiting, seq, key=admission_order)
-        if seq.deadline < math.inf:
-            if len(self._deadlines) > 2 * len(self._live) + 64:  # far deadlines of what has long ended
-                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._live]
-                heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (seq.deadline, seq.id))
+        self.waiting.add(seq)
+        self._deadlines.add(seq)
 
     def abort(self, ids: Iterable[int]) -> None:
         """Ends sequences as ABORTED, whatever their state. Unknown ids crossed an end on the way and mean nothing."""
@@ -105,7 +104,8 @@ class Scheduler:
 
     @property
     def next_deadline(self) -> float:
-        return self._deadlines[0][0] if self._deadlines else math.inf
+        """Until then nobody has to leave because of a deadline."""
+        return self._deadlines.next
 
     @property
     def num_slots_unused(self) -> int:
@@ -118,8 +118,10 @@ class Scheduler:
         """What to compute next. A plan that is not empty is to be committed, in the order in which it was made."""
         self._expire()
         self._make_room()
-        self.hold = self._admit()
-        plan = self._cut(self._schedule.turn(self._unfinished(), self.token_budget))
+        self.step_budget = budget = self._pacing.budget(self.running)
+        self.hold = self._admit(budget)
+        turn = self._schedule.turn(self._unfinished(), budget, self.waiting.rank)
+        plan = self._pacing.cut(turn, budget, self._num_planned + 1)
         if not plan.is_empty:
             self._count_on(plan)
         return plan
@@ -130,6 +132,7 @@ class Scheduler:
         for at, (chunk, token) in enumerate(zip(plan.chunks, sampled.tokens, strict=True)):
             seq = chunk.seq
             if seq.state is State.FINISHED:  # or padding: its outcome is dropped
+                self.counters.dropped_tokens += chunk.length
                 continue
             seq.num_pending -= chunk.samples
             if at in sampled.faults:
@@ -139,6 +142,7 @@ class Scheduler:
                 self._prefixes.publish(seq, chunk.end)
             if token >= 0:  # its own, even if it has been preempted since the step was scheduled
                 self._append(seq, token, sampled.logprobs[at])
+        self._pacing.committed(plan, self.clock())
         self._num_committed += 1
         self.counters.steps += 1
         self.counters.step_sequences = len(plan.chunks)
@@ -151,28 +155,10 @@ class Scheduler:
 
     # -- the parts of a step ----------------------------------------------------------------------------------------
 
-    def _cut(self, turn: list[Sequence]) -> StepPlan:
-        """Chunks of these sequences within the token budget, which decodes alone cannot exceed."""
-        chunks: list[Chunk] = []
-        prefills: list[Sequence] = []
-        for seq in turn:
-            start = seq.num_computed
-            if len(seq.tokens) + seq.num_pending - start == 1:
-                chunks.append(Chunk(seq, start, 1, True))
-            else:
-                prefills.append(seq)
-        budget = self.token_budget - len(chunks)
-        for seq in prefills:
-            if budget == 0:
-                break
-            length = min(seq.remaining_len, budget)
-            chunks.append(Chunk(seq, seq.num_computed, length, length == seq.remaining_len))
-            budget -= length
-        return StepPlan(chunks)
-
     def _count_on(self, plan: StepPlan) -> None:
         """From now on the plan's tokens count as computed, and those that it chooses as existing."""
         self._num_planned = number = self._num_planned + 1
+        self._pacing.scheduled(self.clock())
         for chunk in plan.chunks:
             seq = chunk.seq
             if seq.state is State.RUNNING:  # else it is padding
@@ -180,51 +166,73 @@ class Scheduler:
                 seq.num_pending += chunk.samples
                 seq.last_plan = number
 
-    def _admit(self) -> Hold | None:
+    def _admit(self, budget: int) -> Hold | None:
         """Starts waiting sequences while there are places, the schedule picks one and its blocks exist.
 
         Returns what keeps the next in line from starting; None if nobody waits.
         """
         if not self.waiting:
             return None
-        if len(self.running) >= self.max_num_seqs:
-            return "no place"
-        budget = self.token_budget - sum(seq.remaining_len for seq in self.running)
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            seq = self._schedule.pick(self.waiting, self.running, budget)
+        budget -= sum(seq.remaining_len for seq in self.running)
+        while self.waiting:
+            lower = self.waiting.outranked(next(self.waiting.in_line()), self.running)
+            seq = self._schedule.pick(self.waiting, self.running, budget + sum(seq.remaining_len for seq in lower))
             if seq is None:
                 return "no budget" if budget <= 0 else "not its turn"
-            if not self._start(seq):
-                return "no blocks"
+            if self._deadlines.is_lost(seq, self.clock()):
+                self._end(seq, EndReason.DEADLINE)
+                continue
+            while not self._start(seq):
+                if not self._displace(lower, seq):
+                    return "no blocks" if len(self.running) < self.max_num_seqs else "no place"
             budget -= seq.remaining_len
-        return "no place" if self.waiting else None
+        return None
 
     def _start(self, seq: Sequence) -> bool:
-        """Gives a waiting sequence blocks for every token that it has, if there are as many."""
+        """Gives a waiting sequence a place and blocks for every token that it has, if there are as many."""
         # One block each is left for those who run: else a newcomer would be preempted as soon as they grow. It also
         # keeps out who has just been preempted: what it gave up, less the block it was given up for, is too little.
         spare = self.pool.num_available - len(self.running)
-        if spare < 1 or seq.last_plan > self._num_committed:  # preempted while a step computes it: that comes first
+        if spare < 1 or len(self.running) >= self.max_num_seqs:
             return False
+        if seq.last_plan > self._num_committed:  # preempted while a step computes it: that comes first
+            return False
+        length = seq.num_tokens
+        if seq.preemptions:  # engine/victims.py
+            length = min(length + self.pool.block_size, seq.max_len)
         hits = self._prefixes.match(seq)
-        needed = self.pool.blocks_for(seq.num_tokens) - len(hits)
+        needed = self.pool.blocks_for(length) - len(hits)
         if needed > spare - self.pool.num_unreferenced(hits):
             return False
-        self._unqueue(seq)
+        self.waiting.remove(seq)
         self.pool.share(hits)
         seq.blocks = hits + self.pool.allocate(needed)
         seq.num_published = len(hits)
         seq.num_computed = len(hits) * self.pool.block_size
         self._move(seq, State.RUNNING)
+        seq.last_plan = self._num_planned
         self.running.append(seq)
         if seq.first_scheduled is None:
             seq.first_scheduled = seq.accounted_until
             seq.cached_tokens = seq.num_computed
             self.counters.prompt_tokens += seq.prompt_len
             self.counters.cached_tokens += seq.cached_tokens
-        recomputed = max(0, seq.num_lost - seq.num_computed)
-        seq.recomputed_tokens += recomputed
-        self.counters.recomputed_tokens += recomputed
+        if seq.preemptions:
+            seq.protected_len = length
+            recomputed = max(0, seq.num_lost - seq.num_computed)
+            seq.recomputed_tokens += recomputed
+            self.counters.recomputed_tokens += recomputed
+        self.waiting.started(seq)
+        return True
+
+    def _displace(self, lower: list[Sequence], seq: Sequence) -> bool:
+        """Has one of the running make room for a sequence that outranks them, if it starts once all of them have."""
+        lower[:] = [other for other in lower if other.state is State.RUNNING]
+        spare = self.pool.num_available - len(self.running)
+        room = spare + sum(num_freed(other, self.pool) + 1 for other in lower)
+        if not lower or self.pool.blocks_for(seq.num_tokens + self.pool.block_size) > room:
+            return False
+        self._preempt(choose_victim(lower, self.waiting.rank, self.pool))
         return True
 
     def _unfinished(self) -> list[Sequence]:
@@ -242,7 +250,13 @@ class Scheduler:
                 if self.pool.num_available:
                     seq.blocks += self.pool.allocate(1)
                 else:
-                    self._preempt(min(reversed(self.running), key=preemption_order))
+                    self._preempt(self._victim_for(seq))
+
+    def _victim_for(self, seq: Sequence) -> Sequence:
+        """Who gives up its blocks for one more of this sequence; it may be itself, which is not protected now."""
+        lower = {other.id for other in self.waiting.outranked(seq, self.running)}
+        candidates = [other for other in self.running if other.id in lower or not is_protected(other)]
+        return choose_victim(candidates, self.waiting.rank, self.pool)
 
     def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)
@@ -251,8 +265,10 @@ class Scheduler:
         self._move(seq, State.WAITING)
         seq.num_lost, seq.num_computed = seq.num_computed, 0
         seq.preemptions += 1
+        seq.preempted_tokens += seq.num_lost
         self.counters.preemptions += 1
-        insort(self.waiting, seq, key=admission_order)
+        self.counters.preempted_tokens += seq.num_lost
+        self.waiting.add(seq)
 
     def _move(self, seq: Sequence, to: State) -> None:
         seq.account(now := self.clock())
@@ -269,6 +285,7 @@ class Scheduler:
         output.tokens.append(token)
         output.logprobs.append(logprobs)
         self.counters.output_tokens += 1
+        self.waiting.token_served(seq)
         if token in seq.params.stop_token_ids and seq.output_len > seq.params.min_tokens:
             self._end(seq, EndReason.STOP, matched=token)
         elif len(seq.tokens) >= seq.max_len:
@@ -279,16 +296,11 @@ class Scheduler:
             for gone in self._schedule.leaving(seq, reason, self.running):
                 self._leave(gone)
         else:
-            self._unqueue(seq)
+            self.waiting.remove(seq)
         seq.account(now := self.clock())
         seq.state = State.FINISHED
         del self._live[seq.id]
         self._output.ended.append(Ended(seq, reason, now, matched, detail))
-
-    def _unqueue(self, seq: Sequence) -> None:
-        at = bisect_left(self.waiting, admission_order(seq), key=admission_order)
-        if at < len(self.waiting) and self.waiting[at] is seq:  # who was rejected has never been in it
-            del self.waiting[at]
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -296,24 +308,22 @@ class Scheduler:
         seq.blocks = []
 
     def _expire(self) -> None:
-        now = self.clock()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, id = heapq.heappop(self._deadlines)
-            if seq := self._live.get(id):
-                self._end(seq, EndReason.DEADLINE)
+        for seq in self._deadlines.passed(self.clock()):
+            self._end(seq, EndReason.DEADLINE)
+
+    def _least_time_s(self, seq: Sequence) -> float:
+        return self._pacing.least_time.of(seq, seq.remaining_len)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block and every sequence is accounted for."""
         self.pool.check_integrity(seq.blocks for seq in self.running)
         assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} running, at most {self.max_num_seqs} may"
-        going = [
-            seq for seq in self.running if seq.state is not State.FINISHED
-        ]  # the others keep a static batch's rows
+        going = [seq for seq in self.running if seq.state is not State.FINISHED]  # others keep a static batch's rows
         assert all(seq.state is State.RUNNING for seq in going)
         assert bool(going) == bool(self.running), "a batch of finished sequences alone"
         assert all(seq.state is State.WAITING and not seq.blocks for seq in self.waiting)
-        assert {seq.id for seq in going + self.waiting} == self._live.keys()
-        assert self.waiting == sorted(self.waiting, key=admission_order)
+        assert {seq.id for seq in [*going, *self.waiting]} == self._live.keys()
+        assert len(self.waiting) == len(self._live) - len(going)
         for seq in self.running:
             assert seq.remaining_len > 0, f"sequence {seq.id} runs with nothing to compute"
             uncommitted = self._num_planned - self._num_committed

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from typing import Literal, Protocol
 
+from engine.policies import Policy
 from engine.sequence import EndReason, SamplingParams, Sequence, State
 
 ScheduleName = Literal["sequential", "interleaved", "static", "continuous"]
@@ -21,17 +23,20 @@ OVERTAKING = 64  # how many of those next in line a short prompt can overtake
 
 
 class Schedule(Protocol):
-    """Asked by the scheduler in every step. `running` is in the order of admission; it is not to be changed, nor is
-    `waiting`, whose last is the next in line.
+    """Asked by the scheduler in every step. `running` is in the order of admission; neither it nor `waiting`, of whom
+    there is somebody, is to be changed.
     """
 
     def __init__(self, token_budget: int) -> None: ...
 
-    def pick(self, waiting: list[Sequence], running: list[Sequence], budget: int) -> Sequence | None:
+    def pick(self, waiting: Policy, running: list[Sequence], budget: int) -> Sequence | None:
         """Who of those that wait may start. `budget`: what those that run leave of the step, or below zero."""
 
-    def turn(self, running: list[Sequence], budget: int) -> list[Sequence]:
-        """Who computes in this step, at most `budget` tokens together: decodes first, then prefills in this order."""
+    def turn(self, running: list[Sequence], budget: int, rank: Callable[[Sequence], float]) -> list[Sequence]:
+        """Who computes in this step, at most `budget` tokens together: decodes first, then prefills in this order.
+
+        rank  the policy's: a higher one's prompt comes first
+        """
 
     def leaving(self, ended: Sequence, reason: EndReason, running: list[Sequence]) -> list[Sequence]:
         """Who gives up place and blocks now that `ended`, one of those that run, has ended."""
@@ -41,29 +46,27 @@ class Continuous:
     """Requests join and leave the batch at every step.
 
     Of what decodes leave of a step, short prompts take up to half before the one that has waited longest has the rest:
-    they do not wait until long prompts are computed, and a long prompt takes twice its time at most.
+    they do not wait until long prompts are computed, and a long prompt takes twice its time at most, unless others
+    outrank it.
     """
 
     def __init__(self, token_budget: int) -> None:
         self._half = token_budget // 2
 
-    def pick(self, waiting: list[Sequence], running: list[Sequence], budget: int) -> Sequence | None:
-        first = waiting[-1]
+    def pick(self, waiting: Policy, running: list[Sequence], budget: int) -> Sequence | None:
+        in_line = waiting.in_line()
         if budget > 0:
-            return first
+            return next(in_line)
         spare = self._half - sum(seq.remaining_len for seq in running if 1 < seq.remaining_len <= self._half)
-        for seq in islice(reversed(waiting), OVERTAKING):
-            if seq.remaining_len <= spare and seq.priority == first.priority:
-                return seq
-        return None
+        return next((seq for seq in islice(in_line, OVERTAKING) if seq.remaining_len <= spare), None)
 
-    def turn(self, running: list[Sequence], budget: int) -> list[Sequence]:
+    def turn(self, running: list[Sequence], budget: int, rank: Callable[[Sequence], float]) -> list[Sequence]:
         prefills = [seq for seq in running if len(seq.tokens) + seq.num_pending - seq.num_computed > 1]
         budget -= len(running) - len(prefills)
         if len(prefills) < 2 or sum(seq.remaining_len for seq in prefills) <= budget:
             return running
         decodes = [seq for seq in running if seq.remaining_len <= 1]
-        oldest, *others = prefills
+        oldest, *others = sorted(prefills, key=rank, reverse=True)
         spare = budget // 2
         ahead: list[Sequence] = []
         for seq in sorted(others, key=lambda seq: seq.remaining_len):
@@ -81,8 +84,8 @@ class Continuous:
 class Sequential(Continuous):
     """One request at a time, from its prompt to its end."""
 
-    def pick(self, waiting: list[Sequence], running: list[Sequence], budget: int) -> Sequence | None:
-        return None if running else waiting[-1]
+    def pick(self, waiting: Policy, running: list[Sequence], budget: int) -> Sequence | None:
+        return None if running else next(waiting.in_line())
 
 
 class Interleaved(Continuous):
@@ -92,10 +95,10 @@ class Interleaved(Continuous):
         super().__init__(token_budget)
         self._round: deque[Sequence] = deque()
 
-    def pick(self, waiting: list[Sequence], running: list[Sequence], budget: int) -> Sequence | None:
-        return waiting[-1]
+    def pick(self, waiting: Policy, running: list[Sequence], budget: int) -> Sequence | None:
+        return next(waiting.in_line())
 
-    def turn(self, running: list[Sequence], budget: int) -> list[Sequence]:
+    def turn(self, running: list[Sequence], budget: int, rank: Callable[[Sequence], float]) -> list[Sequence]:
         while running:
             if not self._round:
                 self._round.extend(running)
@@ -118,11 +121,11 @@ class Static:
         self._forming = False
         self._padding = 0  # rows of the prompts' padding still to be computed
 
-    def pick(self, waiting: list[Sequence], running: list[Sequence], budget: int) -> Sequence | None:
+    def pick(self, waiting: Policy, running: list[Sequence], budget: int) -> Sequence | None:
         self._forming = self._forming or not running
-        return waiting[-1] if self._forming else None
+        return next(waiting.in_line()) if self._forming else None
 
-    def turn(self, running: list[Sequence], budget: int) -> list[Sequence]:
+    def turn(self, running: list[Sequence], budget: int, rank: Callable[[Sequence], float]) -> list[Sequence]:
         if self._forming and running:
             self._forming = False
             longest = max(seq.remaining_len for seq in running)

@@ -6,6 +6,7 @@ are read, a token may exist that nobody knows yet: it is pending.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -62,6 +63,9 @@ class Sequence:
     num_computed  leading tokens whose keys and values are in the cache once all scheduled steps are done
     blocks        the block table: block i holds tokens [i * block_size, (i + 1) * block_size)
     deadline      on the engine's clock; math.inf for none
+    tenant        who it is computed for; "" is one of them
+    ttft_s        target for the time from arrival to the first token; math.inf for none
+    tpot_s        target for the mean time of each token after the first; math.inf for none
     request_id    the client's name for what it is part of
     max_len       tokens, prompt included, at which it ends with LENGTH; the scheduler sets it on arrival
     """
@@ -73,6 +77,9 @@ class Sequence:
     arrived: float
     deadline: float
     priority: int = 0
+    tenant: str = ""
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
     cache_root: bytes = b""  # of blocks.chain_root
     bypass_cache: bool = False
     request_id: str = ""
@@ -82,6 +89,7 @@ class Sequence:
     num_pending: int = 0
     num_computed: int = 0
     num_lost: int = 0  # what num_computed was when last preempted
+    protected_len: int = 0  # with this many tokens or fewer it gives up its blocks only to those who outrank it
     last_plan: int = 0  # the scheduler's number of the last plan that computes it
     num_published: int = 0  # leading blocks that others may find
     blocks: list[int] = field(default_factory=list)
@@ -91,7 +99,8 @@ class Sequence:
     first_token: float | None = None
     cached_tokens: int = 0
     preemptions: int = 0
-    recomputed_tokens: int = 0
+    preempted_tokens: int = 0  # computed tokens that it gave up
+    recomputed_tokens: int = 0  # and those of them that it could not find again in the prefix cache
 
     accounted_until: float = field(init=False)  # every second since `arrived` is in one of these:
     queue_s: float = 0.0

@@ -55,7 +55,9 @@ class Counters:
 
     steps: int = 0
     preemptions: int = 0
+    preempted_tokens: int = 0  # computed tokens that were given up
     recomputed_tokens: int = 0
+    dropped_tokens: int = 0  # computed for who had ended by then, padding included
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

@@ -91,7 +91,7 @@ class StepTrace:
             idle,
             holds,
             len(waiting),
-            waiting[-1].id if waiting else -1,
+            next(waiting.in_line()).id if waiting else -1,
             scheduler.hold,
             len(scheduler.running),
             pool.num_free,
@@ -134,7 +134,7 @@ class StepTrace:
     def _idle(self, ids: tuple[int, ...], plan: StepPlan) -> tuple[tuple[int, ...], tuple[Hold, ...]]:
         busy = set(ids)
         idle = [seq for seq in self._scheduler.running if seq.id not in busy and seq.state is State.RUNNING]
-        others: Hold = "no budget" if plan.num_tokens >= self._scheduler.token_budget else "not its turn"
+        others: Hold = "no budget" if plan.num_tokens >= self._scheduler.step_budget else "not its turn"
         holds: list[Hold] = ["token pending" if seq.awaits_end else others for seq in idle]
         return tuple([seq.id for seq in idle]), tuple(holds)
 

@@ -39,7 +39,7 @@ class RouterMessage(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., take_trace: _Optional[_Union[TakeTrace, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("first_sequence", "prompt", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "cache", "priority", "timeout_s", "request_id")
+    __slots__ = ("first_sequence", "prompt", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "cache", "priority", "timeout_s", "tenant", "slo", "request_id")
     FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,8 @@ class Submit(_message.Message):
     CACHE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SLO_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     first_sequence: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
@@ -61,8 +63,10 @@ class Submit(_message.Message):
     cache: _inference_pb2.Cache
     priority: int
     timeout_s: float
+    tenant: str
+    slo: _inference_pb2.Slo
     request_id: str
-    def __init__(self, first_sequence: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., cache: _Optional[_Union[_inference_pb2.Cache, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., request_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, first_sequence: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., cache: _Optional[_Union[_inference_pb2.Cache, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., tenant: _Optional[str] = ..., slo: _Optional[_Union[_inference_pb2.Slo, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("sequences",)
@@ -125,7 +129,7 @@ class Logprobs(_message.Message):
     def __init__(self, at: _Optional[int] = ..., logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Ended(_message.Message):
-    __slots__ = ("sequence", "reason", "matched", "cached_tokens", "preemptions", "recomputed_tokens", "queue_s", "prefill_s", "decode_s", "detail", "preempted_s")
+    __slots__ = ("sequence", "reason", "matched", "cached_tokens", "preemptions", "recomputed_tokens", "queue_s", "prefill_s", "decode_s", "detail", "preempted_tokens", "preempted_s")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +140,7 @@ class Ended(_message.Message):
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_S_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     reason: EndReason
@@ -147,8 +152,9 @@ class Ended(_message.Message):
     prefill_s: float
     decode_s: float
     detail: str
+    preempted_tokens: int
     preempted_s: float
-    def __init__(self, sequence: _Optional[int] = ..., reason: _Optional[_Union[EndReason, str]] = ..., matched: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., detail: _Optional[str] = ..., preempted_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., reason: _Optional[_Union[EndReason, str]] = ..., matched: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., detail: _Optional[str] = ..., preempted_tokens: _Optional[int] = ..., preempted_s: _Optional[float] = ...) -> None: ...
 
 class CacheFlushed(_message.Message):
     __slots__ = ("freed_blocks",)

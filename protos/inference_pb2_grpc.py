@@ -55,7 +55,8 @@ class InferenceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates one or more sequences and streams their tokens as they are computed.
+        """Generates one or more sequences and streams their tokens as they are computed. The metadata `x-pagoda-tenant` (1 to 64
+        letters, digits or ._:@/-) names the tenant that the call is for; where the server's policy is `fair`, tenants share it.
 
         The stream carries, for each sequence, any number of `tokens` events and then exactly one `finished` event. The last
         message of the call carries `usage` and `timing`. Cancelling the call frees everything it holds.
@@ -64,7 +65,7 @@ class InferenceServicer(object):
         NOT_FOUND           `model` is not the model served here
         ALREADY_EXISTS      `request_id` is live
         RESOURCE_EXHAUSTED  the queue is full (google.rpc.RetryInfo says when to come back), or the reader has stalled
-        DEADLINE_EXCEEDED   the call's deadline passed; queued work is dropped, not computed
+        DEADLINE_EXCEEDED   the call's deadline passed, or cannot be met any more: queued work is dropped, not computed
         UNAVAILABLE         draining, or the engine is loading, dead or restarting
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

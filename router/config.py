@@ -7,6 +7,7 @@ from typing import Literal
 
 Quantization = Literal["auto", "none", "int8", "fp8"]
 Schedule = Literal["sequential", "interleaved", "static", "continuous"]
+Policy = Literal["fcfs", "priority", "fair", "deadline"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -21,6 +22,10 @@ class ServeConfig:
     engine             "spawn", or the addresses of running engines (shm:PATH, unix:PATH, HOST:PORT), comma-separated
     channel            how a spawned engine is reached: shared memory, gRPC, or "auto": shared memory where there is any
     schedule           continuous is the way to serve; the others are there to be measured against it
+    policy             who is next in line: docs/scheduling.md
+    priority_ageing_s  seconds of waiting that are worth one step of priority
+    tenant_weights     shares of the tenants under --policy fair, NAME=WEIGHT,…; 1 where not named
+    target_itl_ms      of a step that holds decodes, whose share of prefill adapts; None: the token budget limits it
     max_queued_tokens  prompt + max_tokens over all admitted requests; None: eight times what the KV cache holds
     reflection         None: on for loopback and Unix sockets
     auth_token_file    clients must send its content as a bearer token; $PAGODA_AUTH_TOKEN does the same
@@ -44,6 +49,10 @@ class ServeConfig:
     block_size: int = 16
     max_num_seqs: int = 64
     token_budget: int = 512
+    policy: Policy = "priority"
+    priority_ageing_s: float = 60.0
+    tenant_weights: str = ""
+    target_itl_ms: float | None = None
     schedule: Schedule = "continuous"
     overlap: Literal["auto", "on", "off"] = "auto"
     max_model_len: int | None = None
@@ -71,6 +80,10 @@ class ServeConfig:
         arguments += ["--token-budget", str(self.token_budget), "--schedule", self.schedule]
         arguments += ["--overlap", self.overlap]
         arguments += ["--log-level", self.log_level]
+        arguments += ["--policy", self.policy, "--priority-ageing-s", str(self.priority_ageing_s)]
+        arguments += ["--tenant-weights", self.tenant_weights]
+        if self.target_itl_ms is not None:
+            arguments += ["--target-itl-ms", str(self.target_itl_ms)]
         if self.kv_cache_gb is not None:
             arguments += ["--kv-cache-gb", str(self.kv_cache_gb)]
         if self.max_model_len is not None:

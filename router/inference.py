@@ -17,6 +17,7 @@ from router.errors import DeadlineExceeded, Internal, InvalidArgument
 from router.limits import Limits
 from router.live import LiveRequest, LiveRequests
 from router.output import SequenceOutput
+from router.tenant import tenant_of
 from router.tokenizer import Prompt, Tokenizer
 from router.validation import (
     GenerateParams,
@@ -51,6 +52,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: GenerateContext) -> None:
         received = time.monotonic()
         params = validate_generate(request, self.limits, [self._model])
+        tenant = tenant_of(context.invocation_metadata())
         self._dispatcher.pick()  # without an engine the prompt need not be tokenized
         with self._admission.reserve(params.n * (params.max_tokens or 1)) as reservation:
             live = self._live.add(params.request_id)
@@ -65,7 +67,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     remaining_s = context.time_remaining()
                     if remaining_s is not None and remaining_s <= 0:
                         raise DeadlineExceeded("the deadline passed before the request was scheduled")
-                    submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, remaining_s)
+                    eos_token_ids = self._tokenizer.eos_token_ids
+                    submit = to_submit(params, prompt, max_tokens, eos_token_ids, remaining_s, tenant)
                     await self._stream(call, live, submit)
             finally:
                 self._live.remove(params.request_id)
@@ -159,7 +162,7 @@ class GenerateCall:
         assert ended is not None
         match ended.reason:
             case engine_pb2.END_REASON_DEADLINE:
-                raise DeadlineExceeded("the deadline passed")
+                raise DeadlineExceeded("the deadline passed, or could not be met any more")
             case engine_pb2.END_REASON_REJECTED:
                 raise InvalidArgument("input", ended.detail)
             case engine_pb2.END_REASON_FAILED:
@@ -188,6 +191,7 @@ class GenerateCall:
             decode_s=slowest.decode_s,
             preempted_s=slowest.preempted_s,
             preemptions=slowest.preemptions,
+            preempted_tokens=slowest.preempted_tokens,
             recomputed_tokens=slowest.recomputed_tokens,
             time_to_first_token_s=(self._first_written or now) - self._received,
             total_s=now - self._received,

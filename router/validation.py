@@ -20,6 +20,8 @@ _ROLES: dict[int, ChatRole] = {
     inference_pb2.ROLE_TOOL: "tool",
 }
 
+_MAX_SLO_MS = 3_600_000
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateParams:
@@ -50,6 +52,7 @@ class GenerateParams:
     cache_salt: str
     bypasses_cache: bool
     priority: int
+    slo: inference_pb2.Slo
 
     @property
     def n(self) -> int:
@@ -85,6 +88,7 @@ def validate_generate(
         cache_salt=request.cache.salt,
         bypasses_cache=request.cache.bypass,
         priority=request.priority,
+        slo=_slo(request.slo),
     )
 
 
@@ -121,11 +125,13 @@ def to_submit(
     max_tokens: int,
     eos_token_ids: Collection[int],
     timeout_s: float | None = None,
+    tenant: str = "",
 ) -> engine_pb2.Submit:
     """The request as the engine takes it; the channel names the sequences.
 
     max_tokens  as `check_prompt` resolved it
     timeout_s   from now; None: no deadline
+    tenant      as `tenant_of` found it
     """
     eos = () if params.ignore_eos else eos_token_ids
     return engine_pb2.Submit(
@@ -138,6 +144,8 @@ def to_submit(
         cache=inference_pb2.Cache(salt=params.cache_salt, bypass=params.bypasses_cache),
         priority=params.priority,
         timeout_s=timeout_s,
+        tenant=tenant,
+        slo=params.slo,
         request_id=params.request_id,
     )
 
@@ -251,6 +259,17 @@ def _sampling(given: inference_pb2.Sampling, limits: Limits) -> inference_pb2.Sa
     check_integer(resolved.n, "sampling.n", 1, limits.max_n)
     if resolved.top_k >= limits.vocab_size:
         resolved.top_k = 0  # both keep every token
+    return resolved
+
+
+def _slo(given: inference_pb2.Slo) -> inference_pb2.Slo:
+    resolved = inference_pb2.Slo()
+    if given.HasField("ttft_ms"):
+        check_number(given.ttft_ms, "slo.ttft_ms", 0, _MAX_SLO_MS, is_low_allowed=False)
+        resolved.ttft_ms = given.ttft_ms
+    if given.HasField("tpot_ms"):
+        check_number(given.tpot_ms, "slo.tpot_ms", 0, _MAX_SLO_MS, is_low_allowed=False)
+        resolved.tpot_ms = given.tpot_ms
     return resolved
 
 

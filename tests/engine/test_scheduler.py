@@ -253,7 +253,7 @@ def test_short_prompts_without_end_at_most_double_a_long_prompt_s_time() -> None
 
 def test_a_short_prompt_overtakes_nobody_of_higher_priority() -> None:
     engine = SteppedEngine(token_budget=16, num_blocks=200, max_model_len=300)
-    engine.add(list(range(100)), max_tokens=1)
+    engine.add(list(range(100)), max_tokens=1, priority=1)
     engine.step()
     engine.add(list(range(50, 150)), max_tokens=1, priority=1)
     low = engine.add([1, 2], max_tokens=1)

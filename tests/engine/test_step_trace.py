@@ -42,7 +42,7 @@ def test_steps_of_the_same_sequences_share_their_numbers() -> None:
     [
         ("no budget", {"token_budget": 16}),
         ("no blocks", {"num_blocks": 8, "token_budget": 64}),
-        ("no place", {"max_num_seqs": 1}),
+        ("no place", {"max_num_seqs": 1, "token_budget": 64}),
         ("not its turn", {"schedule": "sequential", "token_budget": 64}),
     ],
 )
@@ -87,17 +87,16 @@ def test_a_sequence_whose_last_token_is_pending_has_nothing_to_compute() -> None
 
 def test_moves_tell_starts_preemptions_and_ends() -> None:
     engine = SteppedEngine(num_blocks=8, block_size=4)
-    first = engine.add([1] * 14, max_tokens=16)
-    second = engine.add([2] * 10, max_tokens=16)
+    seqs = [engine.add([head] * 10, max_tokens=16) for head in (1, 2)]
     engine.abort(engine.add([3] * 10, max_tokens=2).id)
-    while not second.preemptions:
-        engine.step()
-    assert engine.steps.trace.take().moves[-1][7] == second.num_lost > 0
     engine.run()
+    [undisturbed, preempted] = sorted(seqs, key=lambda seq: seq.preemptions)
     snapshot = engine.steps.trace.take()
-    assert kinds(snapshot, first.id) == ["started", EndReason.LENGTH]
-    assert kinds(snapshot, second.id) == ["started", "preempted", "started", EndReason.LENGTH]
+    assert kinds(snapshot, undisturbed.id) == ["started", EndReason.LENGTH]
+    assert kinds(snapshot, preempted.id) == ["started", "preempted", "started", EndReason.LENGTH]
     assert kinds(snapshot, 2) == [EndReason.ABORTED]
+    lost = [move[7] for move in snapshot.moves if move[1] == "preempted"]
+    assert lost == [preempted.preempted_tokens]
 
 
 def test_every_second_of_a_sequence_is_booked_once() -> None:

@@ -1,0 +1,61 @@
+"""Who has to leave because of its deadline, and when to look. Standard library only."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+
+from engine.least_time import LeastTime
+from engine.sequence import Sequence, State
+
+
+class Deadlines:
+    """A sequence that runs leaves at its deadline; one that waits, as soon as it cannot have a token by then any more.
+
+    num_cached  of a sequence: its tokens that the prefix cache holds
+    """
+
+    def __init__(self, least_time: LeastTime, num_cached: Callable[[Sequence], int]) -> None:
+        self._least_time = least_time
+        self._num_cached = num_cached
+        self._heap: list[tuple[float, int, Sequence]] = []  # by when to look; ended sequences linger until then
+        self._prune_at = 64
+
+    @property
+    def next(self) -> float:
+        """Until then nobody has to leave; math.inf if nobody ever has."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def add(self, seq: Sequence) -> None:
+        if seq.deadline == math.inf:
+            return
+        if len(self._heap) >= self._prune_at:
+            self._heap = [entry for entry in self._heap if entry[2].state is not State.FINISHED]
+            heapq.heapify(self._heap)
+            self._prune_at = 2 * len(self._heap) + 64
+        self._look_at(seq, seq.deadline - self._least_time.of(seq, seq.remaining_len))
+
+    def passed(self, now: float) -> Iterator[Sequence]:
+        """Those that have to leave now; the caller ends each before it takes the next."""
+        while self._heap and self._heap[0][0] <= now:
+            seq = heapq.heappop(self._heap)[2]
+            if seq.state is State.FINISHED:
+                continue
+            last = self._last_moment(seq)
+            if last <= now:
+                yield seq
+            else:
+                self._look_at(seq, last)
+
+    def is_lost(self, seq: Sequence, now: float) -> bool:
+        """Whether one that waits cannot have a token by its deadline any more."""
+        return seq.deadline - self._least_time.of(seq, seq.remaining_len) <= now and self._last_moment(seq) <= now
+
+    def _last_moment(self, seq: Sequence) -> float:
+        if seq.state is State.RUNNING:
+            return seq.deadline
+        return seq.deadline - self._least_time.of(seq, seq.remaining_len - self._num_cached(seq))
+
+    def _look_at(self, seq: Sequence, when: float) -> None:
+        heapq.heappush(self._heap, (when, seq.id, seq))

@@ -1,0 +1,56 @@
+"""Priority with ageing: higher first, and nobody waits without end. Standard library only.
+
+A sequence that waits gains one step of priority every `ageing_s`. All gain at the same rate, so their order never
+changes and is known on arrival: by priority - arrived / ageing_s. A sequence of priority p is therefore passed only by
+those of a higher priority q that arrive less than (q - p) * ageing_s after it, however many come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import takewhile
+
+from engine.policies.policy import PolicySettings
+from engine.policies.sorted_queue import SortedQueue
+from engine.sequence import Sequence
+
+
+class Priority:
+    """A sequence makes another give way if its priority is higher both as given and with age."""
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._ageing_s = settings.ageing_s
+        self._queue = SortedQueue()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._queue)
+
+    def add(self, seq: Sequence) -> None:
+        self._queue.add(seq, self._aged(seq))
+
+    def remove(self, seq: Sequence) -> None:
+        self._queue.remove(seq)
+
+    def in_line(self) -> Iterator[Sequence]:
+        standing = self._queue.first.priority
+        return takewhile(lambda seq: seq.priority == standing, self._queue)
+
+    def started(self, seq: Sequence) -> None: ...
+
+    def token_served(self, seq: Sequence) -> None: ...
+
+    def rank(self, seq: Sequence) -> float:
+        return seq.priority
+
+    def outranked(self, seq: Sequence, running: list[Sequence]) -> list[Sequence]:
+        priority, aged = seq.priority, self._aged(seq)
+        return [other for other in running if other.priority < priority and self._aged(other) < aged]
+
+    def _aged(self, seq: Sequence) -> float:
+        """Up to what is the same for all at any moment. Without the former condition in `outranked` an older equal
+        would drive out a younger one; without the latter, who has started at last by its age would lose its place.
+        """
+        return seq.priority - seq.arrived / self._ageing_s

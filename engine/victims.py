@@ -1,0 +1,35 @@
+"""Who gives up its blocks when there are too few. Standard library only.
+
+The lowest rank first; among equals, whoever wastes the fewest computed tokens for each block that it frees. What others
+share is neither freed nor lost. A sequence that comes back gets a block more than it fills and is safe from its equals
+until it has filled it: it gives up its blocks at most once before its first token, and then once for each block of
+tokens that it has generated. So admission and preemption cannot chase each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from engine.blocks import BlockPool
+from engine.sequence import Sequence, State
+
+
+def is_protected(seq: Sequence) -> bool:
+    return seq.num_tokens + seq.num_pending <= seq.protected_len
+
+
+def num_freed(seq: Sequence, pool: BlockPool) -> int:
+    """Blocks that are available once it has given up its own."""
+    return len(seq.blocks) - pool.num_shared(seq.blocks)
+
+
+def choose_victim(candidates: Iterable[Sequence], rank: Callable[[Sequence], float], pool: BlockPool) -> Sequence:
+    """The one of these that gives up its blocks; of equals the last. Who has finished and keeps a row goes first."""
+
+    def cost(seq: Sequence) -> tuple[bool, float, float]:
+        shared = pool.num_shared(seq.blocks)
+        wasted = max(0, seq.num_computed - shared * pool.block_size)
+        freed = len(seq.blocks) - shared
+        return seq.state is State.RUNNING, rank(seq), wasted / freed if freed else float("inf")
+
+    return min(reversed(list(candidates)), key=cost)
