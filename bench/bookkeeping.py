@@ -1,8 +1,8 @@
 """`python -m bench.bookkeeping`: what a step costs the host around the model, in microseconds.
 
 Every sequence decodes, one token a step; the model is left out. The parts are those of engine/loop.py: schedule, pack
-(the step's arrays), commit
-(with take_output), the load snapshot, delivery to the router's pending output, and its encoding to bytes.
+(the step's arrays), commit (with take_output), the step trace's record, the load snapshot, delivery to the router's
+pending output, and its encoding to bytes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sampled, SamplingParams, Sequence, StepPlan
 from engine.server import Connection, EngineServer
 from engine.step_arrays import StepArrays
+from engine.step_trace import StepTrace
 from engine.steps_in_flight import Computed
 from kernels import PagedKV, load_backend
 from protos import control_pb2
 
 BLOCK_SIZE = 16
-PARTS = ("schedule", "pack", "commit", "load", "deliver", "encode")
+PARTS = ("schedule", "pack", "commit", "trace", "load", "deliver", "encode")
 
 
 class NoModel:
@@ -74,6 +75,7 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         scheduler.add(sequence(id, 32))
 
     longest = context_len + steps + 64
+    trace = StepTrace(scheduler)
     arrays = StepArrays(num_seqs * context_len + 1, longest, BLOCK_SIZE)
     ops, pages = load_backend("native"), PagedKV(*torch.empty(2, 1, BLOCK_SIZE, 1, 64))
 
@@ -89,6 +91,9 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         scheduler.commit(plan, sampled)
         output = scheduler.take_output()
         committed = time.perf_counter()
+        trace.add(trace.sketch(plan), started, executed)
+        trace.note(output)
+        traced = time.perf_counter()
         load = loop._load()
         loaded = time.perf_counter()
         servicer._deliver(output, load)
@@ -99,7 +104,8 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         spent["schedule"].append(scheduled - started)
         spent["pack"].append(packed - scheduled)
         spent["commit"].append(committed - executed)
-        spent["load"].append(loaded - committed)
+        spent["trace"].append(traced - committed)
+        spent["load"].append(loaded - traced)
         spent["deliver"].append(delivered - loaded)
         spent["encode"].append(encoded - delivered)
     return {part: median(times) * 1e6 for part, times in spent.items()}

@@ -138,6 +138,7 @@ def _load(step: int, sent: float) -> LoadSnapshot:
         blocks_total=8192,
         blocks_free=1,
         blocks_evictable=1,
+        block_size=16,
         kv_slots_unused=0,
         step_s=sent,
     )

@@ -128,6 +128,11 @@ class AsyncClient:
         )
         return response.freed_blocks
 
+    def trace(self, last_s: float | None = None) -> AsyncGenerator[control_pb2.TracePart, None]:
+        """What the engine's steps of the last so many seconds did, in parts; None: all that it keeps."""
+        request = control_pb2.TraceRequest(last_s=last_s)
+        return self._stream(self._control.Trace, request, self._attempts(None), lambda part: part)
+
     async def close(self) -> None:
         """Cancels whatever is under way."""
         await self._channel.close()

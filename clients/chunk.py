@@ -34,11 +34,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """As the server measured it, of the request's slowest sequence."""
+    """As the server measured it, of the request's slowest sequence.
+
+    preempted_s  waiting to run again after its blocks went to others; no part of prefill and decode
+    """
 
     queue_s: float
     prefill_s: float
     decode_s: float
+    preempted_s: float
     time_to_first_token_s: float
     total_s: float
     preemptions: int
@@ -124,6 +128,7 @@ def _timing(timing: inference_pb2.Timing) -> Timing:
         queue_s=timing.queue_s,
         prefill_s=timing.prefill_s,
         decode_s=timing.decode_s,
+        preempted_s=timing.preempted_s,
         time_to_first_token_s=timing.time_to_first_token_s,
         total_s=timing.total_s,
         preemptions=timing.preemptions,

@@ -10,6 +10,7 @@ from clients.cli_chat import chat
 from clients.cli_generate import generate
 from clients.cli_health import health
 from clients.cli_inspect import models, status
+from clients.cli_trace import trace
 
 app = typer.Typer(
     help="Pagoda: a gRPC streaming inference server for language models.",
@@ -135,6 +136,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(models)
 app.command()(status)
+app.command()(trace)
 app.command()(health)
 
 

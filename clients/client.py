@@ -132,6 +132,11 @@ class Client:
         response: control_pb2.FlushCacheResponse = self._call(self._control.FlushCache, control_pb2.FlushCacheRequest())
         return response.freed_blocks
 
+    def trace(self, last_s: float | None = None) -> Generator[control_pb2.TracePart, None]:
+        """What the engine's steps of the last so many seconds did, in parts; None: all that it keeps."""
+        request = control_pb2.TraceRequest(last_s=last_s)
+        return self._stream(self._control.Trace, request, self._attempts(None), lambda part: part)
+
     def close(self) -> None:
         """Cancels whatever is under way."""
         self._channel.close()

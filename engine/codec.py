@@ -54,6 +54,7 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
         tpot_s=submit.slo.tpot_ms / 1e3 if submit.slo.HasField("tpot_ms") else math.inf,
         cache_root=chain_root(submit.cache.salt),
         bypass_cache=submit.cache.bypass,
+        request_id=submit.request_id,
     )
 
 
@@ -66,6 +67,10 @@ class PendingOutput:
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     ended: list[tuple[int, Ended]] = field(default_factory=list)
     load: LoadSnapshot | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.load is None and not self.tokens and not self.ended
 
     def to_message(self) -> engine_pb2.StepOutput:
         return engine_pb2.StepOutput(
@@ -82,8 +87,6 @@ class PendingOutput:
 
 def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
     seq = ended.seq
-    scheduled = seq.first_scheduled if seq.first_scheduled is not None else ended.at
-    first_token = seq.first_token if seq.first_token is not None else ended.at
     return engine_pb2.Ended(
         sequence=sequence,
         reason=_END_REASONS[ended.reason],
@@ -91,9 +94,10 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
         cached_tokens=seq.cached_tokens,
         preemptions=seq.preemptions,
         recomputed_tokens=seq.recomputed_tokens,
-        queue_s=scheduled - seq.arrived,
-        prefill_s=first_token - scheduled,
-        decode_s=ended.at - first_token,
+        queue_s=seq.queue_s,
+        prefill_s=seq.prefill_s,
+        decode_s=seq.decode_s,
+        preempted_s=seq.preempted_s,
         detail=ended.detail,
         preempted_tokens=seq.preempted_tokens,
     )
@@ -111,6 +115,8 @@ def _load_message(load: LoadSnapshot) -> control_pb2.Load:
         kv_slots_unused=load.kv_slots_unused,
         steps=counters.steps,
         preemptions=counters.preemptions,
+        recomputed_tokens=counters.recomputed_tokens,
+        kv_slots=(load.blocks_total - load.blocks_free - load.blocks_evictable) * load.block_size,
         prompt_tokens=counters.prompt_tokens,
         cached_tokens=counters.cached_tokens,
         output_tokens=counters.output_tokens,
@@ -118,6 +124,5 @@ def _load_message(load: LoadSnapshot) -> control_pb2.Load:
         step_tokens=counters.step_tokens,
         step_s=load.step_s,
         preempted_tokens=counters.preempted_tokens,
-        recomputed_tokens=counters.recomputed_tokens,
         dropped_tokens=counters.dropped_tokens,
     )

@@ -12,6 +12,7 @@ from typing import Protocol
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step_output import Counters, StepOutput
+from engine.step_trace import TraceSnapshot
 from engine.steps_in_flight import Runner, StepsInFlight
 
 log = logging.getLogger("pagoda.engine")
@@ -38,11 +39,19 @@ class FlushCache:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeTrace:
+    """`reply` is called on the loop's thread with what was recorded of the last so many seconds."""
+
+    last_s: float
+    reply: Callable[[TraceSnapshot], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     pass
 
 
-Message = Add | Abort | FlushCache | Stop
+Message = Add | Abort | FlushCache | TakeTrace | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,7 @@ class LoadSnapshot:
     blocks_total: int
     blocks_free: int
     blocks_evictable: int
+    block_size: int
     kv_slots_unused: int
     step_s: float
 
@@ -131,6 +141,7 @@ class EngineLoop(threading.Thread):
             if commits:
                 self._steps.commit_oldest()
             output = self._scheduler.take_output()
+            self._steps.trace.note(output)
             if commits or not output.is_empty:
                 self._outbox.send(output, self._load())
             is_idle = plan.is_empty and not self._steps and not commits
@@ -145,6 +156,8 @@ class EngineLoop(threading.Thread):
                 self._scheduler.abort(ids)
             case FlushCache(reply):
                 reply(self._scheduler.flush_cache())
+            case TakeTrace(last_s, reply_trace):
+                reply_trace(self._steps.trace.take(last_s))
             case Stop():
                 self._stopping = True
 
@@ -162,6 +175,7 @@ class EngineLoop(threading.Thread):
             blocks_total=pool.num_blocks,
             blocks_free=pool.num_free,
             blocks_evictable=pool.num_evictable,
+            block_size=pool.block_size,
             kv_slots_unused=scheduler.num_slots_unused,
             step_s=self._steps.step_s,
         )

@@ -27,7 +27,7 @@ from engine.prefix_cache import Prefix, PrefixCache
 from engine.schedules import SCHEDULES, ScheduleName
 from engine.sequence import EndReason, Sampled, Sequence, State, StepPlan, TokenLogprobs
 from engine.shared_prompts import SharedPrompts
-from engine.step_output import Counters, Ended, StepOutput
+from engine.step_output import Counters, Ended, Hold, Move, StepOutput
 from engine.victims import choose_victim, is_protected, num_freed
 
 
@@ -65,6 +65,8 @@ class Scheduler:
         self.clock = clock
         self.counters = Counters()
         self.running: list[Sequence] = []  # in the order of admission
+        self.hold: Hold | None = None  # why the next in line has not started; None if nobody waits
+        self.step_budget = token_budget  # of the last step that was scheduled
         self._pacing = Pacing(token_budget, target_itl_s)
         self.waiting: Policy = POLICIES[policy](
             PolicySettings(clock, self._least_time_s, ageing_s, tenant_weights or {}),
@@ -127,8 +129,8 @@ class Scheduler:
         """What to compute next. A plan that is not empty is to be committed, in the order in which it was made."""
         self._expire()
         self._make_room()
-        budget = self._pacing.budget(self.running)
-        self._admit(budget)
+        self.step_budget = budget = self._pacing.budget(self.running)
+        self.hold = self._admit(budget)
         turn = self._schedule.turn(self._unfinished(), budget, self.waiting.rank)
         chunks = self._pacing.cut(turn, budget, self._num_planned + 1)
         plan = StepPlan(chunks, self._copies.plan(chunks))
@@ -177,23 +179,27 @@ class Scheduler:
                 seq.num_pending += chunk.samples
                 seq.last_plan = number
 
-    def _admit(self, budget: int) -> None:
-        """Starts waiting sequences while there are places, the schedule picks one and its blocks exist."""
+    def _admit(self, budget: int) -> Hold | None:
+        """Starts waiting sequences while there are places, the schedule picks one and its blocks exist.
+
+        Returns what keeps the next in line from starting; None if nobody waits.
+        """
         if not self.waiting:
-            return
+            return None
         budget -= sum(seq.remaining_len for seq in self.running)
         while self.waiting:
             lower = self.waiting.outranked(next(self.waiting.in_line()), self.running)
             seq = self._schedule.pick(self.waiting, self.running, budget + sum(seq.remaining_len for seq in lower))
             if seq is None:
-                return
+                return "no budget" if budget <= 0 else "not its turn"
             if self._deadlines.is_lost(seq, self.clock()):
                 self._end(seq, EndReason.DEADLINE)
                 continue
             while not self._start(seq):
                 if not self._displace(lower, seq):
-                    return
+                    return "no blocks" if len(self.running) < self.max_num_seqs else "no place"
             budget -= seq.remaining_len
+        return None
 
     def _start(self, seq: Sequence) -> bool:
         """Gives a waiting sequence a place and blocks for every token that it has, if there are as many."""
@@ -217,12 +223,12 @@ class Scheduler:
             self._copies.want(seq.id, prefix.partial, seq.blocks[num_shared])
         seq.num_published = num_shared
         seq.num_computed = prefix.num_tokens
-        seq.state = State.RUNNING
+        self._move(seq, State.RUNNING)
         seq.last_plan = self._num_planned
         self.running.append(seq)
         self._prompts.started(seq)
         if seq.first_scheduled is None:
-            seq.first_scheduled = self.clock()
+            seq.first_scheduled = seq.accounted_until
             self._count_prompt(seq, prefix)
         if seq.preemptions:
             seq.protected_len = length
@@ -296,18 +302,24 @@ class Scheduler:
         self._leave(seq)
         if seq.state is State.FINISHED:  # it only kept its row in a static batch
             return
+        self._move(seq, State.WAITING)
         seq.num_lost, seq.num_computed = seq.num_computed, 0
-        seq.state = State.WAITING
         seq.preemptions += 1
         seq.preempted_tokens += seq.num_lost
         self.counters.preemptions += 1
         self.counters.preempted_tokens += seq.num_lost
         self.waiting.add(seq)
 
+    def _move(self, seq: Sequence, to: State) -> None:
+        seq.account(now := self.clock())
+        seq.state = to
+        self._output.moves.append(Move(seq, to, now, seq.num_computed))
+
     def _append(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         seq.tokens.append(token)
         if seq.first_token is None:
-            seq.first_token = self.clock()
+            seq.account(now := self.clock())
+            seq.first_token = now
             for sibling in self._prompts.computed(seq):
                 self.waiting.add(sibling)
         output = self._output
@@ -327,11 +339,12 @@ class Scheduler:
                 self._leave(gone)
         else:
             self.waiting.remove(seq)
+        seq.account(now := self.clock())
         seq.state = State.FINISHED
         for sibling in self._prompts.ended(seq):
             self.waiting.add(sibling)
         del self._live[seq.id]
-        self._output.ended.append(Ended(seq, reason, self.clock(), matched, detail))
+        self._output.ended.append(Ended(seq, reason, now, matched, detail))
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)

@@ -66,6 +66,7 @@ class Sequence:
     tenant        who it is computed for; "" is one of them
     ttft_s        target for the time from arrival to the first token; math.inf for none
     tpot_s        target for the mean time of each token after the first; math.inf for none
+    request_id    the client's name for what it is part of
     max_len       tokens, prompt included, at which it ends with LENGTH; the scheduler sets it on arrival
     request       names the request whose prompt it shares with others; None: it has its own
     """
@@ -83,6 +84,7 @@ class Sequence:
     cache_root: bytes = b""  # of blocks.chain_root
     bypass_cache: bool = False
     request: int | None = None
+    request_id: str = ""
 
     state: State = State.WAITING
     max_len: int = 0
@@ -101,6 +103,28 @@ class Sequence:
     preemptions: int = 0
     preempted_tokens: int = 0  # computed tokens that it gave up
     recomputed_tokens: int = 0  # and those of them that it could not find again in the prefix cache
+
+    accounted_until: float = field(init=False)  # every second since `arrived` is in one of these:
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    preempted_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.accounted_until = self.arrived
+
+    def account(self, now: float) -> None:
+        """Books the time since the last call under what the sequence has been doing; called before that changes."""
+        spent, self.accounted_until = now - self.accounted_until, now
+        if self.state is State.RUNNING:
+            if self.first_token is None:
+                self.prefill_s += spent
+            else:
+                self.decode_s += spent
+        elif self.first_scheduled is None:
+            self.queue_s += spent
+        else:
+            self.preempted_s += spent
 
     @property
     def num_tokens(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -14,6 +15,8 @@ from channel.link import Link
 from engine import loop as engine_loop
 from engine.codec import PendingOutput, sequence_from_submit
 from engine.step_output import StepOutput
+from engine.step_trace import TraceSnapshot
+from engine.trace_codec import trace_messages
 from protos import control_pb2, engine_pb2
 
 log = logging.getLogger("pagoda.engine")
@@ -33,6 +36,7 @@ class Connection:
         self._unsent: engine_pb2.EngineMessage | None = None  # made, and found no room
         self._number = 0
         self.flushed: list[int] = []
+        self.traces: list[Iterator[engine_pb2.Trace]] = []
         self.wake = asyncio.Event()
         self.ids: dict[int, int] = {}  # the router's sequence numbers → ours
 
@@ -46,6 +50,10 @@ class Connection:
         if not self.link.try_write(message):
             self._unsent = message
             self.wake.set()
+
+    @property
+    def has_output(self) -> bool:
+        return self._unsent is not None or not self.pending.is_empty
 
     def take(self) -> engine_pb2.EngineMessage:
         if self._unsent is not None:
@@ -131,6 +139,8 @@ class EngineServer:
                     self._put(engine_loop.Abort(known))
                 case "flush_cache":
                     self._put(engine_loop.FlushCache(lambda freed: self._reply_flushed(connection, freed)))
+                case "take_trace":
+                    self._take_trace(connection, message.take_trace)
 
     def _submit(self, connection: Connection, submit: engine_pb2.Submit) -> None:
         now = self._clock()
@@ -156,6 +166,16 @@ class EngineServer:
 
         self._events.call_soon_threadsafe(reply)
 
+    def _take_trace(self, connection: Connection, take: engine_pb2.TakeTrace) -> None:
+        def reply(snapshot: TraceSnapshot) -> None:
+            self._events.call_soon_threadsafe(write, snapshot)
+
+        def write(snapshot: TraceSnapshot) -> None:
+            connection.traces.append(trace_messages(take.number, snapshot))
+            connection.wake.set()
+
+        self._put(engine_loop.TakeTrace(take.request.last_s if take.request.HasField("last_s") else math.inf, reply))
+
     async def _write(self, connection: Connection, link: RouterLink) -> None:
         async def write(message: engine_pb2.EngineMessage) -> None:
             try:
@@ -169,10 +189,17 @@ class EngineServer:
         while True:
             await connection.wake.wait()
             connection.wake.clear()
-            await write(connection.take())
+            if connection.has_output:
+                await write(connection.take())
             while connection.flushed:
                 freed_blocks = connection.flushed.pop(0)
                 await write(connection.message(cache_flushed=engine_pb2.CacheFlushed(freed_blocks=freed_blocks)))
+            if connection.traces:  # one part at a time: tokens do not wait for a whole trace
+                if (part := next(connection.traces[0], None)) is None:
+                    del connection.traces[0]
+                else:
+                    await write(connection.message(trace=part))
+                connection.wake.set()
 
     def _drop(self, connection: Connection) -> None:
         self._connections.discard(connection)

@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
-from engine.sequence import EndReason, Sequence, TokenLogprobs
+from engine.sequence import EndReason, Sequence, State, TokenLogprobs
+
+# Why a sequence does not compute in a step: as many run as may; no blocks are left; others have the step's tokens; so
+# the schedule decides; its last token is being computed, and there is nothing more to do for it.
+Hold: TypeAlias = Literal["no place", "no blocks", "no budget", "not its turn", "token pending"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A sequence's start (RUNNING) or preemption (WAITING), and how many of its tokens were in the cache then."""
+
+    seq: Sequence
+    to: State
+    at: float
+    num_computed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +35,17 @@ class Ended:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What happened since the last one: sequence ids and their new tokens as parallel lists, and ends."""
+    """What happened since the last one: sequence ids and their new tokens as parallel lists, moves and ends."""
 
     sequences: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
+        """There is nothing to tell a router."""
         return not self.tokens and not self.ended
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+import math
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from typing import Protocol
 
 from engine.scheduler import Scheduler
 from engine.sequence import Chunk, Sampled, State, StepPlan, TokenLogprobs
+from engine.step_trace import Sketch, StepTrace
 
 log = logging.getLogger("pagoda.engine")
 
@@ -54,6 +55,7 @@ class Computed:
 class _Step:
     plan: StepPlan
     launched: Launched
+    sketch: Sketch
     started: float
 
 
@@ -62,16 +64,18 @@ class StepsInFlight:
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.step_s = 0.0  # of the last step: from its launch, or the end of the one before if that is later
+        self.trace = StepTrace(scheduler)
+        self._clock = scheduler.clock
         self._scheduler = scheduler
         self._runner = runner
         self._steps: deque[_Step] = deque()
-        self._last_end = 0.0
+        self._last_end = -math.inf
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def launch(self, plan: StepPlan) -> None:
-        started = time.perf_counter()
+        started = self._clock()
         try:
             launched = self._runner.launch(plan)
         except Exception:
@@ -80,7 +84,7 @@ class StepsInFlight:
                 self.commit_oldest()
             self._compute_again([plan])
         else:
-            self._steps.append(_Step(plan, launched, started))
+            self._steps.append(_Step(plan, launched, self.trace.sketch(plan), started))
 
     def commit_oldest(self) -> None:
         """Waits for it. If it fails, it and those launched after it are computed again, chunk by chunk."""
@@ -92,8 +96,9 @@ class StepsInFlight:
             self._compute_again([step.plan, *self._abandon_all()])
         else:
             self._scheduler.commit(step.plan, sampled)
-        now = time.perf_counter()
-        self.step_s, self._last_end = now - max(step.started, self._last_end), now
+        started, self._last_end = max(step.started, self._last_end), self._clock()
+        self.step_s = self._last_end - started
+        self.trace.add(step.sketch, started, self._last_end)
 
     def _abandon_all(self) -> list[StepPlan]:
         """The plans in flight, when they are over: what they made of a failed step's tokens is worth nothing."""

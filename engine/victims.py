@@ -15,7 +15,7 @@ from engine.sequence import Sequence, State
 
 
 def is_protected(seq: Sequence) -> bool:
-    return seq.num_tokens + seq.num_pending <= seq.protected_len
+    return seq.state is State.RUNNING and seq.num_tokens + seq.num_pending <= seq.protected_len
 
 
 def num_freed(seq: Sequence, pool: BlockPool) -> int:

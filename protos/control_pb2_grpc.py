@@ -69,6 +69,11 @@ class ControlStub(object):
                 request_serializer=protos_dot_control__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=protos_dot_control__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
+        self.Trace = channel.unary_stream(
+                '/pagoda.v1.Control/Trace',
+                request_serializer=protos_dot_control__pb2.TraceRequest.SerializeToString,
+                response_deserializer=protos_dot_control__pb2.TracePart.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -123,6 +128,14 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Trace(self, request, context):
+        """What the engine's last steps did: who ran, how many tokens each, who was preempted, and why the others did not run.
+        It is always recorded; a stream, since it is longer than a message may be. UNAVAILABLE without an engine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,6 +173,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=protos_dot_control__pb2.FlushCacheRequest.FromString,
                     response_serializer=protos_dot_control__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'Trace': grpc.unary_stream_rpc_method_handler(
+                    servicer.Trace,
+                    request_deserializer=protos_dot_control__pb2.TraceRequest.FromString,
+                    response_serializer=protos_dot_control__pb2.TracePart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -351,6 +369,33 @@ class Control(object):
             '/pagoda.v1.Control/FlushCache',
             protos_dot_control__pb2.FlushCacheRequest.SerializeToString,
             protos_dot_control__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pagoda.v1.Control/Trace',
+            protos_dot_control__pb2.TraceRequest.SerializeToString,
+            protos_dot_control__pb2.TracePart.FromString,
             options,
             channel_credentials,
             insecure,

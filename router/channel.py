@@ -88,6 +88,9 @@ class EngineChannel:
         self._link: EngineLink | None = None
         self._outgoing: asyncio.Queue[engine_pb2.RouterMessage] = asyncio.Queue()
         self._flushes: list[asyncio.Future[int]] = []
+        self._tracing = asyncio.Lock()  # one at a time: a trace may take megabytes
+        self._next_trace = itertools.count()
+        self._traces: dict[int, asyncio.Queue[engine_pb2.Trace | None]] = {}  # None: the engine is lost
         self._last_word = time.monotonic()
 
     @property
@@ -139,6 +142,25 @@ class EngineChannel:
         if not (self._outgoing.empty() and self._link.is_free and self._link.try_write(message)):
             self._outgoing.put_nowait(message)
 
+    async def trace(self, request: control_pb2.TraceRequest) -> list[control_pb2.TracePart]:
+        """The engine's step trace. Raises Unavailable unless the engine is ready and stays so."""
+        async with self._tracing:
+            if not self.is_ready:
+                raise Unavailable("the engine is not ready")
+            number = next(self._next_trace)
+            traces = self._traces[number] = asyncio.Queue()
+            try:
+                take = engine_pb2.TakeTrace(number=number, request=request)
+                self._post(engine_pb2.RouterMessage(take_trace=take))
+                parts: list[control_pb2.TracePart] = []
+                while (trace := await traces.get()) is not None:
+                    parts.append(trace.part)
+                    if trace.is_last:
+                        return parts
+                raise Unavailable("the engine was lost")
+            finally:
+                del self._traces[number]
+
     # -- the stream -------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -177,6 +199,9 @@ class EngineChannel:
                     case "cache_flushed":
                         if self._flushes:
                             self._flushes.pop(0).set_result(message.cache_flushed.freed_blocks)
+                    case "trace":
+                        if parts := self._traces.get(message.trace.number):
+                            parts.put_nowait(message.trace)
         finally:
             for helper in helpers:
                 helper.cancel()
@@ -234,6 +259,8 @@ class EngineChannel:
         for flush in self._flushes:
             flush.set_exception(Unavailable("the engine was lost"))
         self._flushes.clear()
+        for parts in self._traces.values():
+            parts.put_nowait(None)
         if was_ready:
             await self._on_change()
 

@@ -138,6 +138,19 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         freed = [await channel.flush_cache() for channel in self._dispatcher.ready]
         return control_pb2.FlushCacheResponse(freed_blocks=sum(freed))
 
+    async def Trace(
+        self,
+        request: control_pb2.TraceRequest,
+        context: grpc.aio.ServicerContext[control_pb2.TraceRequest, control_pb2.TracePart],
+    ) -> None:
+        if request.HasField("last_s") and not request.last_s > 0:
+            raise InvalidArgument("last_s", f"{request.last_s} s is not positive")
+        self._dispatcher.pick()
+        for at, channel in enumerate(self._dispatcher.ready):
+            for part in await channel.trace(request):
+                part.engine = at
+                await context.write(part)
+
     async def start_draining(self) -> None:
         await self._state.drain()
 
@@ -148,6 +161,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             for field, value in channel.load.ListFields():
                 summed = value if field.name.startswith("step_") else getattr(load, field.name) + value
                 setattr(load, field.name, summed)
+        load.kv_waste = load.kv_slots_unused / load.kv_slots if load.kv_slots else 0.0
+        load.prefix_hit_rate = load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
         load.requests = self._admission.requests
         load.reserved_tokens = self._admission.tokens
         return load

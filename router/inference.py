@@ -189,15 +189,20 @@ class GenerateCall:
 
     def _timing(self) -> inference_pb2.Timing:
         ends = [output.ended for output in self._outputs if output.ended]
-        slowest = max(ends, key=lambda ended: ended.queue_s + ended.prefill_s + ended.decode_s)
+        slowest = max(ends, key=_time_in_engine)
         now = time.monotonic()
         return inference_pb2.Timing(
             queue_s=slowest.queue_s,
             prefill_s=slowest.prefill_s,
             decode_s=slowest.decode_s,
+            preempted_s=slowest.preempted_s,
             preemptions=slowest.preemptions,
             preempted_tokens=slowest.preempted_tokens,
             recomputed_tokens=slowest.recomputed_tokens,
             time_to_first_token_s=(self._first_written or now) - self._received,
             total_s=now - self._received,
         )
+
+
+def _time_in_engine(ended: engine_pb2.Ended) -> float:
+    return ended.queue_s + ended.prefill_s + ended.decode_s + ended.preempted_s

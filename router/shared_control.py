@@ -118,6 +118,13 @@ class SharedControl(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.FlushCacheResponse:
         return await self._own.FlushCache(request, context)  # the engines are everybody's
 
+    async def Trace(
+        self,
+        request: control_pb2.TraceRequest,
+        context: grpc.aio.ServicerContext[control_pb2.TraceRequest, control_pb2.TracePart],
+    ) -> None:
+        await self._own.Trace(request, context)
+
     async def _load(self) -> control_pb2.Load:
         request = control_pb2.GetLoadRequest()
         load = self._own.load()

@@ -146,6 +146,7 @@ def to_submit(
         timeout_s=timeout_s,
         tenant=tenant,
         slo=params.slo,
+        request_id=params.request_id,
     )
 
 

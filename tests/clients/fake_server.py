@@ -75,6 +75,10 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
     def FlushCache(self, request, context):
         return self._unary(request, context, lambda: control_pb2.FlushCacheResponse(freed_blocks=7))
 
+    def Trace(self, request, context):
+        self._note(request, context)
+        yield control_pb2.TracePart(engine=1, taken_at_s=5.0)
+
     def _note(self, request: Message, context: grpc.ServicerContext) -> None:
         self.requests.append(request)
         self.metadata.append({key: value for key, value in context.invocation_metadata() if isinstance(value, str)})

@@ -154,6 +154,7 @@ class SteppedEngine:
 
     def _take_output(self) -> None:
         output = self.scheduler.take_output()
+        self.steps.trace.note(output)
         for id, token in zip(output.sequences, output.tokens, strict=True):
             assert id not in self.ended, f"a token for sequence {id} after its end"
             self.outputs[id].append(token)

@@ -14,7 +14,15 @@ from engine.step_output import Counters, StepOutput
 from protos import control_pb2, engine_pb2, inference_pb2
 
 LOAD = LoadSnapshot(
-    Counters(), waiting=0, running=1, blocks_total=8, blocks_free=7, blocks_evictable=0, kv_slots_unused=0, step_s=0.0
+    Counters(),
+    waiting=0,
+    running=1,
+    blocks_total=8,
+    blocks_free=7,
+    blocks_evictable=0,
+    block_size=16,
+    kv_slots_unused=0,
+    step_s=0.0,
 )
 
 
