@@ -9,7 +9,7 @@ SHOW_INSTALL = awk -v is_terminal="$$(test -t 2 && echo 1)" \
 	'/^(Collecting|Downloading|Building wheels|Installing)/ { sub(/ \(from.*/, ""); printf "  %-76.76s", $$0; printf is_terminal ? "\r" : "\n"; fflush() } \
 	END { print "" }'
 
-.PHONY: demo serve test test-all lint format protos bench bench-peers clean
+.PHONY: demo serve test test-all test-nightly lint format protos bench simulate bench-peers clean
 
 demo: $(STAMP)            ## eight prompts at once through a real server, live
 	@$(BIN)/python -m clients.demo
@@ -37,6 +37,9 @@ protos: $(STAMP)          ## regenerate the committed stubs
 
 bench: $(STAMP)           ## a workload through gRPC, beside every peer that is installed; ARGS="--workload rag …"
 	@$(BIN)/python -m bench $(ARGS)
+
+simulate: $(STAMP)        ## the scheduler's policies in simulated time; ARGS="--requests 1000000 --loads ''"
+	@$(BIN)/python -m bench.simulate $(ARGS)
 
 bench-peers: $(STAMP)     ## installs peers for `bench` into .venv-peers, apart from Pagoda
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
