@@ -18,10 +18,13 @@ serve: $(STAMP)           ## a server on 127.0.0.1:50051, until Ctrl-C; ARGS="--
 	@$(BIN)/pagoda serve $(ARGS)
 
 test: $(STAMP)            ## the whole suite, under 6 minutes on 2 cores
-	@$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not nightly and not gpu" $(ARGS)
 
 test-all: $(STAMP)        ## and the long ones
-	@$(BIN)/python -m pytest -m "not gpu" --timeout=1800 $(ARGS)
+	@$(BIN)/python -m pytest -m "not nightly and not gpu" --timeout=1800 $(ARGS)
+
+test-nightly: $(STAMP)    ## a million random operations of scheduler and blocks
+	@$(BIN)/python -m pytest -m nightly --durations=0 $(ARGS)
 
 lint: $(STAMP)            ## ruff and mypy
 	@$(BIN)/ruff check .

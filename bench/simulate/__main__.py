@@ -104,7 +104,7 @@ def _report(
     """Prints the tables; writes simulate.json, .md and pictures into the folder."""
     cells = [
         report.table(outcomes, arrivals, load, targets),
-        report.tenants_table(outcomes, arrivals, targets),
+        report.groups_table(outcomes, arrivals, targets),
     ]
     for part in cells:
         console.print(part.rich(), "")

@@ -16,6 +16,7 @@ BURST = 4.0
 TENANTS = 20
 HOSTILE = "hostile"
 HOSTILE_SHARE = 0.6  # of the middle third's requests, on top of what the others send
+URGENT, URGENT_SHARE = 10, 0.1  # the priority of a tenth of all requests; that of the others is 0
 HUGE_PROMPT = 100_000
 ONE_IN = 20_000  # requests has a huge prompt
 MAX_PROMPT, MAX_OUTPUT = 8192, 512
@@ -29,6 +30,7 @@ class Arrivals:
     prompt_len: list[int]
     output_len: list[int]
     tenant: list[str]
+    priority: list[int]
 
     def __len__(self) -> int:
         return len(self.at)
@@ -54,7 +56,8 @@ def draw(count: int, load: float, step_time: StepTime, batch: int, seed: int) ->
     third = count // 3
     for index in np.flatnonzero(random.random(third) < HOSTILE_SHARE):
         tenants[third + int(index)] = HOSTILE
-    return Arrivals(at.tolist(), prompts.tolist(), outputs.tolist(), tenants)
+    priorities = np.where(random.random(count) < URGENT_SHARE, URGENT, 0)
+    return Arrivals(at.tolist(), prompts.tolist(), outputs.tolist(), tenants, priorities.tolist())
 
 
 def _work_s(prompt_len: float, output_len: float, step_time: StepTime, batch: int) -> float:

@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from bench.measure import PERCENTILES, Targets
 from bench.plots import COLORS, DPI, MARKERS, STYLE
 from bench.report import Cells
-from bench.simulate.arrivals import Arrivals
-from bench.simulate.simulator import Outcome
+from bench.simulate.arrivals import HOSTILE, URGENT, Arrivals
+from bench.simulate.simulator import Outcome, System
+from engine.policies import POLICIES
 
 
 def table(outcomes: Sequence[Outcome], arrivals: Arrivals, load: float, targets: Targets) -> Cells:
@@ -57,16 +58,22 @@ def table(outcomes: Sequence[Outcome], arrivals: Arrivals, load: float, targets:
     return Cells(title, headings, rows)
 
 
-def tenants_table(outcomes: Sequence[Outcome], arrivals: Arrivals, targets: Targets) -> Cells:
-    """What the hostile tenant costs the others."""
-    is_hostile = np.array([tenant == "hostile" for tenant in arrivals.tenant])
-    third = np.arange(len(arrivals)) // max(1, len(arrivals) // 3) == 1
-    groups = {"the hostile tenant": is_hostile, "the others meanwhile": third & ~is_hostile}
+def groups_table(outcomes: Sequence[Outcome], arrivals: Arrivals, targets: Targets) -> Cells:
+    """Who gains and who loses: what priority is worth, and what a hostile tenant costs the others."""
+    is_hostile = np.array([tenant == HOSTILE for tenant in arrivals.tenant])
+    is_urgent = np.array(arrivals.priority) == URGENT
+    meanwhile = np.arange(len(arrivals)) // max(1, len(arrivals) // 3) == 1
+    groups = {
+        "high priority": is_urgent,
+        "the other priority": ~is_urgent,
+        "the hostile tenant": is_hostile,
+        "the others meanwhile": meanwhile & ~is_hostile,
+    }
     rows = []
     for outcome in outcomes:
         met = outcome.meets(targets)
         rows.append([outcome.system.name, *(_share(int(met[of].sum()), int(of.sum())) for of in groups.values())])
-    return Cells("Met both targets, by tenant, while one sends many times more", ["system", *groups], rows)
+    return Cells("Met both targets", ["system", *groups], rows)
 
 
 def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
@@ -91,9 +98,8 @@ def draw_latency(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.6))
         left, right = figure.subplots(1, 2, sharey=True)
-        for at, outcome in enumerate(outcomes):
-            color = COLORS[at % len(COLORS)]
-            style = "-" if outcome.system.schedule == "continuous" and outcome.system.token_budget else "--"
+        for outcome in outcomes:
+            color, style = _line(outcome.system)
             ttft = np.sort(1e3 * outcome.ttft_s[~np.isnan(outcome.ttft_s)])
             shares = np.arange(1, len(ttft) + 1) / len(outcome.ttft_s)
             left.step(ttft, shares, where="post", color=color, linestyle=style, label=outcome.system.name)
@@ -121,10 +127,8 @@ def draw_goodput(by_load: Mapping[float, Sequence[Outcome]], targets: Targets, t
         loads = sorted(by_load)
         for at, first in enumerate(by_load[loads[0]]):
             values = [by_load[load][at].goodput(targets) for load in loads]
-            style = "-" if first.system.schedule == "continuous" and first.system.token_budget else "--"
-            axis.plot(
-                loads, values, style, color=COLORS[at % len(COLORS)], marker=MARKERS[at % 8], label=first.system.name
-            )
+            color, style = _line(first.system)
+            axis.plot(loads, values, style, color=color, marker=MARKERS[at % len(MARKERS)], label=first.system.name)
         axis.set(
             xlabel="load: work that arrives ÷ what a full batch computes",
             ylabel="goodput, requests/s",
@@ -137,3 +141,12 @@ def draw_goodput(by_load: Mapping[float, Sequence[Outcome]], targets: Targets, t
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "–"
+
+
+def _line(system: System) -> tuple[str, str]:
+    """Colour and style: a colour a policy, full where it holds an ITL; the baselines black and grey."""
+    if system.schedule != "continuous":
+        return "#999999", "--"
+    if system.token_budget is None:
+        return "#000000", "--"
+    return COLORS[list(POLICIES).index(system.policy)], "-" if system.target_itl_ms else ":"

@@ -193,6 +193,7 @@ class _Run:
                     self._params[arrivals.output_len[id]],
                     arrived=at,
                     deadline=at + self._server.timeout_s,
+                    priority=arrivals.priority[id],
                     tenant=arrivals.tenant[id],
                     ttft_s=self._targets.ttft_ms / 1e3,
                     tpot_s=self._targets.tpot_ms / 1e3,

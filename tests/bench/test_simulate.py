@@ -21,7 +21,7 @@ FCFS = System("fcfs")
 
 def run(system: System, server: Server, *requests: tuple[float, int, int]) -> Outcome:
     at, prompts, outputs = (list(column) for column in zip(*requests, strict=True))
-    return simulate(system, server, Arrivals(at, prompts, outputs, [""] * len(at)), Targets())
+    return simulate(system, server, Arrivals(at, prompts, outputs, [""] * len(at), [0] * len(at)), Targets())
 
 
 def test_one_request_takes_its_steps() -> None:
