@@ -13,7 +13,7 @@ SHOW_INSTALL = awk -v is_terminal="$$(test -t 2 && echo 1)" \
 GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 	tests/engine/test_on_gpu.py tests/end_to_end/test_on_gpu.py
 
-.PHONY: demo serve test test-gpu test-all lint format protos bench bench-gpu bench-peers clean
+.PHONY: demo serve test test-gpu test-all test-nightly lint format protos bench bench-gpu simulate bench-peers clean
 
 demo: $(STAMP)            ## eight prompts at once through a real server, live
 	@$(BIN)/python -m clients.demo
@@ -22,13 +22,16 @@ serve: $(STAMP)           ## a server on 127.0.0.1:50051, until Ctrl-C; ARGS="--
 	@$(BIN)/pagoda serve $(ARGS)
 
 test: $(STAMP)            ## the whole suite, under 6 minutes on 2 cores
-	@$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 -m "not slow and not nightly and not gpu" $(ARGS)
 
 test-gpu: $(STAMP)        ## kernels, runner and server on the GPU of this machine
 	@TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "not slow" --timeout=600 $(GPU_TESTS) $(ARGS)
 
 test-all: $(STAMP)        ## and the long ones
-	@$(BIN)/python -m pytest -m "not gpu" --timeout=1800 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 -m "not nightly and not gpu" --timeout=1800 $(ARGS)
+
+test-nightly: $(STAMP)    ## a million random operations of scheduler and blocks
+	@$(BIN)/python -m pytest -m nightly --durations=0 $(ARGS)
 
 lint: $(STAMP)            ## ruff and mypy
 	@$(BIN)/ruff check .
@@ -47,6 +50,9 @@ bench: $(STAMP)           ## a workload through gRPC, beside every peer that is 
 
 bench-gpu: $(STAMP)       ## kernels, decode step and server on this machine's GPU, under 8 minutes; ARGS="--out …"
 	@$(BIN)/python -m bench.gpu $(ARGS)
+
+simulate: $(STAMP)        ## the scheduler's policies in simulated time; ARGS="--requests 1000000 --loads ''"
+	@$(BIN)/python -m bench.simulate $(ARGS)
 
 bench-peers: $(STAMP)     ## installs peers for `bench` into .venv-peers, apart from Pagoda
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
