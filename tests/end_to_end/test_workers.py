@@ -169,11 +169,10 @@ def test_drain_stops_all_routers_also_one_that_is_started_later() -> None:
     with running_server(*ARGUMENTS) as server, connections(server, 12) as channels:
         assert all(held_by(server))
         calls = [inference_pb2_grpc.InferenceStub(channel).Generate(request("x", 300)) for channel in channels]
-        for call in calls:
-            next(call)
+        first = [next(call) for call in calls]
         control_pb2_grpc.ControlStub(channels[0]).Drain(control_pb2.DrainRequest(), timeout=20)
-        for call in calls:
-            assert len(Answer(list(call)).ids()) >= 299  # it answers when all have finished
+        for head, call in zip(first, calls, strict=True):
+            assert len(Answer([head, *call]).ids()) == 300  # it answers when all have finished
         for channel in channels:
             with pytest.raises(grpc.RpcError) as caught:
                 ask(inference_pb2_grpc.InferenceStub(channel), request("late", 1))
