@@ -30,7 +30,7 @@ test-gpu: $(STAMP)        ## kernels, runner and server on the GPU of this machi
 test-all: $(STAMP)        ## and the long ones
 	@$(BIN)/python -m pytest -n 2 -m "not nightly and not gpu" --timeout=1800 $(ARGS)
 
-test-nightly: $(STAMP)    ## a million random operations of scheduler and blocks
+test-nightly: $(STAMP)    ## a million random operations of scheduler and blocks; 4 minutes with ARGS="-n 2" on 2 cores
 	@$(BIN)/python -m pytest -m nightly --durations=0 $(ARGS)
 
 lint: $(STAMP)            ## ruff and mypy
