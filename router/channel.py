@@ -197,8 +197,8 @@ class EngineChannel:
                         helpers.append(asyncio.create_task(self._send(link, self._outgoing)))
                         await self._on_change()
                     case "cache_flushed":
-                        if self._flushes:
-                            self._flushes.pop(0).set_result(message.cache_flushed.freed_blocks)
+                        if self._flushes and not (flush := self._flushes.pop(0)).done():  # its call may be cancelled
+                            flush.set_result(message.cache_flushed.freed_blocks)
                     case "trace":
                         if parts := self._traces.get(message.trace.number):
                             parts.put_nowait(message.trace)
@@ -257,7 +257,8 @@ class EngineChannel:
             stream.wake.set()
         self._routes.clear()
         for flush in self._flushes:
-            flush.set_exception(Unavailable("the engine was lost"))
+            if not flush.done():
+                flush.set_exception(Unavailable("the engine was lost"))
         self._flushes.clear()
         for parts in self._traces.values():
             parts.put_nowait(None)

@@ -73,3 +73,18 @@ async def test_requests_reach_an_engine_that_reads_late_in_their_order() -> None
         got = [await engine.read() for _ in streams]
         assert [message.submit.first_sequence for message in got if message] == list(range(1, 31))
         assert all(len(message.submit.prompt) == 20_000 for message in got if message)
+
+
+async def test_a_flush_whose_call_was_cancelled_leaves_the_channel_as_it_was() -> None:
+    def flushed(freed_blocks: int) -> engine_pb2.EngineMessage:
+        return engine_pb2.EngineMessage(cache_flushed=engine_pb2.CacheFlushed(freed_blocks=freed_blocks))
+
+    async with connected() as (channel, engine):
+        given_up, wanted = asyncio.create_task(channel.flush_cache()), asyncio.create_task(channel.flush_cache())
+        for _ in range(2):
+            await engine.read()
+        given_up.cancel()
+        await engine.write(flushed(3))
+        await engine.write(flushed(5))
+        assert await asyncio.wait_for(wanted, 5) == 5
+        assert channel.is_ready
