@@ -9,5 +9,9 @@ class ConfigError(EngineError):
     """A setting, model or file that cannot work: reported once at start, never retried."""
 
 
+class OutOfMemory(EngineError):
+    """A step did not fit into the device's memory; the message names the settings that help."""
+
+
 class RequestError(EngineError):
     """This request cannot be run; the message names what and the limit."""

@@ -12,7 +12,7 @@ import torch
 
 from checkpoints.progress import Progress, no_progress
 from engine.config import EngineConfig, Quantization
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.models import Llama, load_model, read_config
 from engine.runner_info import KVCacheSpec, RunnerInfo
 from engine.weights import stored_dtype
@@ -83,13 +83,13 @@ def load_for_serving(
 
 
 @contextmanager
-def enough_memory(purpose: str, *flags: str) -> Iterator[None]:
-    """Raises ConfigError with the flags that help if the device's memory runs out inside."""
+def enough_memory(purpose: str, *flags: str, error: type[EngineError] = ConfigError) -> Iterator[None]:
+    """Raises `error` with the flags that help if the device's memory runs out inside."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-        raise ConfigError(f"not enough device memory for {purpose} ({reason}); {', '.join(flags)} can help") from error
+    except torch.OutOfMemoryError as cause:
+        reason = str(cause).partition(". ")[0]
+        raise error(f"not enough device memory for {purpose} ({reason}); {', '.join(flags)} can help") from cause
 
 
 def choose_device(name: str) -> torch.device:

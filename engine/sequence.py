@@ -161,6 +161,10 @@ class Chunk:
     def end(self) -> int:
         return self.start + self.length
 
+    @property
+    def is_decode(self) -> bool:
+        return self.length == 1 and self.samples
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

@@ -75,8 +75,8 @@ class StepTrace:
         self._ids = ids
         starts: tuple[int, ...] = ()
         lengths: tuple[int, ...] = ()
-        if chunks[-1].length > 1 or not chunks[-1].samples:  # decodes come first: the last one is none
-            prompts = [chunk for chunk in chunks if chunk.length > 1 or not chunk.samples]
+        if not chunks[-1].is_decode:  # decodes come first
+            prompts = [chunk for chunk in chunks if not chunk.is_decode]
             starts = tuple([chunk.start for chunk in prompts])
             lengths = tuple([chunk.length for chunk in prompts])
         idle: tuple[int, ...] = ()

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.errors import EngineError
 from engine.scheduler import Scheduler
 from engine.sequence import Chunk, Sampled, State, StepPlan, TokenLogprobs
 from engine.step_trace import Sketch, StepTrace
@@ -130,7 +131,8 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
             alone = _compute_alone(runner, chunk, plan.copies)
         except Exception as error:
             log.exception("sequence %d fails alone", chunk.seq.id)
-            alone = Sampled([-1], [None], {0: f"{type(error).__name__} while computing"})
+            reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__} while computing"
+            alone = Sampled([-1], [None], {0: reason})
             failed.append(error)
         tokens += alone.tokens
         logprobs += alone.logprobs

@@ -6,6 +6,8 @@ can be launched before the tokens of the one before it have come back.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from checkpoints.progress import Progress, no_progress
@@ -17,6 +19,7 @@ from engine.device.outcomes import DeviceStep, Outcomes
 from engine.device.rehearsal import largest_plan, prompts_of_all_sizes
 from engine.device.rows import DeviceRows
 from engine.device.step_inputs import DecodeInputs, PromptInputs
+from engine.errors import OutOfMemory
 from engine.kv_cache import DEFAULT_CPU_BYTES, allocate, count_blocks
 from engine.loaded_model import LoadedModel, enough_memory
 from engine.sequence import Chunk, Sampled, Sequence, StepPlan
@@ -64,13 +67,17 @@ class DeviceRunner:
         """Launches a step and waits for it."""
         return self.launch(plan).result()
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceStep:
+        """Raises OutOfMemory if the step does not fit beside the cache."""
+        with enough_memory("a step", *_STEP_FLAGS, error=OutOfMemory), torch.inference_mode():
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> DeviceStep:
         if plan.copies:
             copy_blocks(self._cache, *self._copies.send(plan.copies))
         rows = self._rows.place(plan.chunks)
-        decodes = [at for at, chunk in enumerate(plan.chunks) if chunk.length == 1 and chunk.samples]
-        prompts = [at for at, chunk in enumerate(plan.chunks) if not (chunk.length == 1 and chunk.samples)]
+        decodes = [at for at, chunk in enumerate(plan.chunks) if chunk.is_decode]
+        prompts = [at for at, chunk in enumerate(plan.chunks) if not chunk.is_decode]
         places: dict[int, tuple[Sequence, int]] = {}
         if decodes:
             chunks = [plan.chunks[at] for at in decodes]
@@ -88,9 +95,7 @@ class DeviceRunner:
 
     def warm_up(self, num_tokens: int) -> None:
         """Computes prompts of up to so many tokens, so that the kernels for each size are compiled before one comes."""
-        for plan in prompts_of_all_sizes(num_tokens, self.info.kv_cache.block_size):
-            self.execute(plan)
-        self._rows.forget()
+        self._rehearse(prompts_of_all_sizes(num_tokens, self.info.kv_cache.block_size))
 
     def recover(self) -> None:
         """Sequences' rows may hold what a failed step left there."""
@@ -126,11 +131,13 @@ class DeviceRunner:
         num_blocks = max(chunk.seq.blocks[-1] for chunk in plan.chunks) + 1
         with enough_memory("one step", *_STEP_FLAGS):
             self._cache = allocate(loaded.spec, num_blocks, loaded.device, loaded.cache_dtype)
-            free = free_after(lambda: self._measured(plan), loaded.device)
+            free = free_after(lambda: self._rehearse([plan]), loaded.device)
             free += num_blocks * loaded.spec.bytes_per_block  # the cache of that step makes way for the real one
         self._cache = []
         return free
 
-    def _measured(self, plan: StepPlan) -> None:
-        self.launch(plan).result()
+    def _rehearse(self, plans: Iterable[StepPlan]) -> None:
+        with torch.inference_mode():
+            for plan in plans:
+                self._launch(plan).result()
         self._rows.forget()

@@ -15,10 +15,11 @@ import heapq
 from collections.abc import Iterator
 
 from engine.policies.policy import PolicySettings
+from engine.policies.priority import aged_priority
 from engine.policies.sorted_queue import SortedQueue
 from engine.sequence import Sequence
 
-PROMPT_WEIGHT = 1.0  # of a token that was computed; those of the prefix cache cost nothing
+PROMPT_WEIGHT = 1.0  # of a token that is computed; those of the prefix cache, or of a sibling, cost nothing
 OUTPUT_WEIGHT = 2.0
 MAX_IDLE_TENANTS = 4096  # whose counters are remembered; names are the clients' to choose
 
@@ -54,7 +55,7 @@ class Fair:
                 heapq.heappush(self._heap, (counter, tenant))
             if len(self.counters) > len(self._queues) + 2 * MAX_IDLE_TENANTS:
                 self._forget_the_least_served()
-        self._queues[tenant].add(seq, seq.priority - seq.arrived / self._ageing_s)
+        self._queues[tenant].add(seq, aged_priority(seq, self._ageing_s))
         self._len += 1
 
     def remove(self, seq: Sequence) -> None:
@@ -71,7 +72,7 @@ class Fair:
 
     def started(self, seq: Sequence) -> None:
         if seq.preemptions == 0:  # what it has lost to others is not computed again at its tenant's cost
-            self._charge(seq.tenant, PROMPT_WEIGHT * (seq.prompt_len - seq.cached_tokens))
+            self._charge(seq.tenant, PROMPT_WEIGHT * (seq.prompt_len - seq.num_computed))
 
     def token_served(self, seq: Sequence) -> None:
         self._charge(seq.tenant, OUTPUT_WEIGHT)

@@ -43,7 +43,7 @@ class Policy(Protocol):
         """The next in line, then those of the same standing behind it. At least one waits."""
 
     def started(self, seq: Sequence) -> None:
-        """It has been removed because it starts, or starts again after a preemption; `cached_tokens` is known."""
+        """It has been removed because it starts, or starts again after a preemption, from `num_computed` tokens."""
 
     def token_served(self, seq: Sequence) -> None:
         """One more token of its output exists."""

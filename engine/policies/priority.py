@@ -15,6 +15,11 @@ from engine.policies.sorted_queue import SortedQueue
 from engine.sequence import Sequence
 
 
+def aged_priority(seq: Sequence, ageing_s: float) -> float:
+    """Up to what is the same for all at any moment."""
+    return seq.priority - seq.arrived / ageing_s
+
+
 class Priority:
     """A sequence makes another give way if its priority is higher both as given and with age."""
 
@@ -29,7 +34,7 @@ class Priority:
         return iter(self._queue)
 
     def add(self, seq: Sequence) -> None:
-        self._queue.add(seq, self._aged(seq))
+        self._queue.add(seq, aged_priority(seq, self._ageing_s))
 
     def remove(self, seq: Sequence) -> None:
         self._queue.remove(seq)
@@ -46,11 +51,8 @@ class Priority:
         return seq.priority
 
     def outranked(self, seq: Sequence, running: list[Sequence]) -> list[Sequence]:
-        priority, aged = seq.priority, self._aged(seq)
-        return [other for other in running if other.priority < priority and self._aged(other) < aged]
-
-    def _aged(self, seq: Sequence) -> float:
-        """Up to what is the same for all at any moment. Without the former condition in `outranked` an older equal
-        would drive out a younger one; without the latter, who has started at last by its age would lose its place.
-        """
-        return seq.priority - seq.arrived / self._ageing_s
+        # Without the first condition an older equal would drive out a younger one; without the second, who has started
+        # at last by its age would lose its place.
+        priority, aged = seq.priority, aged_priority(seq, self._ageing_s)
+        lower = [other for other in running if other.priority < priority]
+        return [other for other in lower if aged_priority(other, self._ageing_s) < aged]

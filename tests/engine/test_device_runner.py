@@ -259,3 +259,26 @@ def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:
     seqs = ask(served, 8)
     served.run()
     assert outputs(seqs) == one_by_one(llama, 8)
+
+
+def test_a_step_that_does_not_fit_into_memory_names_the_flags_that_help(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = device_runner(llama)
+    served = Served(runner, 36)
+    served.add(random_prompt(9, seed=1), SamplingParams(max_tokens=10))
+    rows = 0
+
+    def forward(*_: object) -> None:
+        nonlocal rows
+        rows += 1
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB. And more")
+
+    monkeypatch.setattr(runner._model, "forward", forward)
+    served.run()
+    (ended,) = served.ended
+    assert (ended.reason, rows) == (EndReason.FAILED, 2), "it is tried again, alone"
+    assert ended.detail == (
+        "not enough device memory for a step (CUDA out of memory); "
+        "--max-num-seqs, --token-budget, --kv-cache-gb can help"
+    )

@@ -266,3 +266,13 @@ def test_a_cached_prompt_is_not_taken_for_one_that_must_be_computed() -> None:
     again = engine.add(prompt(320), max_tokens=1, timeout_s=3.0)
     engine.run()
     assert engine.ended[again.id].reason is EndReason.LENGTH
+
+
+def test_a_prompt_that_several_sequences_share_is_charged_once() -> None:
+    engine = SteppedEngine(num_blocks=60, max_num_seqs=8, token_budget=64, policy="fair")
+    engine.add_siblings(4, prompt(41), max_tokens=3, tenant="a", bypass=True)
+    engine.add(prompt(41, 9), max_tokens=3, tenant="b", bypass=True)
+    engine.run()
+    served = engine.scheduler.waiting.counters
+    assert served["b"] == 41 + 3 * OUTPUT_WEIGHT
+    assert served["a"] == 41 + 3 * 1 + 4 * 3 * OUTPUT_WEIGHT, "each sibling computes the prompt's last token"
