@@ -4,9 +4,9 @@ There are no phases: every sequence has computed tokens that chase those that ex
 one. Running decodes come first and prefill chunks fill the rest of the token budget (Sarathi-Serve, Agrawal et al.,
 2024), so that a long prompt stalls no stream. When blocks run out, somebody gives up its own and is computed again
 later. What is decided elsewhere: who is next in line (engine/policies/), who may start and who computes
-(engine/schedules.py), how much of a step is prefill (engine/pacing.py), who gives up its blocks (engine/victims.py) and
-whose deadline cannot be met (engine/deadlines.py). Standard library only; the clock is an argument, so that tests run
-in simulated time.
+(engine/schedules.py), which blocks it gets (engine/block_tables.py), how much of a step is prefill
+(engine/pacing.py), who gives up its blocks (engine/victims.py) and whose deadline cannot be met
+(engine/deadlines.py). Standard library only; the clock is an argument, so that tests run in simulated time.
 
 A step may be scheduled before the one before it is committed. It then counts on that one's tokens without knowing them:
 who ends with such a token has one row computed for nothing, which writes to blocks that nobody reads any more, and
@@ -15,18 +15,16 @@ before anybody else writes to them, since steps are computed in the order in whi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from engine.block_copies import BlockCopies
+from engine.block_tables import BlockTables
 from engine.blocks import BlockPool
 from engine.deadlines import Deadlines
 from engine.pacing import Pacing
 from engine.policies import POLICIES, Policy, PolicyName, PolicySettings
-from engine.prefix_cache import Prefix, PrefixCache
+from engine.prefix_cache import Prefix
 from engine.schedules import SCHEDULES, ScheduleName
 from engine.sequence import EndReason, Sampled, Sequence, State, StepPlan, TokenLogprobs
-from engine.shared_prompts import SharedPrompts
 from engine.step_output import Counters, Ended, Hold, Move, StepOutput
 from engine.victims import choose_victim, is_protected, num_freed
 
@@ -71,10 +69,8 @@ class Scheduler:
         self.waiting: Policy = POLICIES[policy](
             PolicySettings(clock, self._least_time_s, ageing_s, tenant_weights or {}),
         )
-        self._prefixes = PrefixCache(pool, prefix_caching)
-        self._deadlines = Deadlines(self._pacing.least_time, self._prefixes.num_cached)
-        self._prompts = SharedPrompts(pool)
-        self._copies = BlockCopies(pool)
+        self._tables = BlockTables(pool, prefix_caching)
+        self._deadlines = Deadlines(self._pacing.least_time, self._tables.num_cached)
         self._schedule = SCHEDULES[schedule](token_budget)
         self._num_planned = 0  # plans made, and those that are committed
         self._num_committed = 0
@@ -95,7 +91,7 @@ class Scheduler:
             capacity = self.pool.num_blocks * self.pool.block_size
             self._end(seq, EndReason.REJECTED, detail=f"up to {seq.max_len} tokens, the KV cache holds {capacity}")
             return
-        if not self._prompts.park(seq):
+        if not self._tables.park(seq):
             self.waiting.add(seq)
         self._deadlines.add(seq)
 
@@ -116,7 +112,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Those included that wait for another sequence to compute their prompt."""
-        return len(self.waiting) + self._prompts.num_parked
+        return len(self.waiting) + self._tables.num_parked
 
     @property
     def num_slots_unused(self) -> int:
@@ -132,15 +128,13 @@ class Scheduler:
         self.step_budget = budget = self._pacing.budget(self.running)
         self.hold = self._admit(budget)
         turn = self._schedule.turn(self._unfinished(), budget, self.waiting.rank)
-        chunks = self._pacing.cut(turn, budget, self._num_planned + 1)
-        plan = StepPlan(chunks, self._copies.plan(chunks))
+        plan = self._tables.plan(self._pacing.cut(turn, budget, self._num_planned + 1))
         if not plan.is_empty:
             self._count_on(plan)
         return plan
 
     def commit(self, plan: StepPlan, sampled: Sampled) -> None:
         """Takes in a step's outcome: what is computed, which tokens are new, who is finished."""
-        block_size = self.pool.block_size
         for at, (chunk, token) in enumerate(zip(plan.chunks, sampled.tokens, strict=True)):
             seq = chunk.seq
             if seq.state is State.FINISHED:  # or padding: its outcome is dropped
@@ -150,12 +144,12 @@ class Scheduler:
             if at in sampled.faults:
                 self._end(seq, EndReason.FAILED, detail=sampled.faults[at])
                 continue
-            if seq.state is State.RUNNING and chunk.end // block_size > seq.num_published:
-                self._prefixes.publish(seq, chunk.end)
+            if seq.state is State.RUNNING:
+                self._tables.computed(seq, chunk.end)
             if token >= 0:  # its own, even if it has been preempted since the step was scheduled
                 self._append(seq, token, sampled.logprobs[at])
         self._pacing.committed(plan, self.clock())
-        self._copies.commit(plan.copies)
+        self._tables.commit(plan)
         self._num_committed += 1
         self.counters.steps += 1
         self.counters.step_sequences = len(plan.chunks)
@@ -210,23 +204,13 @@ class Scheduler:
         length = seq.num_tokens
         if seq.preemptions:  # engine/victims.py
             length = min(length + self.pool.block_size, seq.max_len)
-        prefix = self._affordable_prefix(seq, length)
-        if prefix is None and not self.running and self._prompts.release():
-            prefix = self._affordable_prefix(seq, length)
+        prefix = self._tables.start(seq, length, len(self.running))
         if prefix is None:
             return False
         self.waiting.remove(seq)
-        self.pool.share(prefix.sources)
-        num_shared = len(prefix.blocks)
-        seq.blocks = prefix.blocks + self.pool.allocate(self.pool.blocks_for(length) - num_shared)
-        if prefix.partial is not None:
-            self._copies.want(seq.id, prefix.partial, seq.blocks[num_shared])
-        seq.num_published = num_shared
-        seq.num_computed = prefix.num_tokens
         self._move(seq, State.RUNNING)
         seq.last_plan = self._num_planned
         self.running.append(seq)
-        self._prompts.started(seq)
         if seq.first_scheduled is None:
             seq.first_scheduled = seq.accounted_until
             self._count_prompt(seq, prefix)
@@ -238,28 +222,12 @@ class Scheduler:
         self.waiting.started(seq)
         return True
 
-    def _affordable_prefix(self, seq: Sequence, length: int) -> Prefix | None:
-        """What a waiting sequence can start from; None if blocks for the rest of `length` tokens are too few."""
-        # One block each is left for those who run: else a newcomer would be preempted as soon as they grow. It also
-        # keeps out who has just been preempted: what it gave up, less the block it was given up for, is too little.
-        spare = self.pool.num_available - len(self.running)
-        if spare < 1:
-            return None
-        prefix = self._prompts.find(seq) or self._prefixes.match(seq)
-        needed = self.pool.blocks_for(length) - len(prefix.blocks)
-        if needed + self.pool.num_unreferenced(prefix.sources) <= spare:
-            return prefix
-        if prefix.partial is None or needed + self.pool.num_unreferenced(prefix.blocks) > spare:
-            return None
-        return prefix.whole_blocks(self.pool.block_size)  # the block to copy is one more, while the copy is made
-
     def _count_prompt(self, seq: Sequence, prefix: Prefix) -> None:
         """A prompt counts once, whatever the number of sequences that start from it."""
         if prefix.sibling is not None:
             seq.cached_tokens = prefix.sibling.cached_tokens
             return
         seq.cached_tokens = prefix.num_tokens
-        self.pool.note_hit(prefix.sources)
         self.counters.prompt_tokens += seq.prompt_len
         self.counters.cached_tokens += seq.cached_tokens
 
@@ -285,11 +253,7 @@ class Scheduler:
         running = self._unfinished()
         for seq in [seq for seq in running if len(seq.tokens) + seq.num_pending > len(seq.blocks) * size]:
             while seq.blocks and len(seq.tokens) + seq.num_pending > len(seq.blocks) * size:
-                if not self.pool.num_available:
-                    self._prompts.release()
-                if self.pool.num_available:
-                    seq.blocks += self.pool.allocate(1)
-                else:
+                if not self._tables.grow(seq):
                     self._preempt(self._victim_for(seq))
 
     def _victim_for(self, seq: Sequence) -> Sequence:
@@ -320,7 +284,7 @@ class Scheduler:
         if seq.first_token is None:
             seq.account(now := self.clock())
             seq.first_token = now
-            for sibling in self._prompts.computed(seq):
+            for sibling in self._tables.prompt_computed(seq):
                 self.waiting.add(sibling)
         output = self._output
         output.sequences.append(seq.id)
@@ -341,16 +305,14 @@ class Scheduler:
             self.waiting.remove(seq)
         seq.account(now := self.clock())
         seq.state = State.FINISHED
-        for sibling in self._prompts.ended(seq):
+        for sibling in self._tables.ended(seq):
             self.waiting.add(sibling)
         del self._live[seq.id]
         self._output.ended.append(Ended(seq, reason, now, matched, detail))
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        self._copies.drop(seq.id)
-        self.pool.release(seq.blocks)
-        seq.blocks = []
+        self._tables.leave(seq)
 
     def _expire(self) -> None:
         for seq in self._deadlines.passed(self.clock()):
@@ -361,14 +323,13 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block and every sequence is accounted for."""
-        tables = [seq.blocks for seq in self.running]
-        self.pool.check_integrity([*tables, *self._prompts.held(), *self._copies.held()])
+        self._tables.check_integrity(self.running)
         assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} running, at most {self.max_num_seqs} may"
         going = [seq for seq in self.running if seq.state is not State.FINISHED]  # others keep a static batch's rows
         assert all(seq.state is State.RUNNING for seq in going)
         assert bool(going) == bool(self.running), "a batch of finished sequences alone"
         assert all(seq.state is State.WAITING and not seq.blocks for seq in self.waiting)
-        parked = list(self._prompts.parked())
+        parked = list(self._tables.parked())
         assert all(seq.state is State.WAITING and not seq.blocks for seq in parked)
         assert {seq.id for seq in [*going, *self.waiting, *parked]} == self._live.keys()
         assert self.num_waiting == len(self._live) - len(going)
@@ -377,7 +338,3 @@ class Scheduler:
             uncommitted = self._num_planned - self._num_committed
             assert seq.num_pending <= uncommitted, f"sequence {seq.id} counts on tokens that nobody computes"
             assert len(seq.blocks) >= self.pool.blocks_for(seq.num_computed)
-        users = Counter(block for table in tables for block in table)
-        for seq in self.running:
-            unwritten = seq.blocks[seq.num_computed // self.pool.block_size :]
-            assert all(users[block] == 1 for block in unwritten), f"sequence {seq.id} writes to what others read"

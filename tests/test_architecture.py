@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {"protos", "channel", "router", "engine", "kernels", "checkpoints", "clients", "bench", "tests"}
 SCHEDULING = {
     "scheduler", "schedules", "policies", "pacing", "step_time_model", "least_time", "deadlines", "victims",
-    "blocks", "block_copies", "block_heads", "eviction", "prefix_cache", "shared_prompts", "sequence", "step_output",
+    "blocks", "block_copies", "block_heads", "block_tables", "eviction", "prefix_cache", "shared_prompts",
+    "sequence", "step_output",
 }  # fmt: skip
 
 

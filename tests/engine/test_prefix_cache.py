@@ -156,7 +156,7 @@ def test_entries_of_blocks_that_were_evicted_do_not_pile_up() -> None:
     for at in range(60):
         engine.add([at, *prompt(30, at)], max_tokens=1)
         engine.run()
-    heads = engine.scheduler._prefixes._heads
+    heads = engine.scheduler._tables._prefixes._heads
     assert len(heads._contents) <= 2 * 16 + 1
 
 
