@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -58,7 +58,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         uptime.FromMilliseconds(round(1e3 * (time.monotonic() - self._started)))
         ready = self._dispatcher.ready
         return control_pb2.ServerInfo(
-            version=version("pagoda"),
+            version=_version(),
             model=self._model,
             engine_state=self._state.engine_state,
             engine=ready[0].info if ready else None,
@@ -175,3 +175,11 @@ def watch_interval_s(request: control_pb2.WatchLoadRequest) -> float:
         allowed = f"[{MIN_WATCH_INTERVAL_S}, {MAX_WATCH_INTERVAL_S:.0f}] s"
         raise InvalidArgument("interval", f"{interval_s} s is outside {allowed}")
     return interval_s
+
+
+def _version() -> str:
+    """Of the installed package; a checkout that is run where it lies has none."""
+    try:
+        return version("pagoda")
+    except PackageNotFoundError:
+        return "not installed"

@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import grpc
 import torch
 
 from kernels.triton.timing import Timer
 
 TERA = 1e12
+RPC_ERRORS = (grpc.Call, grpc.aio.AioRpcError)  # those that know a status
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,8 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def explain(failure: BaseException) -> str:
     """Its first sentence: some tell a page."""
-    first = (str(failure).strip() or "no message").splitlines()[0].split(". ")[0]
+    message = f"{failure.code().name}: {failure.details()}" if isinstance(failure, RPC_ERRORS) else str(failure).strip()
+    first = (message or "no message").splitlines()[0].split(". ")[0]
     return f"{type(failure).__name__}: {first[:120]}"
 
 
