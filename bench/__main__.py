@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -16,7 +17,9 @@ from bench.concurrency import sweep
 from bench.errors import BenchError
 from bench.measure import Targets
 from bench.options import OUTPUT, Address, Gguf, Model, Output, Peers, Repeat, Seed, ServeArgs, SystemOption, Threads
+from bench.promises.run import SCENARIOS, promises
 from bench.record import usable_cores
+from bench.text import TEXT
 from bench.workloads import DEFAULT_RATE, WORKLOADS, long_tail, uniform
 from checkpoints import DEFAULT_MODEL, CheckpointError, resolve
 from clients.progress_bars import shown_progress
@@ -26,7 +29,6 @@ INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has ended
 PROMPT_LEN = 16
 TARGETS = Targets()
 SWEEP = "1,2,4,8,16,32,64"
-TEXT = Path(__file__).with_name("quality_text.txt")
 
 
 class _ComparesByDefault(TyperGroup):
@@ -170,6 +172,31 @@ def quality_command(
     from bench.quality import quality  # only here: other commands do without torch
 
     quality(resolve(model), text, threads=threads or usable_cores(), output=output)
+
+
+@app.command("promises")
+def promises_command(
+    only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(SCENARIOS)}; again for another.")] = None,
+    model: Model = DEFAULT_MODEL,
+    serve_args: ServeArgs = "",
+    threads: Threads = None,
+    repeat: Repeat = 3,
+    output: Output = OUTPUT,
+) -> None:
+    """What docs/scheduling.md promises, on servers of their own: each bound beside what was measured."""
+    if unknown := [name for name in only or [] if name not in SCENARIOS]:
+        raise BenchError(f"there is no scenario {unknown[0]!r}, there are: {', '.join(SCENARIOS)}")
+    threads = threads or usable_cores()
+    with shown_progress() as progress:
+        resolve(model, progress)
+    promises(
+        [name for name in SCENARIOS if not only or name in only],
+        arguments=["--model", model, "--threads", str(threads), *shlex.split(serve_args)],
+        vocab_size=options.vocab_size(model),
+        repeat=repeat,
+        threads=threads,
+        output=output,
+    )
 
 
 def main() -> int:

@@ -32,10 +32,12 @@ from engine.listen import start_listening
 from engine.loop import Inbox, LoadSnapshot
 from engine.server import EngineServer
 from engine.step_output import Counters, StepOutput
+from engine.tenants import TenantTable
 from protos import control_pb2, engine_pb2, inference_pb2
 from router.channel import EngineChannel
 
 WARM_UP_STEPS = 100
+NO_TENANTS = TenantTable()  # the same at every step: told once
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ def _load(step: int, sent: float) -> LoadSnapshot:
         block_size=16,
         kv_slots_unused=0,
         step_s=sent,
+        tenants=NO_TENANTS,
     )
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from protos import control_pb2
 
+TENANTS_SHOWN = 8
+
 
 def models() -> None:
     """List what `pagoda serve --model` takes by name."""
@@ -88,19 +90,32 @@ def info_table(info: control_pb2.ServerInfo) -> Table:
 
 
 def load_table(load: control_pb2.Load) -> Table:
-    return _table(
-        {
-            "requests": f"{load.requests} admitted, {load.reserved_tokens} tokens reserved",
-            "sequences": f"{load.running} running, {load.waiting} waiting",
-            "KV blocks": f"{load.blocks_referenced} in use, {load.blocks_evictable} cached, {load.blocks_free} free "
-            f"of {load.blocks_total}; {100 * load.kv_waste:.1f} % of the slots in use hold no token",
-            "last step": f"{load.step_sequences} sequences, {load.step_tokens} tokens, {1e3 * load.step_s:.1f} ms",
-            "since start": f"{load.steps} steps, {load.prompt_tokens} prompt tokens "
-            f"({100 * load.prefix_hit_rate:.0f} % cached), {load.output_tokens} output tokens, "
-            f"{load.preemptions} preemptions",
-            "for nothing": f"{load.recomputed_tokens} tokens computed again, {load.dropped_tokens} after their end",
-        }
-    )
+    rows = {
+        "requests": f"{load.requests} admitted, {load.reserved_tokens} tokens reserved",
+        "sequences": f"{load.running} running, {load.waiting} waiting",
+        "KV blocks": f"{load.blocks_referenced} in use, {load.blocks_evictable} cached, {load.blocks_free} free "
+        f"of {load.blocks_total}; {100 * load.kv_waste:.1f} % of the slots in use hold no token",
+        "last step": f"{load.step_sequences} sequences, {load.step_tokens} tokens, {1e3 * load.step_s:.1f} ms",
+        "since start": f"{load.steps} steps, {load.prompt_tokens} prompt tokens "
+        f"({100 * load.prefix_hit_rate:.0f} % cached), {load.output_tokens} output tokens, "
+        f"{load.preemptions} preemptions",
+        "for nothing": f"{load.recomputed_tokens} tokens computed again, {load.dropped_tokens} after their end",
+    }
+    if any(tenant.name for tenant in load.tenants):
+        rows["tenants"] = _tenants(load)
+    return _table(rows)
+
+
+def _tenants(load: control_pb2.Load) -> str:
+    """A line for each of the most served; calls that name no tenant are in parentheses."""
+    lines = [
+        f"{tenant.name or '(none)'}: {100 * tenant.share:.0f} % of the last 10 s, "
+        f"{tenant.running} running, {tenant.waiting} waiting"
+        for tenant in load.tenants[:TENANTS_SHOWN]
+    ]
+    if more := load.num_tenants - len(lines):
+        lines.append(f"and {more} more")
+    return "\n".join(lines)
 
 
 def _table(rows: dict[str, str]) -> Table:

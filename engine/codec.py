@@ -9,6 +9,7 @@ from engine.blocks import chain_root
 from engine.loop import LoadSnapshot
 from engine.sequence import EndReason, SamplingParams, Sequence, TokenLogprobs
 from engine.step_output import Ended
+from engine.tenants import TenantTable
 from protos import control_pb2, engine_pb2
 
 _END_REASONS = {
@@ -126,3 +127,17 @@ def _load_message(load: LoadSnapshot) -> control_pb2.Load:
         preempted_tokens=counters.preempted_tokens,
         dropped_tokens=counters.dropped_tokens,
     )
+
+
+def tenants_message(table: TenantTable) -> engine_pb2.Tenants:
+    listed = [
+        control_pb2.TenantLoad(
+            name=tenant.name,
+            waiting=tenant.waiting,
+            running=tenant.running,
+            service=tenant.service,
+            recent_service=tenant.recent_service,
+        )
+        for tenant in table.listed
+    ]
+    return engine_pb2.Tenants(listed=listed, count=table.count, recent_service=table.recent_service)

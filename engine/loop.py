@@ -14,6 +14,7 @@ from engine.sequence import Sequence
 from engine.step_output import Counters, StepOutput
 from engine.step_trace import TraceSnapshot
 from engine.steps_in_flight import Runner, StepsInFlight
+from engine.tenants import TenantTable
 
 log = logging.getLogger("pagoda.engine")
 
@@ -67,6 +68,7 @@ class LoadSnapshot:
     block_size: int
     kv_slots_unused: int
     step_s: float
+    tenants: TenantTable
 
 
 class Outbox(Protocol):
@@ -178,4 +180,5 @@ class EngineLoop(threading.Thread):
             block_size=pool.block_size,
             kv_slots_unused=scheduler.num_slots_unused,
             step_s=self._steps.step_s,
+            tenants=scheduler.tenants.table(scheduler.running),
         )

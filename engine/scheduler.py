@@ -26,6 +26,7 @@ from engine.prefix_cache import Prefix
 from engine.schedules import SCHEDULES, ScheduleName
 from engine.sequence import EndReason, Sampled, Sequence, State, StepPlan, TokenLogprobs
 from engine.step_output import Counters, Ended, Hold, Move, StepOutput
+from engine.tenants import Tenants
 from engine.victims import choose_victim, is_protected, num_freed
 
 
@@ -62,6 +63,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.clock = clock
         self.counters = Counters()
+        self.tenants = Tenants(clock)
         self.running: list[Sequence] = []  # in the order of admission
         self.hold: Hold | None = None  # why the next in line has not started; None if nobody waits
         self.step_budget = token_budget  # of the last step that was scheduled
@@ -82,6 +84,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queues a sequence, or ends it at once as REJECTED if it could never run, even alone."""
         self._live[seq.id] = seq
+        self.tenants.arrived(seq)
         seq.max_len = min(seq.prompt_len + seq.params.max_tokens, self.max_model_len)
         if seq.prompt_len >= self.max_model_len:
             limit = self.max_model_len - 1
@@ -276,6 +279,7 @@ class Scheduler:
 
     def _move(self, seq: Sequence, to: State) -> None:
         seq.account(now := self.clock())
+        self.tenants.moves(seq, to)
         seq.state = to
         self._output.moves.append(Move(seq, to, now, seq.num_computed))
 
@@ -304,6 +308,7 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
         seq.account(now := self.clock())
+        self.tenants.ends(seq)
         seq.state = State.FINISHED
         for sibling in self._tables.ended(seq):
             self.waiting.add(sibling)
@@ -333,6 +338,7 @@ class Scheduler:
         assert all(seq.state is State.WAITING and not seq.blocks for seq in parked)
         assert {seq.id for seq in [*going, *self.waiting, *parked]} == self._live.keys()
         assert self.num_waiting == len(self._live) - len(going)
+        self.tenants.check_integrity(self._live.values())
         for seq in self.running:
             assert seq.remaining_len > 0, f"sequence {seq.id} runs with nothing to compute"
             uncommitted = self._num_planned - self._num_committed

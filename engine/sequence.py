@@ -92,6 +92,7 @@ class Sequence:
     num_computed: int = 0
     num_lost: int = 0  # what num_computed was when last preempted
     protected_len: int = 0  # with this many tokens or fewer it gives up its blocks only to those who outrank it
+    num_charged: int = 0  # tokens of output that its tenant's service holds
     last_plan: int = 0  # the scheduler's number of the last plan that computes it
     num_published: int = 0  # leading blocks that others may find or that were taken over from them: never written to
     blocks: list[int] = field(default_factory=list)

@@ -13,9 +13,10 @@ from typing import TypeAlias
 
 from channel.link import Link
 from engine import loop as engine_loop
-from engine.codec import PendingOutput, sequence_from_submit
+from engine.codec import PendingOutput, sequence_from_submit, tenants_message
 from engine.step_output import StepOutput
 from engine.step_trace import TraceSnapshot
+from engine.tenants import TenantTable
 from engine.trace_codec import trace_messages
 from protos import control_pb2, engine_pb2
 
@@ -34,6 +35,7 @@ class Connection:
         self.link: RouterLink | None = None  # once it is greeted
         self._epoch = epoch
         self._unsent: engine_pb2.EngineMessage | None = None  # made, and found no room
+        self._tenants: TenantTable | None = None  # as last told
         self._number = 0
         self.flushed: list[int] = []
         self.traces: list[Iterator[engine_pb2.Trace]] = []
@@ -61,7 +63,11 @@ class Connection:
             self.wake.set()  # for what has become pending since
             return message
         taken, self.pending = self.pending, PendingOutput()
-        return self.message(step=taken.to_message())
+        step = taken.to_message()
+        if taken.load and taken.load.tenants is not self._tenants:
+            self._tenants = taken.load.tenants
+            step.tenants.CopyFrom(tenants_message(self._tenants))
+        return self.message(step=step)
 
     def message(self, **message: object) -> engine_pb2.EngineMessage:
         numbered = engine_pb2.EngineMessage(epoch=self._epoch, number=self._number, **message)  # type: ignore[arg-type]

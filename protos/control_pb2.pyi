@@ -178,7 +178,7 @@ class WatchLoadRequest(_message.Message):
     def __init__(self, interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("waiting", "running", "blocks_total", "blocks_free", "blocks_evictable", "blocks_referenced", "steps", "preemptions", "prompt_tokens", "cached_tokens", "output_tokens", "step_sequences", "step_tokens", "step_s", "requests", "reserved_tokens", "kv_slots_unused", "preempted_tokens", "recomputed_tokens", "dropped_tokens", "kv_slots", "kv_waste", "prefix_hit_rate")
+    __slots__ = ("waiting", "running", "blocks_total", "blocks_free", "blocks_evictable", "blocks_referenced", "steps", "preemptions", "prompt_tokens", "cached_tokens", "output_tokens", "step_sequences", "step_tokens", "step_s", "requests", "reserved_tokens", "kv_slots_unused", "preempted_tokens", "recomputed_tokens", "dropped_tokens", "kv_slots", "kv_waste", "prefix_hit_rate", "tenants", "num_tenants")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +202,8 @@ class Load(_message.Message):
     KV_SLOTS_FIELD_NUMBER: _ClassVar[int]
     KV_WASTE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_RATE_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TENANTS_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     blocks_total: int
@@ -225,7 +227,25 @@ class Load(_message.Message):
     kv_slots: int
     kv_waste: float
     prefix_hit_rate: float
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., blocks_referenced: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., step_sequences: _Optional[int] = ..., step_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., requests: _Optional[int] = ..., reserved_tokens: _Optional[int] = ..., kv_slots_unused: _Optional[int] = ..., preempted_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., kv_slots: _Optional[int] = ..., kv_waste: _Optional[float] = ..., prefix_hit_rate: _Optional[float] = ...) -> None: ...
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantLoad]
+    num_tenants: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., blocks_referenced: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., step_sequences: _Optional[int] = ..., step_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., requests: _Optional[int] = ..., reserved_tokens: _Optional[int] = ..., kv_slots_unused: _Optional[int] = ..., preempted_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., kv_slots: _Optional[int] = ..., kv_waste: _Optional[float] = ..., prefix_hit_rate: _Optional[float] = ..., tenants: _Optional[_Iterable[_Union[TenantLoad, _Mapping]]] = ..., num_tenants: _Optional[int] = ...) -> None: ...
+
+class TenantLoad(_message.Message):
+    __slots__ = ("name", "waiting", "running", "service", "recent_service", "share")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
+    RECENT_SERVICE_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    waiting: int
+    running: int
+    service: int
+    recent_service: int
+    share: float
+    def __init__(self, name: _Optional[str] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., service: _Optional[int] = ..., recent_service: _Optional[int] = ..., share: _Optional[float] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)

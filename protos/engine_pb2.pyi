@@ -103,18 +103,30 @@ class EngineMessage(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., number: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("sequences", "tokens", "logprobs", "ended", "load")
+    __slots__ = ("sequences", "tokens", "logprobs", "ended", "load", "tenants")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[Logprobs]
     ended: _containers.RepeatedCompositeFieldContainer[Ended]
     load: _control_pb2.Load
-    def __init__(self, sequences: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., load: _Optional[_Union[_control_pb2.Load, _Mapping]] = ...) -> None: ...
+    tenants: Tenants
+    def __init__(self, sequences: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., load: _Optional[_Union[_control_pb2.Load, _Mapping]] = ..., tenants: _Optional[_Union[Tenants, _Mapping]] = ...) -> None: ...
+
+class Tenants(_message.Message):
+    __slots__ = ("listed", "count", "recent_service")
+    LISTED_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    RECENT_SERVICE_FIELD_NUMBER: _ClassVar[int]
+    listed: _containers.RepeatedCompositeFieldContainer[_control_pb2.TenantLoad]
+    count: int
+    recent_service: int
+    def __init__(self, listed: _Optional[_Iterable[_Union[_control_pb2.TenantLoad, _Mapping]]] = ..., count: _Optional[int] = ..., recent_service: _Optional[int] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("at", "logprob", "top_ids", "top_logprobs")

@@ -80,6 +80,7 @@ class EngineChannel:
         self.address = address
         self.info: control_pb2.EngineInfo | None = None
         self.load = control_pb2.Load()
+        self.tenants = engine_pb2.Tenants()
         self._hang_timeout_s = hang_timeout_s
         self._on_change = on_change
         self._on_hang = on_hang
@@ -227,6 +228,8 @@ class EngineChannel:
 
     def _deliver(self, step: engine_pb2.StepOutput) -> None:
         self.load = step.load
+        if step.HasField("tenants"):
+            self.tenants = step.tenants
         logprobs = {entry.at: entry for entry in step.logprobs}
         running: list[EngineStream] = []
         for at, (number, token) in enumerate(zip(step.sequences, step.tokens, strict=True)):
@@ -251,7 +254,7 @@ class EngineChannel:
     async def _lose(self) -> None:
         """The stream has closed: everything it carried fails, and nobody waits for a word that cannot come."""
         was_ready, self.info, self._link = self.is_ready, None, None
-        self.load = control_pb2.Load()
+        self.load, self.tenants = control_pb2.Load(), engine_pb2.Tenants()
         for stream, _ in self._routes.values():
             stream.error = Unavailable("the engine was lost while the request ran")
             stream.wake.set()

@@ -17,6 +17,7 @@ from router.errors import InvalidArgument, NotFound, Unavailable
 from router.limits import Limits
 from router.live import LiveRequests
 from router.state import ServingState
+from router.tenant_loads import add_tenants
 from router.tokenizer import Tokenizer
 
 MIN_WATCH_INTERVAL_S = 0.05
@@ -157,10 +158,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     def load(self) -> control_pb2.Load:
         """Summed over the engines; what describes a step is the first engine's."""
         load = control_pb2.Load()
-        for channel in self._dispatcher.ready:
+        ready = self._dispatcher.ready
+        for channel in ready:
             for field, value in channel.load.ListFields():
                 summed = value if field.name.startswith("step_") else getattr(load, field.name) + value
                 setattr(load, field.name, summed)
+        add_tenants(load, (channel.tenants for channel in ready))
         load.kv_waste = load.kv_slots_unused / load.kv_slots if load.kv_slots else 0.0
         load.prefix_hit_rate = load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
         load.requests = self._admission.requests

@@ -14,7 +14,7 @@ PACKAGES = {"protos", "channel", "router", "engine", "kernels", "checkpoints", "
 SCHEDULING = {
     "scheduler", "schedules", "policies", "pacing", "step_time_model", "least_time", "deadlines", "victims",
     "blocks", "block_copies", "block_heads", "block_tables", "eviction", "prefix_cache", "shared_prompts",
-    "sequence", "step_output",
+    "sequence", "step_output", "tenants",
 }  # fmt: skip
 
 

@@ -18,9 +18,8 @@ from engine.policies.policy import PolicySettings
 from engine.policies.priority import aged_priority
 from engine.policies.sorted_queue import SortedQueue
 from engine.sequence import Sequence
+from engine.tenants import OUTPUT_WEIGHT, prompt_service
 
-PROMPT_WEIGHT = 1.0  # of a token that is computed; those of the prefix cache, or of a sibling, cost nothing
-OUTPUT_WEIGHT = 2.0
 MAX_IDLE_TENANTS = 4096  # whose counters are remembered; names are the clients' to choose
 
 
@@ -71,8 +70,8 @@ class Fair:
         return iter(self._queues[self._lowest()])
 
     def started(self, seq: Sequence) -> None:
-        if seq.preemptions == 0:  # what it has lost to others is not computed again at its tenant's cost
-            self._charge(seq.tenant, PROMPT_WEIGHT * (seq.prompt_len - seq.num_computed))
+        if seq.preemptions == 0:
+            self._charge(seq.tenant, prompt_service(seq))
 
     def token_served(self, seq: Sequence) -> None:
         self._charge(seq.tenant, OUTPUT_WEIGHT)

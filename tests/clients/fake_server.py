@@ -55,7 +55,10 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
         return self._unary(request, context, lambda: control_pb2.ModelInfo(name=request.model or "fake"))
 
     def GetLoad(self, request, context):
-        load = control_pb2.Load(running=3, waiting=1, blocks_total=100, blocks_referenced=25)
+        tenants = [control_pb2.TenantLoad(name=name, share=share) for name, share in (("ann", 0.7), ("", 0.2))]
+        load = control_pb2.Load(
+            running=3, waiting=1, blocks_total=100, blocks_referenced=25, tenants=tenants, num_tenants=5
+        )
         return self._unary(request, context, lambda: load)
 
     def WatchLoad(self, request, context):

@@ -171,7 +171,16 @@ def test_models_lists_the_default_and_the_synthetic_model(tmp_path: Path, monkey
 
 def test_status_shows_the_server_and_its_load() -> None:
     output = pagoda("status").stdout
-    for fact in ("fake", "1.2.3", "ready", "8192 tokens", "3 running, 1 waiting", "25 in use"):
+    for fact in (
+        "fake",
+        "1.2.3",
+        "ready",
+        "8192 tokens",
+        "3 running, 1 waiting",
+        "25 in use",
+        "ann: 70 % of",
+        "and 3 more",
+    ):
         assert fact in output
 
 

@@ -97,6 +97,27 @@ def test_watch_load_sees_work_come_and_go(
     loads.cancel()
 
 
+def test_load_tells_each_tenants_part(
+    inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
+) -> None:
+    for tenant in ("ann", "bob"):
+        message = request(f"the first of {tenant}", max_tokens=7)
+        list(inference.Generate(message, metadata=(("x-pagoda-tenant", tenant),)))
+    call = inference.Generate(request("another", max_tokens=10_000), metadata=(("x-pagoda-tenant", "bob"),))
+    next(call)
+    time.sleep(0.3)  # a table may be a quarter of a second old
+    load = control.GetLoad(control_pb2.GetLoadRequest())
+    call.cancel()
+    tenants = {tenant.name: tenant for tenant in load.tenants}
+    ann, bob = tenants["ann"], tenants["bob"]
+    assert ann.service == ann.recent_service == len("the first of ann") + 2 * 7
+    assert (ann.running, bob.running, bob.waiting) == (0, 1, 0)
+    assert bob.service > ann.service
+    assert 0 < ann.share < bob.share
+    assert sum(tenant.share for tenant in load.tenants) == pytest.approx(1.0)
+    assert load.num_tenants == len(load.tenants)
+
+
 def test_flush_forgets_cached_prompts(
     inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
 ) -> None:

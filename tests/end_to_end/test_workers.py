@@ -69,6 +69,11 @@ def is_serving(channel: grpc.Channel) -> bool:
     return bool(status == health_pb2.HealthCheckResponse.SERVING)
 
 
+def running_of(control: control_pb2_grpc.ControlStub, tenant: str) -> int:
+    tenants = control.GetLoad(control_pb2.GetLoadRequest()).tenants
+    return sum(found.running for found in tenants if found.name == tenant)
+
+
 def test_streams_spread_over_the_routers_and_their_answers_are_right(server: Server) -> None:
     with connections(server, 16) as channels:
         calls = [
@@ -89,13 +94,16 @@ def test_load_and_limits_are_those_of_all_routers_whichever_is_asked(server: Ser
     with connections(server, 12) as channels:
         assert all(held_by(server))
         calls = [
-            inference_pb2_grpc.InferenceStub(channel).Generate(request(f"{at}", max_tokens=5000))
+            inference_pb2_grpc.InferenceStub(channel).Generate(
+                request(f"{at}", max_tokens=5000), metadata=(("x-pagoda-tenant", "ann"),)
+            )
             for at, channel in enumerate(channels)
         ]
         for call in calls:
             next(call)
         for channel in channels:
             control = control_pb2_grpc.ControlStub(channel)
+            wait_for("every stream is ann's", lambda control=control: running_of(control, "ann") == 12)
             assert control.GetLoad(control_pb2.GetLoadRequest()).requests == 12
             assert next(control.WatchLoad(control_pb2.WatchLoadRequest())).requests == 12
             assert control.GetServerInfo(control_pb2.GetServerInfoRequest()).limits.max_requests == 33

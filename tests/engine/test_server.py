@@ -126,6 +126,19 @@ async def test_n_sequences_of_one_prompt_are_numbered_in_a_row(session: Session)
     assert {len(session.tokens[number]) for number in (100, 101, 102)} == {5}
 
 
+async def test_tenants_are_told_when_they_change_and_not_with_every_step(session: Session) -> None:
+    await session.submit(1, [1, 2, 3], max_tokens=200, tenant="ann")
+    told = []
+    while 1 not in session.ended:
+        step = (await session.receive()).step
+        if step.HasField("tenants"):
+            told.append(step.tenants)
+    assert 1 <= len(told) < len(session.numbers) / 5
+    (ann,) = [tenant for tenant in told[-1].listed if tenant.name == "ann"]
+    assert (ann.running, ann.service) == (0, 3 + 2 * 200)
+    assert told[-1].recent_service >= ann.service
+
+
 async def test_abort_ends_a_sequence_and_returns_every_block(session: Session) -> None:
     await session.submit(1, [5] * 100, max_tokens=5000)
     while len(session.tokens.get(1, [])) < 3:

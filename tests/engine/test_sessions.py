@@ -11,6 +11,7 @@ from engine import server as engine_server
 from engine.loop import Inbox, LoadSnapshot
 from engine.server import EngineServer
 from engine.step_output import Counters, StepOutput
+from engine.tenants import TenantTable
 from protos import control_pb2, engine_pb2, inference_pb2
 
 LOAD = LoadSnapshot(
@@ -23,6 +24,7 @@ LOAD = LoadSnapshot(
     block_size=16,
     kv_slots_unused=0,
     step_s=0.0,
+    tenants=TenantTable(),
 )
 
 

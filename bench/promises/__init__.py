@@ -1,0 +1,1 @@
+"""What docs/scheduling.md promises, on real servers through gRPC: one file for each scenario."""

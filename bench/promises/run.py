@@ -1,0 +1,116 @@
+"""`promises`: every scenario on its servers, in turns, and what came of each promise."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+
+from bench import driver, record, report
+from bench.errors import BenchError
+from bench.measure import Spread
+from bench.promises.fairness import Fairness
+from bench.promises.interference import Interference
+from bench.promises.overload import Overload
+from bench.promises.prefix import SharedPrefix
+from bench.promises.sampling import Sampling
+from bench.promises.scenario import Bound, Figures, Scenario, Turn, Variant
+from bench.record import Setting
+from bench.report import Cells, spread
+from bench.server import served
+from clients.errors import PagodaError
+
+NAME = "promises"
+SCENARIOS: dict[str, type[Scenario]] = {
+    "interference": Interference,
+    "fairness": Fairness,
+    "overload": Overload,
+    "sampling": Sampling,
+    "prefix": SharedPrefix,
+}
+
+
+def promises(
+    names: list[str], *, arguments: list[str], vocab_size: int, repeat: int, threads: int, output: Path
+) -> None:
+    """Prints tables; writes promises.json and .md into the folder. Raises BenchError if a server fails a request."""
+    console = Console(width=max(130, Console().width))
+    setting = Setting.here(threads)
+    versions: dict[str, str] = {}
+    found: dict[str, list[Turn]] = {}
+    bounds: list[Bound] = []
+    details: list[Cells] = []
+    for name in names:
+        scenario = SCENARIOS[name]()
+        found[name] = []
+        with console.status("") as status:
+            for turn in range(repeat):
+                status.update(f"{name}, turn {turn + 1} of {repeat}")
+                found[name].append(run_turn(scenario, arguments, vocab_size, turn, versions))
+        bounds += scenario.bounds(found[name])
+        details.append(figures_table(scenario, found[name]))
+        console.print(details[-1].rich(), "")
+    verdicts = bounds_table(bounds)
+    console.print(verdicts.rich(), "")
+    record.write(
+        output,
+        NAME,
+        {
+            "setting": record.fields(setting),
+            "server": versions,
+            "arguments": arguments,
+            "promises": [asdict(bound) | {"is_met": bound.is_met} for bound in bounds],
+            "turns": found,
+        },
+    )
+    (output / f"{NAME}.md").write_text(report.page("What is promised", setting, [verdicts, *details], [], []))
+    console.print(f"JSON and Markdown: {output}")
+
+
+def run_turn(scenario: Scenario, arguments: list[str], vocab_size: int, turn: int, versions: dict[str, str]) -> Turn:
+    """Each variant once, every other turn backwards, on a server of its own; `versions` learns what those say."""
+    order = scenario.variants if turn % 2 == 0 else scenario.variants[::-1]
+    return {variant.name: _run(scenario, variant, arguments, vocab_size, turn, versions) for variant in order}
+
+
+def _run(
+    scenario: Scenario, variant: Variant, arguments: list[str], vocab_size: int, turn: int, versions: dict[str, str]
+) -> Figures:
+    with served([*arguments, *variant.arguments]) as server:
+        versions.update(driver.versions(server.address))
+        try:
+            return asyncio.run(scenario.run(server.address, vocab_size, turn))
+        except PagodaError as error:
+            raise BenchError(f"{scenario.name}, {variant.name}: {error}") from error
+
+
+def bounds_table(bounds: list[Bound]) -> Cells:
+    rows = [
+        [
+            bound.promise,
+            f"{'≥' if bound.is_floor else '≤'} {bound.limit:g}",
+            spread(Spread.of(bound.values), bound.digits),
+            "yes" if bound.is_met else "NO",
+        ]
+        for bound in bounds
+    ]
+    return Cells("Promises: median (min–max) over the turns", ["promise", "bound", "measured", "met"], rows)
+
+
+def figures_table(scenario: Scenario, turns: list[Turn]) -> Cells:
+    """A row a figure, a column a variant."""
+    names = [variant.name for variant in scenario.variants]
+    rows = []
+    for figure in turns[0][names[0]]:
+        values = [Spread.of([turn[name][figure] for turn in turns]) for name in names]
+        digits = _digits(median(value.median for value in values))
+        rows.append([figure, *(spread(value, digits) for value in values)])
+    return Cells(f"{scenario.name}: median (min–max) over the turns", ["figure", *names], rows)
+
+
+def _digits(value: float) -> int:
+    """Three that count."""
+    return 0 if value >= 100 or value == int(value) else 1 if value >= 10 else 3
