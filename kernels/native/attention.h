@@ -1,6 +1,8 @@
 // Attention of a step, which reads the pages of the KV cache where they lie: its parts, and how threads share them. No
 // include guard: each instruction set compiles its own copy.
 
+#include "token_offsets.h"
+
 #include "attention_decode.h"
 #include "attention_prefill.h"
 
@@ -43,9 +45,9 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     int64_t stride = args.num_kv_heads * HEAD_DIM;
     const T *all_keys = static_cast<const T*>(args.keys), *all_values = static_cast<const T*>(args.values);
     auto locate = [&](const AttentionPart& part) {
-        return Split(args.block_table + part.seq * args.max_blocks, args.block_size, stride, part.first, part.last);
+        return TokenOffsets(args.block_table + part.seq * args.max_blocks, args.block_size, stride, part.first, part.last);
     };
-    auto decode = [&](const AttentionPart& part, const Split& split, int64_t kv_head, Prefetch<T>& prefetch) {
+    auto decode = [&](const AttentionPart& part, const TokenOffsets& split, int64_t kv_head, Prefetch<T>& prefetch) {
         static thread_local std::vector<float> room;
         room.resize(std::max<size_t>(room.size(), group * (2 * HEAD_DIM + 2)));
         const T *keys = all_keys + kv_head * HEAD_DIM, *values = all_values + kv_head * HEAD_DIM;
@@ -65,19 +67,20 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
                             out + kv_head * group * HEAD_DIM);
         }
     };
-    // With work enough, a thread takes several parts and all their heads, and fetches the next while it computes one.
+    // With work enough, a thread takes several parts and all their heads, and fetches the next while it computes one. Nobody
+    // fetches the first of a run, so runs are long: two a thread, in case another process has taken a core.
     int64_t num_decodes = static_cast<int64_t>(decodes.size());
     bool is_plenty = num_decodes >= 4 * pool.size();
-    int64_t run_length = is_plenty ? std::max<int64_t>(2, num_decodes / (4 * pool.size())) : 1;
+    int64_t run_length = is_plenty ? std::max<int64_t>(2, ceil_div(num_decodes, 2 * pool.size())) : 1;
     int64_t heads_a_part = is_plenty ? args.num_kv_heads : 1;
     int64_t head_parts = args.num_kv_heads / heads_a_part, decode_runs = ceil_div(num_decodes, run_length) * head_parts;
     auto decode_run = [&](int64_t number) {
         int64_t first_head = number % head_parts * heads_a_part, at = number / head_parts * run_length;
         int64_t end = std::min(num_decodes, at + run_length);
-        Split splits[2];
+        TokenOffsets splits[2];
         splits[at % 2] = locate(decodes[at]);
         for (; at < end; at++) {
-            const Split& split = splits[at % 2];
+            const TokenOffsets& split = splits[at % 2];
             int64_t steps = heads_a_part * ceil_div(group, 4) * split.count;
             Prefetch<T> prefetch;
             if (at + 1 < end) {
@@ -95,11 +98,8 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     auto prefill = [&](int64_t number) {
         const AttentionPart& part = prefills[number / (args.num_kv_heads * head_tiles)];
         int64_t kv_head = number / head_tiles % args.num_kv_heads, head = number % head_tiles * ROW_TILE;
-        const int32_t* blocks = args.block_table + part.seq * args.max_blocks;
-        Pages<T> keys{all_keys + kv_head * HEAD_DIM, blocks, args.block_size, stride};
-        Pages<T> values{all_values + kv_head * HEAD_DIM, blocks, args.block_size, stride};
         attend_tile<V>(args, part.seq, kv_head * group + head, std::min(ROW_TILE, group - head), part.first, part.last,
-                       keys, values);
+                       all_keys + kv_head * HEAD_DIM, all_values + kv_head * HEAD_DIM);
     };
     int64_t prefill_parts = static_cast<int64_t>(prefills.size()) * args.num_kv_heads * head_tiles;
     pool.run(static_cast<int>(prefill_parts + decode_runs), [&](int number) {
@@ -121,7 +121,7 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
                 for (size_t i = at; i < next; i++) top = std::max(top, split(i)[top_at]);
                 f32x16 sums[V] = {};
                 for (size_t i = at; i < next; i++) {
-                    float shrink = exponential(broadcast(split(i)[top_at] - top))[0];
+                    float shrink = exponential_of_negative(broadcast(split(i)[top_at] - top))[0];
                     total += split(i)[total_at] * shrink;
                     for (int j = 0; j < V; j++) sums[j] += load(split(i) + head * HEAD_DIM + j * LANES) * shrink;
                 }

@@ -4,43 +4,26 @@
 // SPLIT tokens, and the parts merged, so that one long sequence keeps every core busy. Where the splits lie depends on
 // the sequence alone: its result is the same to the last bit in any batch.
 
-constexpr int64_t SPLIT = 256;  // tokens
-
-// Where the tokens of one split lie in the pages: found once, used for keys and values of every head.
-struct Split {
-    int64_t count = 0;
-    int64_t offsets[SPLIT];  // elements
-
-    Split() = default;
-    Split(const int32_t* blocks, int64_t block_size, int64_t stride, int64_t begin, int64_t end) : count(end - begin) {
-        int64_t block = begin / block_size, within = begin % block_size;
-        for (int64_t i = 0; i < count; i++) {
-            offsets[i] = (blocks[block] * block_size + within) * stride;
-            if (++within == block_size) within = 0, block++;
-        }
-    }
-};
-
 // Fetches a split's keys and values into the cache, a few lines at a time, while another is computed: blocks lie too far
 // apart for the processor to foresee them.
 template <typename T>
 struct Prefetch {
     static constexpr int64_t LINE = 64 / sizeof(T);
-    const Split* split = nullptr;
+    const TokenOffsets* split = nullptr;
     const T *keys = nullptr, *values = nullptr;
     int64_t size = 0;            // elements of each token
     int64_t lines_a_step = 0;    // of keys, and as many of values
     int64_t token = 0, element = 0;
 
     // All of it within `steps` steps.
-    Prefetch(const Split& split, const T* keys, const T* values, int64_t size, int64_t steps)
+    Prefetch(const TokenOffsets& split, const T* keys, const T* values, int64_t size, int64_t steps)
         : split(&split), keys(keys), values(values), size(size), lines_a_step(ceil_div(split.count * size / LINE, steps)) {}
     Prefetch() = default;
 
     void step() {
         for (int64_t i = 0; i < lines_a_step && token < split->count; i++) {
-            __builtin_prefetch(keys + split->offsets[token] + element, 0, 2);
-            __builtin_prefetch(values + split->offsets[token] + element, 0, 2);
+            __builtin_prefetch(keys + split->at[token] + element, 0, 2);
+            __builtin_prefetch(values + split->at[token] + element, 0, 2);
             element += LINE;
             if (element >= size) element = 0, token++;
         }
@@ -49,7 +32,7 @@ struct Prefetch {
 
 // Scores of HEADS queries [HEADS, V * LANES] and a split's keys; rows of `scores` are SPLIT apart.
 template <int HEADS, int V, typename T>
-void score(const float* queries, const T* keys, const Split& split, Prefetch<T>& prefetch, float* scores) {
+void score(const float* queries, const T* keys, const TokenOffsets& split, Prefetch<T>& prefetch, float* scores) {
     constexpr int64_t HEAD_DIM = V * LANES;
     f32x16 q[HEADS][V];
     for (int head = 0; head < HEADS; head++)
@@ -58,7 +41,7 @@ void score(const float* queries, const T* keys, const Split& split, Prefetch<T>&
         f32x16 parts[HEADS][LANES];
         for (int64_t lane = 0; lane < LANES; lane++) {
             int64_t token = std::min(first + lane, split.count - 1);
-            const T* key = keys + split.offsets[token];
+            const T* key = keys + split.at[token];
             prefetch.step();
             f32x16 k[V];
             for (int i = 0; i < V; i++) k[i] = load(key + i * LANES);
@@ -74,11 +57,11 @@ void score(const float* queries, const T* keys, const Split& split, Prefetch<T>&
 
 // out [HEADS, V * LANES] = weights · values.
 template <int HEADS, int V, typename T>
-void weigh(const float* weights, const T* values, const Split& split, float* out) {
+void weigh(const float* weights, const T* values, const TokenOffsets& split, float* out) {
     constexpr int64_t HEAD_DIM = V * LANES;
     f32x16 sums[HEADS][V] = {};
     for (int64_t token = 0; token < split.count; token++) {
-        const T* value = values + split.offsets[token];
+        const T* value = values + split.at[token];
         f32x16 v[V];
         for (int i = 0; i < V; i++) v[i] = load(value + i * LANES);
         for (int head = 0; head < HEADS; head++) {
@@ -98,7 +81,7 @@ inline void soften(float* scores, int64_t count, float* greatest_score, float* t
     for (int64_t i = 0; i < padded; i += LANES) most = max(load(scores + i), most);
     float top = greatest(most);
     for (int64_t i = 0; i < padded; i += LANES) {
-        f32x16 weight = exponential(load(scores + i) - top);
+        f32x16 weight = exponential_of_negative(load(scores + i) - top);
         sums += weight;
         store(scores + i, weight);
     }
@@ -108,7 +91,7 @@ inline void soften(float* scores, int64_t count, float* greatest_score, float* t
 
 // One split of a context, of the heads that share a KV head: out [heads, head_dim], not yet divided by `totals`.
 template <int V, typename T>
-void attend_split(const float* queries, int64_t heads, const T* keys, const T* values, const Split& split,
+void attend_split(const float* queries, int64_t heads, const T* keys, const T* values, const TokenOffsets& split,
                   Prefetch<T>& prefetch, float* tops, float* totals, float* out) {
     constexpr int64_t HEAD_DIM = V * LANES;
     constexpr int MOST = V <= 4 ? 4 : V <= 5 ? 3 : V <= 8 ? 2 : 1;  // whose queries, or sums, stay in registers

@@ -5,24 +5,12 @@ constexpr int64_t KEY_TILE = 64;  // tokens
 constexpr int64_t ROW_TILE = 96;  // queries × heads
 constexpr int64_t ROW_STEP = 6;   // rows whose sums stay in registers together
 
-// Where the tokens of one sequence and one KV head lie.
-template <typename T>
-struct Pages {
-    const T* base;
-    const int32_t* blocks;
-    int64_t block_size, stride;  // stride: elements from a token to the next
-
-    const T* at(int64_t token) const {
-        return base + (blocks[token / block_size] * block_size + token % block_size) * stride;
-    }
-};
-
-// c [rows, WIDE * LANES] += a [rows, depth] · b [depth, WIDE * LANES]; rows is a multiple of ROW_STEP.
+// c [rows, WIDE * LANES] += a [rows, depth] · b [depth, WIDE * LANES], of which the first `columns` times LANES columns;
+// rows is a multiple of ROW_STEP.
 template <int WIDE>
-void multiply_add(const float* a, int64_t a_stride, const float* b, float* c, int64_t rows, int64_t depth) {
+void multiply_add(const float* a, int64_t a_stride, const float* b, float* c, int64_t rows, int64_t depth, int columns) {
     constexpr int STEP = 4;  // columns of lanes whose sums stay in registers together
-    for (int column = 0; column < WIDE; column += STEP) {
-        constexpr int LAST = WIDE % STEP;
+    for (int column = 0; column < columns; column += STEP) {
         auto multiply = [&](auto wide) {
             for (int64_t row = 0; row < rows; row += ROW_STEP) {
                 f32x16 sums[ROW_STEP][wide.value];
@@ -41,10 +29,12 @@ void multiply_add(const float* a, int64_t a_stride, const float* b, float* c, in
                     for (int i = 0; i < wide.value; i++) store(to + r * WIDE * LANES + i * LANES, sums[r][i]);
             }
         };
-        if (column + STEP <= WIDE)
-            multiply(std::integral_constant<int, STEP>{});
-        else if constexpr (LAST > 0)
-            multiply(std::integral_constant<int, LAST>{});
+        switch (std::min(STEP, columns - column)) {
+            case 1: multiply(std::integral_constant<int, 1>{}); break;
+            case 2: multiply(std::integral_constant<int, 2>{}); break;
+            case 3: multiply(std::integral_constant<int, 3>{}); break;
+            case 4: multiply(std::integral_constant<int, 4>{}); break;
+        }
     }
 }
 
@@ -59,42 +49,47 @@ struct Tile {
     float tops[ROW_TILE], totals[ROW_TILE];
 };
 
+// Keys and values of these tokens, and zeros up to the next multiple of LANES.
 template <int V, typename T>
-void load_keys(Tile<V>& tile, const Pages<T>& keys, const Pages<T>& values, int64_t begin, int64_t end) {
+void load_keys(Tile<V>& tile, const T* keys, const T* values, const TokenOffsets& tokens) {
     constexpr int64_t HEAD_DIM = V * LANES;
-    for (int64_t i = 0; i < KEY_TILE; i++) {
-        if (begin + i >= end) {  // whatever such a slot holds must not reach a product
-            for (int64_t d = 0; d < HEAD_DIM; d++) tile.keys[d * KEY_TILE + i] = tile.values[i * HEAD_DIM + d] = 0;
-            continue;
+    for (int64_t first = 0; first < tokens.count; first += LANES) {
+        int64_t count = std::min<int64_t>(LANES, tokens.count - first);
+        for (int64_t d = 0; d < HEAD_DIM; d += LANES) {
+            f32x16 rows[LANES];
+            for (int64_t i = 0; i < LANES; i++) {  // whatever a slot past the last token holds must not reach a product
+                rows[i] = i < count ? load(keys + tokens.at[first + i] + d) : f32x16{};
+                f32x16 value = i < count ? load(values + tokens.at[first + i] + d) : f32x16{};
+                store(tile.values + (first + i) * HEAD_DIM + d, value);
+            }
+            transpose(rows);
+            for (int64_t i = 0; i < LANES; i++) store(tile.keys + (d + i) * KEY_TILE + first, rows[i]);
         }
-        const T *key = keys.at(begin + i), *value = values.at(begin + i);
-        for (int64_t d = 0; d < HEAD_DIM; d++) tile.keys[d * KEY_TILE + i] = to_float(key[d]);
-        for (int64_t d = 0; d < HEAD_DIM; d += LANES) store(tile.values + i * HEAD_DIM + d, load(value + d));
     }
 }
 
-// Takes one tile of keys into a row's running softmax. The row sees the tile's tokens first to last (exclusive).
+// Takes the first `width` keys of a tile into a row's running softmax. The row sees first to last (exclusive) of them.
 template <int V>
-void soften_row(Tile<V>& tile, int64_t row, int64_t first, int64_t last) {
+void soften_row(Tile<V>& tile, int64_t row, int64_t width, int64_t first, int64_t last) {
     constexpr int64_t HEAD_DIM = V * LANES;
     float* weights = tile.weights + row * KEY_TILE;
-    if (first >= KEY_TILE || last <= 0) {  // it sees none of them
-        for (int64_t i = 0; i < KEY_TILE; i++) weights[i] = 0;
+    if (first >= width || last <= 0) {  // it sees none of them
+        for (int64_t i = 0; i < width; i++) weights[i] = 0;
         return;
     }
     for (int64_t i = 0; i < first; i++) weights[i] = -INFINITY;
-    for (int64_t i = last; i < KEY_TILE; i++) weights[i] = -INFINITY;
+    for (int64_t i = last; i < width; i++) weights[i] = -INFINITY;
     f32x16 most = broadcast(tile.tops[row]);
-    for (int64_t i = 0; i < KEY_TILE; i += LANES) most = max(load(weights + i), most);
+    for (int64_t i = 0; i < width; i += LANES) most = max(load(weights + i), most);
     float top = greatest(most);
     f32x16 sums{};
-    for (int64_t i = 0; i < KEY_TILE; i += LANES) {
-        f32x16 weight = exponential(load(weights + i) - top);
+    for (int64_t i = 0; i < width; i += LANES) {
+        f32x16 weight = exponential_of_negative(load(weights + i) - top);
         sums += weight;
         store(weights + i, weight);
     }
     if (top != tile.tops[row]) {
-        float shrink = exponential(broadcast(tile.tops[row] - top))[0];
+        float shrink = exponential_of_negative(broadcast(tile.tops[row] - top))[0];
         tile.totals[row] *= shrink;
         float* out = tile.out + row * HEAD_DIM;
         for (int64_t d = 0; d < HEAD_DIM; d += LANES) store(out + d, load(out + d) * shrink);
@@ -106,7 +101,7 @@ void soften_row(Tile<V>& tile, int64_t row, int64_t first, int64_t last) {
 // Queries first to last (exclusive) of one sequence, of `heads` heads that share a KV head: ROW_TILE rows at most.
 template <int V, typename T>
 void attend_tile(const AttentionArgs& args, int64_t seq, int64_t first_head, int64_t heads, int64_t first, int64_t last,
-                 const Pages<T>& keys, const Pages<T>& values) {
+                 const T* keys, const T* values) {
     constexpr int64_t HEAD_DIM = V * LANES;
     static thread_local std::vector<Tile<V>> room(1);
     Tile<V>& tile = room[0];
@@ -116,6 +111,8 @@ void attend_tile(const AttentionArgs& args, int64_t seq, int64_t first_head, int
     int64_t first_position = args.context_len[seq] - (args.query_start[seq + 1] - args.query_start[seq]) + first;
     int64_t window = args.sliding_window ? args.sliding_window : args.context_len[seq];
     float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM));
+    const int32_t* blocks = args.block_table + seq * args.max_blocks;
+    int64_t stride = args.num_kv_heads * HEAD_DIM;
 
     auto element = [&](int64_t row) {
         return ((offset + row / heads) * args.num_heads + first_head + row % heads) * HEAD_DIM;
@@ -132,14 +129,16 @@ void attend_tile(const AttentionArgs& args, int64_t seq, int64_t first_head, int
     int64_t end = first_position + (last - first);
     int64_t begin = std::max<int64_t>(0, first_position - window + 1) / KEY_TILE * KEY_TILE;
     for (; begin < end; begin += KEY_TILE) {
-        load_keys(tile, keys, values, begin, std::min(begin + KEY_TILE, end));
+        TokenOffsets tokens(blocks, args.block_size, stride, begin, std::min(begin + KEY_TILE, end));
+        int columns = static_cast<int>(ceil_div(tokens.count, LANES));
+        load_keys(tile, keys, values, tokens);
         std::memset(tile.weights, 0, padded_rows * KEY_TILE * sizeof(float));
-        multiply_add<KEY_TILE / LANES>(tile.queries, HEAD_DIM, tile.keys, tile.weights, padded_rows, HEAD_DIM);
+        multiply_add<KEY_TILE / LANES>(tile.queries, HEAD_DIM, tile.keys, tile.weights, padded_rows, HEAD_DIM, columns);
         for (int64_t row = 0; row < rows; row++) {
             int64_t position = first_position + row / heads;
-            soften_row(tile, row, position - window + 1 - begin, position + 1 - begin);
+            soften_row(tile, row, columns * LANES, position - window + 1 - begin, position + 1 - begin);
         }
-        multiply_add<V>(tile.weights, KEY_TILE, tile.values, tile.out, padded_rows, KEY_TILE);
+        multiply_add<V>(tile.weights, KEY_TILE, tile.values, tile.out, padded_rows, tokens.count, V);
     }
     for (int64_t row = 0; row < rows; row++)
         for (int64_t d = 0; d < HEAD_DIM; d += LANES)

@@ -207,6 +207,26 @@ def test_a_decode_in_bfloat16_is_the_same_to_the_last_bit_in_any_batch(backend: 
         assert torch.equal(attend(seqs), together[seqs])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_the_same_to_the_last_bit_for_blocks_of_any_size_wherever_they_lie(dtype: torch.dtype) -> None:
+    decodes = [(5 + 37 * number, 1) for number in range(20)]  # enough for runs of them
+    batch = Batch([*decodes, (90, 90), (150, 33)], head_dim=64, dtype=dtype, block_size=64)
+    queries, kv, block_table, expected = batch.build()
+
+    def attend(block_size: int) -> Tensor:
+        parts = 64 // block_size
+        place = np.random.default_rng(block_size).permutation(len(kv.keys) * parts).astype(np.int32)
+        pages = torch.empty(2, len(place), block_size, kv.num_kv_heads, kv.head_dim, dtype=dtype)
+        pages[:, place] = torch.stack((kv.keys, kv.values)).view(pages.shape)
+        table = place[block_table[..., None] * parts + np.arange(parts)].reshape(len(block_table), -1)
+        return NATIVE.paged_attention(queries, PagedKV(*pages), batch.plan(NATIVE, table, PagedKV(*pages)))
+
+    together = attend(64)
+    torch.testing.assert_close(together.double(), expected, atol=0.02, rtol=0.02)
+    for block_size in (1, 4, 8, 16):
+        assert torch.equal(attend(block_size), together)
+
+
 def test_a_sequence_full_of_nan_does_not_reach_its_neighbours() -> None:
     kv = PagedKV(*torch.randn(2, 4, 4, 1, 8))
     kv.keys[2], kv.values[2] = torch.nan, torch.nan
