@@ -36,6 +36,7 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     seed: int | None
     n: int | None
+    best_of: int | None
     logprobs: int | None
     text: bool | None
     prompt_ids: bool | None
@@ -67,6 +68,7 @@ _FIELDS = {
     "logit_bias": "sampling.logit_bias",
     "seed": "sampling.seed",
     "n": "sampling.n",
+    "best_of": "sampling.best_of",
     "logprobs": "output.logprobs",
     "text": "output.text",
     "prompt_ids": "output.prompt",

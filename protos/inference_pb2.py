@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\tpagoda.v1\"\xe6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.pagoda.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0f.pagoda.v1.ChatH\x00\x12%\n\x08sampling\x18\x06 \x01(\x0b\x32\x13.pagoda.v1.Sampling\x12%\n\x08stopping\x18\x07 \x01(\x0b\x32\x13.pagoda.v1.Stopping\x12!\n\x06output\x18\x08 \x01(\x0b\x32\x11.pagoda.v1.Output\x12\x1f\n\x05\x63\x61\x63he\x18\t \x01(\x0b\x32\x10.pagoda.v1.Cache\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x0b\n\x03raw\x18\x0b \x01(\x08\x12\x1b\n\x03slo\x18\x0c \x01(\x0b\x32\x0e.pagoda.v1.SloB\x07\n\x05input\"I\n\x03Slo\x12\x14\n\x07ttft_ms\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07tpot_ms\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_ttft_msB\n\n\x08_tpot_ms\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"G\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.pagoda.v1.ChatMessage\x12\x15\n\rcontinue_last\x18\x02 \x01(\x08\"=\n\x0b\x43hatMessage\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.pagoda.v1.Role\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xcc\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x36\n\nlogit_bias\x18\x08 \x03(\x0b\x32\".pagoda.v1.Sampling.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x08\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x04\n\x02_n\"\x94\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"p\n\x06Output\x12\x11\n\x04text\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\x08logprobs\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06prompt\x18\x03 \x01(\x08\x12\x16\n\x0especial_tokens\x18\x04 \x01(\x08\x42\x07\n\x05_textB\x0b\n\t_logprobs\"%\n\x05\x43\x61\x63he\x12\x0c\n\x04salt\x18\x01 \x01(\t\x12\x0e\n\x06\x62ypass\x18\x02 \x01(\x08\"\xe6\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x11.pagoda.v1.PromptH\x00\x12#\n\x06tokens\x18\x03 \x01(\x0b\x32\x11.pagoda.v1.TokensH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.pagoda.v1.FinishedH\x00\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.pagoda.v1.Usage\x12!\n\x06timing\x18\x06 \x01(\x0b\x32\x11.pagoda.v1.TimingB\x07\n\x05\x65vent\"\x1b\n\x06Prompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"G\n\x06Tokens\x12\r\n\x05index\x18\x01 \x01(\r\x12 \n\x06tokens\x18\x02 \x03(\x0b\x32\x10.pagoda.v1.Token\x12\x0c\n\x04text\x18\x03 \x01(\t\"W\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12 \n\x03top\x18\x03 \x03(\x0b\x32\x13.pagoda.v1.TopTokenB\n\n\x08_logprob\"\'\n\x08TopToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"q\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.pagoda.v1.FinishReason\x12\x0e\n\x04stop\x18\x03 \x01(\tH\x00\x12\x12\n\x08token_id\x18\x04 \x01(\rH\x00\x42\t\n\x07matched\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xcd\x01\n\x06Timing\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x03 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\r\x12\x1d\n\x15time_to_first_token_s\x18\x06 \x01(\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x12\x18\n\x10preempted_tokens\x18\x08 \x01(\r\x12\x13\n\x0bpreempted_s\x18\t \x01(\x01\"\x92\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.pagoda.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"M\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x16\n\x0especial_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*_\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x12\r\n\tROLE_TOOL\x10\x04*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xe2\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.pagoda.v1.GenerateRequest\x1a\x1b.pagoda.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.pagoda.v1.TokenizeRequest\x1a\x1b.pagoda.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.pagoda.v1.DetokenizeRequest\x1a\x1d.pagoda.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\tpagoda.v1\"\xe6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.pagoda.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0f.pagoda.v1.ChatH\x00\x12%\n\x08sampling\x18\x06 \x01(\x0b\x32\x13.pagoda.v1.Sampling\x12%\n\x08stopping\x18\x07 \x01(\x0b\x32\x13.pagoda.v1.Stopping\x12!\n\x06output\x18\x08 \x01(\x0b\x32\x11.pagoda.v1.Output\x12\x1f\n\x05\x63\x61\x63he\x18\t \x01(\x0b\x32\x10.pagoda.v1.Cache\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x0b\n\x03raw\x18\x0b \x01(\x08\x12\x1b\n\x03slo\x18\x0c \x01(\x0b\x32\x0e.pagoda.v1.SloB\x07\n\x05input\"I\n\x03Slo\x12\x14\n\x07ttft_ms\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07tpot_ms\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_ttft_msB\n\n\x08_tpot_ms\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"G\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.pagoda.v1.ChatMessage\x12\x15\n\rcontinue_last\x18\x02 \x01(\x08\"=\n\x0b\x43hatMessage\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.pagoda.v1.Role\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xee\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x36\n\nlogit_bias\x18\x08 \x03(\x0b\x32\".pagoda.v1.Sampling.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x08\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x0b \x01(\rH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x04\n\x02_nB\n\n\x08_best_of\"\x94\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"p\n\x06Output\x12\x11\n\x04text\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\x08logprobs\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06prompt\x18\x03 \x01(\x08\x12\x16\n\x0especial_tokens\x18\x04 \x01(\x08\x42\x07\n\x05_textB\x0b\n\t_logprobs\"%\n\x05\x43\x61\x63he\x12\x0c\n\x04salt\x18\x01 \x01(\t\x12\x0e\n\x06\x62ypass\x18\x02 \x01(\x08\"\xe6\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x11.pagoda.v1.PromptH\x00\x12#\n\x06tokens\x18\x03 \x01(\x0b\x32\x11.pagoda.v1.TokensH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.pagoda.v1.FinishedH\x00\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.pagoda.v1.Usage\x12!\n\x06timing\x18\x06 \x01(\x0b\x32\x11.pagoda.v1.TimingB\x07\n\x05\x65vent\"\x1b\n\x06Prompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"G\n\x06Tokens\x12\r\n\x05index\x18\x01 \x01(\r\x12 \n\x06tokens\x18\x02 \x03(\x0b\x32\x10.pagoda.v1.Token\x12\x0c\n\x04text\x18\x03 \x01(\t\"W\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12 \n\x03top\x18\x03 \x03(\x0b\x32\x13.pagoda.v1.TopTokenB\n\n\x08_logprob\"\'\n\x08TopToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"q\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.pagoda.v1.FinishReason\x12\x0e\n\x04stop\x18\x03 \x01(\tH\x00\x12\x12\n\x08token_id\x18\x04 \x01(\rH\x00\x42\t\n\x07matched\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xcd\x01\n\x06Timing\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x03 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\r\x12\x1d\n\x15time_to_first_token_s\x18\x06 \x01(\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x12\x18\n\x10preempted_tokens\x18\x08 \x01(\r\x12\x13\n\x0bpreempted_s\x18\t \x01(\x01\"\x92\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.pagoda.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"M\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x16\n\x0especial_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*_\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x12\r\n\tROLE_TOOL\x10\x04*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xe2\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.pagoda.v1.GenerateRequest\x1a\x1b.pagoda.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.pagoda.v1.TokenizeRequest\x1a\x1b.pagoda.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.pagoda.v1.DetokenizeRequest\x1a\x1d.pagoda.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=2574
-  _globals['_ROLE']._serialized_end=2669
-  _globals['_FINISHREASON']._serialized_start=2671
-  _globals['_FINISHREASON']._serialized_end=2795
+  _globals['_ROLE']._serialized_start=2608
+  _globals['_ROLE']._serialized_end=2703
+  _globals['_FINISHREASON']._serialized_start=2705
+  _globals['_FINISHREASON']._serialized_end=2829
   _globals['_GENERATEREQUEST']._serialized_start=38
   _globals['_GENERATEREQUEST']._serialized_end=396
   _globals['_SLO']._serialized_start=398
@@ -48,39 +48,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=571
   _globals['_CHATMESSAGE']._serialized_end=632
   _globals['_SAMPLING']._serialized_start=635
-  _globals['_SAMPLING']._serialized_end=1095
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=920
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=968
-  _globals['_STOPPING']._serialized_start=1098
-  _globals['_STOPPING']._serialized_end=1246
-  _globals['_OUTPUT']._serialized_start=1248
-  _globals['_OUTPUT']._serialized_end=1360
-  _globals['_CACHE']._serialized_start=1362
-  _globals['_CACHE']._serialized_end=1399
-  _globals['_GENERATERESPONSE']._serialized_start=1402
-  _globals['_GENERATERESPONSE']._serialized_end=1632
-  _globals['_PROMPT']._serialized_start=1634
-  _globals['_PROMPT']._serialized_end=1661
-  _globals['_TOKENS']._serialized_start=1663
-  _globals['_TOKENS']._serialized_end=1734
-  _globals['_TOKEN']._serialized_start=1736
-  _globals['_TOKEN']._serialized_end=1823
-  _globals['_TOPTOKEN']._serialized_start=1825
-  _globals['_TOPTOKEN']._serialized_end=1864
-  _globals['_FINISHED']._serialized_start=1866
-  _globals['_FINISHED']._serialized_end=1979
-  _globals['_USAGE']._serialized_start=1981
-  _globals['_USAGE']._serialized_end=2061
-  _globals['_TIMING']._serialized_start=2064
-  _globals['_TIMING']._serialized_end=2269
-  _globals['_TOKENIZEREQUEST']._serialized_start=2272
-  _globals['_TOKENIZEREQUEST']._serialized_end=2418
-  _globals['_TOKENIZERESPONSE']._serialized_start=2420
-  _globals['_TOKENIZERESPONSE']._serialized_end=2457
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2459
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2536
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2538
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2572
-  _globals['_INFERENCE']._serialized_start=2798
-  _globals['_INFERENCE']._serialized_end=3024
+  _globals['_SAMPLING']._serialized_end=1129
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=942
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=990
+  _globals['_STOPPING']._serialized_start=1132
+  _globals['_STOPPING']._serialized_end=1280
+  _globals['_OUTPUT']._serialized_start=1282
+  _globals['_OUTPUT']._serialized_end=1394
+  _globals['_CACHE']._serialized_start=1396
+  _globals['_CACHE']._serialized_end=1433
+  _globals['_GENERATERESPONSE']._serialized_start=1436
+  _globals['_GENERATERESPONSE']._serialized_end=1666
+  _globals['_PROMPT']._serialized_start=1668
+  _globals['_PROMPT']._serialized_end=1695
+  _globals['_TOKENS']._serialized_start=1697
+  _globals['_TOKENS']._serialized_end=1768
+  _globals['_TOKEN']._serialized_start=1770
+  _globals['_TOKEN']._serialized_end=1857
+  _globals['_TOPTOKEN']._serialized_start=1859
+  _globals['_TOPTOKEN']._serialized_end=1898
+  _globals['_FINISHED']._serialized_start=1900
+  _globals['_FINISHED']._serialized_end=2013
+  _globals['_USAGE']._serialized_start=2015
+  _globals['_USAGE']._serialized_end=2095
+  _globals['_TIMING']._serialized_start=2098
+  _globals['_TIMING']._serialized_end=2303
+  _globals['_TOKENIZEREQUEST']._serialized_start=2306
+  _globals['_TOKENIZEREQUEST']._serialized_end=2452
+  _globals['_TOKENIZERESPONSE']._serialized_start=2454
+  _globals['_TOKENIZERESPONSE']._serialized_end=2491
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2493
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2570
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2572
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2606
+  _globals['_INFERENCE']._serialized_start=2832
+  _globals['_INFERENCE']._serialized_end=3058
 # @@protoc_insertion_point(module_scope)

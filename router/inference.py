@@ -9,6 +9,7 @@ import grpc
 
 from protos import engine_pb2, inference_pb2, inference_pb2_grpc
 from router.admission import Admission
+from router.best_of import HeldTokens, best_of
 from router.channel import EngineStream, SequenceInbox
 from router.chat_template import Chat, Message
 from router.client_writer import ClientWriter, GenerateContext
@@ -54,12 +55,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         params = validate_generate(request, self.limits, [self._model])
         tenant = tenant_of(context.invocation_metadata())
         self._dispatcher.pick()  # without an engine the prompt need not be tokenized
-        with self._admission.reserve(params.n * (params.max_tokens or 1)) as reservation:
+        with self._admission.reserve(params.num_sequences * (params.max_tokens or 1)) as reservation:
             live = self._live.add(params.request_id)
             try:
                 prompt = await self._tokenizer.encode_prompt(self._as_asked(params))
                 max_tokens = check_prompt(params, len(prompt), self.limits)
-                reservation.grow(params.n * (len(prompt) + max_tokens) - reservation.tokens)
+                reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
                 remaining_s = context.time_remaining()
                 if remaining_s is not None and remaining_s <= 0:
                     raise DeadlineExceeded("the deadline passed before the request was scheduled")
@@ -128,6 +129,8 @@ class GenerateCall:
         self._writer = writer
         self._received = received
         self._first_written: float | None = None
+        self._n = params.n
+        self._held = HeldTokens() if params.picks_best else None
         skips_special_tokens = not params.keeps_special_tokens
         self._outputs = [
             SequenceOutput(
@@ -135,10 +138,11 @@ class GenerateCall:
                 tokenizer.detokenizer(skips_special_tokens) if params.has_text else None,
                 params.stop,
                 params.min_tokens,
+                params.logprobs is not None,
             )
-            for index in range(params.n)
+            for index in range(params.num_sequences)
         ]
-        self._unfinished = params.n
+        self._unfinished = params.num_sequences
         self._response = inference_pb2.GenerateResponse(request_id=params.request_id)  # used again
 
     async def write_prompt(self, ids: Sequence[int]) -> None:
@@ -155,30 +159,40 @@ class GenerateCall:
 
     async def _advance(self, output: SequenceOutput, inbox: SequenceInbox, stream: EngineStream) -> None:
         if output.take(inbox, self._response.tokens):
-            if self._first_written is None:
-                self._first_written = time.monotonic()
-            await self._writer.write(self._response)
+            if self._held is not None:
+                self._held.add(self._response.tokens)
+            else:
+                await self._write_tokens(self._response)
         if output.ended is not None:
-            await self._writer.write(self._finish(output))
+            raise_if_failed(output.ended)
+            self._unfinished -= 1
+            if self._held is None:
+                await self._write_finished(output, output.index, is_last=not self._unfinished)
+            elif not self._unfinished:
+                await self._write_best(self._held)
         elif output.stop is not None:
             stream.abort(output.index)  # only the router knows stop strings; until it is heard, tokens go on coming
 
-    def _finish(self, output: SequenceOutput) -> inference_pb2.GenerateResponse:
-        ended = output.ended
-        assert ended is not None
-        match ended.reason:
-            case engine_pb2.END_REASON_DEADLINE:
-                raise DeadlineExceeded("the deadline passed, or could not be met any more")
-            case engine_pb2.END_REASON_REJECTED:
-                raise InvalidArgument("input", ended.detail)
-            case engine_pb2.END_REASON_FAILED:
-                raise Internal(f"sequence failed in the engine: {ended.detail}")
-        self._unfinished -= 1
-        response = inference_pb2.GenerateResponse(request_id=self._response.request_id, finished=output.finished())
-        if not self._unfinished:
+    async def _write_best(self, held: HeldTokens) -> None:
+        for rank, output in enumerate(best_of(self._outputs, self._n)):
+            for tokens in held.take(output.index, returned_as=rank):
+                await self._write_tokens(
+                    inference_pb2.GenerateResponse(request_id=self._response.request_id, tokens=tokens)
+                )
+            await self._write_finished(output, rank, is_last=rank == self._n - 1)
+
+    async def _write_tokens(self, response: inference_pb2.GenerateResponse) -> None:
+        if self._first_written is None:
+            self._first_written = time.monotonic()
+        await self._writer.write(response)
+
+    async def _write_finished(self, output: SequenceOutput, returned_as: int, *, is_last: bool) -> None:
+        finished = output.finished(returned_as)
+        response = inference_pb2.GenerateResponse(request_id=self._response.request_id, finished=finished)
+        if is_last:
             response.usage.CopyFrom(self._usage())
             response.timing.CopyFrom(self._timing())
-        return response
+        await self._writer.write(response)
 
     def _usage(self) -> inference_pb2.Usage:
         return inference_pb2.Usage(
@@ -202,6 +216,17 @@ class GenerateCall:
             time_to_first_token_s=(self._first_written or now) - self._received,
             total_s=now - self._received,
         )
+
+
+def raise_if_failed(ended: engine_pb2.Ended) -> None:
+    """Raises what the engine's end means for the whole call, if it is no regular one."""
+    match ended.reason:
+        case engine_pb2.END_REASON_DEADLINE:
+            raise DeadlineExceeded("the deadline passed, or could not be met any more")
+        case engine_pb2.END_REASON_REJECTED:
+            raise InvalidArgument("input", ended.detail)
+        case engine_pb2.END_REASON_FAILED:
+            raise Internal(f"sequence failed in the engine: {ended.detail}")
 
 
 def _time_in_engine(ended: engine_pb2.Ended) -> float:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from protos import engine_pb2, inference_pb2
 from router.chat_template import Chat, ChatRole, Message
 from router.errors import InvalidArgument, NotFound
-from router.fields import check_bytes, check_count, check_id, check_ids, check_integer, check_number
+from router.fields import check_bytes, check_count, check_ids, check_integer, check_number
 from router.limits import Limits
+from router.sampling import sampling_from
 from router.tokenizer import Prompt
 
 _ROLES: dict[int, ChatRole] = {
@@ -56,7 +57,17 @@ class GenerateParams:
 
     @property
     def n(self) -> int:
+        """Sequences that are returned."""
         return self.sampling.n
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are generated."""
+        return self.sampling.best_of
+
+    @property
+    def picks_best(self) -> bool:
+        return self.num_sequences > self.n
 
 
 def validate_generate(
@@ -75,7 +86,7 @@ def validate_generate(
         request_id=_request_id(request.request_id, limits),
         prompt=_prompt(request, limits),
         is_raw=request.raw,
-        sampling=_sampling(request.sampling, limits),
+        sampling=sampling_from(request.sampling, limits),
         max_tokens=_max_tokens(stopping, limits),
         min_tokens=_min_tokens(stopping, limits),
         stop=_stop(stopping.stop, limits),
@@ -134,13 +145,16 @@ def to_submit(
     tenant      as `tenant_of` found it
     """
     eos = () if params.ignore_eos else eos_token_ids
+    sampling = inference_pb2.Sampling()
+    sampling.CopyFrom(params.sampling)
+    sampling.n = params.num_sequences  # which of them are returned is the router's to say
     return engine_pb2.Submit(
         prompt=prompt_ids,
-        sampling=params.sampling,
+        sampling=sampling,
         max_tokens=max_tokens,
         min_tokens=params.min_tokens,
         stop_token_ids=sorted({*eos, *params.stop_token_ids}),
-        logprobs=params.logprobs,
+        logprobs=0 if params.picks_best and params.logprobs is None else params.logprobs,
         cache=inference_pb2.Cache(salt=params.cache_salt, bypass=params.bypasses_cache),
         priority=params.priority,
         timeout_s=timeout_s,
@@ -237,29 +251,6 @@ def _chat(chat: inference_pb2.Chat, limits: Limits) -> Chat:
     if chat.continue_last and messages[-1].role != "assistant":
         raise InvalidArgument("chat.continue_last", "needs the last message to be the assistant's")
     return Chat(tuple(messages), chat.continue_last)
-
-
-def _sampling(given: inference_pb2.Sampling, limits: Limits) -> inference_pb2.Sampling:
-    check_count(len(given.logit_bias), "sampling.logit_bias", limits.max_logit_bias)
-    for id, bias in given.logit_bias.items():
-        check_id(id, f"sampling.logit_bias[{id}]", limits.vocab_size)
-        check_number(bias, f"sampling.logit_bias[{id}]", -100, 100)
-    resolved = inference_pb2.Sampling(
-        temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=1, presence_penalty=0, frequency_penalty=0, n=1
-    )
-    resolved.seed = secrets.randbits(64)
-    resolved.MergeFrom(given)
-    resolved.DiscardUnknownFields()  # a client may send megabytes of them, and this message goes on to the engine
-    check_number(resolved.temperature, "sampling.temperature", 0, 100)
-    check_number(resolved.top_p, "sampling.top_p", 0, 1, is_low_allowed=False)
-    check_number(resolved.min_p, "sampling.min_p", 0, 1)
-    check_number(resolved.repetition_penalty, "sampling.repetition_penalty", 0, 10, is_low_allowed=False)
-    check_number(resolved.presence_penalty, "sampling.presence_penalty", -10, 10)
-    check_number(resolved.frequency_penalty, "sampling.frequency_penalty", -10, 10)
-    check_integer(resolved.n, "sampling.n", 1, limits.max_n)
-    if resolved.top_k >= limits.vocab_size:
-        resolved.top_k = 0  # both keep every token
-    return resolved
 
 
 def _slo(given: inference_pb2.Slo) -> inference_pb2.Slo:
