@@ -69,6 +69,12 @@ def serve(
         float | None,
         typer.Option(rich_help_panel=_ENGINE, help="Step time to hold beside decodes.", show_default="token budget"),
     ] = None,
+    max_itl_growth: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_ENGINE, help="A step takes this many times its decodes' time at most.", show_default="none"
+        ),
+    ] = None,
     schedule: Annotated[
         Literal["sequential", "interleaved", "static", "continuous"],
         typer.Option(rich_help_panel=_ENGINE, help="How requests share the model; all but continuous to be compared."),

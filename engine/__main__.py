@@ -34,6 +34,9 @@ def main(
     priority_ageing_s: Annotated[float, typer.Option(help="Waiting worth one step of priority.")] = 60.0,
     tenant_weights: Annotated[str, typer.Option(help="Tenants' shares under fair: NAME=WEIGHT,….")] = "",
     target_itl_ms: Annotated[float | None, typer.Option(help="Of a step with decodes: limits its prefill.")] = None,
+    max_itl_growth: Annotated[
+        float | None, typer.Option(help="Of a step by prompts beside its decodes, as a factor: limits its prefill.")
+    ] = None,
     schedule: Annotated[ScheduleName, typer.Option(help="How requests share the model.")] = "continuous",
     overlap: Annotated[Overlap, typer.Option(help="Launch a step before the last one's tokens are read.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Prompt + output of one sequence.")] = None,
@@ -67,6 +70,7 @@ def main(
             priority_ageing_s=priority_ageing_s,
             tenant_weights=tenant_weights,
             target_itl_ms=target_itl_ms,
+            max_itl_growth=max_itl_growth,
             schedule=schedule,
             overlap=overlap,
             max_model_len=max_model_len,

@@ -30,7 +30,8 @@ class EngineConfig:
     policy          who is next in line: one of engine/policies/
     priority_ageing_s  seconds of waiting that are worth one step of priority
     tenant_weights  tenants' shares under --policy fair, as NAME=WEIGHT,…; 1 where not named
-    target_itl_ms   of a step that holds decodes: its share of prefill adapts; None: the token budget alone limits it
+    target_itl_ms   of a step that holds decodes: its share of prefill adapts; None: no such target
+    max_itl_growth  of a step by prompts beside its decodes, as a factor: its share of prefill adapts; None: no limit
     schedule        continuous, or one of the modes that it is compared with (engine/schedules.py)
     overlap         launch a step before the tokens of the one before it are read; auto: on a GPU
     max_model_len   prompt + output of one sequence; None: what the model was trained for, as far as the cache holds it
@@ -50,6 +51,7 @@ class EngineConfig:
     priority_ageing_s: float = 60.0
     tenant_weights: str = ""
     target_itl_ms: float | None = None
+    max_itl_growth: float | None = None
     schedule: ScheduleName = "continuous"
     overlap: Overlap = "auto"
     max_model_len: int | None = None
@@ -72,6 +74,8 @@ class EngineConfig:
             raise ConfigError(f"--priority-ageing-s must be positive, not {self.priority_ageing_s}")
         if self.target_itl_ms is not None and not 0 < self.target_itl_ms < math.inf:
             raise ConfigError(f"--target-itl-ms must be positive, not {self.target_itl_ms}")
+        if self.max_itl_growth is not None and not 1 < self.max_itl_growth < math.inf:
+            raise ConfigError(f"--max-itl-growth must be more than 1, not {self.max_itl_growth}")
         self.weight_of_tenant()
         if self.kv_cache_gb is not None and self.kv_cache_gb <= 0:
             raise ConfigError(f"--kv-cache-gb must be positive, not {self.kv_cache_gb}")

@@ -72,6 +72,7 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, lis
             ageing_s=config.priority_ageing_s,
             tenant_weights=config.weight_of_tenant(),
             target_itl_s=config.target_itl_ms / 1e3 if config.target_itl_ms is not None else None,
+            max_itl_growth=config.max_itl_growth,
         ),
         runner,
         server,

@@ -1,60 +1,74 @@
-"""How much of a step is prefill: what holds the target for a token's time, as far as steps have been measured.
+"""How much of a step is prefill: what holds the targets for a token's time, as far as steps have been measured.
 
 Stall-free batching with a fixed chunk (Sarathi-Serve, Agrawal et al., 2024) bounds a step by its token budget. Here the
-bound is a time: beside decodes, prompts get what the learned step time leaves of the target, and at least
-`MIN_PREFILL` tokens, so that a target which decodes alone exceed still lets prompts advance. Standard library only.
+bound is a time: beside decodes, prompts get what the learned step time leaves of it, and a few tokens at least, so that
+a bound which decodes alone exceed still lets prompts advance. Standard library only.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from engine.least_time import LeastTime
+from engine.running_quantile import RunningQuantile
 from engine.sequence import Chunk, Sequence, StepPlan
 from engine.step_time_model import StepLoad, StepTimeModel
 
-MIN_PREFILL = 16  # prompt tokens of a step, whatever they take
+MIN_PREFILL = 4  # prompt tokens of a step, whatever they take
 ADVANCE_EVERY = 8  # steps: each prompt that has been admitted advances once in as many
+HELD = 0.99  # part of the steps beside decodes that are to hold the target
+MEASURED = 256  # of them that say how far steps exceed what the model expects of them
 
 
 class Pacing:
     """
     token_budget  tokens of a step at most
-    target_itl_s  of a step that holds decodes; None: the token budget alone limits it
+    target_itl_s  of a step that holds decodes; None: no such target
+    max_growth    a step that holds decodes takes at most this many times what it would without prompts; None: no limit
     """
 
-    def __init__(self, token_budget: int, target_itl_s: float | None) -> None:
+    def __init__(self, token_budget: int, target_itl_s: float | None, max_growth: float | None = None) -> None:
         self.least_time = LeastTime(token_budget)
         self.model = StepTimeModel()
         self._token_budget = token_budget
-        self._target_itl_s = target_itl_s
+        self._target_itl_s = math.inf if target_itl_s is None else target_itl_s
+        self._max_growth = math.inf if max_growth is None else max_growth
+        self._is_limited = min(self._target_itl_s, self._max_growth) < math.inf
+        self._excess = RunningQuantile(HELD, MEASURED)  # measured ÷ expected, of steps with decodes
         self._started: deque[float] = deque()  # when the steps that are not committed were scheduled
         self._last_end = 0.0
+        self._goes_on = False  # from one step to the next, without rest
 
     def scheduled(self, now: float) -> None:
-        self._started.append(now)
+        self._started.append(self._last_end if self._goes_on and not self._started else now)
 
     def committed(self, plan: StepPlan, now: float) -> None:
         """Steps are computed one after the other: one that was scheduled early began when the one before had ended."""
         seconds = now - max(self._started.popleft(), self._last_end)
         self._last_end = now
         self.least_time.observe(plan.num_tokens, seconds)
-        if self._target_itl_s is not None:
-            self.model.observe(StepLoad.of_plan(plan), seconds)
+        if self._is_limited:
+            load = StepLoad.of_plan(plan)
+            if load.decodes and (expected := self.model.predict(load)) > 0:
+                self._excess.add(seconds / expected)
+            self.model.observe(load, seconds)
 
     def budget(self, running: list[Sequence]) -> int:
         """Tokens of the next step, decodes included."""
-        if self._target_itl_s is None:
+        self._goes_on = bool(running)
+        if not self._is_limited:
             return self._token_budget
         decodes = [seq for seq in running if seq.remaining_len == 1]
         if not decodes:
             return self._token_budget
         keys = sum(seq.num_computed for seq in decodes)
-        read = max((seq.num_computed for seq in running if seq.remaining_len > 1), default=0)
-        rest_s = self._target_itl_s - self.model.predict(StepLoad.of(len(decodes), keys, 0, 0))
-        token_s = self.model.predict(StepLoad.of(0, 0, 1, read)) - self.model.parts[0]
-        room = int(rest_s / token_s) if token_s > 0 else self._token_budget if rest_s > 0 else 0
-        return min(self._token_budget, len(decodes) + max(MIN_PREFILL, room))
+        start = max((seq.num_computed for seq in running if seq.remaining_len > 1), default=0)
+        alone_s = self.model.predict(StepLoad.of(len(decodes), keys, 0, 0, 0))
+        # The target is held by a step that exceeds its expected time as others did; growth compares expected times.
+        limit_s = min(self._target_itl_s / max(1.0, self._excess.value(1.0)), self._max_growth * alone_s)
+        room = max(MIN_PREFILL, self.model.tokens_within(limit_s - alone_s, start))
+        return min(self._token_budget, len(decodes) + room)
 
     def cut(self, turn: list[Sequence], budget: int, number: int) -> list[Chunk]:
         """Chunks of these sequences, decodes first. `number`: of this plan.

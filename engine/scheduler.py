@@ -39,7 +39,8 @@ class Scheduler:
     clock          seconds, monotonic
     schedule       one of engine/schedules.py
     policy         one of engine/policies/, with its settings: ageing_s and tenant_weights
-    target_itl_s   of a step that holds decodes; None: the token budget alone limits it
+    target_itl_s   of a step that holds decodes; None: no such target
+    max_itl_growth  of a step by prompts beside its decodes, as a factor; None: no such limit
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Scheduler:
         ageing_s: float = 60.0,
         tenant_weights: Mapping[str, float] | None = None,
         target_itl_s: float | None = None,
+        max_itl_growth: float | None = None,
     ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
@@ -67,7 +69,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of admission
         self.hold: Hold | None = None  # why the next in line has not started; None if nobody waits
         self.step_budget = token_budget  # of the last step that was scheduled
-        self._pacing = Pacing(token_budget, target_itl_s)
+        self._pacing = Pacing(token_budget, target_itl_s, max_itl_growth)
         self.waiting: Policy = POLICIES[policy](
             PolicySettings(clock, self._least_time_s, ageing_s, tenant_weights or {}),
         )

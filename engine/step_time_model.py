@@ -1,20 +1,26 @@
-"""How long a step takes, learned from the steps that were made: least squares that forget. Standard library only.
+"""How long a step takes, learned from the steps that were made: a Kalman filter over its parts. Standard library only.
 
-A step's time is a constant, and a part for each decode, each key that decodes read, each prompt token and each key that
-prompt tokens read. Old steps count less by `FORGETTING` with each new one, so that the model follows a machine that
-slows down. A part is never negative: where the fit says so, it is left out and the others are fitted again.
+A step's time is a constant, and a part for each decode, each key that decodes read, each prompt token, each key that a
+prompt token reads, and each key that a chunk of a prompt fetches: all those before it, once, whatever its length. Parts
+drift, so that the model follows a machine that slows down; but a part drifts only in steps that it has a share in, and
+a server that has decoded for an hour still knows what a prompt takes. A part is never negative: one that would be is
+taken for 0, and the others for what they then most likely are.
+
+What has not been seen is expected from what has: 1,024 keys double what a prompt token takes, and a chunk fetches a key
+in the time in which a decode reads one. The first long context is therefore met with a guess, not with nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import NamedTuple
 
 from engine.sequence import StepPlan
 
-FORGETTING = 0.995  # half of what is known stems from the last 140 steps
-RIDGE = 1e-6  # keeps apart what has not varied yet
-OUTLIER = 4.0  # a step that takes this many times what was predicted has met something else
+FORGETTING = 0.98  # half of what is known of a part stems from the last 35 steps that it had a share in
+NOISE = 0.1  # of a step's time, as a part of it
+SPREAD = 30.0  # a part may be this many times the first step's time, in the units of StepLoad
+OWN = 0.15  # and what is expected from another part may differ from it by so much of that
 
 
 class StepLoad(NamedTuple):
@@ -25,76 +31,114 @@ class StepLoad(NamedTuple):
     decode_keys: float
     prompt_tokens: float
     prompt_keys: float
+    fetched_keys: float
 
     @classmethod
-    def of(cls, decodes: int, decode_keys: int, prompt_tokens: int, prompt_keys: int) -> StepLoad:
-        return cls(1.0, decodes / 64, decode_keys / 65_536, prompt_tokens / 512, prompt_keys / 524_288)
+    def of(cls, decodes: int, decode_keys: int, prompt_tokens: int, prompt_keys: float, fetched_keys: int) -> StepLoad:
+        """
+        decode_keys   before all decodes together
+        prompt_keys   that all prompt tokens together read
+        fetched_keys  before the chunks of prompts, of each chunk once
+        """
+        return cls(
+            1.0, decodes / 64, decode_keys / 65_536, prompt_tokens / 512, prompt_keys / 524_288, fetched_keys / 65_536
+        )
 
     @classmethod
     def of_plan(cls, plan: StepPlan) -> StepLoad:
-        decodes = decode_keys = prompt_tokens = prompt_keys = 0
+        decodes = decode_keys = prompt_tokens = fetched_keys = 0
+        prompt_keys = 0.0
         for chunk in plan.chunks:
-            if chunk.length == 1:
+            start, length = chunk.start, chunk.length
+            if length == 1:
                 decodes += 1
-                decode_keys += chunk.start
+                decode_keys += start
             else:
-                prompt_tokens += chunk.length
-                prompt_keys += chunk.length * (chunk.start + chunk.length // 2)
-        return cls.of(decodes, decode_keys, prompt_tokens, prompt_keys)
+                prompt_tokens += length
+                prompt_keys += length * (start + length / 2)
+                fetched_keys += start
+        return cls.of(decodes, decode_keys, prompt_tokens, prompt_keys, fetched_keys)
+
+
+_SIZE = len(StepLoad._fields)
+_EXPECTED_FROM = {  # a part, and the one that it is expected to equal in these units
+    StepLoad._fields.index("prompt_keys"): StepLoad._fields.index("prompt_tokens"),
+    StepLoad._fields.index("fetched_keys"): StepLoad._fields.index("decode_keys"),
+}
 
 
 class StepTimeModel:
+    """parts  seconds of each unit of StepLoad; all 0 before the first step"""
+
     def __init__(self) -> None:
-        size = len(StepLoad._fields)
-        self._products = [[0.0] * size for _ in range(size)]  # the normal equations: sums of x·xᵀ and of x·seconds
-        self._targets = [0.0] * size
-        self._parts: list[float] | None = None  # of a step's time, in StepLoad's order; None: to be solved for
+        self.parts = [0.0] * _SIZE
+        self._most = [0.0] * _SIZE  # that a part's variance can grow to
+        self._covariance: list[list[float]] = []
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        if self._targets[0]:
-            seconds = min(seconds, OUTLIER * self.predict(load))
-        for row, (products, x) in enumerate(zip(self._products, load, strict=True)):
-            for column, y in enumerate(load):
-                products[column] = FORGETTING * products[column] + x * y
-            self._targets[row] = FORGETTING * self._targets[row] + x * seconds
-        self._parts = None
+        if not self._covariance:
+            self._expect(seconds)
+        expected = self.predict(load)
+        shared = [_dot(row, load) for row in self._covariance]
+        # Errors are relative. A step that took far longer than was expected has met something else: it tells little.
+        variance = _dot(load, shared) + (NOISE * max(seconds, 1e-9)) ** 2
+        error = (seconds - expected) / variance
+        for row, share in enumerate(shared):
+            self.parts[row] += share * error
+            for column in range(row + 1):  # one half, mirrored: rounding that made them differ would grow
+                told = self._covariance[row][column] - share * shared[column] / variance
+                self._covariance[row][column] = self._covariance[column][row] = told
+        self._drift(load)
+        self._leave_out_the_negative()
 
     def predict(self, load: StepLoad) -> float:
         """Seconds; 0 before the first step."""
-        return sum(part * x for part, x in zip(self.parts, load, strict=True))
+        return _dot(self.parts, load)
 
-    @property
-    def parts(self) -> Sequence[float]:
-        if self._parts is None:
-            self._parts = self._solve()
-        return self._parts
+    def tokens_within(self, seconds: float, start: int) -> int:
+        """How many tokens of a prompt, from position `start` on, add at most so much to a step."""
+        alone = self.predict(StepLoad.of(0, 0, 1, start, 0)) - self.parts[0]
+        half_key = self.predict(StepLoad.of(0, 0, 0, 0.5, 0)) - self.parts[0]
+        rest = seconds - (self.predict(StepLoad.of(0, 0, 0, 0, start)) - self.parts[0])
+        if rest <= 0:
+            return 0
+        # n * alone + n² * half_key = rest, in the form that bears half_key = 0
+        return int(min(2 * rest / (alone + math.sqrt(alone**2 + 4 * half_key * rest) or 1e-12), 1e9))
 
-    def _solve(self) -> list[float]:
-        used = [row for row, products in enumerate(self._products) if products[row] > 0]
-        while True:
-            parts = _solve_ridge(
-                [[self._products[row][column] for column in used] for row in used], [self._targets[row] for row in used]
-            )
-            negative = {row for row, part in zip(used, parts, strict=True) if part < 0}
-            if not negative:
-                found = dict(zip(used, parts, strict=True))
-                return [found.get(row, 0.0) for row in range(len(self._targets))]
-            used = [row for row in used if row not in negative]
+    def _expect(self, seconds: float) -> None:
+        variance = (SPREAD * max(seconds, 1e-6)) ** 2
+        self._covariance = [[variance * (row == column) for column in range(_SIZE)] for row in range(_SIZE)]
+        for part, other in _EXPECTED_FROM.items():
+            self._covariance[part][part] += (OWN**2) * variance
+            self._covariance[part][other] = self._covariance[other][part] = variance
+        self._most = [self._covariance[at][at] for at in range(_SIZE)]
+
+    def _drift(self, load: StepLoad) -> None:
+        for at, (row, x) in enumerate(zip(self._covariance, load, strict=True)):
+            if x == 0.0:
+                continue
+            grown = row[at] / FORGETTING
+            scale = math.sqrt(min(grown, self._most[at]) / row[at]) if row[at] > 0 else 1.0
+            for column in range(_SIZE):
+                row[column] *= scale
+            for other in self._covariance:
+                other[at] *= scale
+
+    def _leave_out_the_negative(self) -> None:
+        """Where parts would be below 0: what the others most likely are if those are 0."""
+        if min(self.parts) >= 0:
+            return
+        given = [row[:] for row in self._covariance]
+        zero: set[int] = set()
+        while min(self.parts) < 0:
+            zero.add(worst := min(range(_SIZE), key=self.parts.__getitem__))
+            told, variance, below = given[worst][:], given[worst][worst], self.parts[worst]
+            for at in range(_SIZE):
+                share = told[at] / variance if variance > 0 else 0.0
+                self.parts[at] = 0.0 if at in zero else self.parts[at] - share * below
+                for column in range(_SIZE):
+                    given[at][column] -= share * told[column]
 
 
-def _solve_ridge(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gaussian elimination; the matrix is symmetric and, with the ridge, positive definite: no pivot is needed."""
-    size = len(right)
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for at in range(size):
-        rows[at][at] += RIDGE * (1.0 + rows[at][at])
-    for at in range(size):
-        for below in range(at + 1, size):
-            factor = rows[below][at] / rows[at][at]
-            for column in range(at, size + 1):
-                rows[below][column] -= factor * rows[at][column]
-    solution = [0.0] * size
-    for at in reversed(range(size)):
-        known = sum(rows[at][column] * solution[column] for column in range(at + 1, size))
-        solution[at] = (rows[at][size] - known) / rows[at][at]
-    return solution
+def _dot(one: list[float] | StepLoad, other: list[float] | StepLoad) -> float:
+    return sum(x * y for x, y in zip(one, other, strict=True))

@@ -25,7 +25,8 @@ class ServeConfig:
     policy             who is next in line: docs/scheduling.md
     priority_ageing_s  seconds of waiting that are worth one step of priority
     tenant_weights     shares of the tenants under --policy fair, NAME=WEIGHT,…; 1 where not named
-    target_itl_ms      of a step that holds decodes, whose share of prefill adapts; None: the token budget limits it
+    target_itl_ms      of a step that holds decodes, whose share of prefill adapts; None: no such target
+    max_itl_growth     of a step by prompts beside its decodes, as a factor; None: no such limit
     max_queued_tokens  prompt + max_tokens over all admitted requests; None: eight times what the KV cache holds
     reflection         None: on for loopback and Unix sockets
     auth_token_file    clients must send its content as a bearer token; $PAGODA_AUTH_TOKEN does the same
@@ -53,6 +54,7 @@ class ServeConfig:
     priority_ageing_s: float = 60.0
     tenant_weights: str = ""
     target_itl_ms: float | None = None
+    max_itl_growth: float | None = None
     schedule: Schedule = "continuous"
     overlap: Literal["auto", "on", "off"] = "auto"
     max_model_len: int | None = None
@@ -84,6 +86,8 @@ class ServeConfig:
         arguments += ["--tenant-weights", self.tenant_weights]
         if self.target_itl_ms is not None:
             arguments += ["--target-itl-ms", str(self.target_itl_ms)]
+        if self.max_itl_growth is not None:
+            arguments += ["--max-itl-growth", str(self.max_itl_growth)]
         if self.kv_cache_gb is not None:
             arguments += ["--kv-cache-gb", str(self.kv_cache_gb)]
         if self.max_model_len is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from typing import TypedDict, Unpack
+from typing import Protocol, TypedDict, Unpack
 
 from engine.blocks import BlockPool, chain_root
 from engine.policies import PolicyName
@@ -15,7 +15,7 @@ from engine.schedules import ScheduleName
 from engine.sequence import SamplingParams, Sequence, StepPlan
 from engine.step_output import Ended
 from engine.steps_in_flight import StepsInFlight
-from engine.synthetic import StepTime, SyntheticRunner, expected_tokens
+from engine.synthetic import SyntheticRunner, expected_tokens
 
 VOCAB_SIZE = 258
 
@@ -50,6 +50,11 @@ class Rules(TypedDict, total=False):
     stop_token_ids: frozenset[int]
 
 
+class TakesTime(Protocol):
+    def of(self, plan: StepPlan) -> float:
+        """Seconds that a step takes."""
+
+
 class SteppedEngine:
     def __init__(
         self,
@@ -65,7 +70,8 @@ class SteppedEngine:
         ageing_s: float = 60.0,
         tenant_weights: Mapping[str, float] | None = None,
         target_itl_s: float | None = None,
-        step_time: StepTime | None = None,
+        max_itl_growth: float | None = None,
+        step_time: TakesTime | None = None,
     ) -> None:
         """step_time: of a step in simulated time; None: a second passes after each step, which takes none."""
         self.now = 0.0
@@ -83,6 +89,7 @@ class SteppedEngine:
             ageing_s=ageing_s,
             tenant_weights=tenant_weights,
             target_itl_s=target_itl_s,
+            max_itl_growth=max_itl_growth,
         )
         self.runner = synthetic_runner(num_blocks, block_size, lookahead)
         self.steps = StepsInFlight(self.scheduler, self.runner)
