@@ -10,8 +10,14 @@ from engine.least_time import LeastTime
 from engine.sequence import Sequence, State
 
 
+LEAVING = 32  # sequences that leave in a step, as long as anybody runs
+
+
 class Deadlines:
-    """A sequence that runs leaves at its deadline; one that waits, as soon as it cannot have a token by then any more.
+    """A sequence that waits leaves as soon as it cannot have a token by its deadline any more.
+
+    One that runs leaves at its deadline: so few run that the scheduler looks at them all. Thousands may wait in vain from
+    one step to the next, and to end one takes about ten microseconds; so they leave little by little.
 
     num_cached  of a sequence: its tokens that the prefix cache holds
     """
@@ -21,6 +27,7 @@ class Deadlines:
         self._num_cached = num_cached
         self._heap: list[tuple[float, int, Sequence]] = []  # by when to look; ended sequences linger until then
         self._prune_at = 64
+        self._may_leave: float = math.inf  # in this step
 
     @property
     def next(self) -> float:
@@ -36,17 +43,26 @@ class Deadlines:
             self._prune_at = 2 * len(self._heap) + 64
         self._look_at(seq, seq.deadline - self._least_time.of(seq, seq.remaining_len))
 
-    def passed(self, now: float) -> Iterator[Sequence]:
-        """Those that have to leave now; the caller ends each before it takes the next."""
-        while self._heap and self._heap[0][0] <= now:
+    def lost(self, now: float, *, is_bounded: bool) -> Iterator[Sequence]:
+        """Those that wait in vain and leave in this step; the caller ends each before it takes the next.
+
+        is_bounded  there is other work: at most LEAVING do, so that others do not wait for the rest
+        """
+        self._may_leave = LEAVING if is_bounded else math.inf
+        while self._heap and self._heap[0][0] <= now and self.takes_leave():
             seq = heapq.heappop(self._heap)[2]
             if seq.state is State.FINISHED:
                 continue
             last = self._last_moment(seq)
-            if last <= now:
+            if last <= now and seq.state is State.WAITING:
                 yield seq
             else:
-                self._look_at(seq, last)
+                self._look_at(seq, max(last, math.nextafter(now, math.inf)))
+
+    def takes_leave(self) -> bool:
+        """Counts one more that leaves in this step; False if as many have as may."""
+        self._may_leave -= 1
+        return self._may_leave >= 0
 
     def is_lost(self, seq: Sequence, now: float) -> bool:
         """Whether one that waits cannot have a token by its deadline any more."""

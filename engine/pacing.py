@@ -11,6 +11,7 @@ import math
 from collections import deque
 
 from engine.least_time import LeastTime
+from engine.likely_time import LikelyTime
 from engine.running_quantile import RunningQuantile
 from engine.sequence import Chunk, Sequence, StepPlan
 from engine.step_time_model import StepLoad, StepTimeModel
@@ -30,6 +31,7 @@ class Pacing:
 
     def __init__(self, token_budget: int, target_itl_s: float | None, max_growth: float | None = None) -> None:
         self.least_time = LeastTime(token_budget)
+        self.likely_time = LikelyTime(token_budget)
         self.model = StepTimeModel()
         self._token_budget = token_budget
         self._target_itl_s = math.inf if target_itl_s is None else target_itl_s
@@ -48,6 +50,7 @@ class Pacing:
         seconds = now - max(self._started.popleft(), self._last_end)
         self._last_end = now
         self.least_time.observe(plan.num_tokens, seconds)
+        self.likely_time.observe(plan, seconds)
         if self._is_limited:
             load = StepLoad.of_plan(plan)
             if load.decodes and (expected := self.model.predict(load)) > 0:

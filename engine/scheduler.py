@@ -71,7 +71,7 @@ class Scheduler:
         self.step_budget = token_budget  # of the last step that was scheduled
         self._pacing = Pacing(token_budget, target_itl_s, max_itl_growth)
         self.waiting: Policy = POLICIES[policy](
-            PolicySettings(clock, self._least_time_s, ageing_s, tenant_weights or {}),
+            PolicySettings(clock, self._likely_time_s, ageing_s, tenant_weights or {}),
         )
         self._tables = BlockTables(pool, prefix_caching)
         self._deadlines = Deadlines(self._pacing.least_time, self._tables.num_cached)
@@ -192,6 +192,8 @@ class Scheduler:
             if seq is None:
                 return "no budget" if budget <= 0 else "not its turn"
             if self._deadlines.is_lost(seq, self.clock()):
+                if self.running and not self._deadlines.takes_leave():
+                    return "not its turn"
                 self._end(seq, EndReason.DEADLINE)
                 continue
             while not self._start(seq):
@@ -322,11 +324,14 @@ class Scheduler:
         self._tables.leave(seq)
 
     def _expire(self) -> None:
-        for seq in self._deadlines.passed(self.clock()):
+        now = self.clock()
+        for seq in [seq for seq in self.running if seq.deadline <= now and seq.state is State.RUNNING]:
+            self._end(seq, EndReason.DEADLINE)
+        for seq in self._deadlines.lost(now, is_bounded=bool(self.running)):
             self._end(seq, EndReason.DEADLINE)
 
-    def _least_time_s(self, seq: Sequence) -> float:
-        return self._pacing.least_time.of(seq, seq.remaining_len)
+    def _likely_time_s(self, seq: Sequence) -> float:
+        return self._pacing.likely_time.of(seq.remaining_len - self._tables.num_cached(seq))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block and every sequence is accounted for."""

@@ -2,15 +2,20 @@
 
 Earliest deadline first is the best order as long as all can be met, and the worst under overload, when it spends itself
 on those that are late already. A sequence's slack is the time until it must start to meet its target: that of the first
-token, or of the next one if it has been preempted. Once that time is past, it is late, and counts for no goodput
-whenever it runs; late ones wait in order of arrival and have one start of `LATE_EVERY` while others wait as well, so
-that they do not wait without end: of two hundred late ones the last starts within 8 * 200 starts.
+token, or of the next one if it has been preempted, or its deadline if that is earlier. It is taken from the time that
+its prompt will likely take, not from the least. Once that moment is past, it is late, and counts for no goodput
+whenever it runs. Late ones wait in the order in which they became so, and have one start of `LATE_EVERY` while others
+wait as well, so that they do not wait without end: of two hundred late ones the last starts within 8 * 200 starts.
+
+There is one queue, by the last moment to start. Late are those before now: that thousands become so at once moves
+nobody.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 
 from engine.policies.policy import PolicySettings
 from engine.policies.sorted_queue import SortedQueue
@@ -26,33 +31,28 @@ class Deadline:
 
     def __init__(self, settings: PolicySettings) -> None:
         self._clock = settings.clock
-        self._least_time_s = settings.least_time_s
-        self._timely = SortedQueue()  # by the last moment to start, the earliest first
-        self._late = SortedQueue()  # in order of arrival
+        self._likely_time_s = settings.likely_time_s
+        self._queue = SortedQueue()  # by the last moment to start, the earliest first
         self._starts = 0
 
     def __len__(self) -> int:
-        return len(self._timely) + len(self._late)
+        return len(self._queue)
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from self._timely
-        yield from self._late
+        return iter(self._queue)
 
     def add(self, seq: Sequence) -> None:
-        self._timely.add(seq, self._least_time_s(seq) - _due(seq))
+        self._queue.add(seq, self._likely_time_s(seq) - min(_due(seq), seq.deadline))
 
     def remove(self, seq: Sequence) -> None:
-        if not self._timely.remove(seq):
-            self._late.remove(seq)
+        self._queue.remove(seq)
 
     def in_line(self) -> Iterator[Sequence]:
-        now = self._clock()
-        while self._timely and -self._timely.first_rank < now:
-            seq = self._timely.first
-            self._timely.remove(seq)
-            self._late.add(seq, 0.0)
+        num_late = self._queue.num_above(-self._clock())
         is_turn_of_late = self._starts % LATE_EVERY == LATE_EVERY - 1
-        return iter(self._late if self._late and (is_turn_of_late or not self._timely) else self._timely)
+        if num_late and (is_turn_of_late or num_late == len(self._queue)):
+            return islice(self._queue, num_late)
+        return self._queue.behind(num_late)
 
     def started(self, seq: Sequence) -> None:
         self._starts += 1

@@ -15,11 +15,11 @@ class PolicySettings:
     ageing_s        seconds of waiting that are worth one step of priority
     tenant_weights  shares of tenants, 1 where not named
     clock           seconds, monotonic
-    least_time_s    of a sequence: what its first token takes at least, were it to start now
+    likely_time_s   of a sequence: what its next token will likely take once it starts
     """
 
     clock: Callable[[], float]
-    least_time_s: Callable[[Sequence], float] = lambda seq: 0.0
+    likely_time_s: Callable[[Sequence], float] = lambda seq: 0.0
     ageing_s: float = 60.0
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import math
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
 from engine.sequence import Sequence
@@ -12,7 +13,7 @@ class SortedQueue:
     """Sequences by the rank that they were added with, highest first; equals in order of arrival (of their ids)."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[float, int, Sequence]] = []  # (rank, -id, sequence): no two compare further
+        self._entries: list[tuple[float, float, Sequence]] = []  # (rank, -id, sequence): no two compare further
         self._ranks: dict[int, float] = {}
 
     def __len__(self) -> int:
@@ -30,13 +31,18 @@ class SortedQueue:
         rank = self._ranks.pop(seq.id, None)
         if rank is None:
             return False
-        del self._entries[bisect_left(self._entries, (rank, -seq.id), key=lambda entry: entry[:2])]
+        del self._entries[bisect_left(self._entries, (rank, -seq.id))]  # which is less than (rank, -seq.id, seq)
         return True
 
     @property
     def first(self) -> Sequence:
         return self._entries[-1][2]
 
-    @property
-    def first_rank(self) -> float:
-        return self._entries[-1][0]
+    def num_above(self, rank: float) -> int:
+        """How many are of a higher rank."""
+        return len(self._entries) - bisect_right(self._entries, (rank, math.inf))
+
+    def behind(self, count: int) -> Iterator[Sequence]:
+        """All but the first so many."""
+        entries = self._entries
+        return (entries[at][2] for at in range(len(entries) - 1 - count, -1, -1))
