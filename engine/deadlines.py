@@ -10,7 +10,7 @@ from engine.least_time import LeastTime
 from engine.sequence import Sequence, State
 
 
-LEAVING = 32  # sequences that leave in a step, as long as anybody runs
+LEAVING = 16  # sequences that leave in a step, as long as anybody runs
 
 
 class Deadlines:
@@ -71,7 +71,10 @@ class Deadlines:
     def _last_moment(self, seq: Sequence) -> float:
         if seq.state is State.RUNNING:
             return seq.deadline
-        return seq.deadline - self._least_time.of(seq, seq.remaining_len - self._num_cached(seq))
+        remaining = seq.remaining_len
+        if (cached := seq.deadline - self._least_time.of(seq, 1)) == seq.deadline - self._least_time.of(seq, remaining):
+            return cached  # it needs one step in any case: what the cache holds need not be looked up
+        return seq.deadline - self._least_time.of(seq, remaining - self._num_cached(seq))
 
     def _look_at(self, seq: Sequence, when: float) -> None:
         heapq.heappush(self._heap, (when, seq.id, seq))

@@ -1,8 +1,8 @@
 """How much of a step is prefill: what holds the targets for a token's time, as far as steps have been measured.
 
 Stall-free batching with a fixed chunk (Sarathi-Serve, Agrawal et al., 2024) bounds a step by its token budget. Here the
-bound is a time: beside decodes, prompts get what the learned step time leaves of it, and a few tokens at least, so that
-a bound which decodes alone exceed still lets prompts advance. Standard library only.
+bound is a time: beside decodes, prompts get what the learned step time leaves of it. They get a quarter of the decodes'
+own time in any case, so that a target which decodes alone exceed still lets prompts advance. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from engine.sequence import Chunk, Sequence, StepPlan
 from engine.step_time_model import StepLoad, StepTimeModel
 
 MIN_PREFILL = 4  # prompt tokens of a step, whatever they take
+LEAST_GROWTH = 1.25  # of a step that prompts may take all the same where decodes alone exceed the target
 ADVANCE_EVERY = 8  # steps: each prompt that has been admitted advances once in as many
 HELD = 0.99  # part of the steps beside decodes that are to hold the target
 MEASURED = 256  # of them that say how far steps exceed what the model expects of them
@@ -69,7 +70,8 @@ class Pacing:
         start = max((seq.num_computed for seq in running if seq.remaining_len > 1), default=0)
         alone_s = self.model.predict(StepLoad.of(len(decodes), keys, 0, 0, 0))
         # The target is held by a step that exceeds its expected time as others did; growth compares expected times.
-        limit_s = min(self._target_itl_s / max(1.0, self._excess.value(1.0)), self._max_growth * alone_s)
+        target_s = max(self._target_itl_s / max(1.0, self._excess.value(1.0)), LEAST_GROWTH * alone_s)
+        limit_s = min(target_s, self._max_growth * alone_s)
         room = max(MIN_PREFILL, self.model.tokens_within(limit_s - alone_s, start))
         return min(self._token_budget, len(decodes) + room)
 

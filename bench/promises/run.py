@@ -16,6 +16,7 @@ from bench.promises.fairness import Fairness
 from bench.promises.interference import Interference
 from bench.promises.overload import Overload
 from bench.promises.prefix import SharedPrefix
+from bench.promises.priority import Priorities
 from bench.promises.sampling import Sampling
 from bench.promises.scenario import Bound, Figures, Scenario, Turn, Variant
 from bench.record import Setting
@@ -28,6 +29,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "interference": Interference,
     "fairness": Fairness,
     "overload": Overload,
+    "priority": Priorities,
     "sampling": Sampling,
     "prefix": SharedPrefix,
 }
