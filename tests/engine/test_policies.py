@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
+import time
+from itertools import islice
 
 import pytest
 
+from engine.deadlines import LEAVING
 from engine.policies import PolicyName
-from engine.policies.deadline import LATE_EVERY
+from engine.policies.deadline import LATE_EVERY, Deadline
 from engine.policies.fair import MAX_IDLE_TENANTS, OUTPUT_WEIGHT, Fair
 from engine.policies.policy import PolicySettings
 from engine.sequence import EndReason, SamplingParams, Sequence, State
@@ -195,6 +199,57 @@ def test_late_ones_have_one_start_of_eight_while_others_wait() -> None:
     assert len(before) <= LATE_EVERY
 
 
+def test_thousands_that_become_late_at_once_are_not_touched() -> None:
+    now = [0.0]
+    settings = PolicySettings(clock=lambda: now[0])
+    policy = Deadline(settings)
+    seqs = [Sequence(id, [1], 1, SamplingParams(), 0.0, math.inf, ttft_s=1.0 + id / 1e6) for id in range(10_000)]
+    for seq in seqs:
+        policy.add(seq)
+    timely = Sequence(10_000, [1], 1, SamplingParams(), 0.0, math.inf, ttft_s=50.0)
+    policy.add(timely)
+    assert next(policy.in_line()) is seqs[0]
+    now[0] = 2.0
+    started = time.thread_time()
+    assert next(policy.in_line()) is timely
+    assert time.thread_time() - started < 0.002
+    assert list(islice(policy, 3)) == seqs[:3], "nobody has moved"
+
+
+def test_those_that_became_late_first_are_the_first_of_the_late() -> None:
+    engine = SteppedEngine(max_num_seqs=1, policy="deadline")
+    engine.add(prompt(3), max_tokens=20)
+    engine.step()
+    later, earlier = (engine.add(prompt(3, at), max_tokens=1, ttft_s=s) for at, s in enumerate((9.0, 4.0)))
+    assert order_of_starts(engine, [later, earlier]) == [earlier.id, later.id]
+
+
+def test_slack_is_taken_from_the_time_that_a_prompt_will_likely_take() -> None:
+    step_time = StepTime(1.0)
+    engine = SteppedEngine(
+        num_blocks=400, max_num_seqs=1, token_budget=16, max_model_len=500, policy="deadline", step_time=step_time
+    )
+    engine.add(prompt(160), max_tokens=1)
+    engine.run()  # ten steps of a second: what prompts take is known
+    engine.add(prompt(3, 5), max_tokens=8)
+    engine.step()
+    short = engine.add(prompt(3, 7), max_tokens=1, ttft_s=18.0)
+    long = engine.add(prompt(160, 9), max_tokens=1, ttft_s=24.0)  # has to start before 14 s have passed
+    assert order_of_starts(engine, [short, long]) == [long.id, short.id]
+    assert (long.first_token or math.inf) - long.arrived <= 24.0
+
+
+def test_who_can_meet_its_target_but_not_its_deadline_is_late() -> None:
+    engine = SteppedEngine(max_num_seqs=1, policy="deadline")
+    engine.add(prompt(3), max_tokens=6)
+    engine.step()
+    lost = engine.add(prompt(3, 1), max_tokens=1, timeout_s=4.0)
+    timely = engine.add(prompt(3, 2), max_tokens=1, ttft_s=9.0)
+    engine.run()
+    assert engine.ended[lost.id].reason is EndReason.DEADLINE
+    assert engine.ended[timely.id].reason is EndReason.LENGTH
+
+
 def goodput(policy: PolicyName, seed: int) -> int:
     """Of 400 requests at three times what the engine can do: how many had their first token within 4 s."""
     engine = SteppedEngine(
@@ -257,6 +312,50 @@ def test_nobody_is_dropped_who_could_have_had_its_first_token_alone() -> None:
         alone = full * (0.05 + 0.01 + 32 * 0.001) + 0.05 + 0.01 + 0.001
         assert ended.at + alone > ended.seq.deadline
         assert ended.seq.first_scheduled is None
+
+
+def crowd_that_is_lost(policy: PolicyName, count: int) -> tuple[SteppedEngine, list[Sequence]]:
+    """All of them in the same step, while somebody runs."""
+    engine = SteppedEngine(
+        num_blocks=400, max_num_seqs=1, token_budget=16, max_model_len=1000, policy=policy, step_time=StepTime(1.0)
+    )
+    engine.add(prompt(4), max_tokens=30)
+    for _ in range(3):
+        engine.step()
+    return engine, [engine.add(prompt(4, at), max_tokens=2, timeout_s=8.0) for at in range(count)]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline"])
+def test_of_those_that_wait_in_vain_so_many_leave_in_a_step_while_somebody_runs(policy: PolicyName) -> None:
+    engine, lost = crowd_that_is_lost(policy, 10 * LEAVING)
+    gone = []
+    while engine.scheduler.num_waiting:
+        before = len(engine.ended)
+        engine.step()
+        gone.append(len(engine.ended) - before)
+    assert max(gone) == LEAVING
+    assert all(engine.ended[seq.id].reason is EndReason.DEADLINE for seq in lost)
+    assert all(seq.first_scheduled is None for seq in lost), "and cost nothing"
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline"])
+def test_those_that_wait_in_vain_hold_up_nobody_when_nobody_runs(policy: PolicyName) -> None:
+    engine, _ = crowd_that_is_lost(policy, 5 * LEAVING)
+    engine.now += 100.0
+    engine.abort(0)  # who runs
+    alive = engine.add(prompt(4, 99), max_tokens=2, timeout_s=50.0)
+    assert [chunk.seq for chunk in engine.step().chunks] == [alive]
+    engine.run()
+    assert engine.ended[alive.id].reason is EndReason.LENGTH
+
+
+def test_who_runs_leaves_at_its_deadline_however_many_wait_in_vain() -> None:
+    engine, _ = crowd_that_is_lost("fcfs", 10 * LEAVING)
+    running = engine.scheduler.running[0]
+    running.deadline = engine.now + 12.0
+    while running.id not in engine.ended:
+        engine.step()
+    assert engine.ended[running.id].at <= running.deadline + 1.0
 
 
 def test_a_cached_prompt_is_not_taken_for_one_that_must_be_computed() -> None:

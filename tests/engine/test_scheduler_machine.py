@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from engine.deadlines import LEAVING
 from engine.policies import PolicyName
 from engine.schedules import ScheduleName
 from engine.sequence import EndReason
@@ -77,6 +78,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert plan.chunks or was_busy or not (scheduler.running or scheduler.num_waiting), (
                 "work waits, and nobody works"
             )
+
+    @rule(prompt=prompts, count=st.integers(LEAVING, 2 * LEAVING), seconds=st.sampled_from([1.0, 3.0, 30.0]))
+    def a_crowd_waits_in_vain(self, prompt, count, seconds):
+        """More than leave in a step, unless nobody runs."""
+        for _ in range(count):
+            self.seqs.append(self.engine.add(prompt, 5, timeout_s=0.5))
+        self.engine.now += seconds
 
     @rule(data=st.data())
     def abort(self, data):
