@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator
 from engine.least_time import LeastTime
 from engine.sequence import Sequence, State
 
-
 LEAVING = 16  # sequences that leave in a step, as long as anybody runs
 
 
 class Deadlines:
     """A sequence that waits leaves as soon as it cannot have a token by its deadline any more.
 
-    One that runs leaves at its deadline: so few run that the scheduler looks at them all. Thousands may wait in vain from
-    one step to the next, and to end one takes about ten microseconds; so they leave little by little.
+    One that runs leaves at its deadline: so few run that the scheduler looks at them all. Thousands may wait in vain
+    from one step to the next, and to end each takes its time, so that they leave little by little.
 
     num_cached  of a sequence: its tokens that the prefix cache holds
     """

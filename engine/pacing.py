@@ -68,7 +68,7 @@ class Pacing:
             return self._token_budget
         keys = sum(seq.num_computed for seq in decodes)
         start = max((seq.num_computed for seq in running if seq.remaining_len > 1), default=0)
-        alone_s = self.model.predict(StepLoad.of(len(decodes), keys, 0, 0, 0))
+        alone_s = self.model.predict(StepLoad.of(len(decodes), keys))
         # The target is held by a step that exceeds its expected time as others did; growth compares expected times.
         target_s = max(self._target_itl_s / max(1.0, self._excess.value(1.0)), LEAST_GROWTH * alone_s)
         limit_s = min(target_s, self._max_growth * alone_s)

@@ -1,10 +1,10 @@
 """How long a step takes, learned from the steps that were made: a Kalman filter over its parts. Standard library only.
 
-A step's time is a constant, and a part for each decode, each key that decodes read, each prompt token, each key that a
-prompt token reads, and each key that a chunk of a prompt fetches: all those before it, once, whatever its length. Parts
-drift, so that the model follows a machine that slows down; but a part drifts only in steps that it has a share in, and
-a server that has decoded for an hour still knows what a prompt takes. A part is never negative: one that would be is
-taken for 0, and the others for what they then most likely are.
+A step's time is a constant, and a part for each decode, each key that decodes read, each chunk of a prompt, each of its
+tokens, each key that such a token reads, and each key that a chunk fetches: all those before it, once, whatever its
+length. Parts drift, so that the model follows a machine that slows down; but a part drifts only as far as it has a
+share in steps, and a server that has decoded for an hour still knows what a prompt takes. A part is never negative: one
+that would be is taken for 0, and the others for what they then most likely are.
 
 What has not been seen is expected from what has: 1,024 keys double what a prompt token takes, and a chunk fetches a key
 in the time in which a decode reads one. The first long context is therefore met with a guess, not with nothing.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from engine.sequence import StepPlan
 
-FORGETTING = 0.98  # half of what is known of a part stems from the last 35 steps that it had a share in
+FORGETTING = 0.98  # half of what is known of the constant stems from the last 35 steps, and of smaller shares from more
 NOISE = 0.1  # of a step's time, as a part of it
 SPREAD = 30.0  # a part may be this many times the first step's time, in the units of StepLoad
 OWN = 0.15  # and what is expected from another part may differ from it by so much of that
@@ -29,24 +29,40 @@ class StepLoad(NamedTuple):
     constant: float
     decodes: float
     decode_keys: float
+    chunks: float
     prompt_tokens: float
     prompt_keys: float
     fetched_keys: float
 
     @classmethod
-    def of(cls, decodes: int, decode_keys: int, prompt_tokens: int, prompt_keys: float, fetched_keys: int) -> StepLoad:
+    def of(
+        cls,
+        decodes: int = 0,
+        decode_keys: int = 0,
+        chunks: int = 0,
+        prompt_tokens: int = 0,
+        prompt_keys: float = 0.0,
+        fetched_keys: int = 0,
+    ) -> StepLoad:
         """
         decode_keys   before all decodes together
+        chunks        of prompts
         prompt_keys   that all prompt tokens together read
         fetched_keys  before the chunks of prompts, of each chunk once
         """
         return cls(
-            1.0, decodes / 64, decode_keys / 65_536, prompt_tokens / 512, prompt_keys / 524_288, fetched_keys / 65_536
+            1.0,
+            decodes / 64,
+            decode_keys / 65_536,
+            chunks / 64,
+            prompt_tokens / 512,
+            prompt_keys / 524_288,
+            fetched_keys / 65_536,
         )
 
     @classmethod
     def of_plan(cls, plan: StepPlan) -> StepLoad:
-        decodes = decode_keys = prompt_tokens = fetched_keys = 0
+        decodes = decode_keys = chunks = prompt_tokens = fetched_keys = 0
         prompt_keys = 0.0
         for chunk in plan.chunks:
             start, length = chunk.start, chunk.length
@@ -54,10 +70,11 @@ class StepLoad(NamedTuple):
                 decodes += 1
                 decode_keys += start
             else:
+                chunks += 1
                 prompt_tokens += length
                 prompt_keys += length * (start + length / 2)
                 fetched_keys += start
-        return cls.of(decodes, decode_keys, prompt_tokens, prompt_keys, fetched_keys)
+        return cls.of(decodes, decode_keys, chunks, prompt_tokens, prompt_keys, fetched_keys)
 
 
 _SIZE = len(StepLoad._fields)
@@ -97,13 +114,17 @@ class StepTimeModel:
 
     def tokens_within(self, seconds: float, start: int) -> int:
         """How many tokens of a prompt, from position `start` on, add at most so much to a step."""
-        alone = self.predict(StepLoad.of(0, 0, 1, start, 0)) - self.parts[0]
-        half_key = self.predict(StepLoad.of(0, 0, 0, 0.5, 0)) - self.parts[0]
-        rest = seconds - (self.predict(StepLoad.of(0, 0, 0, 0, start)) - self.parts[0])
+        alone = self._adds(StepLoad.of(prompt_tokens=1, prompt_keys=start))
+        half_key = self._adds(StepLoad.of(prompt_keys=0.5))
+        rest = seconds - self._adds(StepLoad.of(chunks=1, fetched_keys=start))
         if rest <= 0:
             return 0
         # n * alone + n² * half_key = rest, in the form that bears half_key = 0
         return int(min(2 * rest / (alone + math.sqrt(alone**2 + 4 * half_key * rest) or 1e-12), 1e9))
+
+    def _adds(self, load: StepLoad) -> float:
+        """Seconds to a step that is made anyhow."""
+        return self.predict(load) - self.parts[0]
 
     def _expect(self, seconds: float) -> None:
         variance = (SPREAD * max(seconds, 1e-6)) ** 2
@@ -117,7 +138,7 @@ class StepTimeModel:
         for at, (row, x) in enumerate(zip(self._covariance, load, strict=True)):
             if x == 0.0:
                 continue
-            grown = row[at] / FORGETTING
+            grown = row[at] / FORGETTING ** min(1.0, math.sqrt(x))
             scale = math.sqrt(min(grown, self._most[at]) / row[at]) if row[at] > 0 else 1.0
             for column in range(_SIZE):
                 row[column] *= scale

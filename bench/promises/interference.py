@@ -43,7 +43,9 @@ class Interference:
         async with AsyncClient(address, retries=0) as client:
             streams = [Call(time.perf_counter(), 64) for _ in range(self.num_streams)]
             tasks = [
-                asyncio.create_task(generate(client, draw.prompt(call.prompt_len), max_tokens=self.stream_len, call=call))
+                asyncio.create_task(
+                    generate(client, draw.prompt(call.prompt_len), max_tokens=self.stream_len, call=call)
+                )
                 for call in streams
             ]
             await asyncio.gather(*(call.has_begun.wait() for call in streams))

@@ -51,9 +51,7 @@ class Priorities:
                     client, draw.prompt(PROMPT_LEN), max_tokens=OUTPUT_LEN, call=call, priority=priority
                 )
 
-            loops = [
-                asyncio.create_task(closed_loop(send_as(0), PROMPT_LEN, crowd)) for _ in range(self.num_clients)
-            ]
+            loops = [asyncio.create_task(closed_loop(send_as(0), PROMPT_LEN, crowd)) for _ in range(self.num_clients)]
             await asyncio.sleep(self.settle_s)
             high = []
             for _ in range(self.num_high):

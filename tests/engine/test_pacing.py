@@ -48,7 +48,7 @@ def test_steps_beside_decodes_hold_the_target_once_their_time_has_been_seen() ->
     step_times_beside(engine, 600)
     times = step_times_beside(engine, 4096)
     assert max(times) <= 1.02 * 0.020
-    assert sum(times) <= 1.1 * 4096 * 0.020 / 141, "and they use what the target allows: 141 prompt tokens a step"
+    assert sum(times) <= 1.25 * 4096 * 0.020 / 141, "and they use what the target allows: 141 prompt tokens a step"
 
 
 def test_without_a_target_the_token_budget_is_the_bound() -> None:
@@ -63,7 +63,7 @@ def test_a_target_that_decodes_alone_exceed_still_lets_prompts_have_a_quarter_of
     alone = 0.005 + 8 * 0.0001 + 8 * 0.0001
     times = step_times_beside(engine, 640)
     assert max(times) <= 1.02 * LEAST_GROWTH * alone
-    assert len(times) <= 1.2 * 640 / ((LEAST_GROWTH - 1) * alone / 0.0001)
+    assert len(times) <= 1.5 * 640 / ((LEAST_GROWTH - 1) * alone / 0.0001)
 
 
 def test_a_step_without_decodes_has_the_whole_budget() -> None:
@@ -92,7 +92,7 @@ def test_every_admitted_prompt_advances_in_any_eight_steps_however_many_pass_it(
 class Machine:
     """A step reads the keys before each of its chunks once, and each prompt token reads those before it.
 
-    At 4,000 tokens of context a prompt token takes five times what the first one takes. `noise`: of a step's time, each
+    At 4,000 tokens of context a prompt token takes nearly four times what the first one takes. `noise`: of a step, each
     way. `slowdown` can be changed on the way.
     """
 
@@ -105,7 +105,7 @@ class Machine:
         for chunk in plan.chunks:
             seconds += chunk.start * 4e-7  # fetches
             if chunk.length > 1:
-                seconds += chunk.length * (0.0003 + 3e-7 * (chunk.start + chunk.length / 2))
+                seconds += 0.001 + chunk.length * (0.0003 + 2e-7 * (chunk.start + chunk.length / 2))
         return seconds * self.slowdown * self.random.uniform(1 - self.noise, 1 + self.noise)
 
     def decodes(self, count: int, context_len: int) -> float:
@@ -144,7 +144,7 @@ def test_the_target_is_held_again_soon_after_the_machine_has_slowed_down() -> No
     machine.slowdown = 1.7
     times = step_times_beside(engine, 4096)
     assert sum(time > 1.05 * 0.040 for time in times) <= 0.05 * len(times)
-    assert max(times[20:]) <= 1.2 * 0.040
+    assert max(times[20:]) <= 1.25 * 0.040
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
@@ -193,12 +193,12 @@ def test_a_growth_that_leaves_nothing_still_lets_prompts_advance() -> None:
 def random_load(rng: random.Random) -> StepLoad:
     decodes, chunks = rng.randrange(64), rng.randrange(1, 4)
     tokens, start = rng.randrange(512), rng.randrange(2000)
-    return StepLoad.of(decodes, decodes * rng.randrange(1000), tokens, tokens * start, chunks * start)
+    return StepLoad.of(decodes, decodes * rng.randrange(1000), chunks, tokens, tokens * start, chunks * start)
 
 
 def test_the_model_recovers_the_parts_of_a_step_time_and_follows_when_they_change() -> None:
     rng, model = random.Random(1), StepTimeModel()
-    for parts in ((0.004, 0.002, 0.003, 0.03, 0.0, 0.02), (0.010, 0.002, 0.003, 0.06, 0.01, 0.02)):
+    for parts in ((0.004, 0.002, 0.003, 0.004, 0.03, 0.0, 0.02), (0.010, 0.002, 0.003, 0.004, 0.06, 0.01, 0.02)):
         for _ in range(1500):
             at = random_load(rng)
             seconds = sum(part * x for part, x in zip(parts, at, strict=True))
@@ -213,9 +213,9 @@ def test_the_model_recovers_the_parts_of_a_step_time_and_follows_when_they_chang
 def test_one_step_that_met_something_else_does_not_ruin_the_model() -> None:
     model = StepTimeModel()
     for at in range(200):
-        model.observe(StepLoad.of(8, 800, at % 5 * 100, 0, 0), 0.005 + 0.0001 * (at % 5 * 100))
-    model.observe(StepLoad.of(8, 800, 0, 0, 0), 30.0)
-    assert model.predict(StepLoad.of(8, 800, 0, 0, 0)) < 0.006
+        model.observe(StepLoad.of(8, 800, 1, at % 5 * 100), 0.005 + 0.0001 * (at % 5 * 100))
+    model.observe(StepLoad.of(8, 800, 1), 30.0)
+    assert model.predict(StepLoad.of(8, 800, 1)) < 0.006
 
 
 def test_no_part_is_negative_and_the_others_make_up_for_it() -> None:
@@ -224,7 +224,7 @@ def test_no_part_is_negative_and_the_others_make_up_for_it() -> None:
         at = random_load(rng)
         model.observe(at, max(0.001, 0.010 + 0.020 * at.prompt_tokens - 0.002 * at.decodes))
         assert min(model.parts) >= 0
-    assert model.predict(StepLoad.of(32, 0, 256, 0, 0)) == pytest.approx(0.019, rel=0.15)
+    assert model.predict(StepLoad.of(32, prompt_tokens=256)) == pytest.approx(0.019, rel=0.15)
 
 
 def test_a_quantile_is_that_of_the_last_values_alone() -> None:

@@ -79,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "work waits, and nobody works"
             )
 
-    @rule(prompt=prompts, count=st.integers(LEAVING, 2 * LEAVING), seconds=st.sampled_from([1.0, 3.0, 30.0]))
+    @rule(prompt=prompts, count=st.integers(LEAVING + 1, LEAVING + 3), seconds=st.sampled_from([1.0, 3.0, 30.0]))
     def a_crowd_waits_in_vain(self, prompt, count, seconds):
         """More than leave in a step, unless nobody runs."""
         for _ in range(count):
