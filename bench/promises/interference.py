@@ -22,9 +22,10 @@ PACED, GROWTH, WHOLE = f"--target-itl-ms {TARGET_ITL_MS}", f"--max-itl-growth {M
 class Interference:
     """Eight streams decode alone for a while; then a prompt arrives and is computed beside them; then they go on alone.
 
-    The gaps between tokens that overlap the time from the prompt's arrival to its first token are compared with those
-    before and after it, since decodes slow down as contexts grow, and as the machine is shared. Where prompts are not cut, each stream has one gap in that time, which is the prompt's own. The server is
-    fresh: it has not seen a prompt of that length before, and learns the time of its steps as it goes.
+    The gaps between tokens that overlap the time from the prompt's arrival to its first token are compared with
+    those before and after it, since decodes slow down as contexts grow, and as the machine is shared. Where prompts
+    are not cut, each stream has one gap in that time, which is the prompt's own. The server is fresh: it has not
+    seen a prompt of that length before, and learns the time of its steps as it goes.
     """
 
     name: str = "interference"
