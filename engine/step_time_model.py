@@ -2,8 +2,8 @@
 
 A step's time is a constant, and a part for each decode, each key that decodes read, each chunk of a prompt, each of its
 tokens, each key that such a token reads, and each key that a chunk fetches: all those before it, once, whatever its
-length. Parts drift, so that the model follows a machine that slows down; but a part drifts only as far as it has a
-share in steps, and a server that has decoded for an hour still knows what a prompt takes. A part is never negative: one
+length. Parts drift, so that the model follows a machine that slows down; but a part drifts only in steps that it has
+a share in, and a server that has decoded for an hour still knows what a prompt takes. A part is never negative: one
 that would be is taken for 0, and the others for what they then most likely are.
 
 What has not been seen is expected from what has: 1,024 keys double what a prompt token takes, and a chunk fetches a key
@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from engine.sequence import StepPlan
 
-FORGETTING = 0.98  # half of what is known of the constant stems from the last 35 steps, and of smaller shares from more
+DRIFT = 0.02  # of itself that a part changes by from one step to the next
+LEAST_PART = 0.1  # of a step's time, in the units of StepLoad: one that is less drifts as if it were this
 NOISE = 0.1  # of a step's time, as a part of it
 SPREAD = 30.0  # a part may be this many times the first step's time, in the units of StepLoad
 OWN = 0.15  # and what is expected from another part may differ from it by so much of that
@@ -105,7 +106,7 @@ class StepTimeModel:
             for column in range(row + 1):  # one half, mirrored: rounding that made them differ would grow
                 told = self._covariance[row][column] - share * shared[column] / variance
                 self._covariance[row][column] = self._covariance[column][row] = told
-        self._drift(load)
+        self._drift(load, expected)
         self._leave_out_the_negative()
 
     def predict(self, load: StepLoad) -> float:
@@ -134,16 +135,11 @@ class StepTimeModel:
             self._covariance[part][other] = self._covariance[other][part] = variance
         self._most = [self._covariance[at][at] for at in range(_SIZE)]
 
-    def _drift(self, load: StepLoad) -> None:
-        for at, (row, x) in enumerate(zip(self._covariance, load, strict=True)):
-            if x == 0.0:
-                continue
-            grown = row[at] / FORGETTING ** min(1.0, math.sqrt(x))
-            scale = math.sqrt(min(grown, self._most[at]) / row[at]) if row[at] > 0 else 1.0
-            for column in range(_SIZE):
-                row[column] *= scale
-            for other in self._covariance:
-                other[at] *= scale
+    def _drift(self, load: StepLoad, expected: float) -> None:
+        for at, x in enumerate(load):
+            if x > 0.0:
+                walked = DRIFT * max(self.parts[at], LEAST_PART * expected)
+                self._covariance[at][at] = min(self._covariance[at][at] + walked**2, self._most[at])
 
     def _leave_out_the_negative(self) -> None:
         """Where parts would be below 0: what the others most likely are if those are 0."""
