@@ -59,7 +59,8 @@ class Interference:
             await cancelled(tasks)
         computed = prompt.arrivals[0]
         before = [gap for call in streams for gap in gaps_ms(call.arrivals, began, prompt.due)]
-        after = [gap for call in streams for gap in gaps_ms(call.arrivals, computed, ended)]
+        since = [[at for at in call.arrivals if at >= computed] for call in streams]  # without the gap that held it
+        after = [gap for arrivals in since for gap in gaps_ms(arrivals, computed, ended)]
         alone = before + after
         beside = [gap for call in streams for gap in gaps_ms(call.arrivals, prompt.due, computed)]
         return {
