@@ -6,12 +6,16 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import grpc
 import pytest
 
-from protos import control_pb2_grpc, inference_pb2_grpc
-from tests.servers import Server, running_server
+# Servers and stubs are imported where they are used: tests of the kernels run where no gRPC package is.
+if TYPE_CHECKING:
+    import grpc
+
+    from protos import control_pb2_grpc, inference_pb2_grpc
+    from tests.servers import Server
 
 # Where the suite is a script's background job, SIGINT is ignored and every process started here would inherit that; the
 # tests that interrupt one need what a terminal gives.
@@ -33,21 +37,29 @@ def default_model_folder() -> Path:
 @pytest.fixture(scope="session")
 def synthetic_server() -> Iterator[Server]:
     """The synthetic model, 2 ms a step; shared, so leave it as it was."""
+    from tests.servers import running_server
+
     with running_server("--model", "synthetic", "--step-ms", "2", "--max-requests", "256") as server:
         yield server
 
 
 @pytest.fixture
 def channel(synthetic_server: Server) -> Iterator[grpc.Channel]:
+    import grpc
+
     with grpc.insecure_channel(synthetic_server.address) as channel:
         yield channel
 
 
 @pytest.fixture
 def inference(channel: grpc.Channel) -> inference_pb2_grpc.InferenceStub:
+    from protos import inference_pb2_grpc
+
     return inference_pb2_grpc.InferenceStub(channel)
 
 
 @pytest.fixture
 def control(channel: grpc.Channel) -> control_pb2_grpc.ControlStub:
+    from protos import control_pb2_grpc
+
     return control_pb2_grpc.ControlStub(channel)

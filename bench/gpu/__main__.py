@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from rich.console import Console
 
 from bench.gpu import report
 from bench.gpu.ceilings import of as ceilings_of
-from bench.gpu.parts import CEILINGS, PARTS
+from bench.gpu.parts import CEILINGS, CHECKS, PARTS
 from bench.gpu.rows import Ceilings, Row
 from bench.gpu.worker import Settings
 from bench.processes import spawned
@@ -36,26 +37,36 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for JSON and Markdown.")] = Path("bench-results"),
     smoke: Annotated[bool, typer.Option(help="Tiny shapes on the CPU: rehearses every line.")] = False,
     parts: Annotated[str, typer.Option(help=f"Some of: {', '.join(part.name for part in PARTS)}.")] = "",
+    check: Annotated[bool, typer.Option(help="The tests that need a GPU come first, up to 7 minutes of them.")] = False,
+    limit_s: Annotated[
+        float | None, typer.Option(help=f"Of all together; by default {LIMIT_S:.0f}, and more with tests.")
+    ] = None,
 ) -> None:
     """Each part runs in a process of its own, so that what fails in one leaves the others alone."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that blocks end what they started
     wanted = [name.strip() for name in parts.split(",")] if parts else [part.name for part in PARTS]
-    names = list(dict.fromkeys([CEILINGS.name, *wanted]))  # what the others are fractions of
+    checks = [part.name for part in CHECKS] if check else []
+    # After the tests the ceilings, which the others are fractions of.
+    names = list(dict.fromkeys([*checks, CEILINGS.name, *wanted]))
+    if limit_s is None:
+        limit_s = LIMIT_S + sum(part.limit_s for part in CHECKS if part.name in checks)
     console = Console(width=max(160, Console().width))
     started = time.monotonic()
     found: list[Row] = []
     card: dict[str, str] = {}
     # A rehearsal is in one process: it need not survive faults, and imports once.
     for group in [names] if smoke else [[name] for name in names]:
-        left_s = LIMIT_S - (time.monotonic() - started)
-        limit_s = min(left_s, sum(part.limit_s for part in PARTS if part.name in group))
-        if limit_s < LEAST_S:
+        left_s = limit_s - (time.monotonic() - started)
+        given_s = min(left_s, sum(part.limit_s for part in (*CHECKS, *PARTS) if part.name in group))
+        if given_s < LEAST_S:
             found.append(Row(", ".join(group), "", error="no time was left"))
             continue
         ceilings = ceilings_of([row for row in found if row.part == CEILINGS.name])
-        for row in run(group, smoke, ceilings, limit_s, card):
+        for row in run(group, smoke, ceilings, given_s, card):
             found.append(row)
             console.print(f"[{time.monotonic() - started:4.0f} s] {row.part}: {row.case} {row.error}", markup=False)
-        report.write(out, found, card, time.monotonic() - started)
+            report.write(out, found, card, time.monotonic() - started)  # each time: whatever ends this, it is kept
+    report.write(out, found, card, time.monotonic() - started)
     for table in report.tables(found):
         console.print(report.shown(table), "")
     console.print(f"{report.summary(found)}. JSON and Markdown: {out}")
@@ -63,10 +74,10 @@ def main(
 
 def run(parts: list[str], smoke: bool, ceilings: Ceilings, limit_s: float, card: dict[str, str]) -> Iterator[Row]:
     """The rows of these parts as they come; `card` is filled with what they ran on."""
-    settings = Settings(parts, smoke, ceilings.bytes_per_s, ceilings.flops_per_s)
+    settings = Settings(parts, smoke, limit_s, ceilings.bytes_per_s, ceilings.flops_per_s)
     command = [sys.executable, "-m", "bench.gpu.worker", settings.line()]
     os.environ["TRITON_INTERPRET"] = str(int(smoke))
-    with TemporaryDirectory() as folder, spawned(command, log := Path(folder) / "log") as process:
+    with TemporaryDirectory() as folder, spawned(command, log := Path(folder) / "log", subprocess.PIPE) as process:
         assert process.stdout is not None
         began = time.monotonic()
         with _killed_after(process.pid, limit_s):

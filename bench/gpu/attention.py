@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from bench.gpu.rows import Bar, Bench, Row, Work, measure, relative_error
 from kernels.paged import AttentionPlan, PagedKV
@@ -110,7 +111,7 @@ def _work(
         tolerance=TOLERANCES[pages.dtype],
         others={
             "torch SDPA, contiguous": lambda: _sdpa(model, batch, query_len, context, bench),
-            "torch varlen, paged": lambda: _varlen(model, batch, query_len, context, bench),
+            "torch varlen": lambda: _varlen(model, batch, query_len, context, bench),
         },
         bar=bar,
     )
@@ -127,20 +128,21 @@ def _sdpa(model: ModelShape, batch: int, query_len: int, context: int, bench: Be
     randn = partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
     q = randn(batch, model.num_heads, query_len, model.head_dim)
     keys, values = (randn(batch, model.num_kv_heads, context, model.head_dim) for _ in range(2))
-    if 1 < query_len < context:
-        raise NotImplementedError("its causal mask begins at the first key")
-    attend = partial(functional.scaled_dot_product_attention, q, keys, values, is_causal=query_len > 1, enable_gqa=True)
-    return [attend]
+    # is_causal alone would let the first query see the first key only.
+    mask = causal_lower_right(query_len, context) if 1 < query_len < context else None
+    is_causal = query_len == context > 1
+    attend = functional.scaled_dot_product_attention
+    return [partial(attend, q, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=True)]
 
 
 def _varlen(
     model: ModelShape, batch: int, query_len: int, context: int, bench: Bench
 ) -> Sequence[Callable[[], object]]:
-    """torch's own over pages, where the installed release has it."""
+    """torch's own for sequences packed one behind the other, over pages where the installed release has them."""
     from torch.nn.attention.varlen import varlen_attn
 
     if "block_table" not in inspect.signature(varlen_attn).parameters:
-        raise NotImplementedError(f"torch {torch.__version__} has no block tables")
+        return _varlen_contiguous(varlen_attn, model, batch, query_len, context, bench)
     randn = partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
     blocks_each = -(-context // VARLEN_PAGE)
     q = randn(batch * query_len, model.num_heads, model.head_dim)
@@ -163,6 +165,20 @@ def _varlen(
         block_table=table,
     )
     return [attend]
+
+
+def _varlen_contiguous(
+    attend: Callable[..., object], model: ModelShape, batch: int, query_len: int, context: int, bench: Bench
+) -> Sequence[Callable[[], object]]:
+    """As releases without block tables have it. Its mask ends at the last key, whatever the number of queries."""
+    randn = partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
+    q = randn(batch * query_len, model.num_heads, model.head_dim)
+    keys, values = (randn(batch * context, model.num_kv_heads, model.head_dim) for _ in range(2))
+    query_start, key_start = (
+        torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=bench.device)
+        for length in (query_len, context)
+    )
+    return [partial(attend, q, keys, values, query_start, key_start, query_len, context, window_size=(-1, 0))]
 
 
 def _name(dtype: torch.dtype) -> str:

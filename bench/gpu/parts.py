@@ -27,6 +27,12 @@ class Part:
 
 
 CEILINGS = Part("ceilings", 40, "bench.gpu.ceilings")
+# Before all others, where they are asked for.
+CHECKS = (
+    Part("tests of kernels", 240, "bench.gpu.checks", "kernel_rows"),
+    Part("tests of the runner", 120, "bench.gpu.checks", "runner_rows"),
+    Part("tests of the server", 60, "bench.gpu.checks", "server_rows"),
+)
 PARTS = (
     CEILINGS,
     Part("decode attention", 60, "bench.gpu.attention", "decode_rows"),

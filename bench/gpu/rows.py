@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -76,12 +77,16 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """`is_small`: a rehearsal at tiny shapes, on a CPU with interpreted kernels."""
+    """
+    is_small  a rehearsal at tiny shapes, on a CPU with interpreted kernels
+    limit_s   after which this process is ended
+    """
 
     device: torch.device
     timer: Timer
     ceilings: Ceilings
     is_small: bool
+    limit_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

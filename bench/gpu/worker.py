@@ -12,6 +12,8 @@ import os
 import platform
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,17 +21,23 @@ import torch
 import triton
 
 from bench.gpu import ceilings
-from bench.gpu.parts import CEILINGS, PARTS
+from bench.gpu.parts import CEILINGS, CHECKS, PARTS
 from bench.gpu.rows import Bench, Ceilings, Row, explain
 from kernels.triton.timing import cuda_timer, host_timer
+
+GRACE_S = 20.0  # for what this process has started to be ended
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`bytes_per_s`, `flops_per_s`: the ceilings, as far as they are known."""
+    """
+    limit_s                   after which this process is ended
+    bytes_per_s, flops_per_s  the ceilings, as far as they are known
+    """
 
     parts: list[str]
     is_small: bool
+    limit_s: float = math.inf
     bytes_per_s: float = math.nan
     flops_per_s: float = math.nan
 
@@ -42,22 +50,33 @@ def main(line: str) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that blocks end what they started
+    threading.Thread(target=end_with_parent, daemon=True).start()
     settings = Settings(**json.loads(line))
     answers.write(json.dumps({"card": card(settings.is_small)}) + "\n")
     for row in rows(settings):
         answers.write(row.line() + "\n")
 
 
+def end_with_parent() -> None:
+    """The parent holds the other end of our standard input. However it ended, nobody waits for rows any more."""
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os._exit(1)  # a call into the driver that does not return
+
+
 def rows(settings: Settings) -> Iterator[Row]:
-    if unknown := set(settings.parts) - {part.name for part in PARTS}:
+    if unknown := set(settings.parts) - {part.name for part in (*CHECKS, *PARTS)}:
         raise ValueError(f"there is no part {min(unknown)!r}")
     bench = Bench(
         device=torch.device("cpu" if settings.is_small else "cuda"),
         timer=host_timer if settings.is_small else cuda_timer,
         ceilings=Ceilings(settings.bytes_per_s, settings.flops_per_s),
         is_small=settings.is_small,
+        limit_s=settings.limit_s,
     )
-    for part in PARTS:
+    for part in (*CHECKS, *PARTS):
         if part.name not in settings.parts:
             continue
         found: list[Row] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from typing import Any
@@ -30,7 +31,7 @@ class Peer:
         self._model = _load(settings)
         concurrent = min(settings.count, settings.max_num_seqs)
         self._config = ContinuousBatchingConfig(
-            page_size=PAGE_SIZE,
+            **_page_size(),
             num_blocks=concurrent * -(-settings.longest // PAGE_SIZE) + 1,
             max_batch_tokens=MAX_BATCH_TOKENS,
             max_requests_per_batch=settings.max_num_seqs,
@@ -66,6 +67,12 @@ class Peer:
         return PeerRun(
             [RequestTimes(request.arrival_s, arrivals[at], request.kind) for at, request in enumerate(requests)]
         )
+
+
+def _page_size() -> dict[str, Any]:
+    """Releases of transformers differ in what they call it."""
+    names = inspect.signature(ContinuousBatchingConfig).parameters
+    return {"page_size" if "page_size" in names else "block_size": PAGE_SIZE}
 
 
 def _load(settings: PeerSettings) -> Any:

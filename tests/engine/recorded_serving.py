@@ -1,0 +1,69 @@
+"""Prints what serving would compile that starting has not: with TRITON_INTERPRET=0, python -m with this module.
+
+Kernels are recorded as they would be compiled for a GPU, and not run: what a step "chooses" is what lies in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from engine.config import EngineConfig
+from engine.device import DeviceRunner
+from engine.loaded_model import load_for_serving
+from engine.sequence import SamplingParams
+from kernels.triton.launches import record
+from tests.engine.test_device_runner import SETTINGS, Served, ask
+from tests.engine.tiny_models import MODELS, random_prompt, save_model
+
+CAPABILITY = 90
+KINDS = (
+    ("llama", "triton", {}),
+    ("qwen3", "triton-int8", {}),
+    ("mistral with a sliding window", "triton", {"kv_cache_dtype": "fp8"}),
+)
+
+
+def start(runner: DeviceRunner) -> None:
+    """What a runner does on a GPU before the first request comes."""
+    runner.warm_up(int(SETTINGS["token_budget"]))  # type: ignore[call-overload]
+    with torch.inference_mode():
+        runner._decodes.send([], [], runner._most)
+        for size in reversed(runner._graphs._sizes):
+            runner._decode(size)
+
+
+def serve(runner: DeviceRunner) -> None:
+    """Every kind of request, alone and together, and two that share a prompt's blocks."""
+    served = Served(runner, 36)
+    shared = random_prompt(11, seed=99)
+    for _ in range(2):
+        served.add(shared, SamplingParams(max_tokens=3))
+        served.step()
+    ask(served, 1, max_tokens=2)
+    served.run()
+    ask(served, 8, max_tokens=4)
+    served.run()
+    assert not [ended.detail for ended in served.ended if ended.detail]
+
+
+def main() -> None:
+    for name, backend, settings in KINDS:
+        with TemporaryDirectory() as folder:
+            save_model(MODELS[name], Path(folder))
+            config = EngineConfig(folder, **({"dtype": "float32"} | SETTINGS | settings))  # type: ignore[arg-type]
+            runner = DeviceRunner(config, load_for_serving(config, torch.device("cpu"), backend=backend))
+        started, needed = (
+            {launch.identity: launch.name for launch in record(CAPABILITY, partial(phase, runner))}
+            for phase in (start, serve)
+        )
+        told = {"needed": sorted(set(needed.values())), "new": [needed[one] for one in needed.keys() - started.keys()]}
+        print(json.dumps({"model": name, "backend": backend, **told}))
+
+
+if __name__ == "__main__":
+    main()
