@@ -25,7 +25,7 @@ KERNELS = ["tests/kernels/triton"]
 RUNNER = ["tests/engine/test_device_runner.py", "tests/engine/test_on_gpu.py"]
 SERVER = ["tests/end_to_end/test_on_gpu.py"]
 SMOKE = ["tests/kernels/triton/test_silu_and_mul.py"]
-MOST_PROCESSES = 8  # of those that compile kernels at once; each has a context of its own on the GPU
+MOST_PROCESSES = 12  # of those that compile kernels at once; each has a context of its own on the GPU
 TEST_TIMEOUT_S = 120
 POLL_S = 0.2
 MARGIN_S = 3.0  # before this process's own end, to tell what was found
@@ -114,7 +114,7 @@ def _command(paths: Sequence[str], in_parallel: bool) -> list[str]:
     ]
     if importlib.util.find_spec("pytest_timeout"):
         command.append(f"--timeout={TEST_TIMEOUT_S}")
-    processes = min(MOST_PROCESSES, (os.cpu_count() or 1) // 2)
+    processes = min(MOST_PROCESSES, (os.cpu_count() or 1) - 2)
     if in_parallel and processes > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(processes)]
     return [*command, "-m", "not slow", "--continue-on-collection-errors", *paths]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +20,15 @@ _BLOCKS_SENT = 4096  # at once
 
 @dataclass(slots=True)
 class _Row:
-    """`blocks` is the list of the sequence, which only grows until the sequence gives up its blocks."""
+    """
+    blocks  the list of the sequence, which only grows until the sequence gives up its blocks
+    fault   why the sequence cannot be sampled: found once, as its parameters stay what they are
+    """
 
     number: int
     seq: Sequence
     blocks: list[int]
+    fault: str | None
     num_sent: int = 0
     last_step: int = 0
 
@@ -70,9 +75,10 @@ class DeviceRows:
         self._parameters.write([(row.number, row.seq) for row in new])
         return numbers
 
-    def fault(self, seq: Sequence) -> str | None:
-        """Why a sequence cannot be sampled, whatever its row says."""
-        return self._parameters.fault(seq)
+    def faults(self, places: Mapping[int, tuple[Sequence, int]]) -> dict[int, str]:
+        """Which of these sequences, all of which have rows, cannot be sampled, and why."""
+        rows = ((at, self._rows[id(seq.blocks)]) for at, (seq, _) in places.items())
+        return {at: row.fault for at, row in rows if row.fault is not None}
 
     def forget(self) -> None:
         """Sequences are given rows anew, from the tokens that the host knows."""
@@ -83,7 +89,8 @@ class DeviceRows:
         if not self._free:
             abandoned = [key for key, row in self._rows.items() if row.is_abandoned and row.last_step != self._step]
             self._free += [self._rows.pop(key).number for key in abandoned]
-        row = self._rows[id(seq.blocks)] = _Row(self._free.pop(), seq, seq.blocks)
+        row = _Row(self._free.pop(), seq, seq.blocks, self._parameters.fault(seq))
+        self._rows[id(seq.blocks)] = row
         return row
 
     def _send_blocks(self, grown: list[tuple[int, int]]) -> None:

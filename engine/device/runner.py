@@ -90,8 +90,7 @@ class DeviceRunner:
             self._prefill(chunks, [rows[at] for at in prompts])
             sampling = [at for at in prompts if plan.chunks[at].samples]
             places |= {at: (plan.chunks[at].seq, self._most + entry) for entry, at in enumerate(sampling)}
-        faults = {at: fault for at, (seq, _) in places.items() if (fault := self._rows.fault(seq)) is not None}
-        return self._outcomes.read(len(plan.chunks), places, faults)
+        return self._outcomes.read(len(plan.chunks), places, self._rows.faults(places))
 
     def warm_up(self, num_tokens: int) -> None:
         """Computes prompts of up to so many tokens, so that the kernels for each size are compiled before one comes."""

@@ -213,6 +213,18 @@ def test_a_sequence_whose_parameters_are_wrong_fails_alone(llama: Path) -> None:
     assert reasons[many.id] == (EndReason.FAILED, "150 stop token ids, the limit is 96")
 
 
+def test_parameters_are_checked_when_a_sequence_starts_and_not_at_every_step(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, checked = Served(device_runner(llama), 36), []
+    monkeypatch.setattr("engine.device.row_parameters.find_fault", lambda params, _: checked.append(params))
+    served.add(random_prompt(9, seed=1), SamplingParams(max_tokens=10))
+    served.step()
+    at_start = len(checked)
+    served.run()
+    assert len(checked) == at_start > 0
+
+
 def test_a_sequence_whose_logits_break_fails_alone(llama: Path) -> None:
     runner = device_runner(llama)
     served = Served(runner, 36)
