@@ -7,28 +7,32 @@
 #include "attention_prefill.h"
 
 struct AttentionPart {
-    int32_t seq, first, last;  // of its queries, or of its context if it has one query
-    int32_t split;             // where its partial results go; -1: it is the whole context
+    int32_t seq, first, last;  // of its queries, or of its context if it has few
+    int64_t split;             // where its partial results start; -1: it is the whole context
 };
 
 template <int V, typename T>
 void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     constexpr int64_t HEAD_DIM = V * LANES;
     int64_t group = args.num_heads / args.num_kv_heads;
-    static std::vector<AttentionPart> decodes, prefills;  // one op runs at a time
+    static std::vector<AttentionPart> decodes, prefills;  // one op runs at a time; decodes: chunks of few queries too
     static std::vector<float> partial;
     decodes.clear();
     prefills.clear();
-    int32_t num_splits = 0;
+    auto queries_of = [&](int32_t seq) { return args.query_start[seq + 1] - args.query_start[seq]; };
+    // Partial results: [num_kv_heads, queries * group, head_dim], then the greatest score and the total of each row.
+    auto split_size = [&](int32_t seq) { return queries_of(seq) * args.num_heads * (HEAD_DIM + 2); };
+    int64_t partial_size = 0;
     for (int32_t seq = 0; seq < args.num_seqs; seq++) {
-        int32_t num_queries = args.query_start[seq + 1] - args.query_start[seq], end = args.context_len[seq];
-        if (num_queries == 1) {
+        int32_t num_queries = queries_of(seq), end = args.context_len[seq];
+        if (num_queries <= FEW_QUERIES) {
             int32_t window = static_cast<int32_t>(args.sliding_window);
-            int32_t begin = window ? std::max(0, end - window) : 0;
+            int32_t begin = window ? std::max(0, end - num_queries + 1 - window) : 0;
             bool is_whole = begin / SPLIT == (end - 1) / SPLIT;
             while (begin < end) {
                 int32_t next = static_cast<int32_t>(std::min<int64_t>(end, (begin / SPLIT + 1) * SPLIT));
-                decodes.push_back({seq, begin, next, is_whole ? -1 : num_splits++});
+                decodes.push_back({seq, begin, next, is_whole ? -1 : partial_size});
+                if (!is_whole) partial_size += split_size(seq);
                 begin = next;
             }
         } else {
@@ -37,9 +41,7 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
                 prefills.push_back({seq, first, std::min(first + tile, num_queries), -1});
         }
     }
-    // Partial results: [split, num_heads, head_dim], then the greatest score and the total of each head.
-    int64_t split_size = args.num_heads * (HEAD_DIM + 2);
-    partial.resize(std::max<size_t>(partial.size(), num_splits * split_size));
+    partial.resize(std::max<size_t>(partial.size(), partial_size));
 
     float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM));
     int64_t stride = args.num_kv_heads * HEAD_DIM;
@@ -49,22 +51,34 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     };
     auto decode = [&](const AttentionPart& part, const TokenOffsets& split, int64_t kv_head, Prefetch<T>& prefetch) {
         static thread_local std::vector<float> room;
-        room.resize(std::max<size_t>(room.size(), group * (2 * HEAD_DIM + 2)));
+        int64_t num_queries = queries_of(part.seq), rows = num_queries * group;
+        room.resize(std::max<size_t>(room.size(), rows * (2 * HEAD_DIM + 2)));
         const T *keys = all_keys + kv_head * HEAD_DIM, *values = all_values + kv_head * HEAD_DIM;
         float* queries = room.data();
-        int64_t element = (args.query_start[part.seq] * args.num_heads + kv_head * group) * HEAD_DIM;
-        for (int64_t i = 0; i < group * HEAD_DIM; i += LANES)
-            store(queries + i, load(static_cast<const T*>(args.queries) + element + i) * scale);
-        if (part.split < 0) {
-            float *out = queries + group * HEAD_DIM, *tops = out + group * HEAD_DIM, *totals = tops + group;
-            attend_split<V>(queries, group, keys, values, split, prefetch, tops, totals, out);
+        auto element = [&](int64_t query) {  // of a query's heads, which lie together
+            return ((args.query_start[part.seq] + query) * args.num_heads + kv_head * group) * HEAD_DIM;
+        };
+        for (int64_t query = 0; query < num_queries; query++)
             for (int64_t i = 0; i < group * HEAD_DIM; i += LANES)
-                store(static_cast<T*>(args.out) + element + i, load(out + i) / totals[i / HEAD_DIM]);
+                store(queries + query * group * HEAD_DIM + i,
+                      load(static_cast<const T*>(args.queries) + element(query) + i) * scale);
+        auto seen = [&](int64_t row) {
+            int64_t last = args.context_len[part.seq] - num_queries + row / group + 1;
+            int64_t first = args.sliding_window ? last - args.sliding_window : 0;
+            return Sight{std::max<int64_t>(0, first - part.first), std::min<int64_t>(split.count, last - part.first)};
+        };
+        if (part.split < 0) {
+            float *out = queries + rows * HEAD_DIM, *tops = out + rows * HEAD_DIM, *totals = tops + rows;
+            attend_split<V>(queries, rows, keys, values, split, seen, prefetch, tops, totals, out);
+            for (int64_t row = 0; row < rows; row++)
+                for (int64_t d = 0; d < HEAD_DIM; d += LANES)
+                    store(static_cast<T*>(args.out) + element(row / group) + row % group * HEAD_DIM + d,
+                          load(out + row * HEAD_DIM + d) / totals[row]);
         } else {
-            float* out = partial.data() + part.split * split_size;
-            float* tops = out + args.num_heads * HEAD_DIM + kv_head * group;
-            attend_split<V>(queries, group, keys, values, split, prefetch, tops, tops + args.num_heads,
-                            out + kv_head * group * HEAD_DIM);
+            int64_t all_rows = rows * args.num_kv_heads, first_row = rows * kv_head;
+            float *out = partial.data() + part.split, *tops = out + all_rows * HEAD_DIM + first_row;
+            attend_split<V>(queries, rows, keys, values, split, seen, prefetch, tops, tops + all_rows,
+                            out + first_row * HEAD_DIM);
         }
     };
     // With work enough, a thread takes several parts and all their heads, and fetches the next while it computes one. Nobody
@@ -81,7 +95,7 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
         splits[at % 2] = locate(decodes[at]);
         for (; at < end; at++) {
             const TokenOffsets& split = splits[at % 2];
-            int64_t steps = heads_a_part * ceil_div(group, 4) * split.count;
+            int64_t steps = heads_a_part * ceil_div(queries_of(decodes[at].seq) * group, 4) * split.count;
             Prefetch<T> prefetch;
             if (at + 1 < end) {
                 splits[(at + 1) % 2] = locate(decodes[at + 1]);
@@ -108,28 +122,29 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
         else
             decode_run(number - prefill_parts);
     });
-    if (num_splits == 0) return;
+    if (partial_size == 0) return;
 
-    for (size_t at = 0; at < decodes.size();) {  // few and short: not worth another round of the threads
-        size_t next = at + 1;
-        if (decodes[at].split >= 0) {
-            while (next < decodes.size() && decodes[next].seq == decodes[at].seq) next++;
-            for (int64_t head = 0; head < args.num_heads; head++) {
-                auto split = [&](size_t i) { return partial.data() + decodes[i].split * split_size; };
-                int64_t top_at = args.num_heads * HEAD_DIM + head, total_at = top_at + args.num_heads;
-                float top = -INFINITY, total = 0;
-                for (size_t i = at; i < next; i++) top = std::max(top, split(i)[top_at]);
-                f32x16 sums[V] = {};
-                for (size_t i = at; i < next; i++) {
-                    float shrink = exponential_of_negative(broadcast(split(i)[top_at] - top))[0];
-                    total += split(i)[total_at] * shrink;
-                    for (int j = 0; j < V; j++) sums[j] += load(split(i) + head * HEAD_DIM + j * LANES) * shrink;
-                }
-                T* out = static_cast<T*>(args.out) + (args.query_start[decodes[at].seq] * args.num_heads + head) * HEAD_DIM;
-                for (int j = 0; j < V; j++) store(out + j * LANES, sums[j] / total);
+    for (size_t at = 0, next; at < decodes.size(); at = next) {  // few and short: not worth another round of the threads
+        next = at + 1;
+        if (decodes[at].split < 0) continue;
+        int32_t seq = decodes[at].seq;
+        while (next < decodes.size() && decodes[next].seq == seq) next++;
+        int64_t rows = queries_of(seq) * group, all_rows = rows * args.num_kv_heads;
+        for (int64_t row = 0; row < all_rows; row++) {
+            auto split = [&](size_t i) { return partial.data() + decodes[i].split; };
+            int64_t top_at = all_rows * HEAD_DIM + row, total_at = top_at + all_rows;
+            float top = -INFINITY, total = 0;
+            for (size_t i = at; i < next; i++) top = std::max(top, split(i)[top_at]);
+            f32x16 sums[V] = {};
+            for (size_t i = at; i < next; i++) {
+                float shrink = exponential_of_negative(broadcast(split(i)[top_at] - top))[0];
+                total += split(i)[total_at] * shrink;
+                for (int j = 0; j < V; j++) sums[j] += load(split(i) + row * HEAD_DIM + j * LANES) * shrink;
             }
+            int64_t kv_head = row / rows, query = row % rows / group, head = kv_head * group + row % group;
+            T* out = static_cast<T*>(args.out) + ((args.query_start[seq] + query) * args.num_heads + head) * HEAD_DIM;
+            for (int j = 0; j < V; j++) store(out + j * LANES, sums[j] / total);
         }
-        at = next;
     }
 }
 

@@ -1,8 +1,18 @@
-// Attention of one query. No include guard: each instruction set compiles its own copy.
+// Attention of one query, or of a few of a prompt. No include guard: each instruction set compiles its own copy.
 //
-// The heads that share a KV head are attended together, so that a key is read once for all; contexts are split every
-// SPLIT tokens, and the parts merged, so that one long sequence keeps every core busy. Where the splits lie depends on
-// the sequence alone: its result is the same to the last bit in any batch.
+// All rows, queries times the heads that share a KV head, are attended together while a split's keys are in the cache;
+// contexts are split every SPLIT tokens, and the parts merged, so that one long sequence keeps every core busy. Where the
+// splits lie depends on the sequence alone: its result is the same to the last bit in any batch, and that of a query the
+// same in a chunk and alone.
+
+constexpr int64_t FEW_QUERIES = 6;  // with more, tiles of attention_prefill.h take less time
+
+// What a row sees of a split: its tokens first to last (exclusive).
+struct Sight {
+    int64_t first, last;
+
+    bool is_empty() const { return first >= last; }
+};
 
 // Fetches a split's keys and values into the cache, a few lines at a time, while another is computed: blocks lie too far
 // apart for the processor to foresee them.
@@ -30,53 +40,60 @@ struct Prefetch {
     }
 };
 
-// Scores of HEADS queries [HEADS, V * LANES] and a split's keys; rows of `scores` are SPLIT apart.
-template <int HEADS, int V, typename T>
+// Scores of ROWS queries [ROWS, V * LANES] and a split's keys; rows of `scores` are SPLIT apart.
+template <int ROWS, int V, typename T>
 void score(const float* queries, const T* keys, const TokenOffsets& split, Prefetch<T>& prefetch, float* scores) {
     constexpr int64_t HEAD_DIM = V * LANES;
-    f32x16 q[HEADS][V];
-    for (int head = 0; head < HEADS; head++)
-        for (int i = 0; i < V; i++) q[head][i] = load(queries + head * HEAD_DIM + i * LANES);
+    f32x16 q[ROWS][V];
+    for (int row = 0; row < ROWS; row++)
+        for (int i = 0; i < V; i++) q[row][i] = load(queries + row * HEAD_DIM + i * LANES);
     for (int64_t first = 0; first < split.count; first += LANES) {
-        f32x16 parts[HEADS][LANES];
+        f32x16 parts[ROWS][LANES];
         for (int64_t lane = 0; lane < LANES; lane++) {
             int64_t token = std::min(first + lane, split.count - 1);
             const T* key = keys + split.at[token];
             prefetch.step();
             f32x16 k[V];
             for (int i = 0; i < V; i++) k[i] = load(key + i * LANES);
-            for (int head = 0; head < HEADS; head++) {
-                f32x16 part = q[head][0] * k[0];
-                for (int i = 1; i < V; i++) part += q[head][i] * k[i];
-                parts[head][lane] = part;
+            for (int row = 0; row < ROWS; row++) {
+                f32x16 part = q[row][0] * k[0];
+                for (int i = 1; i < V; i++) part += q[row][i] * k[i];
+                parts[row][lane] = part;
             }
         }
-        for (int head = 0; head < HEADS; head++) store(scores + head * SPLIT + first, sum_each(parts[head]));
+        for (int row = 0; row < ROWS; row++) store(scores + row * SPLIT + first, sum_each(parts[row]));
     }
 }
 
-// out [HEADS, V * LANES] = weights · values.
-template <int HEADS, int V, typename T>
+// out [ROWS, V * LANES] = weights · values.
+template <int ROWS, int V, typename T>
 void weigh(const float* weights, const T* values, const TokenOffsets& split, float* out) {
     constexpr int64_t HEAD_DIM = V * LANES;
-    f32x16 sums[HEADS][V] = {};
+    f32x16 sums[ROWS][V] = {};
     for (int64_t token = 0; token < split.count; token++) {
         const T* value = values + split.at[token];
         f32x16 v[V];
         for (int i = 0; i < V; i++) v[i] = load(value + i * LANES);
-        for (int head = 0; head < HEADS; head++) {
-            f32x16 weight = broadcast(weights[head * SPLIT + token]);
-            for (int i = 0; i < V; i++) sums[head][i] += weight * v[i];
+        for (int row = 0; row < ROWS; row++) {
+            f32x16 weight = broadcast(weights[row * SPLIT + token]);
+            for (int i = 0; i < V; i++) sums[row][i] += weight * v[i];
         }
     }
-    for (int head = 0; head < HEADS; head++)
-        for (int i = 0; i < V; i++) store(out + head * HEAD_DIM + i * LANES, sums[head][i]);
+    for (int row = 0; row < ROWS; row++)
+        for (int i = 0; i < V; i++) store(out + row * HEAD_DIM + i * LANES, sums[row][i]);
 }
 
-// Makes weights of scores, in place; returns their greatest score and their sum.
-inline void soften(float* scores, int64_t count, float* greatest_score, float* total) {
+// Makes weights of a split's scores, in place; returns the greatest score that is seen, and the sum of the weights.
+inline void soften(float* scores, int64_t count, Sight seen, float* greatest_score, float* total) {
     int64_t padded = ceil_div(count, LANES) * LANES;
-    for (int64_t i = count; i < padded; i++) scores[i] = -INFINITY;
+    if (seen.is_empty()) {
+        std::memset(scores, 0, padded * sizeof(float));
+        *greatest_score = -INFINITY;
+        *total = 0;
+        return;
+    }
+    for (int64_t i = 0; i < seen.first; i++) scores[i] = -INFINITY;
+    for (int64_t i = seen.last; i < padded; i++) scores[i] = -INFINITY;
     f32x16 most = broadcast(-INFINITY), sums{};
     for (int64_t i = 0; i < padded; i += LANES) most = max(load(scores + i), most);
     float top = greatest(most);
@@ -89,22 +106,23 @@ inline void soften(float* scores, int64_t count, float* greatest_score, float* t
     *total = sum(sums);
 }
 
-// One split of a context, of the heads that share a KV head: out [heads, head_dim], not yet divided by `totals`.
-template <int V, typename T>
-void attend_split(const float* queries, int64_t heads, const T* keys, const T* values, const TokenOffsets& split,
-                  Prefetch<T>& prefetch, float* tops, float* totals, float* out) {
+// One split of a context, of rows of one KV head: out [rows, head_dim], not yet divided by `totals`. `seen` tells a row's
+// Sight.
+template <int V, typename T, typename Seen>
+void attend_split(const float* queries, int64_t rows, const T* keys, const T* values, const TokenOffsets& split,
+                  const Seen& seen, Prefetch<T>& prefetch, float* tops, float* totals, float* out) {
     constexpr int64_t HEAD_DIM = V * LANES;
     constexpr int MOST = V <= 4 ? 4 : V <= 5 ? 3 : V <= 8 ? 2 : 1;  // whose queries, or sums, stay in registers
     alignas(64) float scores[MOST * SPLIT];
-    for (int64_t head = 0; head < heads;) {
+    for (int64_t row = 0; row < rows;) {
         auto attend = [&](auto count) {
-            score<count.value, V>(queries + head * HEAD_DIM, keys, split, prefetch, scores);
+            score<count.value, V>(queries + row * HEAD_DIM, keys, split, prefetch, scores);
             for (int i = 0; i < count.value; i++)
-                soften(scores + i * SPLIT, split.count, &tops[head + i], &totals[head + i]);
-            weigh<count.value, V>(scores, values, split, out + head * HEAD_DIM);
-            head += count.value;
+                soften(scores + i * SPLIT, split.count, seen(row + i), &tops[row + i], &totals[row + i]);
+            weigh<count.value, V>(scores, values, split, out + row * HEAD_DIM);
+            row += count.value;
         };
-        int64_t left = std::min<int64_t>(heads - head, MOST);
+        int64_t left = std::min<int64_t>(rows - row, MOST);
         if (left == 1) attend(std::integral_constant<int, 1>{});
         if constexpr (MOST >= 2)
             if (left == 2) attend(std::integral_constant<int, 2>{});
