@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.blocks import BlockPool
+from engine.config import CPU_BLOCK_SIZE
 from engine.loop import EngineLoop
 from engine.scheduler import Scheduler
 from engine.sequence import Sampled, SamplingParams, Sequence, StepPlan
@@ -30,7 +31,7 @@ from engine.steps_in_flight import Computed
 from kernels import PagedKV, load_backend
 from protos import control_pb2
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = CPU_BLOCK_SIZE
 PARTS = ("schedule", "pack", "commit", "trace", "load", "deliver", "encode")
 
 

@@ -52,7 +52,10 @@ def serve(
             rich_help_panel=_ENGINE, help="KV cache in GB.", show_default="0.5 on a CPU, what is free on a GPU"
         ),
     ] = None,
-    block_size: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Tokens in a KV block.")] = 16,
+    block_size: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=_ENGINE, help="Tokens in a KV block.", show_default="4 on a CPU, 16 on a GPU"),
+    ] = None,
     max_num_seqs: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Sequences that run at once.")] = 64,
     token_budget: Annotated[int, typer.Option(rich_help_panel=_ENGINE, help="Tokens a step computes at most.")] = 512,
     policy: Annotated[

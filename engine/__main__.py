@@ -27,7 +27,9 @@ def main(
     ] = "auto",
     kv_cache_dtype: Annotated[KVCacheDType, typer.Option(help="fp8: half the memory, on a GPU.")] = "auto",
     kv_cache_gb: Annotated[float | None, typer.Option(help="Default: what a GPU has free; 0.5 on a CPU.")] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens in a KV block. Default: 4 on a CPU, 16 on a GPU.")
+    ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
     token_budget: Annotated[int, typer.Option(help="Tokens that one step computes at most.")] = 512,
     policy: Annotated[PolicyName, typer.Option(help="Who is next in line.")] = "priority",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from engine.blocks import BlockPool, chain_hash
 
+LEAST_BLOCK_SIZE = 8  # what a prompt shares of a smaller block takes less time to compute than to find and copy
 _MOST_OF_A_HEAD = 4
 
 

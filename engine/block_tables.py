@@ -61,7 +61,8 @@ class BlockTables:
         pool = self._pool
         pool.share(prefix.sources)
         num_shared = len(prefix.blocks)
-        seq.blocks = prefix.blocks + pool.allocate(pool.blocks_for(length) - num_shared)
+        after = prefix.blocks[-1] if prefix.blocks else -1
+        seq.blocks = prefix.blocks + pool.allocate(pool.blocks_for(length) - num_shared, after)
         if prefix.partial is not None:
             self._copies.want(seq.id, prefix.partial, seq.blocks[num_shared])
         if prefix.sibling is None and seq.first_scheduled is None:
@@ -77,7 +78,7 @@ class BlockTables:
             self._prompts.release()
         if not self._pool.num_available:
             return False
-        seq.blocks += self._pool.allocate(1)
+        seq.blocks += self._pool.allocate(1, after=seq.blocks[-1])
         return True
 
     def computed(self, seq: Sequence, num_computed: int) -> None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from engine.eviction import EvictionOrder
+from engine.free_blocks import FreeBlocks
 
 
 def chain_root(salt: str) -> bytes:
@@ -40,7 +41,9 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = FreeBlocks(num_blocks, block_size)
+        # Cached content is given up a stretch at a time, so that there is one to begin; up to so many blocks ahead.
+        self._most_ahead = num_blocks // 32 if self._free.stretch > 1 else 0
         self._evictable = EvictionOrder(num_blocks)
 
     @property
@@ -62,17 +65,21 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def allocate(self, count: int) -> list[int]:
-        """Takes `count` blocks, evicting cached ones when no others are left. The caller has checked num_available."""
+    def allocate(self, count: int, after: int = -1) -> list[int]:
+        """Takes `count` blocks, evicting cached ones when no others are left. The caller has checked num_available.
+
+        after  the block in whose neighbourhood they are wanted, -1: in none; side by side as far as that is free
+        """
+        for _ in range(count - len(self._free)):
+            self._evict()
+        if len(self._free) < self._most_ahead and not self._free.num_whole:
+            for _ in range(min(self._free.stretch, len(self._evictable))):
+                self._evict()
         taken = []
         for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block = self._evictable.pop()
-                self._forget(block)
-            self._references[block] = 1
-            taken.append(block)
+            after = self._free.take(after)
+            self._references[after] = 1
+            taken.append(after)
         return taken
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
@@ -112,7 +119,7 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 if self._hash_of[block] is None:
-                    self._free.append(block)
+                    self._free.add((block,))
                 else:
                     self._evictable.add(block)
 
@@ -129,24 +136,26 @@ class BlockPool:
     def flush(self) -> int:
         """Forgets all cached content; blocks in use stay with their sequences. Returns how many became free."""
         flushed = len(self._evictable)
-        self._free.extend(self._evictable)
+        self._free.add(self._evictable)
         self._evictable.clear()
         for block in self._block_of.values():
             self._hash_of[block] = None
         self._block_of.clear()
         return flushed
 
-    def _forget(self, block: int) -> None:
+    def _evict(self) -> None:
+        block = self._evictable.pop()
         block_hash = self._hash_of[block]
         assert block_hash is not None, f"evictable block {block} has no address"
         del self._block_of[block_hash]
         self._hash_of[block] = None
+        self._free.add((block,))
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError unless free + evictable + referenced == total and references are the tables' own."""
         used = Counter(block for table in block_tables for block in table)
         free, evictable = set(self._free), set(self._evictable)
-        assert len(free) == len(self._free), "a block is free twice"
+        assert len(free) == len(self._free), "free blocks are miscounted"
         assert free.isdisjoint(evictable), "a block is in two places"
         assert (free | evictable).isdisjoint(used), "a block that is in use is free"
         assert len(free) + len(evictable) + len(used) == self.num_blocks, (

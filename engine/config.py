@@ -16,6 +16,9 @@ Overlap = Literal["auto", "on", "off"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["auto", "none", "int8", "fp8"]
 
+CPU_BLOCK_SIZE = 4
+GPU_BLOCK_SIZE = 16
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -24,7 +27,7 @@ class EngineConfig:
     quantization    of weights and activations in products; auto: int8 for bfloat16 where a CPU has kernels for it
     kv_cache_dtype  auto: that of the weights; fp8: 8 bits, with a scale for each head of a token, on a GPU
     kv_cache_gb     size of the paged KV cache in 10^9 bytes; None: what is free on a GPU, 0.5 on a CPU
-    block_size      tokens a KV block holds
+    block_size      tokens a KV block holds; None: 4 on a CPU, 16 on a GPU
     max_num_seqs    sequences that run at once
     token_budget    tokens that one step computes at most, decodes included
     policy          who is next in line: one of engine/policies/
@@ -44,7 +47,7 @@ class EngineConfig:
     quantization: Quantization = "auto"
     kv_cache_dtype: KVCacheDType = "auto"
     kv_cache_gb: float | None = None
-    block_size: int = 16
+    block_size: int | None = None
     max_num_seqs: int = 64
     token_budget: int = 512
     policy: PolicyName = "priority"
@@ -59,7 +62,7 @@ class EngineConfig:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+        if self.block_size is not None and (self.block_size < 1 or self.block_size & (self.block_size - 1)):
             raise ConfigError(f"--block-size must be a power of two, not {self.block_size}")
         if self.max_num_seqs < 1:
             raise ConfigError(f"--max-num-seqs must be at least 1, not {self.max_num_seqs}")
@@ -83,6 +86,10 @@ class EngineConfig:
             raise ConfigError(f"--max-model-len must be at least 2, not {self.max_model_len}")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"--threads must be at least 1, not {self.threads}")
+
+    def tokens_a_block(self, device_type: str) -> int:
+        """Small ones waste few slots. A GPU's kernels are made for blocks of 16."""
+        return self.block_size or (CPU_BLOCK_SIZE if device_type == "cpu" else GPU_BLOCK_SIZE)
 
     def weight_of_tenant(self) -> dict[str, float]:
         """Raises ConfigError."""

@@ -57,7 +57,7 @@ def _load_synthetic(config: EngineConfig, model_config: dict[str, int], step_tim
         num_kv_heads=1,
         head_dim=1,
         element_bytes=SYNTHETIC_BYTES_PER_TOKEN // 2,
-        block_size=config.block_size,
+        block_size=config.tokens_a_block("cpu"),
     )
     budget = config.kv_cache_gb and int(config.kv_cache_gb * 1e9)
     info = RunnerInfo(

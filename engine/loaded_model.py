@@ -76,7 +76,7 @@ def load_for_serving(
         model.num_kv_heads,
         model.head_dim,
         cache_dtype.itemsize,
-        config.block_size,
+        config.tokens_a_block(device.type),
         scale_bytes=torch.float32.itemsize if config.kv_cache_dtype == "fp8" else 0,
     )
     return LoadedModel(folder.name, loaded, ops, device, dtype, longest, spec, cache_dtype)

@@ -61,7 +61,7 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, lis
     server = EngineServer(engine_info(config, info, folder))
     loop = EngineLoop(
         Scheduler(
-            BlockPool(info.num_blocks, config.block_size),
+            BlockPool(info.num_blocks, info.kv_cache.block_size),
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
             max_model_len=info.max_model_len,

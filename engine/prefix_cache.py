@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.block_heads import BlockHeads
+from engine.block_heads import LEAST_BLOCK_SIZE, BlockHeads
 from engine.blocks import BlockPool, chain_hash
 from engine.sequence import Sequence
 
@@ -40,7 +40,7 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, enabled: bool) -> None:
         self._pool = pool
         self._enabled = enabled
-        self._heads = BlockHeads(pool)
+        self._heads = BlockHeads(pool) if pool.block_size >= LEAST_BLOCK_SIZE else None
 
     def match(self, seq: Sequence) -> Prefix:
         """What is cached of a sequence. Its last token is always computed: its logits are needed."""
@@ -50,6 +50,8 @@ class PrefixCache:
         self._extend_hashes(seq, usable_len // size)
         blocks = self._pool.match(seq.block_hashes[: usable_len // size])
         start = len(blocks) * size
+        if self._heads is None:
+            return Prefix(start, blocks)
         previous = seq.block_hashes[len(blocks) - 1] if blocks else seq.cache_root
         found = self._heads.find(previous, seq.tokens[start : min(start + size, usable_len)])
         if found is None:
@@ -70,7 +72,7 @@ class PrefixCache:
         self._extend_hashes(seq, full)
         for index in range(seq.num_published, full):
             address = seq.block_hashes[index]
-            if self._pool.publish(seq.blocks[index], address):
+            if self._pool.publish(seq.blocks[index], address) and self._heads is not None:
                 previous = seq.block_hashes[index - 1] if index else seq.cache_root
                 self._heads.publish(previous, address, seq.tokens[index * size : (index + 1) * size])
         seq.num_published = full

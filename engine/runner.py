@@ -41,7 +41,7 @@ class ModelRunner:
         self._ops = loaded.ops
         self._model = loaded.model
         self._sampler = Sampler(loaded.ops, loaded.model.config.vocab_size, loaded.device)
-        self._arrays = StepArrays(config.token_budget, loaded.longest, config.block_size)
+        self._arrays = StepArrays(config.token_budget, loaded.longest, loaded.spec.block_size)
         budget = DEFAULT_CPU_BYTES if config.kv_cache_gb is None else int(config.kv_cache_gb * 1e9)
         num_blocks = count_blocks(loaded.spec, budget)
         self._cache = allocate(loaded.spec, num_blocks, loaded.device, loaded.dtype)

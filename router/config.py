@@ -47,7 +47,7 @@ class ServeConfig:
     quantization: Quantization = "auto"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     kv_cache_gb: float | None = None
-    block_size: int = 16
+    block_size: int | None = None
     max_num_seqs: int = 64
     token_budget: int = 512
     policy: Policy = "priority"
@@ -78,12 +78,14 @@ class ServeConfig:
         """The command line of an engine that serves as told here."""
         arguments = ["--model", model_folder, "--listen", listen, "--device", self.device, "--dtype", self.dtype]
         arguments += ["--quantization", self.quantization, "--kv-cache-dtype", self.kv_cache_dtype]
-        arguments += ["--block-size", str(self.block_size), "--max-num-seqs", str(self.max_num_seqs)]
+        arguments += ["--max-num-seqs", str(self.max_num_seqs)]
         arguments += ["--token-budget", str(self.token_budget), "--schedule", self.schedule]
         arguments += ["--overlap", self.overlap]
         arguments += ["--log-level", self.log_level]
         arguments += ["--policy", self.policy, "--priority-ageing-s", str(self.priority_ageing_s)]
         arguments += ["--tenant-weights", self.tenant_weights]
+        if self.block_size is not None:
+            arguments += ["--block-size", str(self.block_size)]
         if self.target_itl_ms is not None:
             arguments += ["--target-itl-ms", str(self.target_itl_ms)]
         if self.max_itl_growth is not None:

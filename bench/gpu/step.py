@@ -133,7 +133,7 @@ def _measure(
     bench: Bench,
 ) -> Iterator[Row]:
     scheduler = Scheduler(
-        BlockPool(runner.info.num_blocks, config.block_size),
+        BlockPool(runner.info.num_blocks, runner.info.kv_cache.block_size),
         max_num_seqs=config.max_num_seqs,
         token_budget=config.token_budget,
         max_model_len=runner.info.max_model_len,

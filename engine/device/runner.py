@@ -36,7 +36,7 @@ class DeviceRunner:
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, progress: Progress = no_progress) -> None:
-        device, block_size, self._most = loaded.device, config.block_size, config.max_num_seqs
+        device, block_size, self._most = loaded.device, loaded.spec.block_size, config.max_num_seqs
         self.lookahead = 0 if config.overlap == "off" else 1
         self._ops, self._model = loaded.ops, loaded.model
         model = loaded.model.config
@@ -126,7 +126,7 @@ class DeviceRunner:
         if loaded.device.type == "cpu":
             return DEFAULT_CPU_BYTES
         token_budget = min(config.token_budget, self._most * loaded.longest)
-        plan = largest_plan(token_budget, self._most, config.block_size)
+        plan = largest_plan(token_budget, self._most, self.info.kv_cache.block_size)
         num_blocks = max(chunk.seq.blocks[-1] for chunk in plan.chunks) + 1
         with enough_memory("one step", *_STEP_FLAGS):
             self._cache = allocate(loaded.spec, num_blocks, loaded.device, loaded.cache_dtype)

@@ -81,19 +81,19 @@ def test_higher_priority_is_admitted_first_and_equals_in_order_of_arrival() -> N
 
 
 def test_of_a_repeated_prompt_only_the_last_token_is_computed() -> None:
-    engine = SteppedEngine(block_size=4, token_budget=64)
-    first = engine.add(prompt(18), max_tokens=3)
+    engine = SteppedEngine(block_size=8, token_budget=64)
+    first = engine.add(prompt(22), max_tokens=3)
     engine.run()
-    again = engine.add(prompt(18), max_tokens=3)
+    again = engine.add(prompt(22), max_tokens=3)
     (chunk,) = engine.step().chunks
-    assert (chunk.start, chunk.length) == (17, 1)
+    assert (chunk.start, chunk.length) == (21, 1)
     engine.run()
     assert engine.outputs[again.id] == engine.outputs[first.id]
-    assert (first.cached_tokens, again.cached_tokens) == (0, 17)
+    assert (first.cached_tokens, again.cached_tokens) == (0, 21)
 
 
 def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
-    engine = SteppedEngine(block_size=4, token_budget=64)
+    engine = SteppedEngine(block_size=8, token_budget=64)
     first = engine.add(prompt(16), max_tokens=2)
     engine.run()
     again = engine.add(prompt(16), max_tokens=2)

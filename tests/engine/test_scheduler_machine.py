@@ -31,13 +31,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     max_itl_growth: float | None = None
     lookahead = 0
     prefix_caching = True
+    block_size = 4  # from 8 on, blocks are also found by their first tokens, and copied
 
     def __init__(self) -> None:
         super().__init__()
         # Small enough that sequences are preempted, large enough for any one of them.
         self.engine = SteppedEngine(
-            num_blocks=20,
-            block_size=4,
+            num_blocks=80 // self.block_size,
+            block_size=self.block_size,
             max_num_seqs=6,
             token_budget=11,
             max_model_len=MAX_MODEL_LEN,
@@ -151,6 +152,7 @@ class StaticMachine(SchedulerMachine):
 class FcfsMachine(SchedulerMachine):
     policy = "fcfs"
     max_itl_growth = 1.3
+    block_size = 8
 
 
 class FairMachine(SchedulerMachine):
@@ -168,12 +170,14 @@ class OverlapMachine(SchedulerMachine):
     """A step is launched before the one before it is read."""
 
     lookahead = 1
+    block_size = 8
 
 
 class UnreliableMachine(SchedulerMachine):
     """Steps fail once, whatever is in flight beside them; computed again they give what they would have given."""
 
     lookahead = 1
+    block_size = 8
 
     def __init__(self) -> None:
         super().__init__()

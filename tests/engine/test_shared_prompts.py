@@ -120,7 +120,7 @@ def test_a_prompt_that_is_held_cannot_keep_everybody_out() -> None:
 
 
 def test_what_is_shared_within_a_request_is_no_cache_hit() -> None:
-    engine = SteppedEngine(block_size=4)
+    engine = SteppedEngine(block_size=8)
     first = engine.add_siblings(3, prompt(30), max_tokens=4)
     engine.run()
     again = engine.add_siblings(3, prompt(30), max_tokens=4)
