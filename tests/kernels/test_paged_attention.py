@@ -134,6 +134,20 @@ BATCHES = {
         )
         for head_dim, group in ((16, 1), (32, 2), (64, 3), (64, 9), (80, 4), (96, 5), (128, 7), (256, 3), (48, 2))
     },
+    "chunks of two to seven queries about a split's end": Batch(
+        [(SPLIT + queries // 2, queries) for queries in range(2, 8)] + [(2 * SPLIT, 6), (2 * SPLIT + 1, 2), (4, 4)],
+        heads=6,
+        kv_heads=2,
+        head_dim=16,
+    ),
+    "short chunks behind a window": Batch(
+        [(SPLIT + 30, 5), (2 * SPLIT + 3, 6), (SPLIT + 2, 2), (3, 3)],
+        heads=3,
+        kv_heads=1,
+        head_dim=16,
+        window=SPLIT - 1,
+    ),
+    "short chunks with a window of one": Batch([(SPLIT + 2, 4), (5, 5)], heads=2, kv_heads=1, head_dim=16, window=1),
     "more than one group holds": Batch(
         [(GROUP_LIMIT_SLOTS // 4 + 5, 1)] * 5, kv_heads=1, heads=1, head_dim=2, block_size=64
     ),
@@ -205,6 +219,31 @@ def test_a_decode_in_bfloat16_is_the_same_to_the_last_bit_in_any_batch(backend: 
     together = attend([0, 1, 2, 3, 4])
     for seqs in ([0], [4], [3, 1], [2, 4, 0]):
         assert torch.equal(attend(seqs), together[seqs])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_a_short_chunk_of_a_prompt_is_as_many_decodes_to_the_last_bit_in_any_batch(head_dim: int) -> None:
+    kv = PagedKV(*torch.randn(2, 160, 4, 2, head_dim).bfloat16())
+    lengths = [(600, 6), (258, 4), (9, 2), (256, 3), (5, 5)]
+    starts = np.cumsum([0, *(queries for _, queries in lengths)])
+    q = torch.randn(int(starts[-1]), 6, head_dim).bfloat16()
+    table = np.random.default_rng(0).integers(0, 160, (len(lengths), 150)).astype(np.int32)
+
+    def attend(chunks: list[tuple[int, int, int]]) -> Tensor:
+        """Of (sequence, its first query, queries)."""
+        rows = torch.cat([q[starts[seq] + first :][:queries] for seq, first, queries in chunks])
+        query_start = np.cumsum([0, *(queries for _, _, queries in chunks)], dtype=np.int32)
+        context_len = np.array(
+            [lengths[seq][0] - lengths[seq][1] + first + queries for seq, first, queries in chunks], dtype=np.int32
+        )
+        plan = NATIVE.plan_attention(query_start, context_len, table[[seq for seq, _, _ in chunks]], kv, None)
+        return NATIVE.paged_attention(rows, kv, plan)
+
+    whole = [(seq, 0, queries) for seq, (_, queries) in enumerate(lengths)]
+    together = attend(whole)
+    assert torch.equal(torch.cat([attend([chunk]) for chunk in whole]), together)
+    decodes = [(seq, first, 1) for seq, (_, queries) in enumerate(lengths) for first in range(queries)]
+    assert torch.equal(attend(decodes), together)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
