@@ -27,9 +27,7 @@ def chain_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
 
     SHA-256, not Python's hash: a prompt that collides with another tenant's would read its cache.
     """
-    digest = hashlib.sha256(previous)
-    digest.update(array("q", tokens).tobytes())
-    return digest.digest()
+    return hashlib.sha256(previous + array("q", tokens).tobytes()).digest()
 
 
 class BlockPool:
