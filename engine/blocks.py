@@ -46,7 +46,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self._free.num_free
 
     @property
     def num_evictable(self) -> int:
@@ -54,7 +54,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        return len(self._free) + len(self._evictable)
+        return self._free.num_free + len(self._evictable)
 
     @property
     def num_referenced(self) -> int:
@@ -68,11 +68,8 @@ class BlockPool:
 
         after  the block in whose neighbourhood they are wanted, -1: in none; side by side as far as that is free
         """
-        for _ in range(count - len(self._free)):
-            self._evict()
-        if len(self._free) < self._most_ahead and not self._free.num_whole:
-            for _ in range(min(self._free.stretch, len(self._evictable))):
-                self._evict()
+        if self._free.num_free < max(count, self._most_ahead):
+            self._evict_for(count)
         taken = []
         for _ in range(count):
             after = self._free.take(after)
@@ -141,6 +138,13 @@ class BlockPool:
         self._block_of.clear()
         return flushed
 
+    def _evict_for(self, count: int) -> None:
+        for _ in range(count - self._free.num_free):
+            self._evict()
+        if self._free.num_free < self._most_ahead and not self._free.num_whole:
+            for _ in range(min(self._free.stretch, len(self._evictable))):
+                self._evict()
+
     def _evict(self) -> None:
         block = self._evictable.pop()
         block_hash = self._hash_of[block]
@@ -153,7 +157,7 @@ class BlockPool:
         """Raises AssertionError unless free + evictable + referenced == total and references are the tables' own."""
         used = Counter(block for table in block_tables for block in table)
         free, evictable = set(self._free), set(self._evictable)
-        assert len(free) == len(self._free), "free blocks are miscounted"
+        assert len(free) == self._free.num_free, "free blocks are miscounted"
         assert free.isdisjoint(evictable), "a block is in two places"
         assert (free | evictable).isdisjoint(used), "a block that is in use is free"
         assert len(free) + len(evictable) + len(used) == self.num_blocks, (

@@ -18,15 +18,12 @@ class FreeBlocks:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.stretch = max(1, STRETCH_TOKENS // block_size)  # blocks in one
-        self._is_free = bytearray(num_blocks)
-        self._num_free = 0
+        self._is_free = bytearray(num_blocks + 1)  # nothing is free behind the last
+        self.num_free = 0
         self._num_free_of = [0] * -(-num_blocks // self.stretch)  # for each stretch
         self._whole: dict[int, None] = {}  # stretches by what is free of them; the last to change is the first taken
         self._begun: dict[int, None] = {}
         self.add(range(num_blocks - 1, -1, -1))
-
-    def __len__(self) -> int:
-        return self._num_free
 
     def __iter__(self) -> Iterator[int]:
         return (block for block, is_free in enumerate(self._is_free) if is_free)
@@ -39,28 +36,29 @@ class FreeBlocks:
     def add(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._is_free[block] = True
-            self._num_free += 1
+            self.num_free += 1
             stretch = block // self.stretch
-            self._num_free_of[stretch] += 1
-            if self._num_free_of[stretch] == self.stretch:
+            self._num_free_of[stretch] = num_free = self._num_free_of[stretch] + 1
+            if num_free < self.stretch:
+                self._begun[stretch] = None
+            else:
                 self._begun.pop(stretch, None)
                 self._whole[stretch] = None
-            else:
-                self._begun[stretch] = None
 
     def take(self, after: int) -> int:
         """The block behind `after`, which may be -1, if that is free; else the best to go on from. One must be free."""
         block = after + 1
-        if not (after >= 0 and block < len(self._is_free) and self._is_free[block]):
+        if after < 0 or not self._is_free[block]:
             stretch = next(reversed(self._whole or self._begun))
             block = self._is_free.index(True, stretch * self.stretch)
         self._is_free[block] = False
-        self._num_free -= 1
+        self.num_free -= 1
         stretch = block // self.stretch
-        self._num_free_of[stretch] -= 1
-        self._whole.pop(stretch, None)
-        if self._num_free_of[stretch]:
-            self._begun[stretch] = None
-        else:
-            self._begun.pop(stretch, None)
+        self._num_free_of[stretch] = num_left = self._num_free_of[stretch] - 1
+        if num_left == self.stretch - 1:
+            del self._whole[stretch]
+            if num_left:
+                self._begun[stretch] = None
+        elif not num_left:
+            del self._begun[stretch]
         return block

@@ -71,6 +71,6 @@ def test_free_blocks_are_a_set(num_blocks: int, block_size: int, choices: list[i
             assert block not in taken
             taken.add(block)
         assert sorted(free) == sorted(set(range(num_blocks)) - taken)
-        assert len(free) == num_blocks - len(taken)
+        assert free.num_free == num_blocks - len(taken)
         groups = [range(at, min(at + free.stretch, num_blocks)) for at in range(0, num_blocks, free.stretch)]
         assert free.num_whole == sum(len(group) == free.stretch and taken.isdisjoint(group) for group in groups)
