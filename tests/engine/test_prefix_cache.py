@@ -149,8 +149,9 @@ def test_what_is_no_longer_asked_for_makes_way_for_what_is() -> None:
     assert min(cached) >= 100
 
 
-def test_a_second_prompt_behind_a_long_system_prompt_computes_little() -> None:
-    engine = SteppedEngine(num_blocks=400, block_size=16, token_budget=512, max_model_len=3000)
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_a_second_prompt_behind_a_long_system_prompt_computes_little(block_size: int) -> None:
+    engine = SteppedEngine(num_blocks=6400 // block_size, block_size=block_size, token_budget=512, max_model_len=3000)
     system = prompt(2048)
     computed = []
     for own in ([1, 2, 3] * 10, [4, 5, 6] * 10):

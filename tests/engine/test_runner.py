@@ -232,6 +232,13 @@ def test_sharded_weights_are_the_same_model(runner: ModelRunner, copied: Path) -
         load_runner(copied)
 
 
+def test_blocks_are_of_four_tokens_on_a_cpu_and_of_sixteen_on_a_gpu_unless_told(saved: Callable[[str], Path]) -> None:
+    config = EngineConfig(str(saved("llama")), device="cpu", kv_cache_gb=0.001, threads=1)
+    assert ModelRunner(config).info.kv_cache.block_size == 4
+    assert config.tokens_a_block("cuda") == 16
+    assert EngineConfig("default", block_size=32).tokens_a_block("cpu") == 32
+
+
 def test_progress_rises_to_the_bytes_of_the_weights(saved: Callable[[str], Path]) -> None:
     calls: list[tuple[int, int]] = []
     config = EngineConfig(str(saved("llama")), device="cpu", kv_cache_gb=0.001, threads=1)
