@@ -123,7 +123,7 @@ def test_flush_forgets_cached_prompts(
 ) -> None:
     text = "forget this prompt, which fills a few blocks of the cache and is cached for now"
     ask(inference, request(text, max_tokens=2))
-    assert control.FlushCache(control_pb2.FlushCacheRequest()).freed_blocks >= len(text) // 16
+    assert control.FlushCache(control_pb2.FlushCacheRequest()).freed_blocks >= len(text) // 4
     assert ask(inference, request(text, max_tokens=2)).responses[-1].usage.cached_tokens == 0
 
 

@@ -169,7 +169,7 @@ def test_a_repeated_prompt_reports_its_cached_tokens_and_bypass_none(
     message = request(text, max_tokens=4)
     message.cache.bypass = True
     bypassed = ask(inference, message)
-    assert again.responses[-1].usage.cached_tokens == (len(text) - 1) // 16 * 16
+    assert again.responses[-1].usage.cached_tokens == (len(text) - 1) // 4 * 4
     assert bypassed.responses[-1].usage.cached_tokens == 0
     assert first.ids() == again.ids() == bypassed.ids()
 
