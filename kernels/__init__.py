@@ -4,6 +4,7 @@ from kernels.adjust_logits import LogitAdjustments
 from kernels.backend import Backend, load_backend
 from kernels.copy_blocks import copy_blocks
 from kernels.gumbel import noise_key
+from kernels.host_blocks import bytes_of_block, load_blocks, save_blocks
 from kernels.linear import Linear
 from kernels.linear_int8 import has_native_int8
 from kernels.native_module import has_native, keep_freed_memory, set_num_threads
@@ -25,11 +26,14 @@ __all__ = [
     "SamplingRows",
     "allocate_rows",
     "allocate_sampled",
+    "bytes_of_block",
     "copy_blocks",
     "has_native",
     "has_native_int8",
     "keep_freed_memory",
     "load_backend",
+    "load_blocks",
     "noise_key",
+    "save_blocks",
     "set_num_threads",
 ]
