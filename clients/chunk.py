@@ -36,7 +36,9 @@ class Usage:
 class Timing:
     """As the server measured it, of the request's slowest sequence.
 
-    preempted_s  waiting to run again after its blocks went to others; no part of prefill and decode
+    preempted_s    waiting to run again after its blocks went to others; no part of prefill and decode
+    saved_tokens   of those that it had computed by then: copied to host memory
+    loaded_tokens  and copied back
     """
 
     queue_s: float
@@ -48,6 +50,8 @@ class Timing:
     preemptions: int
     recomputed_tokens: int
     preempted_tokens: int
+    saved_tokens: int
+    loaded_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,4 +138,6 @@ def _timing(timing: inference_pb2.Timing) -> Timing:
         preemptions=timing.preemptions,
         recomputed_tokens=timing.recomputed_tokens,
         preempted_tokens=timing.preempted_tokens,
+        saved_tokens=timing.saved_tokens,
+        loaded_tokens=timing.loaded_tokens,
     )

@@ -52,6 +52,10 @@ def serve(
             rich_help_panel=_ENGINE, help="KV cache in GB.", show_default="0.5 on a CPU, what is free on a GPU"
         ),
     ] = None,
+    host_kv_gb: Annotated[
+        float,
+        typer.Option(rich_help_panel=_ENGINE, help="Host memory in GB for what preempted sequences have computed."),
+    ] = 0.0,
     block_size: Annotated[
         int | None,
         typer.Option(rich_help_panel=_ENGINE, help="Tokens in a KV block.", show_default="4 on a CPU, 16 on a GPU"),

@@ -101,6 +101,11 @@ def load_table(load: control_pb2.Load) -> Table:
         f"{load.preemptions} preemptions",
         "for nothing": f"{load.recomputed_tokens} tokens computed again, {load.dropped_tokens} after their end",
     }
+    if load.host_blocks_total:
+        rows["host memory"] = (
+            f"{load.host_blocks_used} of {load.host_blocks_total} blocks in use, "
+            f"{load.saved_tokens} tokens copied there, {load.loaded_tokens} back"
+        )
     if any(tenant.name for tenant in load.tenants):
         rows["tenants"] = _tenants(load)
     return _table(rows)

@@ -27,6 +27,7 @@ def main(
     ] = "auto",
     kv_cache_dtype: Annotated[KVCacheDType, typer.Option(help="fp8: half the memory, on a GPU.")] = "auto",
     kv_cache_gb: Annotated[float | None, typer.Option(help="Default: what a GPU has free; 0.5 on a CPU.")] = None,
+    host_kv_gb: Annotated[float, typer.Option(help="Host memory for what preempted sequences have computed.")] = 0.0,
     block_size: Annotated[
         int | None, typer.Option(help="Tokens in a KV block. Default: 4 on a CPU, 16 on a GPU.")
     ] = None,
@@ -65,6 +66,7 @@ def main(
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
             kv_cache_gb=kv_cache_gb,
+            host_kv_gb=host_kv_gb,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             token_budget=token_budget,

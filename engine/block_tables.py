@@ -1,7 +1,7 @@
 """Running sequences' blocks: found by their content, shared with siblings, copied where a block is begun, or new.
 
-Puts together what each does of its own: the prefix cache, the prompts that sequences of one request share, and
-copies on write. Standard library only.
+Puts together what each does of its own: the prefix cache, the prompts that sequences of one request share, copies on
+write, and what preempted sequences keep. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from collections.abc import Iterable, Iterator
 
 from engine.block_copies import BlockCopies
 from engine.blocks import BlockPool
+from engine.host_blocks import HostBlocks
 from engine.prefix_cache import Prefix, PrefixCache
 from engine.sequence import Chunk, Sequence, StepPlan
 from engine.shared_prompts import SharedPrompts
 
 
 class BlockTables:
-    def __init__(self, pool: BlockPool, prefix_caching: bool) -> None:
+    def __init__(self, pool: BlockPool, prefix_caching: bool, host: HostBlocks) -> None:
         self._pool = pool
+        self._host = host
         self._prefixes = PrefixCache(pool, prefix_caching)
         self._prompts = SharedPrompts(pool)
         self._copies = BlockCopies(pool)
@@ -43,13 +45,14 @@ class BlockTables:
 
     def ended(self, seq: Sequence) -> list[Sequence]:
         """Returns the sibling that is to compute the prompt now, if it was this one that should have."""
+        self._host.ended(seq)
         return self._prompts.ended(seq)
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def num_cached(self, seq: Sequence) -> int:
         """Leading tokens of a waiting sequence that need not be computed."""
-        return self._prefixes.num_cached(seq)
+        return max(self._prefixes.num_cached(seq), self._host.num_kept(seq))
 
     def start(self, seq: Sequence, length: int, num_running: int) -> Prefix | None:
         """Gives a waiting sequence blocks for `length` tokens; None if they are too few. Returns its prefix."""
@@ -62,13 +65,16 @@ class BlockTables:
         pool.share(prefix.sources)
         num_shared = len(prefix.blocks)
         after = prefix.blocks[-1] if prefix.blocks else -1
-        seq.blocks = prefix.blocks + pool.allocate(pool.blocks_for(length) - num_shared, after)
+        new = pool.allocate(pool.blocks_for(length) - num_shared, after)
+        seq.blocks = prefix.table(new)
+        self._host.started(seq, prefix)
+        self._host.taken(new)
         if prefix.partial is not None:
             self._copies.want(seq.id, prefix.partial, seq.blocks[num_shared])
         if prefix.sibling is None and seq.first_scheduled is None:
             pool.note_hit(prefix.sources)
-        seq.num_published = num_shared
-        seq.num_computed = prefix.num_tokens
+        seq.num_published = num_shared if prefix.num_found is None else prefix.num_found
+        seq.num_computed, seq.num_committed = prefix.num_tokens, 0
         self._prompts.started(seq)
         return prefix
 
@@ -78,13 +84,21 @@ class BlockTables:
             self._prompts.release()
         if not self._pool.num_available:
             return False
-        seq.blocks += self._pool.allocate(1, after=seq.blocks[-1])
+        new = self._pool.allocate(1, after=seq.blocks[-1])
+        seq.blocks += new
+        self._host.taken(new)
         return True
 
     def computed(self, seq: Sequence, num_computed: int) -> None:
         """So many leading tokens of a running sequence are computed: others may find the blocks that are full now."""
+        seq.num_committed = num_computed
+        self._host.computed(seq)
         if num_computed // self._pool.block_size > seq.num_published:
             self._prefixes.publish(seq, num_computed)
+
+    def keep(self, seq: Sequence) -> None:
+        """A sequence is about to leave, and will come back for what it has computed."""
+        self._host.keep(seq)
 
     def leave(self, seq: Sequence) -> None:
         """A sequence gives up its blocks."""
@@ -94,11 +108,18 @@ class BlockTables:
 
     def plan(self, chunks: list[Chunk]) -> StepPlan:
         """These chunks, and the copies that they need."""
-        return StepPlan(chunks, self._copies.plan(chunks))
+        if not chunks:
+            return StepPlan(chunks)
+        if not self._host.num_blocks:
+            return StepPlan(chunks, self._copies.plan(chunks))
+        self._host.times.planned()
+        return StepPlan(chunks, self._copies.plan(chunks), self._host.saves(), self._host.loads(chunks))
 
-    def commit(self, plan: StepPlan) -> None:
-        """The oldest plan that is not committed has been computed."""
+    def commit(self, plan: StepPlan, copied_s: float) -> None:
+        """The oldest plan that is not committed has been computed. copied_s: as in Sampled."""
         self._copies.commit(plan.copies)
+        if self._host.num_blocks:
+            self._host.times.committed(plan, copied_s)
 
     def _affordable_prefix(self, seq: Sequence, length: int, num_running: int) -> Prefix | None:
         # One block each is left for those who run: else a newcomer would be preempted as soon as they grow. It also
@@ -107,7 +128,7 @@ class BlockTables:
         spare = pool.num_available - num_running
         if spare < 1:
             return None
-        prefix = self._prompts.find(seq) or self._prefixes.match(seq)
+        prefix = self._host.extend(seq, self._prompts.find(seq) or self._prefixes.match(seq))
         needed = pool.blocks_for(length) - len(prefix.blocks)
         if needed + pool.num_unreferenced(prefix.sources) <= spare:
             return prefix
@@ -120,6 +141,7 @@ class BlockTables:
         seqs = list(running)
         tables = [seq.blocks for seq in seqs]
         self._pool.check_integrity([*tables, *self._prompts.held(), *self._copies.held()])
+        self._host.check_integrity()
         users = Counter(block for table in tables for block in table)
         for seq in seqs:
             unwritten = seq.blocks[seq.num_computed // self._pool.block_size :]

@@ -1,8 +1,8 @@
 """The block pool: which KV blocks are free, which hold a reusable prefix, which are in use and by how many sequences.
 
-A block is in exactly one of three places: free (content worthless), evictable (nobody uses it, but its content is
-addressed by hash and may be wanted again) or referenced (in the block tables of sequences). Block tables and reference
-counts are PagedAttention's (Kwon et al., 2023).
+A block is in exactly one of three places: free (its content has no address), evictable (nobody uses it, but its content
+is addressed by hash and may be wanted again) or referenced (in the block tables of sequences). Block tables and
+reference counts are PagedAttention's (Kwon et al., 2023).
 """
 
 from __future__ import annotations
@@ -101,10 +101,13 @@ class BlockPool:
             self._evictable.note_hit(block)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more sequence uses each of these."""
+        """One more sequence uses each of these; a free one, who knows what it has left there."""
         for block in blocks:
             if self._references[block] == 0:
-                self._evictable.remove(block)
+                if self._hash_of[block] is None:
+                    self._free.remove(block)
+                else:
+                    self._evictable.remove(block)
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:

@@ -101,6 +101,8 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
         preempted_s=seq.preempted_s,
         detail=ended.detail,
         preempted_tokens=seq.preempted_tokens,
+        saved_tokens=seq.saved_tokens,
+        loaded_tokens=seq.loaded_tokens,
     )
 
 
@@ -126,6 +128,10 @@ def _load_message(load: LoadSnapshot) -> control_pb2.Load:
         step_s=load.step_s,
         preempted_tokens=counters.preempted_tokens,
         dropped_tokens=counters.dropped_tokens,
+        host_blocks_total=load.host.blocks_total,
+        host_blocks_used=load.host.blocks_used,
+        saved_tokens=load.host.saved_tokens,
+        loaded_tokens=load.host.loaded_tokens,
     )
 
 

@@ -27,6 +27,7 @@ class EngineConfig:
     quantization    of weights and activations in products; auto: int8 for bfloat16 where a CPU has kernels for it
     kv_cache_dtype  auto: that of the weights; fp8: 8 bits, with a scale for each head of a token, on a GPU
     kv_cache_gb     size of the paged KV cache in 10^9 bytes; None: what is free on a GPU, 0.5 on a CPU
+    host_kv_gb      10^9 bytes of host memory for what preempted sequences have computed; 0: it is computed again
     block_size      tokens a KV block holds; None: 4 on a CPU, 16 on a GPU
     max_num_seqs    sequences that run at once
     token_budget    tokens that one step computes at most, decodes included
@@ -47,6 +48,7 @@ class EngineConfig:
     quantization: Quantization = "auto"
     kv_cache_dtype: KVCacheDType = "auto"
     kv_cache_gb: float | None = None
+    host_kv_gb: float = 0.0
     block_size: int | None = None
     max_num_seqs: int = 64
     token_budget: int = 512
@@ -82,6 +84,10 @@ class EngineConfig:
         self.weight_of_tenant()
         if self.kv_cache_gb is not None and self.kv_cache_gb <= 0:
             raise ConfigError(f"--kv-cache-gb must be positive, not {self.kv_cache_gb}")
+        if not 0 <= self.host_kv_gb < math.inf:
+            raise ConfigError(f"--host-kv-gb must be 0 or more, not {self.host_kv_gb}")
+        if self.host_kv_gb and self.schedule != "continuous":
+            raise ConfigError(f"--host-kv-gb: --schedule {self.schedule} computes again what it preempts")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"--max-model-len must be at least 2, not {self.max_model_len}")
         if self.threads is not None and self.threads < 1:

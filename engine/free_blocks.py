@@ -51,6 +51,11 @@ class FreeBlocks:
         if after < 0 or not self._is_free[block]:
             stretch = next(reversed(self._whole or self._begun))
             block = self._is_free.index(True, stretch * self.stretch)
+        self.remove(block)
+        return block
+
+    def remove(self, block: int) -> None:
+        """A free block is used."""
         self._is_free[block] = False
         self.num_free -= 1
         stretch = block // self.stretch
@@ -61,4 +66,3 @@ class FreeBlocks:
                 self._begun[stretch] = None
         elif not num_left:
             del self._begun[stretch]
-        return block

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from checkpoints import Progress
 from engine.config import EngineConfig
-from engine.runner_info import KVCacheSpec, RunnerInfo
+from engine.runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
 from engine.steps_in_flight import Runner
 from engine.synthetic import StepTime, SyntheticRunner
 
@@ -71,5 +71,6 @@ def _load_synthetic(config: EngineConfig, model_config: dict[str, int], step_tim
         weight_bytes=0,
         kv_cache=spec,
         num_blocks=budget // spec.bytes_per_block if budget else SYNTHETIC_NUM_BLOCKS,
+        num_host_blocks=count_host_blocks(spec, config.host_kv_gb),
     )
     return SyntheticRunner(info, step_time, lookahead=int(config.overlap == "on"))

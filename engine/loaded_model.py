@@ -14,7 +14,7 @@ from checkpoints.progress import Progress, no_progress
 from engine.config import EngineConfig, Quantization
 from engine.errors import ConfigError, EngineError
 from engine.models import Llama, load_model, read_config
-from engine.runner_info import KVCacheSpec, RunnerInfo
+from engine.runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
 from engine.weights import stored_dtype
 from kernels import Backend, has_native, has_native_int8, load_backend
 
@@ -38,8 +38,9 @@ class LoadedModel:
     spec: KVCacheSpec
     cache_dtype: torch.dtype
 
-    def info(self, num_blocks: int, wanted_len: int | None) -> RunnerInfo:
+    def info(self, num_blocks: int, settings: EngineConfig) -> RunnerInfo:
         """What there is to say of it with a cache of this size. Raises ConfigError if that is too small."""
+        wanted_len = settings.max_model_len
         config = self.model.config
         return RunnerInfo(
             model=self.name,
@@ -52,6 +53,7 @@ class LoadedModel:
             weight_bytes=self.model.weight_bytes,
             kv_cache=self.spec,
             num_blocks=num_blocks,
+            num_host_blocks=count_host_blocks(self.spec, settings.host_kv_gb),
         )
 
 

@@ -6,9 +6,10 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from engine.host_blocks import HostLoad
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step_output import Counters, StepOutput
@@ -69,6 +70,7 @@ class LoadSnapshot:
     kv_slots_unused: int
     step_s: float
     tenants: TenantTable
+    host: HostLoad = field(default_factory=HostLoad)
 
 
 class Outbox(Protocol):
@@ -181,4 +183,5 @@ class EngineLoop(threading.Thread):
             kv_slots_unused=scheduler.num_slots_unused,
             step_s=self._steps.step_s,
             tenants=scheduler.tenants.table(scheduler.running),
+            host=scheduler.host.load(),
         )

@@ -21,6 +21,7 @@ from checkpoints import CheckpointError, PrintedProgress, resolve
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.host_blocks import HostBlocks
 from engine.listen import start_listening
 from engine.load import InformedRunner, load_runner
 from engine.loop import EngineLoop
@@ -73,6 +74,7 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, lis
             tenant_weights=config.weight_of_tenant(),
             target_itl_s=config.target_itl_ms / 1e3 if config.target_itl_ms is not None else None,
             max_itl_growth=config.max_itl_growth,
+            host=HostBlocks(info.num_host_blocks, config.block_size, time.monotonic),
         ),
         runner,
         server,

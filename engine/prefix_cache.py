@@ -17,17 +17,30 @@ class Prefix:
     blocks      full ones, to be shared
     partial     the block that holds the rest, if any, to be copied
     sibling     the sequence of the same request that computed it; None: it was found by its content
+    loads       positions in the block table, between and behind `blocks`, and the host blocks to be copied there
+    num_found   where a preempted sequence goes on from what it kept: its leading blocks that others have; else None
     """
 
     num_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
     partial: int | None = None
     sibling: Sequence | None = None
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    num_found: int | None = None
 
     @property
     def sources(self) -> list[int]:
         """Blocks that are in use once a sequence has started from it."""
         return self.blocks if self.partial is None else [*self.blocks, self.partial]
+
+    def table(self, new: list[int]) -> list[int]:
+        """The block table of a sequence that starts from it, with these blocks for what is loaded and what follows."""
+        if not self.loads:
+            return self.blocks + new
+        loaded = {at for at, _ in self.loads}
+        shared, rest = iter(self.blocks), iter(new)
+        count = len(self.blocks) + len(loaded)
+        return [next(rest) if at in loaded else next(shared) for at in range(count)] + list(rest)
 
     def whole_blocks(self, block_size: int) -> Prefix:
         """Without the partial one."""

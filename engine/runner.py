@@ -10,6 +10,7 @@ from torch import Tensor
 from checkpoints.progress import Progress, no_progress
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.host_memory import HostMemory
 from engine.kv_cache import DEFAULT_CPU_BYTES, allocate, count_blocks
 from engine.loaded_model import check_fp8, load_for_serving
 from engine.sampler import Sampler
@@ -45,7 +46,8 @@ class ModelRunner:
         budget = DEFAULT_CPU_BYTES if config.kv_cache_gb is None else int(config.kv_cache_gb * 1e9)
         num_blocks = count_blocks(loaded.spec, budget)
         self._cache = allocate(loaded.spec, num_blocks, loaded.device, loaded.dtype)
-        self.info = loaded.info(num_blocks, config.max_model_len)
+        self.info = loaded.info(num_blocks, config)
+        self._host = HostMemory(self._cache, self.info.num_host_blocks)  # of none by default
 
     def launch(self, plan: StepPlan) -> Computed:
         return Computed(self.execute(plan))
@@ -56,6 +58,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Sampled:
         """Computes a plan. Doing so twice writes the same cache and chooses the same tokens."""
+        copied_s = self._host.copy(plan)
         if plan.copies:
             sources, targets = torch.tensor(plan.copies).T
             copy_blocks(self._cache, sources, targets)
@@ -71,7 +74,7 @@ class ModelRunner:
             tokens[at], logprobs[at] = choice.token, choice.logprobs
             if choice.fault is not None:
                 faults[at] = choice.fault
-        return Sampled(tokens, logprobs, faults)
+        return Sampled(tokens, logprobs, faults, copied_s)
 
     @torch.inference_mode()
     def logits(self, chunk: Chunk) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
@@ -28,11 +30,20 @@ class KVCacheSpec:
         return self.bytes_per_token * self.block_size
 
 
+def count_host_blocks(spec: KVCacheSpec, host_kv_gb: float) -> int:
+    """Blocks that fit into so much host memory; none for 0. Raises ConfigError if there is some and it holds none."""
+    num_blocks = int(host_kv_gb * 1e9) // spec.bytes_per_block
+    if host_kv_gb > 0 and num_blocks < 1:
+        raise ConfigError(f"--host-kv-gb {host_kv_gb} holds no block: one takes {spec.bytes_per_block} bytes")
+    return num_blocks
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
     """
     vocab_size     rows of the embedding: valid token ids are below it
     max_model_len  longest prompt + output
+    num_host_blocks  of host memory, for what preempted sequences have computed
     """
 
     model: str
@@ -45,6 +56,7 @@ class RunnerInfo:
     weight_bytes: int
     kv_cache: KVCacheSpec
     num_blocks: int
+    num_host_blocks: int = 0
 
     @property
     def token_capacity(self) -> int:

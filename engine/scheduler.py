@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from engine.block_tables import BlockTables
 from engine.blocks import BlockPool
 from engine.deadlines import Deadlines
+from engine.host_blocks import HostBlocks
 from engine.pacing import Pacing
 from engine.policies import POLICIES, Policy, PolicyName, PolicySettings
 from engine.prefix_cache import Prefix
@@ -41,6 +42,7 @@ class Scheduler:
     policy         one of engine/policies/, with its settings: ageing_s and tenant_weights
     target_itl_s   of a step that holds decodes; None: no such target
     max_itl_growth  of a step by prompts beside its decodes, as a factor; None: no such limit
+    host           where preempted sequences keep what they have computed; None: nowhere
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class Scheduler:
         tenant_weights: Mapping[str, float] | None = None,
         target_itl_s: float | None = None,
         max_itl_growth: float | None = None,
+        host: HostBlocks | None = None,
     ) -> None:
         self.pool = pool
+        self.host = host or HostBlocks(0, pool.block_size, clock)
         self.max_num_seqs = max_num_seqs
         self.token_budget = token_budget
         self.max_model_len = max_model_len
@@ -73,7 +77,7 @@ class Scheduler:
         self.waiting: Policy = POLICIES[policy](
             PolicySettings(clock, self._likely_time_s, ageing_s, tenant_weights or {}),
         )
-        self._tables = BlockTables(pool, prefix_caching)
+        self._tables = BlockTables(pool, prefix_caching, self.host)
         self._deadlines = Deadlines(self._pacing.least_time, self._tables.num_cached)
         self._schedule = SCHEDULES[schedule](token_budget)
         self._num_planned = 0  # plans made, and those that are committed
@@ -154,11 +158,16 @@ class Scheduler:
             if token >= 0:  # its own, even if it has been preempted since the step was scheduled
                 self._append(seq, token, sampled.logprobs[at])
         self._pacing.committed(plan, self.clock())
-        self._tables.commit(plan)
+        self._tables.commit(plan, sampled.copied_s)
         self._num_committed += 1
         self.counters.steps += 1
         self.counters.step_sequences = len(plan.chunks)
         self.counters.step_tokens = plan.num_tokens
+
+    def distrust(self, plan: StepPlan) -> None:
+        """Its step failed and is to be computed again: who has started from what it saved cannot go on from that."""
+        for seq in self.host.distrust(plan):
+            self._preempt(seq)
 
     def take_output(self) -> StepOutput:
         """What there is to tell since the last call."""
@@ -270,6 +279,8 @@ class Scheduler:
         return choose_victim(candidates, self.waiting.rank, self.pool)
 
     def _preempt(self, seq: Sequence) -> None:
+        if seq.state is State.RUNNING:
+            self._tables.keep(seq)
         self._leave(seq)
         if seq.state is State.FINISHED:  # it only kept its row in a static batch
             return

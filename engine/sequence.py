@@ -90,6 +90,7 @@ class Sequence:
     max_len: int = 0
     num_pending: int = 0
     num_computed: int = 0
+    num_committed: int = 0  # of them, those of steps whose outcome is known; 0 until the first since it started
     num_lost: int = 0  # what num_computed was when last preempted
     protected_len: int = 0  # with this many tokens or fewer it gives up its blocks only to those who outrank it
     num_charged: int = 0  # tokens of output that its tenant's service holds
@@ -104,6 +105,8 @@ class Sequence:
     preemptions: int = 0
     preempted_tokens: int = 0  # computed tokens that it gave up
     recomputed_tokens: int = 0  # and those of them that it could not find again in the prefix cache
+    saved_tokens: int = 0  # copied to host memory while it was preempted, and from there
+    loaded_tokens: int = 0
 
     accounted_until: float = field(init=False)  # every second since `arrived` is in one of these:
     queue_s: float = 0.0
@@ -173,10 +176,15 @@ class StepPlan:
 
     copies  (source, target), blocks whose content is copied before that: no block twice among the targets, and none of
             them among the sources
+    saves   (block, host block), made before anything else: no host block twice, nor among those of `loads` unless it
+            is to be loaded with what was saved
+    loads   (host block, block), made after the saves and before the copies: no block twice
     """
 
     chunks: list[Chunk]
     copies: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    loads: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -203,8 +211,10 @@ class Sampled:
     tokens    the chosen id, or -1 where the chunk does not sample
     logprobs  None where not asked for
     faults    chunk position → what went wrong with that sequence alone; its token is not to be used
+    copied_s  seconds that copies to and from host memory took
     """
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     faults: dict[int, str] = field(default_factory=dict)
+    copied_s: float = 0.0

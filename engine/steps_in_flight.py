@@ -114,6 +114,7 @@ class StepsInFlight:
     def _compute_again(self, plans: list[StepPlan]) -> None:
         for plan in plans:
             self._runner.recover()
+            self._scheduler.distrust(plan)
             self._scheduler.commit(plan, compute_one_by_one(self._runner, plan))
 
 
@@ -128,7 +129,7 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
     failed: list[Exception] = []
     for at, chunk in enumerate(plan.chunks):
         try:
-            alone = _compute_alone(runner, chunk, plan.copies)
+            alone = _compute_alone(runner, chunk, plan)
         except Exception as error:
             log.exception("sequence %d fails alone", chunk.seq.id)
             reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__} while computing"
@@ -143,8 +144,10 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
     return Sampled(tokens, logprobs, faults)
 
 
-def _compute_alone(runner: Runner, chunk: Chunk, copies: list[tuple[int, int]]) -> Sampled:
+def _compute_alone(runner: Runner, chunk: Chunk, plan: StepPlan) -> Sampled:
+    """With the copies and loads that are its own. Saves are not made again: their blocks may have been written over."""
     if chunk.seq.state is not State.RUNNING:  # it ended, or gave up its blocks, after the step was scheduled
         return Sampled([-1], [None])
-    own = set(chunk.seq.blocks) if copies else set()
-    return runner.launch(StepPlan([chunk], [pair for pair in copies if pair[1] in own])).result()
+    own = set(chunk.seq.blocks) if plan.copies or plan.loads else set()
+    copies = [pair for pair in plan.copies if pair[1] in own]
+    return runner.launch(StepPlan([chunk], copies, loads=[pair for pair in plan.loads if pair[1] in own])).result()

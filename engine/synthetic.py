@@ -19,7 +19,7 @@ _MODULUS = (1 << 61) - 1
 _POISON = -1
 
 
-def _advance(checksum: int, token: int) -> int:
+def advance(checksum: int, token: int) -> int:
     return (checksum * 1_000_003 + token + 1) % _MODULUS
 
 
@@ -27,11 +27,11 @@ def expected_tokens(prompt: Iterable[int], count: int, vocab_size: int) -> list[
     """What the synthetic model generates after `prompt`."""
     checksum = 0
     for token in prompt:
-        checksum = _advance(checksum, token)
+        checksum = advance(checksum, token)
     tokens = []
     for _ in range(count):
         tokens.append(checksum % vocab_size)
-        checksum = _advance(checksum, tokens[-1])
+        checksum = advance(checksum, tokens[-1])
     return tokens
 
 
@@ -82,6 +82,7 @@ class SyntheticRunner:
         self.lookahead = lookahead
         self._block_size = info.kv_cache.block_size
         self._cache = [_POISON] * info.token_capacity
+        self._host = [_POISON] * (info.num_host_blocks * self._block_size)
         self._step_time = step_time
         self._chosen: dict[int, int] = {}  # in the last step, by sequence
         self._busy_until = 0.0
@@ -106,7 +107,7 @@ class SyntheticRunner:
             if checksum == _POISON:
                 raise AssertionError(f"sequence {seq.id} reads a slot that was never written")
             for position in range(chunk.start, chunk.end):
-                checksum = _advance(checksum, self._token(chunk, position))
+                checksum = advance(checksum, self._token(chunk, position))
                 self._cache[self._slot(seq.blocks, position)] = checksum
             if chunk.samples:
                 tokens[at] = chosen[seq.id] = checksum % self.info.vocab_size
@@ -116,9 +117,13 @@ class SyntheticRunner:
         return Sampled(tokens, logprobs)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
-        size = self._block_size
+        size, cache, host = self._block_size, self._cache, self._host
+        for source, target in plan.saves:
+            host[target * size : (target + 1) * size] = cache[source * size : (source + 1) * size]
+        for source, target in plan.loads:
+            cache[target * size : (target + 1) * size] = host[source * size : (source + 1) * size]
         for source, target in plan.copies:
-            self._cache[target * size : (target + 1) * size] = self._cache[source * size : (source + 1) * size]
+            cache[target * size : (target + 1) * size] = cache[source * size : (source + 1) * size]
 
     def _token(self, chunk: Chunk, position: int) -> int:
         tokens = chunk.seq.tokens

@@ -178,7 +178,7 @@ class WatchLoadRequest(_message.Message):
     def __init__(self, interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("waiting", "running", "blocks_total", "blocks_free", "blocks_evictable", "blocks_referenced", "steps", "preemptions", "prompt_tokens", "cached_tokens", "output_tokens", "step_sequences", "step_tokens", "step_s", "requests", "reserved_tokens", "kv_slots_unused", "preempted_tokens", "recomputed_tokens", "dropped_tokens", "kv_slots", "kv_waste", "prefix_hit_rate", "tenants", "num_tenants")
+    __slots__ = ("waiting", "running", "blocks_total", "blocks_free", "blocks_evictable", "blocks_referenced", "steps", "preemptions", "prompt_tokens", "cached_tokens", "output_tokens", "step_sequences", "step_tokens", "step_s", "requests", "reserved_tokens", "kv_slots_unused", "preempted_tokens", "recomputed_tokens", "dropped_tokens", "kv_slots", "kv_waste", "prefix_hit_rate", "tenants", "num_tenants", "host_blocks_total", "host_blocks_used", "saved_tokens", "loaded_tokens")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +204,10 @@ class Load(_message.Message):
     PREFIX_HIT_RATE_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     NUM_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
+    SAVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     blocks_total: int
@@ -229,7 +233,11 @@ class Load(_message.Message):
     prefix_hit_rate: float
     tenants: _containers.RepeatedCompositeFieldContainer[TenantLoad]
     num_tenants: int
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., blocks_referenced: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., step_sequences: _Optional[int] = ..., step_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., requests: _Optional[int] = ..., reserved_tokens: _Optional[int] = ..., kv_slots_unused: _Optional[int] = ..., preempted_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., kv_slots: _Optional[int] = ..., kv_waste: _Optional[float] = ..., prefix_hit_rate: _Optional[float] = ..., tenants: _Optional[_Iterable[_Union[TenantLoad, _Mapping]]] = ..., num_tenants: _Optional[int] = ...) -> None: ...
+    host_blocks_total: int
+    host_blocks_used: int
+    saved_tokens: int
+    loaded_tokens: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., blocks_referenced: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., step_sequences: _Optional[int] = ..., step_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., requests: _Optional[int] = ..., reserved_tokens: _Optional[int] = ..., kv_slots_unused: _Optional[int] = ..., preempted_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., kv_slots: _Optional[int] = ..., kv_waste: _Optional[float] = ..., prefix_hit_rate: _Optional[float] = ..., tenants: _Optional[_Iterable[_Union[TenantLoad, _Mapping]]] = ..., num_tenants: _Optional[int] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ...) -> None: ...
 
 class TenantLoad(_message.Message):
     __slots__ = ("name", "waiting", "running", "service", "recent_service", "share")

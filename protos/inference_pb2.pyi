@@ -229,7 +229,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "decode_s", "preemptions", "recomputed_tokens", "time_to_first_token_s", "total_s", "preempted_tokens", "preempted_s")
+    __slots__ = ("queue_s", "prefill_s", "decode_s", "preemptions", "recomputed_tokens", "time_to_first_token_s", "total_s", "preempted_tokens", "preempted_s", "saved_tokens", "loaded_tokens")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +239,8 @@ class Timing(_message.Message):
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_S_FIELD_NUMBER: _ClassVar[int]
+    SAVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     decode_s: float
@@ -248,7 +250,9 @@ class Timing(_message.Message):
     total_s: float
     preempted_tokens: int
     preempted_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., time_to_first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., preempted_tokens: _Optional[int] = ..., preempted_s: _Optional[float] = ...) -> None: ...
+    saved_tokens: int
+    loaded_tokens: int
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., time_to_first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., preempted_tokens: _Optional[int] = ..., preempted_s: _Optional[float] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "chat", "add_special_tokens")

@@ -47,6 +47,7 @@ class ServeConfig:
     quantization: Quantization = "auto"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     kv_cache_gb: float | None = None
+    host_kv_gb: float = 0.0
     block_size: int | None = None
     max_num_seqs: int = 64
     token_budget: int = 512
@@ -92,6 +93,8 @@ class ServeConfig:
             arguments += ["--max-itl-growth", str(self.max_itl_growth)]
         if self.kv_cache_gb is not None:
             arguments += ["--kv-cache-gb", str(self.kv_cache_gb)]
+        if self.host_kv_gb:
+            arguments += ["--host-kv-gb", str(self.host_kv_gb)]
         if self.max_model_len is not None:
             arguments += ["--max-model-len", str(self.max_model_len)]
         if self.threads is not None:

@@ -213,6 +213,8 @@ class GenerateCall:
             preemptions=slowest.preemptions,
             preempted_tokens=slowest.preempted_tokens,
             recomputed_tokens=slowest.recomputed_tokens,
+            saved_tokens=slowest.saved_tokens,
+            loaded_tokens=slowest.loaded_tokens,
             time_to_first_token_s=(self._first_written or now) - self._received,
             total_s=now - self._received,
         )

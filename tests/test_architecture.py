@@ -13,9 +13,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {"protos", "channel", "router", "engine", "kernels", "checkpoints", "clients", "bench", "tests"}
 SCHEDULING = {
     "scheduler", "schedules", "policies", "pacing", "step_time_model", "least_time", "likely_time", "running_quantile",
-    "deadlines", "victims",
-    "blocks", "block_copies", "block_heads", "block_tables", "eviction", "free_blocks", "prefix_cache", "shared_prompts",
-    "sequence", "step_output", "tenants",
+    "deadlines", "victims", "blocks", "block_copies", "block_heads", "block_tables", "eviction", "free_blocks",
+    "prefix_cache", "shared_prompts", "host_blocks", "host_copy_times", "sequence", "step_output", "tenants",
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ class DeviceStep:
 
     places  chunk position → sequence and its entry among the outcomes
     faults  as in Sampled
+    copied_s  tells the same of Sampled, once the step is computed
     """
 
     num_chunks: int
@@ -29,6 +30,7 @@ class DeviceStep:
     faults: dict[int, str]
     arrays: dict[str, np.ndarray]
     wait: Callable[[], None]
+    copied_s: Callable[[], float]
 
     def result(self) -> Sampled:
         self.wait()
@@ -44,7 +46,7 @@ class DeviceStep:
                 faults[at] = _BROKEN
             elif seq.params.logprobs is not None:
                 logprobs[at] = self._logprobs(entry, seq.params.logprobs)
-        return Sampled(tokens, logprobs, faults)
+        return Sampled(tokens, logprobs, faults, self.copied_s())
 
     def _logprobs(self, entry: int, count: int) -> TokenLogprobs:
         first = entry * MAX_TOP_LOGPROBS
@@ -84,10 +86,16 @@ class Outcomes:
             top=self._views["top"].view(-1, MAX_TOP_LOGPROBS)[start:end],
         )
 
-    def read(self, num_chunks: int, places: dict[int, tuple[Sequence, int]], faults: dict[int, str]) -> DeviceStep:
+    def read(
+        self,
+        num_chunks: int,
+        places: dict[int, tuple[Sequence, int]],
+        faults: dict[int, str],
+        copied_s: Callable[[], float],
+    ) -> DeviceStep:
         """Starts the copy of the step that was launched last; without log-probabilities if nobody asks for them."""
         asks = any(seq.params.logprobs is not None for seq, _ in places.values())
         end = self._source.shape[0] if asks else self._tokens_end
         self._turn = (self._turn + 1) % _IN_FLIGHT
         self._targets[self._turn][:end].copy_(self._source[:end], non_blocking=True)
-        return DeviceStep(num_chunks, places, faults, self._arrays[self._turn], all_launched(self._device))
+        return DeviceStep(num_chunks, places, faults, self._arrays[self._turn], all_launched(self._device), copied_s)

@@ -14,6 +14,7 @@ from checkpoints.progress import Progress, no_progress
 from engine.config import EngineConfig
 from engine.device.copies import CopyInputs
 from engine.device.graphs import DecodeGraphs
+from engine.device.host_copies import HostCopies, nothing_copied
 from engine.device.memory import free_after
 from engine.device.outcomes import DeviceStep, Outcomes
 from engine.device.rehearsal import largest_plan, prompts_of_all_sizes
@@ -51,11 +52,15 @@ class DeviceRunner:
                 config.token_budget, self._most, self._rows, block_size, model.sliding_window, device
             )
         self._cache: list[PagedKV] = []
+        self._host: HostCopies | None = None
         self._graphs = DecodeGraphs(self._decode, self._most)
         num_blocks = count_blocks(loaded.spec, self._cache_bytes(config, loaded))
         with enough_memory("the KV cache", "--kv-cache-gb"):
             self._cache = allocate(loaded.spec, num_blocks, device, loaded.cache_dtype)
-        self.info = loaded.info(num_blocks, config.max_model_len)
+        self.info = loaded.info(num_blocks, config)
+        if self.info.num_host_blocks:
+            with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
+                self._host = HostCopies(self._cache, self.info.num_host_blocks, num_blocks, device)
         if device.type == "cuda":
             with enough_memory("prompts of the largest step", *_STEP_FLAGS):
                 self.warm_up(min(config.token_budget, self.info.max_model_len))
@@ -73,6 +78,7 @@ class DeviceRunner:
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> DeviceStep:
+        copied_s = self._host.launch(plan) if self._host else nothing_copied
         if plan.copies:
             copy_blocks(self._cache, *self._copies.send(plan.copies))
         rows = self._rows.place(plan.chunks)
@@ -90,7 +96,7 @@ class DeviceRunner:
             self._prefill(chunks, [rows[at] for at in prompts])
             sampling = [at for at in prompts if plan.chunks[at].samples]
             places |= {at: (plan.chunks[at].seq, self._most + entry) for entry, at in enumerate(sampling)}
-        return self._outcomes.read(len(plan.chunks), places, self._rows.faults(places))
+        return self._outcomes.read(len(plan.chunks), places, self._rows.faults(places), copied_s)
 
     def warm_up(self, num_tokens: int) -> None:
         """Computes prompts of up to so many tokens, so that the kernels for each size are compiled before one comes."""

@@ -57,7 +57,16 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
     def GetLoad(self, request, context):
         tenants = [control_pb2.TenantLoad(name=name, share=share) for name, share in (("ann", 0.7), ("", 0.2))]
         load = control_pb2.Load(
-            running=3, waiting=1, blocks_total=100, blocks_referenced=25, tenants=tenants, num_tenants=5
+            running=3,
+            waiting=1,
+            blocks_total=100,
+            blocks_referenced=25,
+            host_blocks_total=64,
+            host_blocks_used=12,
+            saved_tokens=900,
+            loaded_tokens=700,
+            tenants=tenants,
+            num_tenants=5,
         )
         return self._unary(request, context, lambda: load)
 

@@ -180,6 +180,7 @@ def test_status_shows_the_server_and_its_load() -> None:
         "25 in use",
         "ann: 70 % of",
         "and 3 more",
+        "12 of 64 blocks in use, 900 tokens copied there, 700 back",
     ):
         assert fact in output
 
@@ -223,7 +224,7 @@ def test_every_setting_of_the_server_is_an_option_of_serve(served: list[ServeCon
         policy="fair", priority_ageing_s=5.5, tenant_weights="a=2", target_itl_ms=40.0, max_itl_growth=1.5,
         schedule="static", overlap="on", max_model_len=4096, prefix_caching=False, threads=3, step_ms="1,2",
         max_requests=5, max_queued_tokens=6, max_text_bytes=7, reflection=False, auth_token_file="t", tls_cert="c",
-        tls_key="k", allow_insecure=True,
+        tls_key="k", allow_insecure=True, host_kv_gb=2.5,
         grace_s=8.5, hang_timeout_s=9.5, stall_timeout_s=7.5, log_level="debug",
     )  # fmt: skip
     arguments = []

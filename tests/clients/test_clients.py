@@ -46,7 +46,7 @@ def test_an_answer_arrives_as_chunks_with_the_end_last(client: Blocking) -> None
     assert second.text == " world"
     assert (last.finish_reason, last.matched, last.text) == (FinishReason.STOP, ".", "")
     assert last.usage == Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=1)
-    assert last.timing == Timing(0.25, 0.0, 0.0, 0.0, 0.0, 1.5, 0, 0, 0)
+    assert last.timing == Timing(0.25, 0.0, 0.0, 0.0, 0.0, 1.5, 0, 0, 0, 0, 0)
 
 
 def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import pytest
 
 from engine.synthetic import expected_tokens
 from protos import control_pb2, control_pb2_grpc, inference_pb2_grpc
@@ -24,10 +25,12 @@ def test_a_sequential_server_ends_one_sequence_before_it_starts_the_next() -> No
     assert order == sorted(order)
 
 
-def test_streams_of_a_server_that_launches_steps_ahead_get_their_own_tokens() -> None:
+@pytest.mark.parametrize("host_kv_gb", ["0", "4e-6"])
+def test_streams_of_a_server_that_launches_steps_ahead_get_their_own_tokens(host_kv_gb: str) -> None:
     texts = [f"stream {at} " * (1 + at % 5) for at in range(24)]
+    arguments = ("--model", "synthetic", "--step-ms", "2,0,0.1", "--overlap", "on", "--kv-cache-gb", "4e-6")
     with (
-        running_server("--model", "synthetic", "--step-ms", "2", "--overlap", "on", "--kv-cache-gb", "4e-6") as server,
+        running_server(*arguments, "--host-kv-gb", host_kv_gb) as server,
         grpc.insecure_channel(server.address) as channel,
         ThreadPoolExecutor(24) as threads,
     ):
@@ -37,4 +40,8 @@ def test_streams_of_a_server_that_launches_steps_ahead_get_their_own_tokens() ->
     for text, answer in zip(texts, answers, strict=True):
         assert answer.ids() == expected_tokens(text.encode(), 30, 258)
     assert load.preemptions > 0, "the cache is too small for all of them"
-    assert (load.running, load.waiting, load.blocks_referenced) == (0, 0, 0)
+    assert (load.running, load.waiting, load.blocks_referenced, load.host_blocks_used) == (0, 0, 0, 0)
+    assert load.host_blocks_total == int(float(host_kv_gb) * 1e9) // (8 * 16)
+    loaded = sum(answer.responses[-1].timing.loaded_tokens for answer in answers)
+    assert load.loaded_tokens == loaded
+    assert (loaded > 0) == (load.saved_tokens > 0) == (load.host_blocks_total > 0)

@@ -5,22 +5,27 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol, TypedDict, Unpack
 
 from engine.blocks import BlockPool, chain_root
+from engine.host_blocks import HostBlocks
 from engine.policies import PolicyName
 from engine.runner_info import KVCacheSpec, RunnerInfo
 from engine.scheduler import Scheduler
 from engine.schedules import ScheduleName
-from engine.sequence import SamplingParams, Sequence, StepPlan
+from engine.sequence import Sampled, SamplingParams, Sequence, StepPlan
 from engine.step_output import Ended
 from engine.steps_in_flight import StepsInFlight
-from engine.synthetic import SyntheticRunner, expected_tokens
+from engine.synthetic import SyntheticRunner, advance, expected_tokens
 
 VOCAB_SIZE = 258
 
 
-def synthetic_runner(num_blocks: int, block_size: int, lookahead: int = 0) -> SyntheticRunner:
+def synthetic_runner(
+    num_blocks: int, block_size: int, lookahead: int = 0, num_host_blocks: int = 0, copy_s: float = 0.0
+) -> SyntheticRunner:
+    """copy_s: of a block to or from host memory, if there is any."""
     spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, element_bytes=4, block_size=block_size)
     info = RunnerInfo(
         model="synthetic",
@@ -33,8 +38,51 @@ def synthetic_runner(num_blocks: int, block_size: int, lookahead: int = 0) -> Sy
         weight_bytes=0,
         kv_cache=spec,
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
     )
+    if num_host_blocks:
+        return ContentCheckingRunner(info, lookahead, copy_s)
     return SyntheticRunner(info, lookahead=lookahead)
+
+
+class WrongContent(BaseException):
+    """No Exception: a step that fails is computed again, which must not hide this."""
+
+
+class ContentCheckingRunner(SyntheticRunner):
+    """Before it computes a chunk, looks at every slot of its context: each must hold what its sequence's tokens give.
+
+    is_misled  a step was not computed, and what follows it is worth nothing before it is computed again
+    """
+
+    def __init__(self, info: RunnerInfo, lookahead: int, copy_s: float) -> None:
+        super().__init__(info, lookahead=lookahead)
+        self.is_misled = False
+        self._copy_s = copy_s
+        self._expected: dict[int, list[int]] = {}  # checksums, by sequence
+
+    def recover(self) -> None:
+        super().recover()
+        self.is_misled = False
+
+    def _compute(self, plan: StepPlan) -> Sampled:
+        sampled = super()._compute(plan)
+        return replace(sampled, copied_s=self._copy_s * (len(plan.saves) + len(plan.loads)))
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        super()._copy_blocks(plan)
+        if self.is_misled:
+            return
+        size = self._block_size
+        for chunk in plan.chunks:
+            tokens, expected = chunk.seq.tokens, self._expected.setdefault(chunk.seq.id, [])
+            while len(expected) < chunk.start:
+                expected.append(advance(expected[-1] if expected else 0, tokens[len(expected)]))
+            for at in range(0, chunk.start, size):
+                slots = range(at, min(at + size, chunk.start))
+                found = [self._cache[self._slot(chunk.seq.blocks, slot)] for slot in slots]
+                if found != expected[at : slots.stop]:
+                    raise WrongContent(f"sequence {chunk.seq.id}: block {at // size} of its table is another's")
 
 
 class Rules(TypedDict, total=False):
@@ -72,8 +120,13 @@ class SteppedEngine:
         target_itl_s: float | None = None,
         max_itl_growth: float | None = None,
         step_time: TakesTime | None = None,
+        host_blocks: int = 0,
+        copy_s: float = 0.0,
     ) -> None:
-        """step_time: of a step in simulated time; None: a second passes after each step, which takes none."""
+        """
+        step_time  of a step in simulated time; None: a second passes after each step, which takes none
+        copy_s     of a block to or from host memory
+        """
         self.now = 0.0
         self.step_time = step_time
         self.pool = BlockPool(num_blocks, block_size)
@@ -90,8 +143,10 @@ class SteppedEngine:
             tenant_weights=tenant_weights,
             target_itl_s=target_itl_s,
             max_itl_growth=max_itl_growth,
+            host=HostBlocks(host_blocks, block_size, lambda: self.now),
         )
-        self.runner = synthetic_runner(num_blocks, block_size, lookahead)
+        self.copy_s = copy_s
+        self.runner = synthetic_runner(num_blocks, block_size, lookahead, host_blocks, copy_s)
         self.steps = StepsInFlight(self.scheduler, self.runner)
         self.outputs: dict[int, list[int]] = {}
         self.ended: dict[int, Ended] = {}
@@ -139,7 +194,7 @@ class SteppedEngine:
         if not plan.is_empty:
             self.steps.launch(plan)
             if self.step_time:
-                self.now += self.step_time.of(plan)
+                self.now += self.step_time.of(plan) + self.copy_s * (len(plan.saves) + len(plan.loads))
         if len(self.steps) > (0 if plan.is_empty else self.runner.lookahead):
             self.steps.commit_oldest()
         self._take_output()

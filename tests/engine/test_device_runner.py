@@ -18,6 +18,7 @@ from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.device import DeviceRunner
 from engine.device.graphs import bucket_sizes
+from engine.host_blocks import HostBlocks
 from engine.loaded_model import load_for_serving
 from engine.scheduler import Scheduler
 from engine.schedules import ScheduleName
@@ -54,10 +55,24 @@ def device_runner(folder: Path, backend: str = BACKEND, **settings: object) -> D
 class Served:
     """A scheduler and a runner, stepped as the loop does, as far ahead as the runner allows."""
 
-    def __init__(self, runner: Runner, num_blocks: int, schedule: ScheduleName = "continuous") -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        num_blocks: int,
+        schedule: ScheduleName = "continuous",
+        prefix_caching: bool = True,
+        host_blocks: int = 0,
+    ) -> None:
         self.pool = BlockPool(num_blocks, 4)
         self.scheduler = Scheduler(
-            self.pool, max_num_seqs=6, token_budget=19, max_model_len=120, clock=lambda: 0.0, schedule=schedule
+            self.pool,
+            max_num_seqs=6,
+            token_budget=19,
+            max_model_len=120,
+            clock=lambda: 0.0,
+            prefix_caching=prefix_caching,
+            schedule=schedule,
+            host=HostBlocks(host_blocks, 4, clock=lambda: 0.0),
         )
         self.steps = StepsInFlight(self.scheduler, runner)
         self.ended: list[Ended] = []

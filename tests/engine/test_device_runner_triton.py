@@ -106,6 +106,24 @@ def test_no_launch_waits_for_the_device(qwen3: Path, monkeypatch: pytest.MonkeyP
     assert not served.ended
 
 
+def test_blocks_go_to_host_memory_and_come_back_while_nobody_waits(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = device_runner(qwen3, "triton", host_kv_gb=1e-4)
+    assert runner._host is not None
+    for kv in runner._cache:
+        kv.keys.normal_()
+        kv.values.normal_()
+    before = [kv.keys[[3, 1, 4]].clone() for kv in runner._cache]
+    plans = [StepPlan([], saves=[(3, 7), (1, 0), (4, 9)]), StepPlan([], saves=[(2, 1)], loads=[(7, 5), (0, 3), (9, 1)])]
+    with nothing_read_back(monkeypatch) as reads:
+        copied_s = [runner._host.launch(plan) for plan in plans]
+    assert not reads, f"the host reads tensors: {reads}"
+    assert all(seconds() > 0 for seconds in copied_s)
+    for kv, expected in zip(runner._cache, before, strict=True):
+        assert torch.equal(kv.keys[[5, 3, 1]], expected)
+
+
 def test_a_read_back_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with nothing_read_back(monkeypatch) as reads:
         torch.ones(2).tolist()

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from engine.deadlines import LEAVING
 from engine.policies import PolicyName
 from engine.schedules import ScheduleName
-from engine.sequence import EndReason
+from engine.sequence import EndReason, State
 from engine.steps_in_flight import StepsInFlight
 from engine.synthetic import StepTime
 from tests.engine.harness import SteppedEngine
@@ -32,6 +32,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     lookahead = 0
     prefix_caching = True
     block_size = 4  # from 8 on, blocks are also found by their first tokens, and copied
+    host_blocks = 0
+    num_extra = 0  # preemptions that no bound speaks of
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,6 +53,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             step_time=StepTime(0.5, 0.1, 0.1),
             lookahead=self.lookahead,
             prefix_caching=self.prefix_caching,
+            host_blocks=self.host_blocks,
+            copy_s=0.01,
         )
         self.seqs = []
 
@@ -115,13 +119,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.policy == "priority":
             higher = [other for other in self.seqs if other.priority > seq.priority]
             by_higher = sum((1 + other.preemptions) * (1 + -(-len(other.tokens) // size)) for other in higher)
-        return 1 + seq.output_len // size + by_higher
+        return 1 + seq.output_len // size + by_higher + self.num_extra
 
     def teardown(self):
         self.engine.run()
         for seq in self.seqs:
             assert seq.preemptions <= self.most_preemptions(seq), "admission and preemption chase each other"
         assert self.engine.pool.num_referenced == 0
+        assert self.engine.scheduler.host.load().blocks_used == 0
         for seq in self.seqs:
             ended = self.engine.ended[seq.id]
             expected = self.engine.expected(seq)[: MAX_MODEL_LEN - seq.prompt_len]
@@ -184,9 +189,50 @@ class UnreliableMachine(SchedulerMachine):
         self.engine.runner = self.unreliable = UnreliableRunner(self.engine.runner)
         self.engine.steps = StepsInFlight(self.engine.scheduler, self.unreliable)
 
-    @rule(failure=st.sampled_from(["at launch", "when read"]))
+    @rule(failure=st.sampled_from(["at launch", "when read", "computed"]))
     def break_the_next_step(self, failure):
         self.unreliable.failures = [failure]
+        self.num_extra += self.host_blocks > 0  # who has started from what this step saved starts again
+
+
+class Host:
+    """Preempted sequences keep their blocks, in host memory where others write over them."""
+
+    host_blocks = 40
+
+    @rule(data=st.data())
+    def preempt(self, data):
+        """At any time, whatever the sequence has computed."""
+        scheduler = self.engine.scheduler
+        if running := [seq for seq in scheduler.running if seq.state is State.RUNNING]:
+            scheduler._preempt(data.draw(st.sampled_from(running)))
+            self.num_extra += 1
+
+
+class HostMachine(Host, SchedulerMachine):
+    pass
+
+
+class HostOverlapMachine(HostMachine):
+    """And a step is launched before the one before it is read. Host memory is too small now and then."""
+
+    lookahead = 1
+    host_blocks = 6
+
+
+class HostUncachedMachine(HostOverlapMachine):
+    prefix_caching = False
+    host_blocks = 40
+
+
+class HostUnreliableMachine(Host, UnreliableMachine):
+    """What a failed step saved is not trusted, and what it loaded is loaded again."""
+
+    host_blocks = 12
+
+
+class HostUnreliableUncachedMachine(HostUnreliableMachine):
+    prefix_caching = False
 
 
 TestContinuous = SchedulerMachine.TestCase
@@ -196,6 +242,11 @@ TestFcfs = FcfsMachine.TestCase
 TestFair = FairMachine.TestCase
 TestDeadline = DeadlineMachine.TestCase
 TestUncached = UncachedMachine.TestCase
+TestHost = HostMachine.TestCase
+TestHostOverlap = HostOverlapMachine.TestCase
+TestHostUncached = HostUncachedMachine.TestCase
+TestHostUnreliable = HostUnreliableMachine.TestCase
+TestHostUnreliableUncached = HostUnreliableUncachedMachine.TestCase
 TestSequential = SequentialMachine.TestCase
 TestInterleaved = InterleavedMachine.TestCase
 TestStatic = StaticMachine.TestCase
@@ -206,3 +257,6 @@ TestFcfs.settings = TestFair.settings = TestDeadline.settings = settings(
 TestSequential.settings = TestInterleaved.settings = TestStatic.settings = TestUncached.settings = (
     TestUnreliable.settings
 ) = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHost.settings = TestHostOverlap.settings = TestHostUncached.settings = TestHostUnreliable.settings = (
+    TestHostUnreliableUncached.settings
+) = settings(max_examples=30, stateful_step_count=40, deadline=None)

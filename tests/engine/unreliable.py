@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.sequence import Sampled, StepPlan
 from engine.steps_in_flight import Launched, Runner
+from tests.engine.harness import ContentCheckingRunner
 
 
 class Broken:
@@ -14,7 +15,9 @@ class Broken:
 
 
 class UnreliableRunner:
-    """Fails the steps that it is told to, at their launch or when they are read, and computes nothing of them."""
+    """Fails the steps that it is told to: at their launch or when they are read, without computing anything of them, or
+    computed.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self.failures: list[str] = []
@@ -28,4 +31,9 @@ class UnreliableRunner:
         failure = self.failures.pop(0) if self.failures else ""
         if failure == "at launch":
             raise FloatingPointError("as told")
-        return Broken() if failure == "when read" else self._runner.launch(plan)
+        if failure == "when read":
+            if isinstance(self._runner, ContentCheckingRunner):
+                self._runner.is_misled = True
+            return Broken()
+        launched = self._runner.launch(plan)
+        return Broken() if failure == "computed" else launched

@@ -1,0 +1,70 @@
+"""Host blocks with real pages: the runners of a CPU and of a device."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from engine.runner import ModelRunner
+from tests.engine.test_device_runner import BACKEND, FailsAt, Served, ask, device_runner, one_by_one, outputs
+from tests.engine.tiny_models import MODELS, load_runner, save_model
+
+ROOM = {"host_kv_gb": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(MODELS["llama"], folder)
+    return folder
+
+
+def served_by(kind: str, folder: Path, num_blocks: int = 24, **settings: object) -> Served:
+    if kind == "cpu":
+        runner = load_runner(folder, max_num_seqs=6, token_budget=19, max_model_len=120, **ROOM)
+    else:
+        runner = device_runner(folder, BACKEND, **ROOM, **settings)  # type: ignore[assignment]
+    for kv in runner._cache:
+        kv.keys.fill_(math.nan)
+        kv.values.fill_(math.nan)
+    assert runner.info.num_host_blocks > 50
+    served = Served(runner, num_blocks, prefix_caching=False, host_blocks=runner.info.num_host_blocks)
+    served.scheduler.host.times.compute_s = lambda *_: math.inf  # type: ignore[method-assign]
+    return served
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("cpu", {}), ("device", {"overlap": "on"}), ("device", {"overlap": "off"})]
+)
+def test_who_is_loaded_again_generates_what_an_undisturbed_run_does(
+    llama: Path, kind: str, settings: dict[str, str]
+) -> None:
+    served = served_by(kind, llama, **settings)
+    seqs = ask(served, 16)
+    served.run()
+    assert outputs(seqs) == one_by_one(llama, 16)
+    counters, host = served.scheduler.counters, served.scheduler.host.load()
+    assert counters.preemptions > 0
+    assert host.loaded_tokens > 20
+    assert counters.recomputed_tokens < 0.2 * counters.preempted_tokens
+    assert host.blocks_used == 0
+    assert served.scheduler.host.times.block_s, "the runner tells how long copies take"
+
+
+def test_steps_that_fail_once_change_no_token_of_who_is_loaded(llama: Path) -> None:
+    served = served_by("device", llama)
+    runner = served.steps._runner
+    assert not isinstance(runner, ModelRunner)
+    served.steps._runner = FailsAt(runner, launches={12, 31}, reads={20, 45})  # type: ignore[arg-type]
+    seqs = ask(served, 16)
+    served.run()
+    assert outputs(seqs) == one_by_one(llama, 16)
+    assert served.scheduler.host.load().loaded_tokens > 0
+
+
+def test_host_memory_that_holds_no_block_is_a_mistake(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="--host-kv-gb 1e-09 holds no block"):
+        load_runner(llama, host_kv_gb=1e-9)
