@@ -1,0 +1,137 @@
+"""`python -m bench.resume`: how long a preempted sequence takes to go on, computed again and loaded from host memory.
+
+In process, alone: a sequence of so many tokens gives up its blocks in the middle of its output, another one takes all
+of them for one step, and the first starts again. Measured is the time from then to its next token.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Annotated
+
+import typer
+
+from checkpoints import resolve
+from checkpoints.progress import no_progress
+from engine.blocks import BlockPool
+from engine.config import EngineConfig
+from engine.host_blocks import HostBlocks
+from engine.load import InformedRunner, load_runner
+from engine.scheduler import Scheduler
+from engine.sequence import Sampled, SamplingParams, Sequence, StepPlan
+from engine.steps_in_flight import Launched, StepsInFlight
+
+LENGTHS = (256, 1024, 4096)
+OUTPUT = 8  # tokens before the sequence is preempted; as many follow
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Seconds. copied_s: of all copies to host memory and back; 0 where there were none."""
+
+    resume_s: float
+    copied_s: float
+    tokens: list[int]
+
+
+class Watched:
+    """Adds up the seconds of copies."""
+
+    lookahead = 0
+
+    def __init__(self, runner: InformedRunner) -> None:
+        self.copied_s = 0.0
+        self._runner = runner
+
+    def launch(self, plan: StepPlan) -> Launched:
+        launched, watched = self._runner.launch(plan), self
+
+        class Step:
+            def result(self) -> Sampled:
+                sampled = launched.result()
+                watched.copied_s += sampled.copied_s
+                return sampled
+
+        return Step()
+
+    def recover(self) -> None:
+        self._runner.recover()
+
+
+def resume(runner: InformedRunner, length: int, token_budget: int, uses_host: bool) -> Resumption:
+    """One preemption of a sequence that has `length` tokens by then."""
+    size = runner.info.kv_cache.block_size
+    watched = Watched(runner)
+    pool = BlockPool(-(-(length + OUTPUT) // size) + 2, size)
+    host = HostBlocks(runner.info.num_host_blocks if uses_host else 0, size, time.monotonic)
+    scheduler = Scheduler(
+        pool,
+        max_num_seqs=4,
+        token_budget=token_budget,
+        max_model_len=runner.info.max_model_len,
+        prefix_caching=False,
+        clock=time.monotonic,
+        host=host,
+    )
+    steps = StepsInFlight(scheduler, watched)
+
+    def step() -> None:
+        steps.launch(scheduler.schedule())
+        steps.commit_oldest()
+
+    prompt = random.Random(length).choices(range(1000, 20_000), k=length - OUTPUT)
+    seq, other = (
+        Sequence(id, tokens, len(tokens), SamplingParams(max_tokens=count), time.monotonic(), math.inf, priority=id)
+        for id, (tokens, count) in enumerate(((prompt, 2 * OUTPUT), (prompt[::-1] + [1000] * OUTPUT, 1)))
+    )
+    scheduler.add(seq)
+    while seq.num_tokens < length:
+        step()
+    scheduler.add(other)  # which outranks it
+    step()
+    scheduler.abort([other.id])
+    started = time.perf_counter()
+    while seq.num_tokens == length:
+        step()
+    resume_s = time.perf_counter() - started
+    while seq.num_tokens < length + OUTPUT:
+        step()
+    scheduler.check_integrity()
+    assert seq.preemptions == 1
+    assert (seq.loaded_tokens > 0.9 * length) == uses_host
+    return Resumption(resume_s, watched.copied_s, seq.tokens[seq.prompt_len :])
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Name or folder.")] = "smollm2-135m-instruct",
+    turns: Annotated[int, typer.Option(help="Of each length, both ways in each; there is one more to warm up.")] = 5,
+    token_budget: Annotated[int, typer.Option(help="Tokens of a step.")] = 512,
+) -> None:
+    """Measures and prints medians."""
+    folder = resolve(model, no_progress)
+    config = EngineConfig(str(folder), token_budget=token_budget, host_kv_gb=0.25)
+    runner = load_runner(config, folder, no_progress, None)
+    for length in LENGTHS:
+        rounds: list[list[Resumption]] = []
+        for turn in range(turns + 1):
+            both = [resume(runner, length, token_budget, uses_host) for uses_host in (False, True)]
+            if turn:
+                rounds.append(both)
+        again, loaded = zip(*rounds, strict=True)
+        seconds = [[of.resume_s for of in way] for way in (again, loaded)]
+        slow, fast = (median(way) * 1e3 for way in seconds)
+        spread = [f"{min(way) * 1e3:.0f}–{max(way) * 1e3:.0f}" for way in seconds]
+        print(
+            f"{length} tokens: computed again {slow:.0f} ms ({spread[0]}), from the host {fast:.0f} ms ({spread[1]}), "
+            f"ratio {slow / fast:.1f}, copies {median(of.copied_s for of in loaded) * 1e3:.1f} ms, "
+            f"tokens equal in {sum(a.tokens == b.tokens for a, b in rounds)} of {len(rounds)}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)
