@@ -41,7 +41,7 @@ def test_streams_of_a_server_that_launches_steps_ahead_get_their_own_tokens(host
         assert answer.ids() == expected_tokens(text.encode(), 30, 258)
     assert load.preemptions > 0, "the cache is too small for all of them"
     assert (load.running, load.waiting, load.blocks_referenced, load.host_blocks_used) == (0, 0, 0, 0)
-    assert load.host_blocks_total == int(float(host_kv_gb) * 1e9) // (8 * 16)
+    assert load.host_blocks_total == int(float(host_kv_gb) * 1e9) // (8 * 4)
     loaded = sum(answer.responses[-1].timing.loaded_tokens for answer in answers)
     assert load.loaded_tokens == loaded
     assert (loaded > 0) == (load.saved_tokens > 0) == (load.host_blocks_total > 0)
