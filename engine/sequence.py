@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from engine.beam_search import BeamParams
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -18,6 +20,7 @@ class SamplingParams:
     seed            with the position of the token to choose, determines the randomness: the same at any load
     stop_token_ids  end the sequence; they cannot be chosen before min_tokens tokens exist
     logprobs        None: none; 0: of the chosen token; N: also of the N most likely
+    beams           of the beam search that it is a row of, which chooses its tokens; None: it is none
     """
 
     temperature: float = 0.0
@@ -33,6 +36,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
+    beams: BeamParams | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -69,6 +73,8 @@ class Sequence:
     request_id    the client's name for what it is part of
     max_len       tokens, prompt included, at which it ends with LENGTH; the scheduler sets it on arrival
     request       names the request whose prompt it shares with others; None: it has its own
+    peers         the rows of its beam search, itself included, which start, are preempted and end as one; else empty
+    is_held       it runs, and computes nothing until its peers have (engine/beams.py)
     """
 
     id: int
@@ -85,8 +91,10 @@ class Sequence:
     bypass_cache: bool = False
     request: int | None = None
     request_id: str = ""
+    peers: tuple[Sequence, ...] = ()
 
     state: State = State.WAITING
+    is_held: bool = False
     max_len: int = 0
     num_pending: int = 0
     num_computed: int = 0
@@ -140,8 +148,15 @@ class Sequence:
         return len(self.tokens) + self.num_pending - self.num_computed
 
     @property
-    def awaits_end(self) -> bool:
-        """The last token that it may have is pending: there is nothing more to compute."""
+    def is_led(self) -> bool:
+        """It is a row of a beam search, and not the first, which computes for all what they have in common."""
+        return bool(self.peers) and self.peers[0] is not self
+
+    @property
+    def awaits_token(self) -> bool:
+        """There is nothing to compute yet: the last token that it may have is pending, or its search has to choose."""
+        if self.peers and (self.is_held or self.num_pending):
+            return True
         return len(self.tokens) + self.num_pending >= self.max_len
 
     @property

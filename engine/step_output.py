@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from engine.sequence import EndReason, Sequence, State, TokenLogprobs
 
 # Why a sequence does not compute in a step: as many run as may; no blocks are left; others have the step's tokens; so
-# the schedule decides; its last token is being computed, and there is nothing more to do for it.
+# the schedule decides; its last token is being computed, or its beam search waits for other rows.
 Hold: TypeAlias = Literal["no place", "no blocks", "no budget", "not its turn", "token pending"]
 
 
@@ -24,13 +24,19 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One sequence's end. `matched` is the token id of reason STOP; `detail` explains REJECTED and FAILED."""
+    """One sequence's end.
+
+    matched  the token id of reason STOP
+    detail   explains REJECTED and FAILED
+    score    of a beam search's hypothesis
+    """
 
     seq: Sequence
     reason: EndReason
     at: float
     matched: int | None = None
     detail: str = ""
+    score: float | None = None
 
 
 @dataclass(slots=True)
@@ -42,6 +48,11 @@ class StepOutput:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
+
+    def add(self, id: int, token: int, logprobs: TokenLogprobs | None) -> None:
+        self.sequences.append(id)
+        self.tokens.append(token)
+        self.logprobs.append(logprobs)
 
     @property
     def is_empty(self) -> bool:
@@ -63,3 +74,15 @@ class Counters:
     output_tokens: int = 0
     step_sequences: int = 0
     step_tokens: int = 0
+
+    def count_prompt(self, seq: Sequence, computed_by: Sequence | None, num_cached: int) -> None:
+        """Of a sequence that starts, once whatever the number of those that start from it.
+
+        computed_by  who computed it for this one; None: this one does, but for its `num_cached` first tokens
+        """
+        if computed_by is not None:
+            seq.cached_tokens = computed_by.cached_tokens
+            return
+        seq.cached_tokens = num_cached
+        self.prompt_tokens += seq.prompt_len
+        self.cached_tokens += num_cached

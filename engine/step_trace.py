@@ -135,7 +135,7 @@ class StepTrace:
         busy = set(ids)
         idle = [seq for seq in self._scheduler.running if seq.id not in busy and seq.state is State.RUNNING]
         others: Hold = "no budget" if plan.num_tokens >= self._scheduler.step_budget else "not its turn"
-        holds: list[Hold] = ["token pending" if seq.awaits_end else others for seq in idle]
+        holds: list[Hold] = ["token pending" if seq.awaits_token else others for seq in idle]
         return tuple([seq.id for seq in idle]), tuple(holds)
 
     def _standing(self, moved: set[int]) -> Iterator[Move]:

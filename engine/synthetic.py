@@ -35,6 +35,18 @@ def expected_tokens(prompt: Iterable[int], count: int, vocab_size: int) -> list[
     return tokens
 
 
+def expected_logprobs(checksum: int, count: int, vocab_size: int) -> TokenLogprobs:
+    """Of the tokens that follow a checksum: the most likely is its own, each one after that is less likely.
+
+    They look like logarithms and are no distribution: how likely the first is, and by how much less each other, follows
+    from the checksum too.
+    """
+    rest = checksum // vocab_size
+    first, fall = rest % 61 / 64, (1 + rest // 61 % 40) / 64
+    ids = [(checksum + at) % vocab_size for at in range(count)]
+    return TokenLogprobs(-first, ids, [-first - at * fall for at in range(count)])
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Seconds that a step takes: a constant, and a part for each sequence and each token."""
@@ -112,7 +124,7 @@ class SyntheticRunner:
             if chunk.samples:
                 tokens[at] = chosen[seq.id] = checksum % self.info.vocab_size
                 if seq.params.logprobs is not None:
-                    logprobs[at] = TokenLogprobs(0.0, [tokens[at]][: seq.params.logprobs], [0.0][: seq.params.logprobs])
+                    logprobs[at] = expected_logprobs(checksum, seq.params.logprobs, self.info.vocab_size)
         self._chosen = chosen
         return Sampled(tokens, logprobs)
 

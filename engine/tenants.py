@@ -24,8 +24,11 @@ MAX_IDLE = 1024  # tenants without a sequence whose service is remembered
 
 
 def prompt_service(seq: Sequence) -> int:
-    """Of a sequence that starts for the first time. What it loses to others later is not computed at its cost."""
-    return PROMPT_WEIGHT * (seq.prompt_len - seq.num_computed)
+    """Of a sequence that starts for the first time. What it loses to others later is not computed at its cost.
+
+    The prompt of a beam search is computed once, at the cost of its first row.
+    """
+    return 0 if seq.is_led else PROMPT_WEIGHT * (seq.prompt_len - seq.num_computed)
 
 
 @dataclass(frozen=True, slots=True)

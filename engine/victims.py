@@ -8,6 +8,7 @@ tokens that it has generated. So admission and preemption cannot chase each othe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from engine.blocks import BlockPool
@@ -19,17 +20,25 @@ def is_protected(seq: Sequence) -> bool:
 
 
 def num_freed(seq: Sequence, pool: BlockPool) -> int:
-    """Blocks that are available once it has given up its own."""
-    return len(seq.blocks) - pool.num_shared(seq.blocks)
+    """Blocks that are available once it has given up its own, and its peers theirs."""
+    if not seq.peers:
+        return len(seq.blocks) - pool.num_shared(seq.blocks)
+    users = Counter(block for row in seq.peers for block in row.blocks)
+    return sum(pool.num_users(block) == count for block, count in users.items())
+
+
+def num_freed_by(seqs: Iterable[Sequence], pool: BlockPool) -> int:
+    """And once all of these have: of each beam search every row is among them."""
+    return sum(num_freed(seq, pool) for seq in seqs if not seq.is_led)
 
 
 def choose_victim(candidates: Iterable[Sequence], rank: Callable[[Sequence], float], pool: BlockPool) -> Sequence:
     """The one of these that gives up its blocks; of equals the last. Who has finished and keeps a row goes first."""
 
     def cost(seq: Sequence) -> tuple[bool, float, float]:
-        shared = pool.num_shared(seq.blocks)
-        wasted = max(0, seq.num_computed - shared * pool.block_size)
-        freed = len(seq.blocks) - shared
+        freed = num_freed(seq, pool)
+        unused = sum(len(row.blocks) * pool.block_size - row.num_computed for row in seq.peers or (seq,))
+        wasted = max(0, freed * pool.block_size - unused)
         return seq.state is State.RUNNING, rank(seq), wasted / freed if freed else float("inf")
 
     return min(reversed(list(candidates)), key=cost)

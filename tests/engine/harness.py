@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol, TypedDict, Unpack
 
+from engine.beam_search import BeamParams
 from engine.blocks import BlockPool, chain_root
 from engine.host_blocks import HostBlocks
 from engine.policies import PolicyName
@@ -96,6 +97,7 @@ class Rules(TypedDict, total=False):
     salt: str
     bypass: bool
     stop_token_ids: frozenset[int]
+    min_tokens: int
 
 
 class TakesTime(Protocol):
@@ -160,13 +162,37 @@ class SteppedEngine:
         self, count: int, prompt: list[int], max_tokens: int = 8, **rules: Unpack[Rules]
     ) -> list[Sequence]:
         """The sequences of one request."""
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            stop_token_ids=rules.get("stop_token_ids", frozenset()),
+            min_tokens=rules.get("min_tokens", 0),
+        )
+        return self._add(count, prompt, params, rules, is_search=False)
+
+    def add_search(
+        self, beams: BeamParams, prompt: list[int], max_tokens: int = 8, **rules: Unpack[Rules]
+    ) -> list[Sequence]:
+        """The rows of a beam search."""
+        stops = rules.get("stop_token_ids", frozenset())
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            stop_token_ids=stops,
+            min_tokens=rules.get("min_tokens", 0),
+            logprobs=beams.width + len(stops),
+            beams=beams,
+        )
+        return self._add(beams.width, prompt, params, rules, is_search=True)
+
+    def _add(
+        self, count: int, prompt: list[int], params: SamplingParams, rules: Rules, *, is_search: bool
+    ) -> list[Sequence]:
         ids = [next(self._ids) for _ in range(count)]
         seqs = [
             Sequence(
                 id=id,
                 tokens=list(prompt),
                 prompt_len=len(prompt),
-                params=SamplingParams(max_tokens=max_tokens, stop_token_ids=rules.get("stop_token_ids", frozenset())),
+                params=params,
                 arrived=self.now,
                 deadline=self.now + rules.get("timeout_s", math.inf),
                 priority=rules.get("priority", 0),
@@ -175,11 +201,12 @@ class SteppedEngine:
                 tpot_s=rules.get("tpot_s", math.inf),
                 cache_root=chain_root(rules.get("salt", "")),
                 bypass_cache=rules.get("bypass", False),
-                request=ids[0] if count > 1 else None,
+                request=ids[0] if count > 1 and not is_search else None,
             )
             for id in ids
         ]
         for seq in seqs:
+            seq.peers = tuple(seqs) if is_search else ()
             self.outputs[seq.id] = []
             self.scheduler.add(seq)
         self._take_output()

@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from engine.beam_search import BeamParams, EarlyStopping
 from engine.deadlines import LEAVING
 from engine.policies import PolicyName
 from engine.schedules import ScheduleName
@@ -13,6 +14,8 @@ from engine.sequence import EndReason, State
 from engine.steps_in_flight import StepsInFlight
 from engine.synthetic import StepTime
 from tests.engine.harness import SteppedEngine
+from tests.engine.test_beams import expected as expected_of
+from tests.engine.test_beams import found
 from tests.engine.unreliable import UnreliableRunner
 
 MAX_MODEL_LEN = 60
@@ -57,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             copy_s=0.01,
         )
         self.seqs = []
+        self.searches = []
 
     @rule(
         prompt=prompts,
@@ -73,6 +77,38 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, prompt, max_tokens, priority, timeout_s, tenant, slo, salt, bypass, stops, count):
         rules = {"priority": priority, "timeout_s": timeout_s, "tenant": tenant, "salt": salt, "bypass": bypass, **slo}
         self.seqs += self.engine.add_siblings(count, prompt, max_tokens, stop_token_ids=stops, **rules)
+
+    @rule(
+        prompt=prompts,
+        max_tokens=st.integers(1, 20),
+        priority=st.integers(-1, 1),
+        timeout_s=st.sampled_from([float("inf"), float("inf"), 20.0]),
+        tenant=st.sampled_from(["", "a"]),
+        bypass=st.booleans(),
+        stops=st.sampled_from([frozenset(), frozenset(range(0, 258, 9))]),
+        min_tokens=st.sampled_from([0, 2]),
+        width=st.sampled_from([1, 2, 3, 6]),
+        length_penalty=st.sampled_from([-1.0, 0.0, 1.0]),
+        early_stopping=st.sampled_from(EarlyStopping),
+    )
+    def search(
+        self,
+        prompt,
+        max_tokens,
+        priority,
+        timeout_s,
+        tenant,
+        bypass,
+        stops,
+        min_tokens,
+        width,
+        length_penalty,
+        early_stopping,
+    ):
+        rules = {"priority": priority, "timeout_s": timeout_s, "tenant": tenant, "bypass": bypass}
+        params = BeamParams(width, length_penalty, early_stopping)
+        rows = self.engine.add_search(params, prompt, max_tokens, stop_token_ids=stops, min_tokens=min_tokens, **rules)
+        self.searches.append(rows)
 
     @rule(count=st.integers(1, 12))
     def steps(self, count):
@@ -95,8 +131,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def abort(self, data):
-        if self.seqs:
-            self.engine.abort(data.draw(st.sampled_from(self.seqs)).id)
+        if seqs := [*self.seqs, *(row for rows in self.searches for row in rows)]:
+            self.engine.abort(data.draw(st.sampled_from(seqs)).id)
 
     @rule()
     def flush_cache(self):
@@ -117,16 +153,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         higher: whenever that one starts, or takes a block."""
         size, by_higher = self.engine.pool.block_size, 0
         if self.policy == "priority":
-            higher = [other for other in self.seqs if other.priority > seq.priority]
+            rows = [row for rows in self.searches for row in rows]
+            higher = [other for other in [*self.seqs, *rows] if other.priority > seq.priority]
             by_higher = sum((1 + other.preemptions) * (1 + -(-len(other.tokens) // size)) for other in higher)
         return 1 + seq.output_len // size + by_higher + self.num_extra
 
     def teardown(self):
         self.engine.run()
         for seq in self.seqs:
-            assert seq.preemptions <= self.most_preemptions(seq), "admission and preemption chase each other"
+            assert seq.preemptions <= self.most_preemptions(seq), "they chase each other"
         assert self.engine.pool.num_referenced == 0
         assert self.engine.scheduler.host.load().blocks_used == 0
+        for rows in self.searches:
+            assert len({row.preemptions for row in rows}) == 1
+            reasons = {self.engine.ended[row.id].reason for row in rows}
+            if reasons <= {EndReason.LENGTH, EndReason.STOP}:
+                assert found(self.engine, rows) == expected_of(rows, MAX_MODEL_LEN)
+                assert rows[0].preemptions <= self.most_preemptions(rows[0]), "they chase each other"
+            else:
+                assert len(reasons) == 1
+                assert not any(self.engine.outputs[row.id] for row in rows)
         for seq in self.seqs:
             ended = self.engine.ended[seq.id]
             expected = self.engine.expected(seq)[: MAX_MODEL_LEN - seq.prompt_len]

@@ -1,0 +1,55 @@
+"""Beam search over the synthetic model by the book: whole texts and no blocks, every candidate written out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.beam_search import BeamParams, EarlyStopping
+from engine.synthetic import _advance, expected_logprobs
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A hypothesis: its tokens, its worth, and the stop id that ended it."""
+
+    tokens: list[int]
+    score: float
+    matched: int | None
+
+
+def expected_beams(
+    prompt: list[int],
+    max_tokens: int,
+    params: BeamParams,
+    vocab_size: int,
+    stop_ids: frozenset[int] = frozenset(),
+    min_tokens: int = 0,
+) -> list[Expected]:
+    """What a search finds, best first."""
+    width = params.width
+    texts: list[tuple[float, list[int]]] = [(0.0, [])]
+    finished: list[Expected] = []
+    for length in range(1, max_tokens + 1):
+        longer = []
+        for score, text in texts:
+            checksum = 0
+            for token in [*prompt, *text]:
+                checksum = _advance(checksum, token)
+            likely = expected_logprobs(checksum, vocab_size, vocab_size)
+            allowed = [pair for pair in zip(likely.top_ids, likely.top, strict=True)
+                       if length > min_tokens or pair[0] not in stop_ids]  # fmt: skip
+            longer += [(score + logprob, [*text, token]) for token, logprob in allowed[: width + len(stop_ids)]]
+        longer.sort(key=lambda pair: -pair[0])
+        for score, text in longer[:width]:
+            if text[-1] in stop_ids or length == max_tokens:
+                matched = text[-1] if text[-1] in stop_ids else None
+                finished.append(Expected(text, score / length**params.length_penalty, matched))
+        finished = sorted(finished, key=lambda one: -one.score)[:width]
+        texts = [pair for pair in longer if pair[1][-1] not in stop_ids][:width]
+        if len(finished) == width:
+            hoped = max_tokens if params.early_stopping is EarlyStopping.BEST and params.length_penalty > 0 else length
+            if params.early_stopping is EarlyStopping.ENOUGH:
+                break
+            if texts[0][0] / hoped**params.length_penalty <= finished[-1].score:
+                break
+    return finished
