@@ -65,6 +65,7 @@ class Chunk:
     prompt_ids     what the prompt became, on the first chunk where asked for
     finish_reason  set when the sequence ends
     matched        the stop string or token id that ended it
+    score          of a beam search's hypothesis
     usage, timing  on the last chunk of the stream
     """
 
@@ -76,6 +77,7 @@ class Chunk:
     prompt_ids: tuple[int, ...] | None = None
     finish_reason: FinishReason | None = None
     matched: str | int | None = None
+    score: float | None = None
     usage: Usage | None = None
     timing: Timing | None = None
 
@@ -110,6 +112,7 @@ def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:
                 index=end.index,
                 finish_reason=_REASONS.get(end.reason, FinishReason.OTHER),
                 matched=None if matched is None else getattr(end, matched),
+                score=end.score if end.HasField("score") else None,
                 usage=usage,
                 timing=timing,
             )

@@ -44,6 +44,12 @@ def generate(
     top_k: TopK = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
     seed: Seed = None,
+    beams: Annotated[
+        int | None, typer.Option(help="Search for the best answer with so many beams.", show_default=False)
+    ] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="Of --beams: above 0 favours long answers.", show_default=False)
+    ] = None,
     priority: Annotated[int, typer.Option(help="Higher runs earlier.")] = 0,
     ttft_ms: Annotated[float | None, typer.Option(help="Target for the first token.", show_default=False)] = None,
     tpot_ms: Annotated[float | None, typer.Option(help="Target for each token after it.", show_default=False)] = None,
@@ -66,6 +72,8 @@ def generate(
         "top_k": top_k,
         "stop": stop,
         "seed": seed,
+        "beams": beams,
+        "length_penalty": length_penalty,
         "priority": priority,
         "ttft_ms": ttft_ms,
         "tpot_ms": tpot_ms,

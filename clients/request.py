@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from google.protobuf.message import Message
 
@@ -37,6 +37,9 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | None
     n: int | None
     best_of: int | None
+    beams: int | None
+    length_penalty: float | None
+    early_stopping: Literal["estimated", "enough", "best"] | None
     logprobs: int | None
     text: bool | None
     prompt_ids: bool | None
@@ -69,6 +72,9 @@ _FIELDS = {
     "seed": "sampling.seed",
     "n": "sampling.n",
     "best_of": "sampling.best_of",
+    "beams": "sampling.beam_search.width",
+    "length_penalty": "sampling.beam_search.length_penalty",
+    "early_stopping": "sampling.beam_search.early_stopping",
     "logprobs": "output.logprobs",
     "text": "output.text",
     "prompt_ids": "output.prompt",
@@ -80,6 +86,12 @@ _FIELDS = {
     "tpot_ms": "slo.tpot_ms",
     "model": "model",
     "request_id": "request_id",
+}
+
+_EARLY_STOPPING = {
+    "estimated": inference_pb2.EARLY_STOPPING_ESTIMATED,
+    "enough": inference_pb2.EARLY_STOPPING_ENOUGH,
+    "best": inference_pb2.EARLY_STOPPING_BEST,
 }
 
 _ROLES = {
@@ -141,6 +153,12 @@ def _with_options(
     for name, value in options.items():
         if name not in _FIELDS:
             raise TypeError(f"unknown option {name!r}; known: {', '.join(_FIELDS)}")
+        if name == "early_stopping" and value is not None:
+            if value not in _EARLY_STOPPING:
+                raise InvalidArgument(
+                    f"{_FIELDS[name]}: {value!r} is none of {', '.join(_EARLY_STOPPING)}", _FIELDS[name]
+                )
+            value = _EARLY_STOPPING[str(value)]
         if value is not None:
             _assign(request, _FIELDS[name], value)
     return request

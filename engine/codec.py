@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from engine.beam_search import BeamParams, EarlyStopping
 from engine.blocks import chain_root
 from engine.loop import LoadSnapshot
 from engine.sequence import EndReason, SamplingParams, Sequence, TokenLogprobs
 from engine.step_output import Ended
 from engine.tenants import TenantTable
-from protos import control_pb2, engine_pb2
+from protos import control_pb2, engine_pb2, inference_pb2
 
 _END_REASONS = {
     EndReason.STOP: engine_pb2.END_REASON_STOP,
@@ -19,6 +20,10 @@ _END_REASONS = {
     EndReason.DEADLINE: engine_pb2.END_REASON_DEADLINE,
     EndReason.REJECTED: engine_pb2.END_REASON_REJECTED,
     EndReason.FAILED: engine_pb2.END_REASON_FAILED,
+}
+_EARLY_STOPPING = {
+    inference_pb2.EARLY_STOPPING_ENOUGH: EarlyStopping.ENOUGH,
+    inference_pb2.EARLY_STOPPING_BEST: EarlyStopping.BEST,
 }
 _SEED_MASK = (1 << 64) - 1
 
@@ -41,6 +46,8 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
         stop_token_ids=frozenset(submit.stop_token_ids),
         logprobs=submit.logprobs if submit.HasField("logprobs") else None,
     )
+    if sampling.HasField("beam_search"):
+        params = _search_params(params, sampling)
     tokens = list(submit.prompt)
     return Sequence(
         id=id,
@@ -57,6 +64,18 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
         bypass_cache=submit.cache.bypass,
         request_id=submit.request_id,
     )
+
+
+def _search_params(params: SamplingParams, sampling: inference_pb2.Sampling) -> SamplingParams:
+    """A row asks for as many of its most likely tokens as the search may need."""
+    search = sampling.beam_search
+    beams = BeamParams(
+        width=sampling.n,
+        length_penalty=search.length_penalty if search.HasField("length_penalty") else 1.0,
+        early_stopping=_EARLY_STOPPING.get(search.early_stopping, EarlyStopping.ESTIMATED),
+        tells_logprobs=params.logprobs is not None,
+    )
+    return replace(params, beams=beams, logprobs=beams.width + len(params.stop_token_ids))
 
 
 @dataclass(slots=True)
@@ -103,6 +122,7 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
         preempted_tokens=seq.preempted_tokens,
         saved_tokens=seq.saved_tokens,
         loaded_tokens=seq.loaded_tokens,
+        score=ended.score,
     )
 
 

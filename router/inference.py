@@ -131,11 +131,16 @@ class GenerateCall:
         self._first_written: float | None = None
         self._n = params.n
         self._held = HeldTokens() if params.picks_best else None
+        self._is_search = params.is_search
         skips_special_tokens = not params.keeps_special_tokens
+
+        def is_told(index: int) -> bool:
+            return index < params.n or not params.is_search
+
         self._outputs = [
             SequenceOutput(
                 index,
-                tokenizer.detokenizer(skips_special_tokens) if params.has_text else None,
+                tokenizer.detokenizer(skips_special_tokens) if params.has_text and is_told(index) else None,
                 params.stop,
                 params.min_tokens,
                 params.logprobs is not None,
@@ -174,7 +179,9 @@ class GenerateCall:
             stream.abort(output.index)  # only the router knows stop strings; until it is heard, tokens go on coming
 
     async def _write_best(self, held: HeldTokens) -> None:
-        for rank, output in enumerate(best_of(self._outputs, self._n)):
+        # The engine names a search's hypotheses in the order of their scores.
+        best = self._outputs[: self._n] if self._is_search else best_of(self._outputs, self._n)
+        for rank, output in enumerate(best):
             for tokens in held.take(output.index, returned_as=rank):
                 await self._write_tokens(
                     inference_pb2.GenerateResponse(request_id=self._response.request_id, tokens=tokens)

@@ -22,6 +22,7 @@ class Limits:
     max_text_bytes: int = 1 << 20
     max_messages: int = 4096
     max_n: int = 64
+    max_beams: int = 16
     max_logprobs: int = 20
     max_stop: int = 16
     max_stop_bytes: int = 256

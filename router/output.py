@@ -79,6 +79,7 @@ class SequenceOutput:
             index=returned_as,
             reason=_FINISH_REASONS[self.ended.reason],
             token_id=self.ended.matched if self.ended.HasField("matched") else None,
+            score=self.ended.score if self.ended.HasField("score") else None,
         )
 
     def _text_of(self, ids: Sequence[int], ended: engine_pb2.Ended | None) -> tuple[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 
 from protos import inference_pb2
+from router.beam_search import check_beam_search
 from router.fields import check_count, check_id, check_integer, check_number
 from router.limits import Limits
 
@@ -33,4 +34,6 @@ def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb
     check_integer(resolved.best_of, "sampling.best_of", resolved.n, limits.max_n)
     if resolved.top_k >= limits.vocab_size:
         resolved.top_k = 0  # both keep every token
+    if resolved.HasField("beam_search"):
+        check_beam_search(resolved, given, limits)
     return resolved

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from protos import engine_pb2, inference_pb2
+from router.beam_search import check_stop_ids, check_stopping
 from router.chat_template import Chat, ChatRole, Message
 from router.errors import InvalidArgument, NotFound
 from router.fields import check_bytes, check_count, check_ids, check_integer, check_number
@@ -28,7 +29,7 @@ _MAX_SLO_MS = 3_600_000
 class GenerateParams:
     """A valid request with its defaults filled in.
 
-    sampling     every field is set, the seed included
+    sampling     every field is set, the seed included; beam_search only where it is asked for
     is_raw       a text prompt is continued as it stands, even by a model that chats
     max_tokens   None: as many as the context leaves, up to a default (`check_prompt` tells)
     logprobs     None: none; 0: of the chosen token; N: also of the N most likely
@@ -66,8 +67,14 @@ class GenerateParams:
         return self.sampling.best_of
 
     @property
+    def is_search(self) -> bool:
+        """By beams, which the engine ranks."""
+        return self.sampling.HasField("beam_search")
+
+    @property
     def picks_best(self) -> bool:
-        return self.num_sequences > self.n
+        """Nothing is told before all have ended."""
+        return self.num_sequences > self.n or self.is_search
 
 
 def validate_generate(
@@ -82,6 +89,8 @@ def validate_generate(
     has_text = output.text if output.HasField("text") else True
     if stopping.stop and not has_text:
         raise InvalidArgument("stopping.stop", "needs output.text, which is off")
+    if request.sampling.HasField("beam_search"):
+        check_stopping(stopping, output)
     return GenerateParams(
         request_id=_request_id(request.request_id, limits),
         prompt=_prompt(request, limits),
@@ -143,8 +152,12 @@ def to_submit(
     max_tokens  as `check_prompt` resolved it
     timeout_s   from now; None: no deadline
     tenant      as `tenant_of` found it
+
+    Raises InvalidArgument if a beam search cannot be made with so many ids that end a sequence.
     """
-    eos = () if params.ignore_eos else eos_token_ids
+    stop_ids = {*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids}
+    if params.is_search:
+        check_stop_ids(stop_ids, params.num_sequences)
     sampling = inference_pb2.Sampling()
     sampling.CopyFrom(params.sampling)
     sampling.n = params.num_sequences  # which of them are returned is the router's to say
@@ -153,8 +166,8 @@ def to_submit(
         sampling=sampling,
         max_tokens=max_tokens,
         min_tokens=params.min_tokens,
-        stop_token_ids=sorted({*eos, *params.stop_token_ids}),
-        logprobs=0 if params.picks_best and params.logprobs is None else params.logprobs,
+        stop_token_ids=sorted(stop_ids),
+        logprobs=0 if params.picks_best and not params.is_search and params.logprobs is None else params.logprobs,
         cache=inference_pb2.Cache(salt=params.cache_salt, bypass=params.bypasses_cache),
         priority=params.priority,
         timeout_s=timeout_s,
