@@ -120,7 +120,7 @@ class BeamSearch:
                 origins.append((at, token))
                 if len(origins) == width:
                     break
-        self.is_over = len(origins) < width or not self._can_improve()
+        self.is_over = not origins or not self._can_improve()
         return origins
 
     def _add(self, beam: Beam, matched: int | None) -> None:

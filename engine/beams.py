@@ -37,6 +37,7 @@ class Search:
     places: list[int] = field(default_factory=lambda: [0])
     found: dict[int, TokenLogprobs] = field(default_factory=dict)
     has_joined: bool = False
+    is_over: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -44,7 +45,7 @@ class Search:
 
     def outcome(self, output: StepOutput) -> Iterator[tuple[Sequence, EndReason, int | None, float]]:
         """Once it is over: tells each hypothesis, best first, under the name of a row, and how that ends."""
-        if not self.beams.is_over:
+        if not self.is_over:
             return
         tells_logprobs = self.beams.params.tells_logprobs
         missing = len(self.rows) - len(self.beams.hypotheses)  # of a vocabulary that has fewer tokens
@@ -155,7 +156,8 @@ class Beams:
         rows, found = search.rows, search.found
         best = [(found[place].top_ids, found[place].top) for place in search.places]
         origins = search.beams.advance(best)
-        if search.beams.is_over:
+        search.is_over = search.beams.is_over or len(origins) < len(rows)  # no row may be without a beam
+        if search.is_over:
             for row in rows:  # it counts as computed for its tenant; which one it is means nothing any more
                 row.tokens.append(best[0][0][0])
             return

@@ -76,6 +76,7 @@ class Served:
         )
         self.steps = StepsInFlight(self.scheduler, runner)
         self.ended: list[Ended] = []
+        self.told: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
         self._lookahead = runner.lookahead if schedule == "continuous" else 0
         self._ids = itertools.count()
@@ -95,7 +96,8 @@ class Served:
         self.scheduler.check_integrity()
         output = self.scheduler.take_output()
         self.ended += output.ended
-        for id, logprobs in zip(output.sequences, output.logprobs, strict=True):
+        for id, token, logprobs in zip(output.sequences, output.tokens, output.logprobs, strict=True):
+            self.told.setdefault(id, []).append(token)
             if logprobs is not None:
                 self.logprobs.setdefault(id, []).append(logprobs)
         return was_busy or not plan.is_empty
