@@ -40,6 +40,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("infinite bias", {"sampling": {"logit_bias": {1: math.inf}}}, "sampling.logit_bias[1]"),
     ("n zero", {"sampling": {"n": 0}}, "sampling.n"),
     ("n a million", {"sampling": {"n": 1_000_000}}, "sampling.n"),
+    ("a single beam", {"sampling": {"beam_search": {"width": 1}}}, "sampling.beam_search.width"),
+    ("beams at a temperature", {"sampling": {"beam_search": {"width": 2}, "temperature": 1}}, "sampling.temperature"),
     ("max_tokens zero", {"stopping": {"max_tokens": 0}}, "stopping.max_tokens"),
     ("min over max", {"stopping": {"max_tokens": 4, "min_tokens": 5}}, "stopping.min_tokens"),
     ("empty stop string", {"stopping": {"stop": ["fine", ""]}}, "stopping.stop[1]"),

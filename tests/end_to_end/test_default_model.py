@@ -156,6 +156,48 @@ def test_best_of_returns_those_with_the_highest_mean_logprob(exact: inference_pb
     assert answer.responses[-1].usage.completion_tokens == sum(len(every.ids(at)) for at in range(6))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("early_stopping", [False, True])
+def test_beams_are_those_of_transformers(
+    exact: inference_pb2_grpc.InferenceStub, default_model_folder: Path, early_stopping: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(default_model_folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(default_model_folder, dtype=torch.float32).eval()
+    for at, prompt in enumerate(PROMPTS):
+        width, penalty = 2 + at % 4, (0.5, 1.0, 2.0)[at % 3]
+        ids = tokenizer(prompt, return_tensors="pt")
+        ends = [tokenizer.eos_token_id, tokenizer.encode(".")[0]]
+        with torch.inference_mode():
+            out = model.generate(
+                **ids,
+                max_new_tokens=COUNT,
+                num_beams=width,
+                num_return_sequences=2,
+                length_penalty=penalty,
+                early_stopping=early_stopping,
+                do_sample=False,
+                eos_token_id=ends,
+                pad_token_id=tokenizer.eos_token_id,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+        message = request(prompt, max_tokens=COUNT, sampling={"n": 2})
+        message.stopping.stop_token_ids.extend(ends)
+        beams = message.sampling.beam_search
+        beams.width, beams.length_penalty = width, penalty
+        beams.early_stopping = (
+            inference_pb2.EARLY_STOPPING_ENOUGH if early_stopping else inference_pb2.EARLY_STOPPING_ESTIMATED
+        )
+        answer = ask(exact, message)
+        theirs = out.sequences[:, ids["input_ids"].shape[1] :].tolist()
+        for index, (tokens, score) in enumerate(zip(theirs, out.sequences_scores.tolist(), strict=True)):
+            ended = next((place for place, id in enumerate(tokens, 1) if id in ends), len(tokens))
+            assert answer.ids(index) == tokens[:ended], prompt
+            assert answer.finished(index).score == pytest.approx(score, abs=1e-3)
+
+
 def test_logprobs_of_the_chosen_and_the_most_likely_agree(exact: inference_pb2_grpc.InferenceStub) -> None:
     message = request("The capital of Sweden is", max_tokens=6)
     message.output.logprobs = 3

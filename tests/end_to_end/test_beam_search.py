@@ -1,0 +1,120 @@
+"""Beam search through a real router and a real engine with the synthetic model."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from clients.cli import app
+from clients.client import Client
+from engine.beam_search import BeamParams, EarlyStopping
+from engine.synthetic import expected_tokens
+from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tests.end_to_end.asking import Answer, ask, request
+from tests.engine.beam_reference import Expected, expected_beams
+from tests.servers import Server
+
+VOCAB_SIZE = 258
+STOPS = frozenset({5, 77, 130, 201})
+VALUES = {
+    EarlyStopping.ESTIMATED: inference_pb2.EARLY_STOPPING_ESTIMATED,
+    EarlyStopping.ENOUGH: inference_pb2.EARLY_STOPPING_ENOUGH,
+    EarlyStopping.BEST: inference_pb2.EARLY_STOPPING_BEST,
+}
+
+
+def search(text: str, max_tokens: int, n: int, params: BeamParams) -> inference_pb2.GenerateRequest:
+    message = request(text, max_tokens)
+    message.stopping.stop_token_ids.extend(STOPS)
+    message.sampling.n = n
+    beams = message.sampling.beam_search
+    beams.width, beams.length_penalty = params.width, params.length_penalty
+    beams.early_stopping = VALUES[params.early_stopping]
+    return message
+
+
+def check(answer: Answer, expected: list[Expected]) -> None:
+    for index, one in enumerate(expected):
+        assert answer.ids(index) == one.tokens
+        end = answer.finished(index)
+        assert end.score == pytest.approx(one.score, rel=1e-6)
+        assert (end.token_id if end.HasField("token_id") else None) == one.matched
+        text = one.tokens if one.matched is None else one.tokens[:-1]
+        assert answer.text(index) == bytes(id for id in text if id < 256).decode(errors="replace")
+
+
+@pytest.mark.parametrize("early_stopping", EarlyStopping)
+def test_n_hypotheses_come_best_first_at_the_end(
+    inference: inference_pb2_grpc.InferenceStub, early_stopping: EarlyStopping
+) -> None:
+    for width in (2, 4, 16):
+        params = BeamParams(width, 0.8 if width == 4 else 1.0, early_stopping)
+        expected = expected_beams(list(b"beams"), 30, params, VOCAB_SIZE, STOPS)
+        for n in (1, width // 2, width):
+            answer = ask(inference, search("beams", 30, n, params))
+            check(answer, expected[:n])
+            ends = [response.finished.index for response in answer.responses if response.HasField("finished")]
+            assert ends == list(range(n))
+            usage = answer.responses[-1].usage
+            assert usage.completion_tokens == sum(len(one.tokens) for one in expected)
+
+
+def test_searches_and_streams_beside_each_other_change_no_token(inference: inference_pb2_grpc.InferenceStub) -> None:
+    params = BeamParams(5)
+
+    def one(at: int) -> None:
+        text = f"number {at}"
+        if at % 2:
+            assert ask(inference, request(text, 60)).ids() == expected_tokens(text.encode(), 60, VOCAB_SIZE)
+        else:
+            expected = expected_beams(list(text.encode()), 40, params, VOCAB_SIZE, STOPS)
+            check(ask(inference, search(text, 40, 2, params)), expected[:2])
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(one, range(16)))
+
+
+def test_a_search_that_is_cancelled_gives_everything_back(
+    inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
+) -> None:
+    call = inference.Generate(search("endless", 20_000, 1, BeamParams(4, 4.0, EarlyStopping.BEST)))
+    deadline = time.monotonic() + 20
+    while control.GetLoad(control_pb2.GetLoadRequest()).running < 4:
+        assert time.monotonic() < deadline, "four beams never ran"
+        time.sleep(0.01)
+    threading.Timer(0.0, call.cancel).start()
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+    while (load := control.GetLoad(control_pb2.GetLoadRequest())).running or load.blocks_referenced:
+        assert time.monotonic() < deadline, "its blocks never came back"
+        time.sleep(0.01)
+
+
+def test_the_python_client_asks_for_beams_and_tells_scores(synthetic_server: Server) -> None:
+    with Client(synthetic_server.address) as client:
+        chunks = list(client.generate("beams", raw=True, beams=3, n=2, max_tokens=9, ignore_eos=True, logprobs=0))
+        expected = expected_beams(list(b"beams"), 9, BeamParams(3), VOCAB_SIZE)
+        scores = [chunk.score for chunk in chunks if chunk.finish_reason]
+        assert scores == [pytest.approx(one.score) for one in expected[:2]]
+        best = [chunk for chunk in chunks if chunk.index == 0]
+        assert [id for chunk in best for id in chunk.tokens] == expected[0].tokens
+        total = sum(found.logprob for chunk in best for found in chunk.logprobs)
+        assert total / 9 == pytest.approx(expected[0].score)
+
+
+def test_the_command_writes_the_best_hypothesis(synthetic_server: Server) -> None:
+    command = ["generate", "best", "--raw", "--beams", "3", "--max-tokens", "12", "--address", synthetic_server.address]
+    result = CliRunner().invoke(app, command)
+    eos = frozenset({256, 257})
+    best = expected_beams(list(b"best"), 12, BeamParams(3), VOCAB_SIZE, eos)[0]
+    text = bytes(id for id in best.tokens if id < 256).decode(errors="replace")
+    assert result.stdout.rstrip("\n") == text.rstrip("\n")
+    wrong = CliRunner().invoke(app, [*command, "--beams", "17"])
+    assert wrong.exit_code == 1
+    assert "sampling.beam_search.width: is 17, must be from 2 to 16" in wrong.stderr
