@@ -35,10 +35,10 @@ def expected_beams(
             checksum = 0
             for token in [*prompt, *text]:
                 checksum = _advance(checksum, token)
-            likely = expected_logprobs(checksum, vocab_size, vocab_size)
+            likely = expected_logprobs(checksum, width + len(stop_ids), vocab_size)  # of which `width` do not end it
             allowed = [pair for pair in zip(likely.top_ids, likely.top, strict=True)
                        if length > min_tokens or pair[0] not in stop_ids]  # fmt: skip
-            longer += [(score + logprob, [*text, token]) for token, logprob in allowed[: width + len(stop_ids)]]
+            longer += [(score + logprob, [*text, token]) for token, logprob in allowed]
         longer.sort(key=lambda pair: -pair[0])
         for score, text in longer[:width]:
             if text[-1] in stop_ids or length == max_tokens:
