@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.beam_search import BeamParams, EarlyStopping
-from engine.synthetic import _advance, expected_logprobs
+from engine.synthetic import advance, expected_logprobs
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def expected_beams(
         for score, text in texts:
             checksum = 0
             for token in [*prompt, *text]:
-                checksum = _advance(checksum, token)
+                checksum = advance(checksum, token)
             likely = expected_logprobs(checksum, width + len(stop_ids), vocab_size)  # of which `width` do not end it
             allowed = [pair for pair in zip(likely.top_ids, likely.top, strict=True)
                        if length > min_tokens or pair[0] not in stop_ids]  # fmt: skip
