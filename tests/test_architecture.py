@@ -14,8 +14,8 @@ PACKAGES = {"protos", "channel", "router", "engine", "kernels", "checkpoints", "
 SCHEDULING = {
     "scheduler", "schedules", "policies", "pacing", "step_time_model", "least_time", "likely_time", "running_quantile",
     "deadlines", "victims", "blocks", "block_copies", "block_heads", "block_tables", "eviction", "free_blocks",
-    "prefix_cache", "shared_prompts", "host_blocks", "host_copy_times", "beam_search", "beams", "sequence", "step_output",
-    "tenants",
+    "prefix_cache", "shared_prompts", "host_blocks", "host_copy_times", "beam_search", "beams", "sequence",
+    "step_output", "tenants",
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from tests.engine.test_device_runner import Served, device_runner, outputs
 from tests.engine.tiny_models import MODELS, load_runner, random_prompt, save_model
 
 PARAMS = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.95, seed=11)
-SETTINGS = {"max_num_seqs": 6, "token_budget": 19, "max_model_len": 120}
+SETTINGS = {"max_num_seqs": 6, "token_budget": 19, "max_model_len": 120, "block_size": 8}
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral with a sliding window"])

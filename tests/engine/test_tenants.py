@@ -40,7 +40,7 @@ def test_every_policy_counts_computed_prompt_tokens_once_and_outputs_twice(polic
 
 
 def test_what_the_cache_or_a_sibling_has_costs_nothing() -> None:
-    engine = SteppedEngine(num_blocks=200)
+    engine = SteppedEngine(num_blocks=200, block_size=8)
     engine.add(prompt(40), max_tokens=1, tenant="first")
     engine.run()
     engine.add(prompt(40), max_tokens=1, tenant="second")
