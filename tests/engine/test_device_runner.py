@@ -62,8 +62,9 @@ class Served:
         schedule: ScheduleName = "continuous",
         prefix_caching: bool = True,
         host_blocks: int = 0,
+        block_size: int = 4,
     ) -> None:
-        self.pool = BlockPool(num_blocks, 4)
+        self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=6,
@@ -72,7 +73,7 @@ class Served:
             clock=lambda: 0.0,
             prefix_caching=prefix_caching,
             schedule=schedule,
-            host=HostBlocks(host_blocks, 4, clock=lambda: 0.0),
+            host=HostBlocks(host_blocks, block_size, clock=lambda: 0.0),
         )
         self.steps = StepsInFlight(self.scheduler, runner)
         self.ended: list[Ended] = []

@@ -13,7 +13,7 @@ from tests.engine.test_device_runner import Served, device_runner, outputs
 from tests.engine.tiny_models import MODELS, load_runner, random_prompt, save_model
 
 PARAMS = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.95, seed=11)
-SETTINGS = {"max_num_seqs": 6, "token_budget": 19, "max_model_len": 120, "block_size": 8}
+SETTINGS = {"max_num_seqs": 6, "token_budget": 19, "max_model_len": 120}
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral with a sliding window"])
@@ -23,8 +23,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def runner_of(kind: str, folder: Path) -> Runner:
-    return load_runner(folder, **SETTINGS) if kind == "cpu" else device_runner(folder, **SETTINGS)
+def runner_of(kind: str, folder: Path, block_size: int = 4) -> Runner:
+    load = load_runner if kind == "cpu" else device_runner
+    return load(folder, block_size=block_size, **SETTINGS)
 
 
 def ask_siblings(served: Served, prompt: list[int], count: int) -> list[Sequence]:
@@ -46,7 +47,7 @@ def test_siblings_generate_what_separate_seeded_requests_do(folder: Path, kind: 
     together.run()
     alone = []
     for at in range(8):
-        served = Served(load_runner(folder, **SETTINGS), 60)
+        served = Served(runner_of("cpu", folder), 60)
         alone.append(served.add(prompt, replace(PARAMS, seed=PARAMS.seed + at)))
         served.run()
     assert outputs(seqs) == outputs(alone)
@@ -55,14 +56,14 @@ def test_siblings_generate_what_separate_seeded_requests_do(folder: Path, kind: 
 
 @pytest.mark.parametrize("kind", ["cpu", "device"])
 def test_a_prompt_that_leaves_another_inside_a_block_is_continued_rightly(folder: Path, kind: str) -> None:
-    served = Served(runner_of(kind, folder), 60)
+    served = Served(runner_of(kind, folder, block_size=8), 60, block_size=8)
     served.add(random_prompt(40, seed=4), replace(PARAMS, max_tokens=1))
     served.run()
     prompt = [*random_prompt(40, seed=4)[:30], 5, 6, 7, 8]
     seq = served.add(prompt, PARAMS)
     served.run()
     assert seq.cached_tokens >= 30
-    fresh = Served(load_runner(folder, **SETTINGS), 60)
+    fresh = Served(runner_of("cpu", folder), 60)
     alone = fresh.add(prompt, PARAMS)
     fresh.run()
     assert outputs([seq]) == outputs([alone])
