@@ -15,7 +15,7 @@ from engine.steps_in_flight import Runner
 from engine.synthetic import StepTime, SyntheticRunner
 
 SYNTHETIC_BYTES_PER_TOKEN = 8  # one checksum
-SYNTHETIC_NUM_BLOCKS = 8192
+SYNTHETIC_TOKENS = 131_072  # that its cache holds
 
 
 class InformedRunner(Runner, Protocol):
@@ -70,7 +70,7 @@ def _load_synthetic(config: EngineConfig, model_config: dict[str, int], step_tim
         max_model_len=config.max_model_len or model_config["max_position_embeddings"],
         weight_bytes=0,
         kv_cache=spec,
-        num_blocks=budget // spec.bytes_per_block if budget else SYNTHETIC_NUM_BLOCKS,
+        num_blocks=budget // spec.bytes_per_block if budget else SYNTHETIC_TOKENS // spec.block_size,
         num_host_blocks=count_host_blocks(spec, config.host_kv_gb),
     )
     return SyntheticRunner(info, step_time, lookahead=int(config.overlap == "on"))
