@@ -13,7 +13,7 @@ from bench.promises.scenario import Bound, Figures, Turn, Variant
 from bench.workloads import Draw
 from clients import AsyncClient
 
-TARGET_ITL_MS = 40
+TARGET_ITL_MS = 80
 MAX_GROWTH = 1.5
 PACED, GROWTH, WHOLE = f"--target-itl-ms {TARGET_ITL_MS}", f"--max-itl-growth {MAX_GROWTH}", "prompts whole"
 
