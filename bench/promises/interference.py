@@ -32,6 +32,7 @@ class Interference:
     variants: tuple[Variant, ...] = (
         Variant(PACED, ("--target-itl-ms", str(TARGET_ITL_MS))),
         Variant(GROWTH, ("--max-itl-growth", str(MAX_GROWTH))),
+        Variant("neither, prompts cut"),
         Variant(WHOLE, ("--token-budget", "8192")),
     )
     num_streams: int = 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -35,6 +35,20 @@ SCENARIOS: dict[str, type[Scenario]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """
+    arguments  of `pagoda serve`, for all of them
+    runner     one event loop for all clients: gRPC's poller outlives the loop that it was made for
+    versions   learns what the servers say
+    """
+
+    arguments: list[str]
+    vocab_size: int
+    runner: asyncio.Runner
+    versions: dict[str, str]
+
+
 def promises(
     names: list[str], *, arguments: list[str], vocab_size: int, repeat: int, threads: int, output: Path
 ) -> None:
@@ -45,16 +59,18 @@ def promises(
     found: dict[str, list[Turn]] = {}
     bounds: list[Bound] = []
     details: list[Cells] = []
-    for name in names:
-        scenario = SCENARIOS[name]()
-        found[name] = []
-        with console.status("") as status:
-            for turn in range(repeat):
-                status.update(f"{name}, turn {turn + 1} of {repeat}")
-                found[name].append(run_turn(scenario, arguments, vocab_size, turn, versions))
-        bounds += scenario.bounds(found[name])
-        details.append(figures_table(scenario, found[name]))
-        console.print(details[-1].rich(), "")
+    with asyncio.Runner() as runner:
+        servers = Servers(arguments, vocab_size, runner, versions)
+        for name in names:
+            scenario = SCENARIOS[name]()
+            found[name] = []
+            with console.status("") as status:
+                for turn in range(repeat):
+                    status.update(f"{name}, turn {turn + 1} of {repeat}")
+                    found[name].append(run_turn(scenario, servers, turn))
+            bounds += scenario.bounds(found[name])
+            details.append(figures_table(scenario, found[name]))
+            console.print(details[-1].rich(), "")
     verdicts = bounds_table(bounds)
     console.print(verdicts.rich(), "")
     record.write(
@@ -72,19 +88,17 @@ def promises(
     console.print(f"JSON and Markdown: {output}")
 
 
-def run_turn(scenario: Scenario, arguments: list[str], vocab_size: int, turn: int, versions: dict[str, str]) -> Turn:
-    """Each variant once, every other turn backwards, on a server of its own; `versions` learns what those say."""
+def run_turn(scenario: Scenario, servers: Servers, turn: int) -> Turn:
+    """Each variant once, every other turn backwards, on a server of its own."""
     order = scenario.variants if turn % 2 == 0 else scenario.variants[::-1]
-    return {variant.name: _run(scenario, variant, arguments, vocab_size, turn, versions) for variant in order}
+    return {variant.name: _run(scenario, variant, servers, turn) for variant in order}
 
 
-def _run(
-    scenario: Scenario, variant: Variant, arguments: list[str], vocab_size: int, turn: int, versions: dict[str, str]
-) -> Figures:
-    with served([*arguments, *variant.arguments]) as server:
-        versions.update(driver.versions(server.address))
+def _run(scenario: Scenario, variant: Variant, servers: Servers, turn: int) -> Figures:
+    with served([*servers.arguments, *variant.arguments]) as server:
+        servers.versions.update(driver.versions(server.address))
         try:
-            return asyncio.run(scenario.run(server.address, vocab_size, turn))
+            return servers.runner.run(scenario.run(server.address, servers.vocab_size, turn))
         except PagodaError as error:
             raise BenchError(f"{scenario.name}, {variant.name}: {error}") from error
 
