@@ -198,7 +198,7 @@ class Scheduler:
         """
         if not self.waiting:
             return None
-        budget -= sum(seq.remaining_len for seq in self.running)
+        budget -= sum(seq.remaining_len for seq in self._unfinished())
         while self.waiting:
             lower = self.waiting.outranked(next(self.waiting.in_line()), self.running)
             seq = self._schedule.pick(self.waiting, self.running, budget + sum(seq.remaining_len for seq in lower))

@@ -182,6 +182,15 @@ def test_a_higher_priority_displaces_a_whole_search_and_a_search_displaces_lower
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in low)
 
 
+def test_rows_that_wait_for_the_first_leave_the_rest_of_a_step_to_others() -> None:
+    engine = SteppedEngine(token_budget=16)
+    search = engine.add_search(BeamParams(4), prompt(30), max_tokens=5)
+    engine.step()
+    other = engine.add(prompt(10, 3), max_tokens=5)
+    plan = engine.step()
+    assert {chunk.seq.id: chunk.length for chunk in plan.chunks} == {search[0].id: 14, other.id: 2}
+
+
 def test_a_tenant_is_charged_for_the_prompt_once_and_for_every_beams_tokens() -> None:
     engine = SteppedEngine(token_budget=64)
     engine.add_search(BeamParams(4), prompt(30), max_tokens=10, tenant="a")
