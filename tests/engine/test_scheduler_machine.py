@@ -296,10 +296,10 @@ TestHostUnreliableUncached = HostUnreliableUncachedMachine.TestCase
 TestSequential = SequentialMachine.TestCase
 TestInterleaved = InterleavedMachine.TestCase
 TestStatic = StaticMachine.TestCase
-TestContinuous.settings = TestOverlap.settings = settings(max_examples=90, stateful_step_count=40, deadline=None)
+TestContinuous.settings = TestOverlap.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestFcfs.settings = TestFair.settings = TestDeadline.settings = TestUncached.settings = TestUnreliable.settings = (
     TestSequential.settings
-) = TestInterleaved.settings = TestStatic.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+) = TestInterleaved.settings = TestStatic.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestHost.settings = TestHostOverlap.settings = TestHostUncached.settings = TestHostUnreliable.settings = (
     TestHostUnreliableUncached.settings
-) = settings(max_examples=30, stateful_step_count=40, deadline=None)
+) = settings(max_examples=25, stateful_step_count=40, deadline=None)
