@@ -21,7 +21,7 @@ demo: $(STAMP)            ## eight prompts at once through a real server, live
 serve: $(STAMP)           ## a server on 127.0.0.1:50051, until Ctrl-C; ARGS="--model …"
 	@$(BIN)/pagoda serve $(ARGS)
 
-test: $(STAMP)            ## the whole suite, under 6 minutes on 2 cores
+test: $(STAMP)            ## the whole suite, about 6 minutes on 2 cores
 	@$(BIN)/python -m pytest -n 2 -m "not slow and not nightly and not gpu" $(ARGS)
 
 test-gpu: $(STAMP)        ## kernels, runner and server on the GPU of this machine
@@ -30,7 +30,7 @@ test-gpu: $(STAMP)        ## kernels, runner and server on the GPU of this machi
 test-all: $(STAMP)        ## and the long ones
 	@$(BIN)/python -m pytest -n 2 -m "not nightly and not gpu" --timeout=1800 $(ARGS)
 
-test-nightly: $(STAMP)    ## a million random operations of scheduler and blocks; 4 minutes with ARGS="-n 2" on 2 cores
+test-nightly: $(STAMP)    ## a million random operations of scheduler and blocks; 13 minutes on one core, ARGS="-n 2" uses two
 	@$(BIN)/python -m pytest -m nightly --durations=0 $(ARGS)
 
 lint: $(STAMP)            ## ruff and mypy
