@@ -1,4 +1,4 @@
-"""Beam search over the synthetic model by the book: whole texts and no blocks, every candidate written out."""
+"""Beam search over the synthetic model in its plainest form: whole texts and no blocks, every candidate written out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam searches among other sequences: as the book says, whatever becomes of their blocks."""
+"""Beam searches among other sequences: what the reference finds, whatever becomes of their blocks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def expected(rows: list[Sequence], max_len: int = 10_000) -> list[Expected]:
 @pytest.mark.parametrize(("schedule", "lookahead"), [*((schedule, 0) for schedule in SCHEDULES), ("continuous", 1)])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 18])
 @pytest.mark.parametrize("rules", [{}, {"bypass": True}, {"stop_token_ids": STOPS, "min_tokens": 3}])
-def test_a_search_finds_what_the_book_says_wherever_its_prompt_leaves_a_block(
+def test_a_search_finds_what_the_reference_does_wherever_its_prompt_leaves_a_block(
     schedule: ScheduleName, lookahead: int, length: int, rules: Rules
 ) -> None:
     engine = SteppedEngine(schedule=schedule, lookahead=lookahead, token_budget=11)
