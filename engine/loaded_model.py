@@ -16,7 +16,7 @@ from engine.errors import ConfigError, EngineError
 from engine.models import Llama, load_model, read_config
 from engine.runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
 from engine.weights import stored_dtype
-from kernels import Backend, has_native, has_native_int8, load_backend
+from kernels import Backend, has_native, has_native_int8, has_native_int8_weight, load_backend
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -133,10 +133,15 @@ def _choose_cpu_backend(dtype: torch.dtype, quantization: Quantization) -> str:
             raise ConfigError(
                 "--quantization int8 needs a CPU with AVX-512 VNNI, and Pagoda installed where there is a C++ compiler"
             )
-        return "native-int8"
+        return _int8_backend()
     if quantization == "auto" and dtype == torch.bfloat16 and has_native_int8():
-        return "native-int8"
+        return _int8_backend()
     return "native" if has_native() else "cpu"
+
+
+def _int8_backend() -> str:
+    """Where products of bfloat16 are as fast, activations stay as they are."""
+    return "native-int8-weight" if has_native_int8_weight() else "native-int8"
 
 
 def check_fp8(flag: str, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.adjust_logits import LogitAdjustments, adjust_logits
 from kernels.linear import Linear, gated_linear, gated_linear_cpu, gated_linear_native, linear, linear_cpu
 from kernels.linear_int8 import gated_linear_int8_native, linear_int8_native
+from kernels.linear_int8_weight_native import gated_linear_int8_weight_native, linear_int8_weight_native
 from kernels.paged import AttentionPlan, PagedKV
 from kernels.paged_attention import paged_attention, plan_attention
 from kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
@@ -95,7 +96,14 @@ NATIVE = Backend(
 
 NATIVE_INT8 = replace(NATIVE, name="native-int8", linear=linear_int8_native, gated_linear=gated_linear_int8_native)
 
-_BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, NATIVE, NATIVE_INT8)}
+NATIVE_INT8_WEIGHT = replace(
+    NATIVE,
+    name="native-int8-weight",
+    linear=linear_int8_weight_native,
+    gated_linear=gated_linear_int8_weight_native,
+)
+
+_BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, NATIVE, NATIVE_INT8, NATIVE_INT8_WEIGHT)}
 _TRITON_BACKENDS = ("triton", "triton-int8", "triton-fp8")
 
 
@@ -106,6 +114,7 @@ def load_backend(name: str) -> Backend:
     cpu          torch's own fused and packed operations
     native       compiled code for everything but products; only if `has_native()`
     native-int8  and products in int8; only if `has_native_int8()`
+    native-int8-weight  and weights in int8, products in bfloat16; only if `has_native_int8_weight()`
     triton       kernels for a GPU; with -int8 or -fp8, and weights of that
     """
     if name in _TRITON_BACKENDS:

@@ -7,16 +7,9 @@ namespace {  // each file has its own copy
 
 #include "attention.h"
 #include "elementwise.h"
-#include "linear_int8.h"
+#include "linear_rows.h"
 
-// Calls op<float> or op<bf16>.
-template <typename Op>
-void with_type(Dtype dtype, const Op& op) {
-    if (dtype == Dtype::float32)
-        op(float{});
-    else
-        op(bf16{});
-}
+#include "linear_int8.h"
 
 constexpr Ops make_ops(const char* name) {
     Ops ops{};

@@ -51,29 +51,6 @@ struct QuantizedRows {
     float* least;     // [rows, groups]
 };
 
-// A row as it is.
-template <typename T>
-struct Plain {
-    static constexpr int64_t WIDTH = 1;
-    const T* x;
-
-    Plain(const T* row, int64_t) : x(row) {}
-    f32x16 operator()(int64_t i) const { return load(x + i); }
-    float at(int64_t i) const { return to_float(x[i]); }
-};
-
-// A row of gate and up, as silu(gate) · up.
-template <typename T>
-struct Gated {
-    static constexpr int64_t WIDTH = 2;
-    const T *gate, *up;
-
-    Gated(const T* row, int64_t in) : gate(row), up(row + in) {}
-    f32x16 operator()(int64_t i) const { return gated(load(gate + i), load(up + i)); }
-    float at(int64_t i) const { return gated(broadcast(to_float(gate[i])), broadcast(to_float(up[i])))[0]; }
-    static f32x16 gated(f32x16 gate, f32x16 up) { return gate / (1.0f + exponential(-gate)) * up; }
-};
-
 template <typename Row>
 void quantize_row(const Row& x, int64_t in, uint8_t* values, float* scales, float* least) {
     constexpr float MAGIC = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer, kept in the low bits
@@ -138,18 +115,9 @@ void multiply_tile(const QuantizedRows& rows, int64_t first_row, const int8_t* b
             }
         }
     }
-    for (int row = 0; row < ROWS; row++) {
-        for (int i = 0; i < VECTORS; i++) {
-            int64_t column = i * LANES;
-            T* to = out + (first_row + row) * out_stride + column;
-            if (column + LANES <= columns) {
-                store(to, bias ? sums[row][i] + load(bias + column) : sums[row][i]);
-            } else {
-                for (int64_t lane = 0; column + lane < columns; lane++)
-                    round_to(&to[lane], bias ? sums[row][i][lane] + to_float(bias[column + lane]) : sums[row][i][lane]);
-            }
-        }
-    }
+    for (int row = 0; row < ROWS; row++)
+        for (int i = 0; i < VECTORS; i++)
+            store_outputs(sums[row][i], i * LANES, columns, bias, out + (first_row + row) * out_stride);
 }
 
 template <typename T, typename Row>
@@ -196,7 +164,7 @@ void linear_int8_of(ThreadPool& pool, const LinearArgs& args) {
         int64_t row = block * block_rows;
         for (; row + TILE_ROWS <= end; row += TILE_ROWS) multiply(std::integral_constant<int, TILE_ROWS>{}, row);
         switch (end - row) {
-                case 7: multiply(std::integral_constant<int, 7>{}, row); break;
+            case 7: multiply(std::integral_constant<int, 7>{}, row); break;
             case 6: multiply(std::integral_constant<int, 6>{}, row); break;
             case 5: multiply(std::integral_constant<int, 5>{}, row); break;
             case 4: multiply(std::integral_constant<int, 4>{}, row); break;

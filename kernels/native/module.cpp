@@ -134,17 +134,19 @@ PyObject* argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(next, [&] { ops->argmax(pool, dtype, x, out, rows, size); });
 }
 
-PyObject* pack_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
+template <typename Op>
+PyObject* pack(PyObject* const* values, Py_ssize_t count, const Op& op) {
     Arguments next(values, count, 6);
     Dtype dtype = next.dtype();
     void* weight = next.address();
     int8_t* packed = next.address<int8_t>();
     float* scales = next.address<float>();
     int64_t in = next.integer(), out = next.integer();
-    return run(next, [&] { ops->pack_int8(pool, dtype, weight, packed, scales, in, out); });
+    return run(next, [&] { op(pool, dtype, weight, packed, scales, in, out); });
 }
 
-PyObject* linear_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
+template <typename Op>
+PyObject* multiply(PyObject* const* values, Py_ssize_t count, const Op& op) {
     Arguments next(values, count, 10);
     Dtype dtype = next.dtype();
     LinearArgs args{};
@@ -157,8 +159,22 @@ PyObject* linear_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.in = next.integer();
     args.out_size = next.integer();
     args.is_gated = next.integer() != 0;
-    return run(next, [&] { ops->linear_int8(pool, dtype, args); });
+    return run(next, [&] { op(pool, dtype, args); });
 }
+
+PyObject* pack_int8(PyObject*, PyObject* const* values, Py_ssize_t count) { return pack(values, count, ops->pack_int8); }
+
+PyObject* linear_int8(PyObject*, PyObject* const* values, Py_ssize_t count) { return multiply(values, count, ops->linear_int8); }
+
+#if defined(PAGODA_HAS_AMX)
+PyObject* pack_int8_weight(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    return pack(values, count, pack_int8_weight_amx);
+}
+
+PyObject* linear_int8_weight(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    return multiply(values, count, linear_int8_weight_amx);
+}
+#endif
 
 PyObject* set_num_threads(PyObject*, PyObject* number) {
     long threads = PyLong_AsLong(number);
@@ -206,6 +222,10 @@ PyMethodDef methods[] = {
     OP(argmax),
     OP(pack_int8),
     OP(linear_int8),
+#if defined(PAGODA_HAS_AMX)
+    OP(pack_int8_weight),
+    OP(linear_int8_weight),
+#endif
     {"use_instruction_set", use_instruction_set, METH_O, nullptr},
     {"set_num_threads", set_num_threads, METH_O, nullptr},
     {"keep_freed_memory", keep_freed_memory, METH_NOARGS, nullptr},
@@ -224,5 +244,10 @@ PyMODINIT_FUNC PyInit__native() {
     if (!module) return nullptr;
     PyModule_AddStringConstant(module, "instruction_set", ops->name);
     PyModule_AddIntConstant(module, "has_int8", ops->has_int8);
+#if defined(PAGODA_HAS_AMX)
+    PyModule_AddIntConstant(module, "has_amx", usable.front() == &avx512_ops && may_use_amx());
+#else
+    PyModule_AddIntConstant(module, "has_amx", false);
+#endif
     return module;
 }

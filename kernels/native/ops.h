@@ -54,6 +54,14 @@ struct Ops {
 
 extern const Ops generic_ops, avx2_ops, avx512_ops;
 
+// Beside the ops of AVX-512, where there is the matrix unit too. Weights are packed by their own function.
+#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define PAGODA_HAS_AMX 1
+bool may_use_amx();
+void pack_int8_weight_amx(ThreadPool&, Dtype, const void* weight, int8_t* packed, float* scales, int64_t in, int64_t out);
+void linear_int8_weight_amx(ThreadPool&, Dtype, const LinearArgs&);
+#endif
+
 template <typename A, typename B>
 constexpr int64_t ceil_div(A a, B b) {
     return (static_cast<int64_t>(a) + static_cast<int64_t>(b) - 1) / static_cast<int64_t>(b);

@@ -1,6 +1,7 @@
 // Operations on sixteen lanes. No include guard: each instruction set compiles its own copy.
 
-PAGODA_INLINE f32x16 broadcast(float value) { return f32x16{} + value; }
+// Not 0 + value, which is an operation: it turns -0 into 0.
+PAGODA_INLINE f32x16 broadcast(float value) { return value - f32x16{}; }
 
 PAGODA_INLINE f32x16 load(const float* from) {
     f32x16 value;
@@ -18,9 +19,13 @@ PAGODA_INLINE f32x16 load(const bf16* from) {
 
 // To the nearest, ties to even.
 PAGODA_INLINE void store(bf16* to, f32x16 value) {
+#if defined(PAGODA_BF16)
+    auto half = (__m256i)_mm512_cvtneps_pbh((__m512)value);  // what would be a denormal becomes 0
+#else
     u32x16 bits = (u32x16)value;
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     u16x16 half = __builtin_convertvector(bits, u16x16);
+#endif
     std::memcpy(to, &half, sizeof half);
 }
 
@@ -146,4 +151,13 @@ PAGODA_INLINE void round_to(bf16* to, float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     to->bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// Calls op<float> or op<bf16>.
+template <typename Op>
+void with_type(Dtype dtype, const Op& op) {
+    if (dtype == Dtype::float32)
+        op(float{});
+    else
+        op(bf16{});
 }

@@ -22,7 +22,7 @@ from engine.device.rehearsal import largest_plan
 from engine.errors import ConfigError
 from engine.runner import ModelRunner
 from engine.sequence import Chunk, SamplingParams, StepPlan
-from kernels import has_native_int8, load_backend
+from kernels import has_native_int8, has_native_int8_weight, load_backend
 from tests.engine.tiny_models import (
     MODELS,
     VOCAB_SIZE,
@@ -372,12 +372,17 @@ def test_the_largest_plan_uses_the_budget_and_samples_for_every_sequence(runner:
 
 
 @pytest.mark.skipif(not has_native_int8(), reason="no AVX-512 VNNI, or no compiler at installation")
-def test_bfloat16_on_a_cpu_is_served_in_int8_unless_told_otherwise(saved: Callable[[str], Path]) -> None:
+def test_bfloat16_on_a_cpu_is_served_in_int8_unless_told_otherwise(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def backend(dtype: str, quantization: str) -> str:
         return load_runner(saved("smollm"), dtype=dtype, quantization=quantization).info.kernel_backend
 
-    assert backend("bfloat16", "auto") == "native-int8"
-    assert backend("float32", "int8") == "native-int8"
+    int8 = "native-int8-weight" if has_native_int8_weight() else "native-int8"
+    assert backend("bfloat16", "auto") == int8
+    assert backend("float32", "int8") == int8
+    monkeypatch.setattr("engine.loaded_model.has_native_int8_weight", lambda: False)
+    assert backend("bfloat16", "auto") == backend("float32", "int8") == "native-int8"
     assert backend("bfloat16", "none") == backend("float32", "auto") == backend("float16", "auto") == "native"
 
 
@@ -395,7 +400,14 @@ def test_int8_is_refused_where_there_are_no_kernels_for_it(
 
 @pytest.mark.skipif(not has_native_int8(), reason="no AVX-512 VNNI, or no compiler at installation")
 @pytest.mark.parametrize("name", ["smollm", "llama with biases", "qwen3", "mistral with a sliding window"])
-def test_logits_in_int8_are_near_those_in_float32(saved: Callable[[str], Path], name: str) -> None:
+@pytest.mark.parametrize("has_matrix_unit", [True, False])
+def test_logits_in_int8_are_near_those_in_float32(
+    saved: Callable[[str], Path], name: str, has_matrix_unit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_matrix_unit and not has_native_int8_weight():
+        pytest.skip("no AMX")
+    monkeypatch.setattr("engine.loaded_model.has_native_int8_weight", lambda: has_matrix_unit)
+
     def logits(quantization: str) -> Tensor:
         runner = load_runner(saved(name), quantization=quantization)
         return step_logits(runner, [next_chunk(ShuffledBlocks(runner).sequence(random_prompt(40, seed=5), 1))])[0]

@@ -8,8 +8,13 @@ import pytest
 
 from kernels import load_backend
 
+NAMES = [
+    *("reference", "cpu", "native", "native-int8", "native-int8-weight"),
+    *("triton", "triton-int8", "triton-fp8"),
+]
 
-@pytest.mark.parametrize("name", ["reference", "cpu", "native", "native-int8", "triton", "triton-int8", "triton-fp8"])
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_backend_is_loaded_by_its_name(name: str) -> None:
     assert load_backend(name).name == name
 

@@ -1,0 +1,309 @@
+// Products of int8 weights and bfloat16 activations by the matrix unit of AMX. It has an instruction for int8 on both sides,
+// too; but with a scale for every few inputs, which int8 activations need, bringing its sums to a common scale takes longer
+// than the products themselves. An int8 is a bfloat16 without loss: so weights become that on their way from memory, once
+// for all rows, sums stay in the unit from the first input to the last, and one scale an output is left to the end.
+//
+// Weights lie in panels of PANEL outputs: [panel][in][PANEL], with zeros up to a multiple of DEPTH inputs.
+
+constexpr int64_t TILE = 16;           // rows or outputs of a tile of sums
+constexpr int64_t DEPTH = 32;          // inputs that one instruction multiplies: a step
+constexpr int64_t PANEL = 2 * TILE;    // outputs
+constexpr int64_t BATCH = 2 * TILE;    // rows: with a panel's outputs four tiles of sums, half of the unit's registers
+constexpr int64_t BLOCK_ROWS = 256;    // of 1,500 inputs, stay in the second level of cache
+constexpr int64_t CHUNK = 9;           // steps whose weights are widened at once, to stay in the first level
+constexpr int64_t CHUNK_OF_ONE = 2;    // the same for a single batch: memory is not to wait for the unit
+constexpr int64_t FEW_ROWS = 2;        // take less time without the unit
+constexpr int64_t AHEAD_BYTES = 8192;  // what memory delivers in the time that it takes to answer, with room to spare
+
+template <typename T>
+void pack_int8_weight(ThreadPool& pool, const T* weight, int8_t* packed, float* scales, int64_t in, int64_t out) {
+    int64_t depth = ceil_div(in, DEPTH) * DEPTH;
+    pool.run(static_cast<int>(ceil_div(out, PANEL)), [&](int panel) {
+        int8_t* bytes = packed + panel * depth * PANEL;
+        std::memset(bytes, 0, depth * PANEL);
+        for (int64_t column = 0; column < PANEL; column++) {
+            int64_t output = panel * PANEL + column;
+            float most = 0;
+            for (int64_t i = 0; i < in && output < out; i++) most = std::max(most, std::fabs(to_float(weight[output * in + i])));
+            float scale = most > 0 ? most / 127.0f : 1.0f;
+            scales[output] = scale;
+            for (int64_t i = 0; i < in && output < out; i++)
+                bytes[i * PANEL + column] = static_cast<int8_t>(std::nearbyint(to_float(weight[output * in + i]) / scale));
+        }
+    });
+}
+
+// To bfloat16 and back.
+PAGODA_INLINE f32x16 rounded(f32x16 value) {
+    auto half = (u16x16)_mm512_cvtneps_pbh((__m512)value);
+    return (f32x16)(__builtin_convertvector(half, u32x16) << 16);
+}
+
+// The unit of this thread. Until it is released, every switch of threads saves its registers.
+class MatrixUnit {
+public:
+    ~MatrixUnit() { _tile_release(); }
+
+    // Makes it ready for batches of so many rows. Registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights; those of the
+    // batch's second tile are of no use if it has one only.
+    void shape_for(int64_t rows) {
+        if (rows == rows_) return;
+        rows_ = rows;
+        struct alignas(64) Shape {
+            uint8_t palette = 1, first_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {};
+        } shape;
+        uint8_t first = static_cast<uint8_t>(std::min(rows, TILE)), second = static_cast<uint8_t>(std::max<int64_t>(1, rows - TILE));
+        uint8_t tiles[8] = {first, first, second, second, first, second, DEPTH / 2, DEPTH / 2};
+        std::memcpy(shape.rows, tiles, sizeof tiles);
+        _tile_loadconfig(&shape);
+    }
+
+private:
+    int64_t rows_ = 0;
+};
+
+PAGODA_INLINE f32x16 to_floats(const int8_t* from) {
+    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+}
+
+// Two inputs of TILE outputs, as the unit wants them: those of one output side by side. The lower half of a float that was
+// an int8 is zero.
+PAGODA_INLINE void widen(const int8_t* bytes, uint16_t* to) {
+    auto first = (__m512i)to_floats(bytes), second = (__m512i)to_floats(bytes + PANEL);
+    _mm512_store_si512(to, _mm512_or_si512(second, _mm512_srli_epi32(first, 16)));
+}
+
+// Weights to fetch into the cache, some lines with each step.
+struct Ahead {
+    const int8_t* bytes;
+    int64_t lines;
+
+    void fetch() {
+        for (int64_t i = 0; i < lines; i++, bytes += 64) __builtin_prefetch(bytes, 0, 2);
+    }
+};
+
+// Some steps of a panel, to [steps][2][DEPTH / 2][TILE][2]. Fetches what is AHEAD_BYTES further on its way, if it is to.
+void widen_steps(const int8_t* bytes, int64_t steps, uint16_t* to, bool fetches) {
+    for (int64_t step = 0; step < steps; step++, to += DEPTH * PANEL)
+        for (int64_t i = 0; i < DEPTH; i += 2, bytes += 2 * PANEL) {
+            if (fetches) __builtin_prefetch(bytes + AHEAD_BYTES, 0, 2);
+            widen(bytes, to + i * TILE);
+            widen(bytes + TILE, to + (DEPTH + i) * TILE);
+        }
+}
+
+// Adds to the unit's sums what some steps contribute to a batch of one or two tiles of rows.
+template <int TILES>
+void multiply_steps(const uint16_t* x, int64_t x_stride, const uint16_t* weights, int64_t steps, Ahead& ahead) {
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // compilers do not know that loads of the unit read memory
+    for (int64_t step = 0; step < steps; step++, x += DEPTH, weights += DEPTH * PANEL) {
+        ahead.fetch();
+        _tile_loadd(4, x, 2 * x_stride);
+        _tile_loadd(6, weights, 4 * TILE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, weights + DEPTH * TILE, 4 * TILE);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (TILES == 2) {
+            _tile_loadd(5, x + TILE * x_stride, 2 * x_stride);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+}
+
+// Rows of bfloat16, and a panel of weights with its outputs.
+template <typename T>
+struct Panel {
+    const uint16_t* x;
+    int64_t x_stride, steps;
+    const int8_t* bytes;
+    const float* scales;
+    const T* bias;
+    T* out;
+    int64_t out_stride, columns;
+};
+
+// The unit's sums of a batch, [BATCH][PANEL] in memory.
+template <int TILES>
+void save_sums(float* sums) {
+    _tile_stored(0, sums, 4 * PANEL);
+    _tile_stored(1, sums + TILE, 4 * PANEL);
+    if constexpr (TILES == 2) {
+        _tile_stored(2, sums + TILE * PANEL, 4 * PANEL);
+        _tile_stored(3, sums + TILE * PANEL + TILE, 4 * PANEL);
+    }
+}
+
+template <int TILES>
+void load_sums(const float* sums) {
+    _tile_loadd(0, sums, 4 * PANEL);
+    _tile_loadd(1, sums + TILE, 4 * PANEL);
+    if constexpr (TILES == 2) {
+        _tile_loadd(2, sums + TILE * PANEL, 4 * PANEL);
+        _tile_loadd(3, sums + TILE * PANEL + TILE, 4 * PANEL);
+    }
+}
+
+PAGODA_INLINE void clear_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+template <typename T>
+void store_batch(const Panel<T>& panel, const float* sums, int64_t row, int64_t rows) {
+    f32x16 scales[2] = {load(panel.scales), load(panel.scales + LANES)};
+    T* out = panel.out + row * panel.out_stride;
+    if (panel.columns == PANEL && !panel.bias) {
+        for (int64_t i = 0; i < rows; i++, out += panel.out_stride, sums += PANEL) {
+            store(out, load(sums) * scales[0]);
+            store(out + LANES, load(sums + LANES) * scales[1]);
+        }
+        return;
+    }
+    for (int64_t i = 0; i < rows; i++, out += panel.out_stride, sums += PANEL)
+        for (int part = 0; part < 2; part++)
+            store_outputs(load(sums + part * LANES) * scales[part], part * LANES, panel.columns, panel.bias, out);
+}
+
+// Rows first to last (exclusive) of a panel, BLOCK_ROWS at most. Weights are widened some steps at a time, so that they are
+// near when each batch of rows wants them; the unit keeps the sums of one batch, those of several wait in memory. What comes
+// next is fetched while the unit works; for a single batch, whose time is that of memory, all the time.
+template <typename T>
+void multiply_panel(MatrixUnit& unit, const Panel<T>& panel, int64_t first, int64_t last) {
+    constexpr int64_t LINES = DEPTH * PANEL / 64;  // of a step
+    alignas(64) uint16_t room[CHUNK * DEPTH * PANEL];
+    alignas(64) float sums[BLOCK_ROWS * PANEL];
+    int64_t batches = ceil_div(last - first, BATCH), chunk = batches == 1 ? CHUNK_OF_ONE : CHUNK;
+    for (int64_t step = 0; step < panel.steps; step += chunk) {
+        int64_t steps = std::min(chunk, panel.steps - step);
+        bool is_first = step == 0, is_last = step + steps == panel.steps;
+        const int8_t* bytes = panel.bytes + step * DEPTH * PANEL;
+        Ahead ahead{bytes + steps * DEPTH * PANEL, batches == 1 ? 0 : ceil_div(LINES, batches)};
+        widen_steps(bytes, steps, room, batches == 1);
+        for (int64_t row = first; row < last; row += BATCH) {
+            int64_t rows = std::min(BATCH, last - row);
+            float* of_batch = sums + (row - first) * PANEL;
+            const uint16_t* x = panel.x + row * panel.x_stride + step * DEPTH;
+            auto multiply = [&](auto tiles) {
+                if (!is_first && batches > 1) load_sums<tiles.value>(of_batch);
+                multiply_steps<tiles.value>(x, panel.x_stride, room, steps, ahead);
+                if (is_last || batches > 1) save_sums<tiles.value>(of_batch);
+            };
+            unit.shape_for(rows);
+            if (is_first) clear_sums();
+            if (rows > TILE)
+                multiply(std::integral_constant<int, 2>{});
+            else
+                multiply(std::integral_constant<int, 1>{});
+            if (is_last) store_batch(panel, of_batch, row, rows);
+        }
+    }
+}
+
+// ROWS rows of a panel without the unit, but in its order: of a step the even inputs, the odd ones, then their sum. So a
+// row's product does not tell how many there were. (Only numbers below 1e-38 do: the unit takes them for 0.)
+template <int ROWS, typename T>
+void multiply_few(const Panel<T>& panel, const float* x) {
+    int64_t depth = panel.steps * DEPTH;
+    f32x16 sums[ROWS][2] = {};
+    const int8_t* bytes = panel.bytes;
+    for (int64_t step = 0; step < depth; step += DEPTH) {
+        f32x16 halves[ROWS][2][2] = {};
+        for (int64_t i = 0; i < DEPTH; i += 2, bytes += 2 * PANEL) {
+            __builtin_prefetch(bytes + AHEAD_BYTES, 0, 2);
+            for (int odd = 0; odd < 2; odd++)
+                for (int column = 0; column < 2; column++) {
+                    f32x16 weight = to_floats(bytes + odd * PANEL + column * TILE);
+                    for (int row = 0; row < ROWS; row++)
+                        halves[row][column][odd] += weight * broadcast(x[row * depth + step + i + odd]);
+                }
+        }
+        for (int row = 0; row < ROWS; row++)
+            for (int column = 0; column < 2; column++) sums[row][column] += halves[row][column][0] + halves[row][column][1];
+    }
+    alignas(64) float of_batch[ROWS * PANEL];
+    for (int row = 0; row < ROWS; row++)
+        for (int column = 0; column < 2; column++) store(of_batch + row * PANEL + column * LANES, sums[row][column]);
+    store_batch(panel, of_batch, 0, ROWS);
+}
+
+template <typename T>
+void multiply_few(const Panel<T>& panel, const float* x, int64_t rows) {
+    switch (rows) {
+        case 1: return multiply_few<1>(panel, x);
+        case 2: return multiply_few<2>(panel, x);
+    }
+}
+
+// Rows as bfloat16, with zeros up to `depth` inputs, each in an element of `to`.
+template <typename Row, typename Element>
+void round_row(const Row& row, int64_t in, int64_t depth, Element* to) {
+    int64_t i = 0;
+    for (; i + LANES <= in; i += LANES) store(to + i, rounded(row(i)));
+    for (; i < depth; i++) round_to(to + i, i < in ? rounded(broadcast(row.at(i)))[0] : 0.0f);
+}
+
+template <typename T, typename Row>
+void linear_int8_weight_of(ThreadPool& pool, const LinearArgs& args) {
+    static std::vector<bf16> narrow;  // one op runs at a time
+    static std::vector<float> wide;
+    if (args.rows == 0) return;
+    int64_t steps = ceil_div(args.in, DEPTH), depth = steps * DEPTH;
+    bool is_few = args.rows <= FEW_ROWS;
+    const T* x = static_cast<const T*>(args.x);
+    const void* rows = x;
+    auto prepare = [&](auto& room) {
+        room.resize(std::max<size_t>(room.size(), args.rows * depth));
+        rows = room.data();
+        int64_t rows_a_part = rows_per_part(args.rows, 2 * Row::WIDTH * args.in);
+        pool.run(static_cast<int>(ceil_div(args.rows, rows_a_part)), [&](int part) {
+            int64_t end = std::min(args.rows, (part + 1) * rows_a_part);
+            for (int64_t row = part * rows_a_part; row < end; row++)
+                round_row(Row(x + row * Row::WIDTH * args.in, args.in), args.in, depth, room.data() + row * depth);
+        });
+    };
+    if (is_few)
+        prepare(wide);
+    else if (!std::is_same_v<Row, Plain<bf16>> || depth != args.in)
+        prepare(narrow);
+
+    int64_t panels = ceil_div(args.out_size, PANEL), wanted = 4 * pool.size();
+    int64_t blocks = std::max(ceil_div(args.rows, BLOCK_ROWS), std::min(ceil_div(args.rows, 2 * BATCH), ceil_div(wanted, panels)));
+    int64_t block_rows = ceil_div(ceil_div(args.rows, blocks), BATCH) * BATCH;
+    // Few rows take little time: then a part is several panels.
+    int64_t panels_a_part = blocks > 1 ? 1 : ceil_div(panels, pool.size() * ceil_div(args.rows + 8, 4));
+    auto panel = [&](int64_t at) {
+        return Panel<T>{static_cast<const uint16_t*>(rows),
+                        depth,
+                        steps,
+                        args.weight + at * depth * PANEL,
+                        args.scales + at * PANEL,
+                        args.bias ? static_cast<const T*>(args.bias) + at * PANEL : nullptr,
+                        static_cast<T*>(args.out) + at * PANEL,
+                        args.out_size,
+                        std::min(PANEL, args.out_size - at * PANEL)};
+    };
+    pool.run(static_cast<int>(ceil_div(panels, panels_a_part) * blocks), [&](int part) {
+        int64_t first = part / blocks * panels_a_part, end = std::min(panels, first + panels_a_part);
+        if (is_few) {
+            for (int64_t at = first; at < end; at++) multiply_few(panel(at), static_cast<const float*>(rows), args.rows);
+            return;
+        }
+        MatrixUnit unit;
+        int64_t row = part % blocks * block_rows, last = std::min(args.rows, row + block_rows);
+        for (int64_t at = first; at < end; at++) multiply_panel(unit, panel(at), row, last);
+    });
+}
+
+template <typename T>
+void linear_int8_weight(ThreadPool& pool, const LinearArgs& args) {
+    if (args.is_gated)
+        linear_int8_weight_of<T, Gated<T>>(pool, args);
+    else
+        linear_int8_weight_of<T, Plain<T>>(pool, args);
+}
