@@ -5,6 +5,9 @@
 
 #include "attention_decode.h"
 #include "attention_prefill.h"
+#if defined(PAGODA_AMX)
+#include "attention_prefill_amx.h"
+#endif
 
 struct AttentionPart {
     int32_t seq, first, last;  // of its queries, or of its context if it has few

@@ -2,7 +2,11 @@
 // al., 2022). No include guard: each instruction set compiles its own copy.
 
 constexpr int64_t KEY_TILE = 64;  // tokens
+#if defined(PAGODA_AMX)
+constexpr int64_t ROW_TILE = 192;  // queries × heads
+#else
 constexpr int64_t ROW_TILE = 96;  // queries × heads
+#endif
 constexpr int64_t ROW_STEP = 6;   // rows whose sums stay in registers together
 
 // c [rows, WIDE * LANES] += a [rows, depth] · b [depth, WIDE * LANES], of which the first `columns` times LANES columns;
@@ -68,18 +72,18 @@ void load_keys(Tile<V>& tile, const T* keys, const T* values, const TokenOffsets
     }
 }
 
-// Takes the first `width` keys of a tile into a row's running softmax. The row sees first to last (exclusive) of them.
+// Takes the scores of `width` keys into a row's running softmax: turns them into weights, and fades what the row holds
+// already. The row sees first to last (exclusive) of the keys.
 template <int V>
-void soften_row(Tile<V>& tile, int64_t row, int64_t width, int64_t first, int64_t last) {
+void soften_row(float* weights, int64_t width, int64_t first, int64_t last, float& row_top, float& row_total, float* out) {
     constexpr int64_t HEAD_DIM = V * LANES;
-    float* weights = tile.weights + row * KEY_TILE;
     if (first >= width || last <= 0) {  // it sees none of them
         for (int64_t i = 0; i < width; i++) weights[i] = 0;
         return;
     }
     for (int64_t i = 0; i < first; i++) weights[i] = -INFINITY;
     for (int64_t i = last; i < width; i++) weights[i] = -INFINITY;
-    f32x16 most = broadcast(tile.tops[row]);
+    f32x16 most = broadcast(row_top);
     for (int64_t i = 0; i < width; i += LANES) most = max(load(weights + i), most);
     float top = greatest(most);
     f32x16 sums{};
@@ -88,14 +92,13 @@ void soften_row(Tile<V>& tile, int64_t row, int64_t width, int64_t first, int64_
         sums += weight;
         store(weights + i, weight);
     }
-    if (top != tile.tops[row]) {
-        float shrink = exponential_of_negative(broadcast(tile.tops[row] - top))[0];
-        tile.totals[row] *= shrink;
-        float* out = tile.out + row * HEAD_DIM;
+    if (top != row_top) {
+        float shrink = exponential_of_negative(broadcast(row_top - top))[0];
+        row_total *= shrink;
         for (int64_t d = 0; d < HEAD_DIM; d += LANES) store(out + d, load(out + d) * shrink);
-        tile.tops[row] = top;
+        row_top = top;
     }
-    tile.totals[row] += sum(sums);
+    row_total += sum(sums);
 }
 
 // Queries first to last (exclusive) of one sequence, of `heads` heads that share a KV head: ROW_TILE rows at most.
@@ -136,7 +139,8 @@ void attend_tile(const AttentionArgs& args, int64_t seq, int64_t first_head, int
         multiply_add<KEY_TILE / LANES>(tile.queries, HEAD_DIM, tile.keys, tile.weights, padded_rows, HEAD_DIM, columns);
         for (int64_t row = 0; row < rows; row++) {
             int64_t position = first_position + row / heads;
-            soften_row(tile, row, columns * LANES, position - window + 1 - begin, position + 1 - begin);
+            soften_row<V>(tile.weights + row * KEY_TILE, columns * LANES, position - window + 1 - begin, position + 1 - begin,
+                          tile.tops[row], tile.totals[row], tile.out + row * HEAD_DIM);
         }
         multiply_add<V>(tile.weights, KEY_TILE, tile.values, tile.out, padded_rows, tokens.count, V);
     }

@@ -1,4 +1,4 @@
-// AVX-512 with the matrix unit of AMX: products of bfloat16.
+// AVX-512 with the matrix unit of AMX: what gains by its products of bfloat16.
 #include "ops.h"
 
 #if defined(PAGODA_HAS_AMX)
@@ -17,6 +17,7 @@
 #include "simd.h"
 
 #define PAGODA_BF16 1
+#define PAGODA_AMX 1
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c,amx-tile,amx-bf16"))), apply_to = function)
 #else
@@ -28,6 +29,9 @@ namespace {
 
 #include "simd_ops.h"
 
+#include "matrix_unit.h"
+
+#include "attention.h"
 #include "linear_rows.h"
 
 #include "linear_int8_weight.h"
@@ -42,6 +46,13 @@ void pack_int8_weight_amx(ThreadPool& pool, Dtype dtype, const void* weight, int
 
 void linear_int8_weight_amx(ThreadPool& pool, Dtype dtype, const LinearArgs& args) {
     with_type(dtype, [&](auto type) { linear_int8_weight<decltype(type)>(pool, args); });
+}
+
+void paged_attention_amx(ThreadPool& pool, Dtype dtype, const AttentionArgs& args) {
+    if (dtype == Dtype::bfloat16)
+        paged_attention<bf16>(pool, args);
+    else
+        avx512_ops.paged_attention(pool, dtype, args);
 }
 
 }  // namespace pagoda

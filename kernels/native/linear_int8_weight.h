@@ -5,10 +5,7 @@
 //
 // Weights lie in panels of PANEL outputs: [panel][in][PANEL], with zeros up to a multiple of DEPTH inputs.
 
-constexpr int64_t TILE = 16;           // rows or outputs of a tile of sums
-constexpr int64_t DEPTH = 32;          // inputs that one instruction multiplies: a step
-constexpr int64_t PANEL = 2 * TILE;    // outputs
-constexpr int64_t BATCH = 2 * TILE;    // rows: with a panel's outputs four tiles of sums, half of the unit's registers
+constexpr int64_t PANEL = 2 * TILE;    // outputs: with a batch of rows four tiles of sums
 constexpr int64_t BLOCK_ROWS = 256;    // of 1,500 inputs, stay in the second level of cache
 constexpr int64_t CHUNK = 9;           // steps whose weights are widened at once, to stay in the first level
 constexpr int64_t CHUNK_OF_ONE = 2;    // the same for a single batch: memory is not to wait for the unit
@@ -38,31 +35,6 @@ PAGODA_INLINE f32x16 rounded(f32x16 value) {
     auto half = (u16x16)_mm512_cvtneps_pbh((__m512)value);
     return (f32x16)(__builtin_convertvector(half, u32x16) << 16);
 }
-
-// The unit of this thread. Until it is released, every switch of threads saves its registers.
-class MatrixUnit {
-public:
-    ~MatrixUnit() { _tile_release(); }
-
-    // Makes it ready for batches of so many rows. Registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights; those of the
-    // batch's second tile are of no use if it has one only.
-    void shape_for(int64_t rows) {
-        if (rows == rows_) return;
-        rows_ = rows;
-        struct alignas(64) Shape {
-            uint8_t palette = 1, first_row = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            uint8_t rows[16] = {};
-        } shape;
-        uint8_t first = static_cast<uint8_t>(std::min(rows, TILE)), second = static_cast<uint8_t>(std::max<int64_t>(1, rows - TILE));
-        uint8_t tiles[8] = {first, first, second, second, first, second, DEPTH / 2, DEPTH / 2};
-        std::memcpy(shape.rows, tiles, sizeof tiles);
-        _tile_loadconfig(&shape);
-    }
-
-private:
-    int64_t rows_ = 0;
-};
 
 PAGODA_INLINE f32x16 to_floats(const int8_t* from) {
     return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
@@ -98,7 +70,7 @@ void widen_steps(const int8_t* bytes, int64_t steps, uint16_t* to, bool fetches)
 // Adds to the unit's sums what some steps contribute to a batch of one or two tiles of rows.
 template <int TILES>
 void multiply_steps(const uint16_t* x, int64_t x_stride, const uint16_t* weights, int64_t steps, Ahead& ahead) {
-    std::atomic_signal_fence(std::memory_order_seq_cst);  // compilers do not know that loads of the unit read memory
+    written_for_unit();
     for (int64_t step = 0; step < steps; step++, x += DEPTH, weights += DEPTH * PANEL) {
         ahead.fetch();
         _tile_loadd(4, x, 2 * x_stride);
@@ -125,34 +97,6 @@ struct Panel {
     T* out;
     int64_t out_stride, columns;
 };
-
-// The unit's sums of a batch, [BATCH][PANEL] in memory.
-template <int TILES>
-void save_sums(float* sums) {
-    _tile_stored(0, sums, 4 * PANEL);
-    _tile_stored(1, sums + TILE, 4 * PANEL);
-    if constexpr (TILES == 2) {
-        _tile_stored(2, sums + TILE * PANEL, 4 * PANEL);
-        _tile_stored(3, sums + TILE * PANEL + TILE, 4 * PANEL);
-    }
-}
-
-template <int TILES>
-void load_sums(const float* sums) {
-    _tile_loadd(0, sums, 4 * PANEL);
-    _tile_loadd(1, sums + TILE, 4 * PANEL);
-    if constexpr (TILES == 2) {
-        _tile_loadd(2, sums + TILE * PANEL, 4 * PANEL);
-        _tile_loadd(3, sums + TILE * PANEL + TILE, 4 * PANEL);
-    }
-}
-
-PAGODA_INLINE void clear_sums() {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-}
 
 template <typename T>
 void store_batch(const Panel<T>& panel, const float* sums, int64_t row, int64_t rows) {
@@ -190,9 +134,9 @@ void multiply_panel(MatrixUnit& unit, const Panel<T>& panel, int64_t first, int6
             float* of_batch = sums + (row - first) * PANEL;
             const uint16_t* x = panel.x + row * panel.x_stride + step * DEPTH;
             auto multiply = [&](auto tiles) {
-                if (!is_first && batches > 1) load_sums<tiles.value>(of_batch);
+                if (!is_first && batches > 1) load_sums<tiles.value>(of_batch, PANEL);
                 multiply_steps<tiles.value>(x, panel.x_stride, room, steps, ahead);
-                if (is_last || batches > 1) save_sums<tiles.value>(of_batch);
+                if (is_last || batches > 1) save_sums<tiles.value>(of_batch, PANEL);
             };
             unit.shape_for(rows);
             if (is_first) clear_sums();

@@ -4,6 +4,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <cstring>
+
 #include "ops.h"
 
 #if defined(__GLIBC__)
@@ -25,8 +27,18 @@ std::vector<const Ops*> usable_ops() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+#if defined(PAGODA_HAS_AMX)
+        static const Ops amx_ops = [] {
+            Ops ops = avx512_ops;
+            ops.name = "amx";
+            ops.paged_attention = paged_attention_amx;
+            return ops;
+        }();
+        if (may_use_amx()) usable.push_back(&amx_ops);
+#endif
         usable.push_back(&avx512_ops);
+    }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) usable.push_back(&avx2_ops);
 #else
     usable.push_back(&generic_ops);
@@ -244,10 +256,6 @@ PyMODINIT_FUNC PyInit__native() {
     if (!module) return nullptr;
     PyModule_AddStringConstant(module, "instruction_set", ops->name);
     PyModule_AddIntConstant(module, "has_int8", ops->has_int8);
-#if defined(PAGODA_HAS_AMX)
-    PyModule_AddIntConstant(module, "has_amx", usable.front() == &avx512_ops && may_use_amx());
-#else
-    PyModule_AddIntConstant(module, "has_amx", false);
-#endif
+    PyModule_AddIntConstant(module, "has_amx", std::strcmp(ops->name, "amx") == 0);
     return module;
 }

@@ -54,10 +54,12 @@ struct Ops {
 
 extern const Ops generic_ops, avx2_ops, avx512_ops;
 
-// Beside the ops of AVX-512, where there is the matrix unit too. Weights are packed by their own function.
+// In place of the ops of AVX-512, and beside them, where there is the matrix unit of AMX. Weights for it are packed by a
+// function of their own.
 #if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define PAGODA_HAS_AMX 1
 bool may_use_amx();
+void paged_attention_amx(ThreadPool&, Dtype, const AttentionArgs&);
 void pack_int8_weight_amx(ThreadPool&, Dtype, const void* weight, int8_t* packed, float* scales, int64_t in, int64_t out);
 void linear_int8_weight_amx(ThreadPool&, Dtype, const LinearArgs&);
 #endif

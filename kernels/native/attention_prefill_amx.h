@@ -1,0 +1,152 @@
+// Attention of a chunk of queries in bfloat16 by the matrix unit of AMX, for attention.h: scores and weighted sums of values
+// are its products, and the softmax between them is in float32. Weights are rounded to bfloat16 before they meet the values.
+
+// Room for one tile of queries; rows are (query, head) pairs. What the unit takes from the right has two of its inputs side
+// by side: dimensions of a key, or a dimension of two values.
+template <int V>
+struct MatrixTile {
+    static constexpr int64_t HEAD_DIM = V * LANES, DEPTH_STEPS = (HEAD_DIM + DEPTH - 1) / DEPTH;
+    alignas(64) bf16 queries[ROW_TILE][DEPTH_STEPS * DEPTH];
+    alignas(64) uint16_t keys[DEPTH_STEPS][KEY_TILE / TILE][DEPTH / 2][TILE][2];
+    alignas(64) uint16_t values[KEY_TILE / DEPTH][V][DEPTH / 2][TILE][2];
+    alignas(64) float scores[BATCH][KEY_TILE];
+    alignas(64) bf16 weights[BATCH][KEY_TILE];
+    alignas(64) float out[ROW_TILE][HEAD_DIM];
+    float tops[ROW_TILE], totals[ROW_TILE];
+};
+
+// Keys and values of these tokens, and zeros up to the next multiple of DEPTH: what a slot past the last token holds must not
+// reach a product.
+template <int V>
+void load_keys(MatrixTile<V>& tile, const bf16* keys, const bf16* values, const TokenOffsets& tokens) {
+    constexpr int64_t HEAD_DIM = V * LANES;
+    auto load_dims = [&](const bf16* from, int64_t token, int64_t d) {
+        if (token >= tokens.count) return _mm512_setzero_si512();
+        __mmask32 inside = HEAD_DIM - d >= DEPTH ? 0xffffffff : 0xffff;
+        return _mm512_maskz_loadu_epi16(inside, from + tokens.at[token] + d);
+    };
+    // Elements of two vectors in turn: those of their lower halves, and of their upper ones.
+    alignas(64) static constexpr uint16_t LOWER[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    __m512i lower = _mm512_load_si512(LOWER), upper = _mm512_add_epi16(lower, _mm512_set1_epi16(16));
+    int64_t end = ceil_div(tokens.count, DEPTH) * DEPTH;
+    for (int64_t d = 0; d < HEAD_DIM; d += DEPTH) {
+        for (int64_t first = 0; first < end; first += TILE) {
+            f32x16 pairs[TILE];
+            for (int64_t i = 0; i < TILE; i++) pairs[i] = (f32x16)load_dims(keys, first + i, d);
+            transpose(pairs);
+            for (int64_t i = 0; i < TILE; i++)
+                _mm512_store_si512(tile.keys[d / DEPTH][first / TILE][i], (__m512i)pairs[i]);
+        }
+        for (int64_t token = 0; token < end; token += 2) {
+            __m512i one = load_dims(values, token, d), two = load_dims(values, token + 1, d);
+            auto* to = tile.values[token / DEPTH];
+            int64_t pair = token % DEPTH / 2;
+            _mm512_store_si512(to[d / TILE][pair], _mm512_permutex2var_epi16(one, lower, two));
+            if (d + TILE < HEAD_DIM) _mm512_store_si512(to[d / TILE + 1][pair], _mm512_permutex2var_epi16(one, upper, two));
+        }
+    }
+}
+
+// The unit's sums += left [BATCH, steps * DEPTH] · some columns of right: one tile of them, or two.
+template <int COLUMNS>
+void add_products(const bf16* left, int64_t left_stride, const uint16_t* right, int64_t right_stride, int64_t steps) {
+    written_for_unit();
+    for (int64_t step = 0; step < steps; step++, left += DEPTH, right += right_stride) {
+        _tile_loadd(4, left, 2 * left_stride);
+        _tile_loadd(5, left + TILE * left_stride, 2 * left_stride);
+        _tile_loadd(6, right, 4 * TILE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(2, 5, 6);
+        if constexpr (COLUMNS == 2) {
+            _tile_loadd(7, right + DEPTH * TILE, 4 * TILE);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+}
+
+// scores = queries · keys of the tile's first `width` tokens, a multiple of DEPTH.
+template <int V>
+void score_batch(MatrixTile<V>& tile, int64_t row, int64_t width) {
+    using Tile = MatrixTile<V>;
+    for (int64_t key = 0; key < width; key += 2 * TILE) {
+        clear_sums();
+        add_products<2>(tile.queries[row], Tile::DEPTH_STEPS * DEPTH, tile.keys[0][key / TILE][0][0], KEY_TILE * DEPTH, Tile::DEPTH_STEPS);
+        save_sums<2>(tile.scores[0] + key, KEY_TILE);
+    }
+}
+
+// out += weights · values, likewise.
+template <int V>
+void add_values(MatrixTile<V>& tile, int64_t row, int64_t width) {
+    constexpr int64_t HEAD_DIM = V * LANES;
+    float* out = tile.out[row];
+    int column = 0;
+    written_for_unit();
+    for (; column + 2 <= V; column += 2) {
+        load_sums<2>(out + column * TILE, HEAD_DIM);
+        add_products<2>(tile.weights[0], KEY_TILE, tile.values[0][column][0][0], V * TILE * DEPTH, width / DEPTH);
+        save_sums<2>(out + column * TILE, HEAD_DIM);
+    }
+    if (column == V) return;
+    _tile_loadd(0, out + column * TILE, 4 * HEAD_DIM);
+    _tile_loadd(2, out + TILE * HEAD_DIM + column * TILE, 4 * HEAD_DIM);
+    add_products<1>(tile.weights[0], KEY_TILE, tile.values[0][column][0][0], V * TILE * DEPTH, width / DEPTH);
+    _tile_stored(0, out + column * TILE, 4 * HEAD_DIM);
+    _tile_stored(2, out + TILE * HEAD_DIM + column * TILE, 4 * HEAD_DIM);
+}
+
+// Queries first to last (exclusive) of one sequence, of `heads` heads that share a KV head: ROW_TILE rows at most.
+template <int V>
+void attend_tile(const AttentionArgs& args, int64_t seq, int64_t first_head, int64_t heads, int64_t first, int64_t last,
+                 const bf16* keys, const bf16* values) {
+    constexpr int64_t HEAD_DIM = V * LANES;
+    static thread_local std::vector<MatrixTile<V>> room(1);
+    MatrixTile<V>& tile = room[0];
+    int64_t rows = (last - first) * heads;
+    int64_t padded_rows = ceil_div(rows, BATCH) * BATCH;
+    int64_t offset = args.query_start[seq] + first;
+    int64_t first_position = args.context_len[seq] - (args.query_start[seq + 1] - args.query_start[seq]) + first;
+    int64_t window = args.sliding_window ? args.sliding_window : args.context_len[seq];
+    float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM));
+    const int32_t* blocks = args.block_table + seq * args.max_blocks;
+    int64_t stride = args.num_kv_heads * HEAD_DIM;
+
+    auto element = [&](int64_t row) {
+        return ((offset + row / heads) * args.num_heads + first_head + row % heads) * HEAD_DIM;
+    };
+    std::memset(tile.queries, 0, padded_rows * sizeof tile.queries[0]);
+    std::memset(tile.out, 0, padded_rows * sizeof tile.out[0]);
+    for (int64_t row = 0; row < rows; row++) {
+        std::memcpy(tile.queries[row], static_cast<const bf16*>(args.queries) + element(row), HEAD_DIM * sizeof(bf16));
+        tile.tops[row] = -INFINITY;
+        tile.totals[row] = 0;
+    }
+    MatrixUnit unit;
+    unit.shape_for();
+    int64_t end = first_position + (last - first);
+    int64_t begin = std::max<int64_t>(0, first_position - window + 1) / KEY_TILE * KEY_TILE;
+    for (; begin < end; begin += KEY_TILE) {
+        TokenOffsets tokens(blocks, args.block_size, stride, begin, std::min(begin + KEY_TILE, end));
+        int64_t width = ceil_div(tokens.count, DEPTH) * DEPTH;
+        load_keys(tile, keys, values, tokens);
+        for (int64_t batch = 0; batch < padded_rows; batch += BATCH) {
+            int64_t batch_end = std::min(batch + BATCH, rows);
+            if (first_position + (batch_end - 1) / heads < begin) continue;  // they come before these keys
+            score_batch(tile, batch, width);
+            for (int64_t row = batch; row < batch_end; row++) {
+                float* scores = tile.scores[row - batch];
+                int64_t position = first_position + row / heads;
+                for (int64_t i = 0; i < width; i += LANES) store(scores + i, load(scores + i) * scale);
+                soften_row<V>(scores, width, position - window + 1 - begin, position + 1 - begin, tile.tops[row],
+                              tile.totals[row], tile.out[row]);
+                for (int64_t i = 0; i < width; i += LANES) store(tile.weights[row - batch] + i, load(scores + i));
+            }
+            add_values(tile, batch, width);
+        }
+    }
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t d = 0; d < HEAD_DIM; d += LANES)
+            store(static_cast<bf16*>(args.out) + element(row) + d, load(tile.out[row] + d) / tile.totals[row]);
+}

@@ -1,0 +1,62 @@
+// The matrix unit of AMX: products of bfloat16, summed in float32. No include guard: included by the code that is compiled
+// for it.
+
+constexpr int64_t TILE = 16;         // rows or columns of a tile of sums
+constexpr int64_t DEPTH = 32;        // products that one instruction adds to each sum of a tile: a step
+constexpr int64_t BATCH = 2 * TILE;  // rows: with as many columns four tiles of sums, half of the unit's registers
+
+// The unit of this thread. Until it is released, every switch of threads saves its registers.
+class MatrixUnit {
+public:
+    ~MatrixUnit() { _tile_release(); }
+
+    // Makes it ready for batches of so many rows. Registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights; those of the
+    // batch's second tile are of no use if it has one only.
+    void shape_for(int64_t rows = BATCH) {
+        if (rows == rows_) return;
+        rows_ = rows;
+        struct alignas(64) Shape {
+            uint8_t palette = 1, first_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {};
+        } shape;
+        uint8_t first = static_cast<uint8_t>(std::min(rows, TILE)), second = static_cast<uint8_t>(std::max<int64_t>(1, rows - TILE));
+        uint8_t tiles[8] = {first, first, second, second, first, second, DEPTH / 2, DEPTH / 2};
+        std::memcpy(shape.rows, tiles, sizeof tiles);
+        _tile_loadconfig(&shape);
+    }
+
+private:
+    int64_t rows_ = 0;
+};
+
+// The sums of a batch of one or two tiles of rows and two of columns, in memory: [rows][stride].
+template <int TILES>
+void save_sums(float* sums, int64_t stride) {
+    _tile_stored(0, sums, 4 * stride);
+    _tile_stored(1, sums + TILE, 4 * stride);
+    if constexpr (TILES == 2) {
+        _tile_stored(2, sums + TILE * stride, 4 * stride);
+        _tile_stored(3, sums + TILE * stride + TILE, 4 * stride);
+    }
+}
+
+template <int TILES>
+void load_sums(const float* sums, int64_t stride) {
+    _tile_loadd(0, sums, 4 * stride);
+    _tile_loadd(1, sums + TILE, 4 * stride);
+    if constexpr (TILES == 2) {
+        _tile_loadd(2, sums + TILE * stride, 4 * stride);
+        _tile_loadd(3, sums + TILE * stride + TILE, 4 * stride);
+    }
+}
+
+PAGODA_INLINE void clear_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+// Compilers do not know that what the unit loads is read from memory: what was written before is there from here on.
+PAGODA_INLINE void written_for_unit() { std::atomic_signal_fence(std::memory_order_seq_cst); }
