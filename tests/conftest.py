@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 # tests that interrupt one need what a terminal gives.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Workers and the servers that they start share the cores: with as many threads of torch's in each as there are cores,
+# most wait for one that does not run. Read when torch is imported; --threads overrules it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # GPU kernels run in Triton's interpreter, on CPU tensors, unless TRITON_INTERPRET=0 says that there is a GPU. It is
 # chosen when a kernel is defined, so before any is imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")

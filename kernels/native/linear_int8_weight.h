@@ -219,6 +219,7 @@ void linear_int8_weight_of(ThreadPool& pool, const LinearArgs& args) {
     int64_t panels = ceil_div(args.out_size, PANEL), wanted = 4 * pool.size();
     int64_t blocks = std::max(ceil_div(args.rows, BLOCK_ROWS), std::min(ceil_div(args.rows, 2 * BATCH), ceil_div(wanted, panels)));
     int64_t block_rows = ceil_div(ceil_div(args.rows, blocks), BATCH) * BATCH;
+    blocks = ceil_div(args.rows, block_rows);  // fewer, where whole batches reach further
     // Few rows take little time: then a part is several panels.
     int64_t panels_a_part = blocks > 1 ? 1 : ceil_div(panels, pool.size() * ceil_div(args.rows + 8, 4));
     auto panel = [&](int64_t at) {

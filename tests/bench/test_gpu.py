@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from bench.gpu import checks
-from bench.gpu.__main__ import run
+from bench.gpu.__main__ import LEAST_S, LIMIT_S, run, seconds_for
 from bench.gpu.idle import busy
+from bench.gpu.parts import PARTS
 from bench.gpu.random_model import write_model
 from bench.gpu.rows import Bar, Bench, Ceilings, Row, Work, measure
 from bench.gpu.worker import Settings
@@ -47,6 +48,29 @@ def test_a_rehearsal_measures_every_part_and_writes_json_and_a_page(tmp_path: Pa
 def test_a_part_that_takes_too_long_is_ended_and_told_of() -> None:
     (row,) = run(["serving"], True, UNKNOWN, 0.5, {})
     assert row == Row("serving", "", error="the process was ended after 0 s")
+
+
+@pytest.mark.parametrize("limit_s", [LIMIT_S, 600.0, 1000.0])
+def test_parts_that_need_all_of_their_time_leave_the_later_ones_their_share(limit_s: float) -> None:
+    limits = [part.limit_s for part in PARTS]
+    left_s, given = limit_s, []
+    for at in range(len(PARTS)):
+        given.append(seconds_for([part.name for part in PARTS[at:]], left_s))
+        left_s -= given[-1]
+    share = min(1.0, limit_s / sum(limits))
+    assert given == pytest.approx([share * limit for limit in limits])
+
+
+def test_what_a_part_leaves_over_is_there_for_the_next() -> None:
+    first, second = (part.limit_s for part in PARTS[:2])
+    everything = sum(part.limit_s for part in PARTS)
+    assert seconds_for([part.name for part in PARTS[1:]], everything - first) == pytest.approx(second)
+    assert seconds_for([PARTS[-1].name], 10_000.0) == PARTS[-1].limit_s
+
+
+def test_with_little_time_the_first_parts_run_and_the_last_ones_do_not() -> None:
+    names = [part.name for part in PARTS]
+    assert [seconds_for(names, left_s) for left_s in (50.0, 25.0, 5.0)] == [LEAST_S, LEAST_S, 5.0]
 
 
 def test_a_worker_whose_parent_is_gone_ends() -> None:

@@ -59,7 +59,7 @@ def request_as_reference(prompt: str) -> inference_pb2.GenerateRequest:
 @pytest.fixture(scope="module")
 def exact_server(default_model_folder: Path) -> Iterator[Server]:
     """float32, a token budget that cuts prompts into chunks, and a cache too small for all: preemption included."""
-    arguments = ("--dtype", "float32", "--token-budget", "80", "--kv-cache-gb", "0.06")
+    arguments = ("--dtype", "float32", "--token-budget", "80", "--kv-cache-gb", "0.06", "--threads", "2")
     with running_server("--model", str(default_model_folder), *arguments) as server:
         yield server
 
