@@ -17,8 +17,10 @@ ROOT = Path(__file__).parent.parent.parent.parent
 
 
 def python(cache: Path | None, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """With kernels as they are on a GPU, and a compiler cache of its own or the user's, which knows kernels by content."""
-    environment = os.environ | {"TRITON_INTERPRET": "0"} | ({"TRITON_CACHE_DIR": str(cache)} if cache else {})
+    """With kernels as they are on a GPU. The user's compiler cache, if there is none of its own, knows them by content."""
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    if cache is not None:
+        environment["TRITON_CACHE_DIR"] = str(cache)
     return subprocess.run(
         [sys.executable, "-m", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
