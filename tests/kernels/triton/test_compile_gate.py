@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent.parent
 
 
 def python(cache: Path | None, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """With kernels as they are on a GPU. The user's compiler cache, if there is none of its own, knows them by content."""
+    """With kernels as they are on a GPU. The user's compiler cache if there is none of its own: it knows content."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     if cache is not None:
         environment["TRITON_CACHE_DIR"] = str(cache)
