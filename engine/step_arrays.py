@@ -42,27 +42,30 @@ class StepArrays:
         token_ids: list[int] = []
         for chunk in chunks:
             token_ids += chunk.seq.tokens[chunk.start : chunk.end]
-        num_seqs, num_tokens = len(chunks), len(token_ids)
+        num_tokens = len(token_ids)
         self._token_ids[:num_tokens] = token_ids
 
-        query_start, context_len = self._query_start[: num_seqs + 1], self._context_len[:num_seqs]
         lengths = np.array([chunk.length for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
-        np.cumsum(lengths, out=query_start[1:])
-        np.add(starts, lengths, out=context_len, casting="same_kind")
-        positions = np.repeat(starts - query_start[:-1], lengths) + self._offsets[:num_tokens]
+        samples = np.array([chunk.samples for chunk in chunks])
+        ends = np.cumsum(lengths)  # among the step's tokens
+        positions = np.repeat(starts + lengths - ends, lengths) + self._offsets[:num_tokens]
 
         rows = np.array([self._row(chunk) for chunk in chunks])
-        num_blocks = -(-int(context_len.max()) // self._block_size)
         blocks = self._block_table[np.repeat(rows, lengths), positions // self._block_size].astype(np.int64)
-        logit_rows = query_start[1:][[chunk.samples for chunk in chunks]].astype(np.int64) - 1
+        logit_rows = ends[samples] - 1
+        parts, part_lengths, part_contexts = attended_parts(lengths, starts + lengths, samples)
+        query_start, context_len = self._query_start[: len(parts) + 1], self._context_len[: len(parts)]
+        np.cumsum(part_lengths, out=query_start[1:])
+        context_len[:] = part_contexts
+        num_blocks = -(-int(context_len.max()) // self._block_size)
         return StepInputs(
             token_ids=torch.from_numpy(self._token_ids[:num_tokens]).to(kv.device),
             positions=torch.from_numpy(positions).to(kv.device),
             slots=torch.from_numpy(blocks * self._block_size + positions % self._block_size).to(kv.device),
             logit_rows=torch.from_numpy(logit_rows).to(kv.device),
             attention=ops.plan_attention(
-                query_start, context_len, self._block_table[rows, :num_blocks], kv, sliding_window
+                query_start, context_len, self._block_table[rows[parts], :num_blocks], kv, sliding_window
             ),
         )
 
@@ -86,3 +89,25 @@ class StepArrays:
             if row.last_step != self._step:
                 self._free_rows.append(row.number)
                 del self._rows[key]
+
+
+def attended_parts(
+    lengths: np.ndarray, contexts: np.ndarray, samples: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What is attended by itself: chunks, but of one that samples its last token apart from the others, as a decode.
+
+    Whoever shares the prompt computes that token again, as a decode, and is to find the same logits to the last bit.
+
+    lengths, contexts, samples  [chunks] int, int, bool; a context includes its chunk
+    return                      [parts] int: chunk, length and context of each
+    """
+    is_cut = samples & (lengths > 1)
+    if not is_cut.any():
+        return np.arange(len(lengths)), lengths, contexts
+    chunks = np.repeat(np.arange(len(lengths)), 1 + is_cut)
+    part_lengths, part_contexts = lengths[chunks], contexts[chunks]
+    last = (np.cumsum(1 + is_cut) - 1)[is_cut]
+    part_lengths[last] = 1
+    part_lengths[last - 1] -= 1
+    part_contexts[last - 1] -= 1
+    return chunks, part_lengths, part_contexts

@@ -1,5 +1,7 @@
 // Attention of a chunk of queries in bfloat16 by the matrix unit of AMX, for attention.h: scores and weighted sums of values
-// are its products, and the softmax between them is in float32. Weights are rounded to bfloat16 before they meet the values.
+// are its products, and the softmax between them is in float32. A weight meets the values in two parts, its bfloat16 and that
+// of what the rounding left: so an output is as exact as that of a decode, and who continues from cached tokens gets what
+// one gets who computes them.
 
 // Room for one tile of queries; rows are (query, head) pairs. What the unit takes from the right has two of its inputs side
 // by side: dimensions of a key, or a dimension of two values.
@@ -10,7 +12,7 @@ struct MatrixTile {
     alignas(64) uint16_t keys[DEPTH_STEPS][KEY_TILE / TILE][DEPTH / 2][TILE][2];
     alignas(64) uint16_t values[KEY_TILE / DEPTH][V][DEPTH / 2][TILE][2];
     alignas(64) float scores[BATCH][KEY_TILE];
-    alignas(64) bf16 weights[BATCH][KEY_TILE];
+    alignas(64) bf16 weights[2][BATCH][KEY_TILE];
     alignas(64) float out[ROW_TILE][HEAD_DIM];
     float tops[ROW_TILE], totals[ROW_TILE];
 };
@@ -83,16 +85,20 @@ void add_values(MatrixTile<V>& tile, int64_t row, int64_t width) {
     constexpr int64_t HEAD_DIM = V * LANES;
     float* out = tile.out[row];
     int column = 0;
+    auto add = [&](auto columns) {
+        for (auto& part : tile.weights)
+            add_products<columns.value>(part[0], KEY_TILE, tile.values[0][column][0][0], V * TILE * DEPTH, width / DEPTH);
+    };
     written_for_unit();
     for (; column + 2 <= V; column += 2) {
         load_sums<2>(out + column * TILE, HEAD_DIM);
-        add_products<2>(tile.weights[0], KEY_TILE, tile.values[0][column][0][0], V * TILE * DEPTH, width / DEPTH);
+        add(std::integral_constant<int, 2>{});
         save_sums<2>(out + column * TILE, HEAD_DIM);
     }
     if (column == V) return;
     _tile_loadd(0, out + column * TILE, 4 * HEAD_DIM);
     _tile_loadd(2, out + TILE * HEAD_DIM + column * TILE, 4 * HEAD_DIM);
-    add_products<1>(tile.weights[0], KEY_TILE, tile.values[0][column][0][0], V * TILE * DEPTH, width / DEPTH);
+    add(std::integral_constant<int, 1>{});
     _tile_stored(0, out + column * TILE, 4 * HEAD_DIM);
     _tile_stored(2, out + TILE * HEAD_DIM + column * TILE, 4 * HEAD_DIM);
 }
@@ -141,7 +147,11 @@ void attend_tile(const AttentionArgs& args, int64_t seq, int64_t first_head, int
                 for (int64_t i = 0; i < width; i += LANES) store(scores + i, load(scores + i) * scale);
                 soften_row<V>(scores, width, position - window + 1 - begin, position + 1 - begin, tile.tops[row],
                               tile.totals[row], tile.out[row]);
-                for (int64_t i = 0; i < width; i += LANES) store(tile.weights[row - batch] + i, load(scores + i));
+                for (int64_t i = 0; i < width; i += LANES) {
+                    f32x16 weight = load(scores + i), near = rounded(weight);
+                    store(tile.weights[0][row - batch] + i, near);
+                    store(tile.weights[1][row - batch] + i, weight - near);
+                }
             }
             add_values(tile, batch, width);
         }

@@ -30,12 +30,6 @@ void pack_int8_weight(ThreadPool& pool, const T* weight, int8_t* packed, float* 
     });
 }
 
-// To bfloat16 and back.
-PAGODA_INLINE f32x16 rounded(f32x16 value) {
-    auto half = (u16x16)_mm512_cvtneps_pbh((__m512)value);
-    return (f32x16)(__builtin_convertvector(half, u32x16) << 16);
-}
-
 PAGODA_INLINE f32x16 to_floats(const int8_t* from) {
     return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 }

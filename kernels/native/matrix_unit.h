@@ -5,6 +5,12 @@ constexpr int64_t TILE = 16;         // rows or columns of a tile of sums
 constexpr int64_t DEPTH = 32;        // products that one instruction adds to each sum of a tile: a step
 constexpr int64_t BATCH = 2 * TILE;  // rows: with as many columns four tiles of sums, half of the unit's registers
 
+// To bfloat16 and back.
+PAGODA_INLINE f32x16 rounded(f32x16 value) {
+    auto half = (u16x16)_mm512_cvtneps_pbh((__m512)value);
+    return (f32x16)(__builtin_convertvector(half, u32x16) << 16);
+}
+
 // The unit of this thread. Until it is released, every switch of threads saves its registers.
 class MatrixUnit {
 public:

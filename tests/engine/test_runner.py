@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -22,6 +23,7 @@ from engine.device.rehearsal import largest_plan
 from engine.errors import ConfigError
 from engine.runner import ModelRunner
 from engine.sequence import Chunk, SamplingParams, StepPlan
+from engine.step_arrays import attended_parts
 from kernels import has_native_int8, has_native_int8_weight, load_backend
 from tests.engine.tiny_models import (
     MODELS,
@@ -298,6 +300,15 @@ def test_bfloat16_logits_of_a_decode_are_the_same_to_the_last_bit_alone_and_in_a
         step(runner, chunks)
 
 
+def test_the_last_token_of_a_chunk_that_samples_is_attended_by_itself() -> None:
+    lengths, contexts = np.array([1, 5, 4, 2, 1]), np.array([9, 5, 14, 2, 3])
+    samples = np.array([True, True, False, True, False])
+    parts, part_lengths, part_contexts = attended_parts(lengths, contexts, samples)
+    assert parts.tolist() == [0, 1, 1, 2, 3, 3, 4]
+    assert part_lengths.tolist() == [1, 4, 1, 4, 1, 1, 1]
+    assert part_contexts.tolist() == [9, 4, 5, 14, 1, 2, 3]
+
+
 def test_a_chunk_has_logits_after_each_of_its_tokens(saved: Callable[[str], Path]) -> None:
     runner = load_runner(saved("llama"))
     blocks = ShuffledBlocks(runner)
@@ -416,3 +427,15 @@ def test_logits_in_int8_are_near_those_in_float32(
     assert (
         logits("int8") - exact
     ).norm() / exact.norm() < 0.15  # random weights, far from smooth: a wrong scale gives 1
+
+
+@pytest.mark.skipif(not has_native_int8(), reason="no AVX-512 VNNI, or no compiler at installation")
+def test_who_computes_a_prompts_last_token_again_finds_its_logits_to_the_last_bit(default_model_folder: Path) -> None:
+    config = EngineConfig(str(default_model_folder), quantization="int8", kv_cache_gb=0.1, threads=1)
+    runner = ModelRunner(config)
+    sequences = ShuffledBlocks(runner)
+    for at in range(4):
+        seq = sequences.sequence(random_prompt(200 + 30 * at, seed=at), 1)
+        whole = step_logits(runner, [next_chunk(seq)])
+        again = step_logits(runner, [Chunk(seq, seq.prompt_len - 1, 1, samples=True)])
+        assert torch.equal(whole, again), at
