@@ -115,8 +115,8 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     auto prefill = [&](int64_t number) {
         const AttentionPart& part = prefills[number / (args.num_kv_heads * head_tiles)];
         int64_t kv_head = number / head_tiles % args.num_kv_heads, head = number % head_tiles * ROW_TILE;
-        attend_tile<V>(args, part.seq, kv_head * group + head, std::min(ROW_TILE, group - head), part.first, part.last,
-                       all_keys + kv_head * HEAD_DIM, all_values + kv_head * HEAD_DIM);
+        TileRows rows{args, part.seq, kv_head * group + head, std::min(ROW_TILE, group - head), part.first, part.last};
+        attend_tile<V>(rows, all_keys + kv_head * HEAD_DIM, all_values + kv_head * HEAD_DIM);
     };
     int64_t prefill_parts = static_cast<int64_t>(prefills.size()) * args.num_kv_heads * head_tiles;
     pool.run(static_cast<int>(prefill_parts + decode_runs), [&](int number) {

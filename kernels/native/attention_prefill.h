@@ -101,50 +101,62 @@ void soften_row(float* weights, int64_t width, int64_t first, int64_t last, floa
     row_total += sum(sums);
 }
 
-// Queries first to last (exclusive) of one sequence, of `heads` heads that share a KV head: ROW_TILE rows at most.
+// Where the rows of a tile are: queries first to last (exclusive) of one sequence, each for `heads` heads from `first_head` on.
+struct TileRows {
+    const AttentionArgs& args;
+    int64_t seq, first_head, heads, first, last;
+    int64_t count = (last - first) * heads;
+    int64_t first_position = args.context_len[seq] - (args.query_start[seq + 1] - args.query_start[seq]) + first;
+    int64_t end = first_position + (last - first);  // of the keys that some row sees
+    int64_t window = args.sliding_window ? args.sliding_window : args.context_len[seq];
+
+    int64_t position(int64_t row) const { return first_position + row / heads; }
+
+    int64_t element(int64_t row) const {  // of its query, and of its output
+        return ((args.query_start[seq] + first + row / heads) * args.num_heads + first_head + row % heads) * args.head_dim;
+    }
+
+    // The first token of the first tile of keys that some row sees.
+    int64_t begin() const { return std::max<int64_t>(0, first_position - window + 1) / KEY_TILE * KEY_TILE; }
+
+    TokenOffsets tokens(int64_t from) const {
+        const int32_t* blocks = args.block_table + seq * args.max_blocks;
+        return {blocks, args.block_size, args.num_kv_heads * args.head_dim, from, std::min(from + KEY_TILE, end)};
+    }
+};
+
+// ROW_TILE rows at most.
 template <int V, typename T>
-void attend_tile(const AttentionArgs& args, int64_t seq, int64_t first_head, int64_t heads, int64_t first, int64_t last,
-                 const T* keys, const T* values) {
+void attend_tile(const TileRows& rows, const T* keys, const T* values) {
     constexpr int64_t HEAD_DIM = V * LANES;
     static thread_local std::vector<Tile<V>> room(1);
     Tile<V>& tile = room[0];
-    int64_t rows = (last - first) * heads;
-    int64_t padded_rows = ceil_div(rows, ROW_STEP) * ROW_STEP;
-    int64_t offset = args.query_start[seq] + first;
-    int64_t first_position = args.context_len[seq] - (args.query_start[seq + 1] - args.query_start[seq]) + first;
-    int64_t window = args.sliding_window ? args.sliding_window : args.context_len[seq];
+    int64_t padded_rows = ceil_div(rows.count, ROW_STEP) * ROW_STEP;
     float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM));
-    const int32_t* blocks = args.block_table + seq * args.max_blocks;
-    int64_t stride = args.num_kv_heads * HEAD_DIM;
-
-    auto element = [&](int64_t row) {
-        return ((offset + row / heads) * args.num_heads + first_head + row % heads) * HEAD_DIM;
-    };
+    auto* queries = static_cast<const T*>(rows.args.queries);
     for (int64_t row = 0; row < padded_rows; row++) {
         for (int64_t d = 0; d < HEAD_DIM; d += LANES) {
-            f32x16 query = row < rows ? load(static_cast<const T*>(args.queries) + element(row) + d) * scale : f32x16{};
+            f32x16 query = row < rows.count ? load(queries + rows.element(row) + d) * scale : f32x16{};
             store(tile.queries + row * HEAD_DIM + d, query);
             store(tile.out + row * HEAD_DIM + d, f32x16{});
         }
         tile.tops[row] = -INFINITY;
         tile.totals[row] = 0;
     }
-    int64_t end = first_position + (last - first);
-    int64_t begin = std::max<int64_t>(0, first_position - window + 1) / KEY_TILE * KEY_TILE;
-    for (; begin < end; begin += KEY_TILE) {
-        TokenOffsets tokens(blocks, args.block_size, stride, begin, std::min(begin + KEY_TILE, end));
+    for (int64_t begin = rows.begin(); begin < rows.end; begin += KEY_TILE) {
+        TokenOffsets tokens = rows.tokens(begin);
         int columns = static_cast<int>(ceil_div(tokens.count, LANES));
         load_keys(tile, keys, values, tokens);
         std::memset(tile.weights, 0, padded_rows * KEY_TILE * sizeof(float));
         multiply_add<KEY_TILE / LANES>(tile.queries, HEAD_DIM, tile.keys, tile.weights, padded_rows, HEAD_DIM, columns);
-        for (int64_t row = 0; row < rows; row++) {
-            int64_t position = first_position + row / heads;
-            soften_row<V>(tile.weights + row * KEY_TILE, columns * LANES, position - window + 1 - begin, position + 1 - begin,
-                          tile.tops[row], tile.totals[row], tile.out + row * HEAD_DIM);
+        for (int64_t row = 0; row < rows.count; row++) {
+            int64_t seen = rows.position(row) + 1 - begin;
+            soften_row<V>(tile.weights + row * KEY_TILE, columns * LANES, seen - rows.window, seen, tile.tops[row],
+                          tile.totals[row], tile.out + row * HEAD_DIM);
         }
         multiply_add<V>(tile.weights, KEY_TILE, tile.values, tile.out, padded_rows, tokens.count, V);
     }
-    for (int64_t row = 0; row < rows; row++)
+    for (int64_t row = 0; row < rows.count; row++)
         for (int64_t d = 0; d < HEAD_DIM; d += LANES)
-            store(static_cast<T*>(args.out) + element(row) + d, load(tile.out + row * HEAD_DIM + d) / tile.totals[row]);
+            store(static_cast<T*>(rows.args.out) + rows.element(row) + d, load(tile.out + row * HEAD_DIM + d) / tile.totals[row]);
 }

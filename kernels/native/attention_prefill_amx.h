@@ -50,31 +50,14 @@ void load_keys(MatrixTile<V>& tile, const bf16* keys, const bf16* values, const 
     }
 }
 
-// The unit's sums += left [BATCH, steps * DEPTH] · some columns of right: one tile of them, or two.
-template <int COLUMNS>
-void add_products(const bf16* left, int64_t left_stride, const uint16_t* right, int64_t right_stride, int64_t steps) {
-    written_for_unit();
-    for (int64_t step = 0; step < steps; step++, left += DEPTH, right += right_stride) {
-        _tile_loadd(4, left, 2 * left_stride);
-        _tile_loadd(5, left + TILE * left_stride, 2 * left_stride);
-        _tile_loadd(6, right, 4 * TILE);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(2, 5, 6);
-        if constexpr (COLUMNS == 2) {
-            _tile_loadd(7, right + DEPTH * TILE, 4 * TILE);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    }
-}
-
 // scores = queries · keys of the tile's first `width` tokens, a multiple of DEPTH.
 template <int V>
 void score_batch(MatrixTile<V>& tile, int64_t row, int64_t width) {
     using Tile = MatrixTile<V>;
     for (int64_t key = 0; key < width; key += 2 * TILE) {
         clear_sums();
-        add_products<2>(tile.queries[row], Tile::DEPTH_STEPS * DEPTH, tile.keys[0][key / TILE][0][0], KEY_TILE * DEPTH, Tile::DEPTH_STEPS);
+        add_products<2, 2>(tile.queries[row], Tile::DEPTH_STEPS * DEPTH, tile.keys[0][key / TILE][0][0], KEY_TILE * DEPTH,
+                           Tile::DEPTH_STEPS, [] {});
         save_sums<2>(tile.scores[0] + key, KEY_TILE);
     }
 }
@@ -87,7 +70,7 @@ void add_values(MatrixTile<V>& tile, int64_t row, int64_t width) {
     int column = 0;
     auto add = [&](auto columns) {
         for (auto& part : tile.weights)
-            add_products<columns.value>(part[0], KEY_TILE, tile.values[0][column][0][0], V * TILE * DEPTH, width / DEPTH);
+            add_products<2, columns.value>(part[0], KEY_TILE, tile.values[0][column][0][0], V * TILE * DEPTH, width / DEPTH, [] {});
     };
     written_for_unit();
     for (; column + 2 <= V; column += 2) {
@@ -103,50 +86,37 @@ void add_values(MatrixTile<V>& tile, int64_t row, int64_t width) {
     _tile_stored(2, out + TILE * HEAD_DIM + column * TILE, 4 * HEAD_DIM);
 }
 
-// Queries first to last (exclusive) of one sequence, of `heads` heads that share a KV head: ROW_TILE rows at most.
+// ROW_TILE rows at most.
 template <int V>
-void attend_tile(const AttentionArgs& args, int64_t seq, int64_t first_head, int64_t heads, int64_t first, int64_t last,
-                 const bf16* keys, const bf16* values) {
+void attend_tile(const TileRows& rows, const bf16* keys, const bf16* values) {
     constexpr int64_t HEAD_DIM = V * LANES;
     static thread_local std::vector<MatrixTile<V>> room(1);
     MatrixTile<V>& tile = room[0];
-    int64_t rows = (last - first) * heads;
-    int64_t padded_rows = ceil_div(rows, BATCH) * BATCH;
-    int64_t offset = args.query_start[seq] + first;
-    int64_t first_position = args.context_len[seq] - (args.query_start[seq + 1] - args.query_start[seq]) + first;
-    int64_t window = args.sliding_window ? args.sliding_window : args.context_len[seq];
+    int64_t padded_rows = ceil_div(rows.count, BATCH) * BATCH;
     float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM));
-    const int32_t* blocks = args.block_table + seq * args.max_blocks;
-    int64_t stride = args.num_kv_heads * HEAD_DIM;
-
-    auto element = [&](int64_t row) {
-        return ((offset + row / heads) * args.num_heads + first_head + row % heads) * HEAD_DIM;
-    };
+    auto* queries = static_cast<const bf16*>(rows.args.queries);
     std::memset(tile.queries, 0, padded_rows * sizeof tile.queries[0]);
     std::memset(tile.out, 0, padded_rows * sizeof tile.out[0]);
-    for (int64_t row = 0; row < rows; row++) {
-        std::memcpy(tile.queries[row], static_cast<const bf16*>(args.queries) + element(row), HEAD_DIM * sizeof(bf16));
+    for (int64_t row = 0; row < rows.count; row++) {
+        std::memcpy(tile.queries[row], queries + rows.element(row), HEAD_DIM * sizeof(bf16));
         tile.tops[row] = -INFINITY;
         tile.totals[row] = 0;
     }
     MatrixUnit unit;
-    unit.shape_for();
-    int64_t end = first_position + (last - first);
-    int64_t begin = std::max<int64_t>(0, first_position - window + 1) / KEY_TILE * KEY_TILE;
-    for (; begin < end; begin += KEY_TILE) {
-        TokenOffsets tokens(blocks, args.block_size, stride, begin, std::min(begin + KEY_TILE, end));
+    unit.shape_for(BATCH);
+    for (int64_t begin = rows.begin(); begin < rows.end; begin += KEY_TILE) {
+        TokenOffsets tokens = rows.tokens(begin);
         int64_t width = ceil_div(tokens.count, DEPTH) * DEPTH;
         load_keys(tile, keys, values, tokens);
         for (int64_t batch = 0; batch < padded_rows; batch += BATCH) {
-            int64_t batch_end = std::min(batch + BATCH, rows);
-            if (first_position + (batch_end - 1) / heads < begin) continue;  // they come before these keys
+            int64_t batch_end = std::min(batch + BATCH, rows.count);
+            if (rows.position(batch_end - 1) < begin) continue;  // they come before these keys
             score_batch(tile, batch, width);
             for (int64_t row = batch; row < batch_end; row++) {
                 float* scores = tile.scores[row - batch];
-                int64_t position = first_position + row / heads;
+                int64_t seen = rows.position(row) + 1 - begin;
                 for (int64_t i = 0; i < width; i += LANES) store(scores + i, load(scores + i) * scale);
-                soften_row<V>(scores, width, position - window + 1 - begin, position + 1 - begin, tile.tops[row],
-                              tile.totals[row], tile.out[row]);
+                soften_row<V>(scores, width, seen - rows.window, seen, tile.tops[row], tile.totals[row], tile.out[row]);
                 for (int64_t i = 0; i < width; i += LANES) {
                     f32x16 weight = load(scores + i), near = rounded(weight);
                     store(tile.weights[0][row - batch] + i, near);
@@ -156,7 +126,7 @@ void attend_tile(const AttentionArgs& args, int64_t seq, int64_t first_head, int
             add_values(tile, batch, width);
         }
     }
-    for (int64_t row = 0; row < rows; row++)
+    for (int64_t row = 0; row < rows.count; row++)
         for (int64_t d = 0; d < HEAD_DIM; d += LANES)
-            store(static_cast<bf16*>(args.out) + element(row) + d, load(tile.out[row] + d) / tile.totals[row]);
+            store(static_cast<bf16*>(rows.args.out) + rows.element(row) + d, load(tile.out[row] + d) / tile.totals[row]);
 }

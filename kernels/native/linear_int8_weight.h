@@ -61,29 +61,10 @@ void widen_steps(const int8_t* bytes, int64_t steps, uint16_t* to, bool fetches)
         }
 }
 
-// Adds to the unit's sums what some steps contribute to a batch of one or two tiles of rows.
-template <int TILES>
-void multiply_steps(const uint16_t* x, int64_t x_stride, const uint16_t* weights, int64_t steps, Ahead& ahead) {
-    written_for_unit();
-    for (int64_t step = 0; step < steps; step++, x += DEPTH, weights += DEPTH * PANEL) {
-        ahead.fetch();
-        _tile_loadd(4, x, 2 * x_stride);
-        _tile_loadd(6, weights, 4 * TILE);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, weights + DEPTH * TILE, 4 * TILE);
-        _tile_dpbf16ps(1, 4, 7);
-        if constexpr (TILES == 2) {
-            _tile_loadd(5, x + TILE * x_stride, 2 * x_stride);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    }
-}
-
 // Rows of bfloat16, and a panel of weights with its outputs.
 template <typename T>
 struct Panel {
-    const uint16_t* x;
+    const bf16* x;
     int64_t x_stride, steps;
     const int8_t* bytes;
     const float* scales;
@@ -126,10 +107,10 @@ void multiply_panel(MatrixUnit& unit, const Panel<T>& panel, int64_t first, int6
         for (int64_t row = first; row < last; row += BATCH) {
             int64_t rows = std::min(BATCH, last - row);
             float* of_batch = sums + (row - first) * PANEL;
-            const uint16_t* x = panel.x + row * panel.x_stride + step * DEPTH;
+            const bf16* x = panel.x + row * panel.x_stride + step * DEPTH;
             auto multiply = [&](auto tiles) {
                 if (!is_first && batches > 1) load_sums<tiles.value>(of_batch, PANEL);
-                multiply_steps<tiles.value>(x, panel.x_stride, room, steps, ahead);
+                add_products<tiles.value, 2>(x, panel.x_stride, room, DEPTH * PANEL, steps, [&] { ahead.fetch(); });
                 if (is_last || batches > 1) save_sums<tiles.value>(of_batch, PANEL);
             };
             unit.shape_for(rows);
@@ -217,7 +198,7 @@ void linear_int8_weight_of(ThreadPool& pool, const LinearArgs& args) {
     // Few rows take little time: then a part is several panels.
     int64_t panels_a_part = blocks > 1 ? 1 : ceil_div(panels, pool.size() * ceil_div(args.rows + 8, 4));
     auto panel = [&](int64_t at) {
-        return Panel<T>{static_cast<const uint16_t*>(rows),
+        return Panel<T>{static_cast<const bf16*>(rows),
                         depth,
                         steps,
                         args.weight + at * depth * PANEL,

@@ -18,7 +18,7 @@ public:
 
     // Makes it ready for batches of so many rows. Registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights; those of the
     // batch's second tile are of no use if it has one only.
-    void shape_for(int64_t rows = BATCH) {
+    void shape_for(int64_t rows) {
         if (rows == rows_) return;
         rows_ = rows;
         struct alignas(64) Shape {
@@ -66,3 +66,26 @@ PAGODA_INLINE void clear_sums() {
 
 // Compilers do not know that what the unit loads is read from memory: what was written before is there from here on.
 PAGODA_INLINE void written_for_unit() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
+// The sums of TILES tiles of rows and COLUMNS of columns += left [rows, steps * DEPTH] · right. Of right a step's tiles of
+// columns lie together, with two of its DEPTH side by side: [DEPTH / 2][TILE][2] each.
+template <int TILES, int COLUMNS, typename EachStep>
+PAGODA_INLINE void add_products(const bf16* left, int64_t left_stride, const uint16_t* right, int64_t right_stride, int64_t steps,
+                                const EachStep& each_step) {
+    written_for_unit();
+    for (int64_t step = 0; step < steps; step++, left += DEPTH, right += right_stride) {
+        each_step();
+        _tile_loadd(4, left, 2 * left_stride);
+        _tile_loadd(6, right, 4 * TILE);
+        _tile_dpbf16ps(0, 4, 6);
+        if constexpr (COLUMNS == 2) {
+            _tile_loadd(7, right + DEPTH * TILE, 4 * TILE);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if constexpr (TILES == 2) {
+            _tile_loadd(5, left + TILE * left_stride, 2 * left_stride);
+            _tile_dpbf16ps(2, 5, 6);
+            if constexpr (COLUMNS == 2) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+}
