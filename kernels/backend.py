@@ -110,12 +110,12 @@ _TRITON_BACKENDS = ("triton", "triton-int8", "triton-fp8")
 def load_backend(name: str) -> Backend:
     """Raises ValueError for an unknown name, ImportError if it needs Triton where there is none.
 
-    reference    plain torch that runs on any device
-    cpu          torch's own fused and packed operations
-    native       compiled code for everything but products; only if `has_native()`
-    native-int8  and products in int8; only if `has_native_int8()`
+    reference           plain torch that runs on any device
+    cpu                 torch's own fused and packed operations
+    native              compiled code for everything but products; only if `has_native()`
+    native-int8         and products in int8; only if `has_native_int8()`
     native-int8-weight  and weights in int8, products in bfloat16; only if `has_native_int8_weight()`
-    triton       kernels for a GPU; with -int8 or -fp8, and weights of that
+    triton              kernels for a GPU; with -int8 or -fp8, and weights of that
     """
     if name in _TRITON_BACKENDS:
         from kernels.triton.backend import BACKENDS  # where there is no GPU nothing loads Triton
