@@ -38,8 +38,9 @@ def test_grpcurl_lists_describes_and_generates_with_no_proto_file(synthetic_serv
     output = grpcurl(
         "-d", '{"text": "hello", "raw": true, "stopping": {"max_tokens": 4}}', address, "pagoda.v1.Inference/Generate"
     )
-    *tokens, last = (json.loads(part) for part in output.replace("\n}\n", "\n}\0").strip("\0").split("\0"))
-    assert len(tokens) == 4
+    *responses, last = (json.loads(part) for part in output.replace("\n}\n", "\n}\0").strip("\0").split("\0"))
+    # On a busy machine the last ones may come in one response.
+    assert sum(len(response["tokens"]["tokens"]) for response in responses) == 4
     assert last["finished"]["reason"] == "FINISH_REASON_LENGTH"
     assert last["usage"] == {"prompt_tokens": 5, "completion_tokens": 4}
 
