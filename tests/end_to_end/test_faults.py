@@ -313,9 +313,9 @@ def test_two_engines_share_the_work_and_one_that_dies_leaves_it_to_the_other(tmp
         grpc.insecure_channel(server.address) as channel,
     ):
         inference, control = stubs(channel)
-        while control.GetLoad(control_pb2.GetLoadRequest()).blocks_total < 2 * 8192:
+        blocks_each = control.GetServerInfo(control_pb2.GetServerInfoRequest()).engine.kv_cache.num_blocks
+        while control.GetLoad(control_pb2.GetLoadRequest()).blocks_total < 2 * blocks_each:
             time.sleep(0.01)  # until both are there
-        time.sleep(0.5)  # and, on a busy machine, have answered again: who has not is passed over
         calls = [inference.Generate(request(f"{at}", max_tokens=3000)) for at in range(4)]
         for call in calls:
             next(call)
