@@ -132,7 +132,7 @@ class DeviceRunner:
         if loaded.device.type == "cpu":
             return DEFAULT_CPU_BYTES
         token_budget = min(config.token_budget, self._most * loaded.longest)
-        plan = largest_plan(token_budget, self._most, self.info.kv_cache.block_size)
+        plan = largest_plan(token_budget, self._most, loaded.spec.block_size)
         num_blocks = max(chunk.seq.blocks[-1] for chunk in plan.chunks) + 1
         with enough_memory("one step", *_STEP_FLAGS):
             self._cache = allocate(loaded.spec, num_blocks, loaded.device, loaded.cache_dtype)

@@ -202,6 +202,21 @@ def test_steps_that_fail_once_change_no_token(llama: Path) -> None:
     assert outputs(seqs) == one_by_one(llama, 16)
 
 
+def test_many_that_need_more_than_their_row_start_in_one_step(llama: Path) -> None:
+    """What is sent for each of them takes turns in the same memory of the host."""
+    params = SamplingParams(max_tokens=6, temperature=0.7, frequency_penalty=0.3)
+    found = []
+    for runner in (device_runner(llama), load_runner(llama, max_num_seqs=6, token_budget=19, max_model_len=120)):
+        served = Served(runner, 60)
+        seqs = [
+            served.add(random_prompt(3, seed=at), replace(params, seed=at, logit_bias=((7 * at, 9.0), (5, -4.0))))
+            for at in range(6)
+        ]
+        served.run()
+        found.append(outputs(seqs))
+    assert found[0] == found[1]
+
+
 def test_logprobs_come_back_with_the_tokens(llama: Path) -> None:
     here, there = Served(device_runner(llama), 36), Served(load_runner(llama), 36)
     for served in (here, there):
@@ -249,7 +264,7 @@ def test_a_sequence_whose_logits_break_fails_alone(llama: Path) -> None:
     seqs = [served.add(random_prompt(9, seed=at), SamplingParams(max_tokens=20)) for at in range(3)]
     for _ in range(4):
         served.step()
-    runner._cache[1].values[seqs[1].blocks[0]] = math.nan
+    runner._cache[1].values[seqs[1].blocks[0]].fill_(math.nan)
     served.run()
     assert [ended.seq.id for ended in served.ended if ended.reason is EndReason.FAILED] == [seqs[1].id]
     assert len(outputs(seqs)[0]) == len(outputs(seqs)[2]) == 20

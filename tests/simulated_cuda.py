@@ -1,0 +1,404 @@
+"""A CUDA device simulated on the CPU: what a card would do to code that a CPU forgives.
+
+- Tensors on it say that they are on "cuda". An op that mixes them with the host's fails.
+- What is launched runs as late as the rules allow, when the host waits: pinned memory that is written too early, and
+  results that are read too early, show as wrong numbers. Or at once: what is overwritten before it is read shows.
+- Memory that nobody has written holds NaN. It is limited, counted, and runs out as on a card.
+- A graph records what is launched, and repeats it at the same addresses. What it computed on the way is lost after it.
+- What makes the host wait is noted, and is an error where torch is told so, or while a graph is captured.
+
+Ops are computed by torch's CPU kernels, Triton's by its interpreter. There is one stream, and no speed.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+CUDA = torch.device("cuda", 0)
+Work = Callable[[], object]
+
+aten = torch.ops.aten
+_VALUE_DECIDES_SIZE = (aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.repeat_interleave)
+_READS = (aten._local_scalar_dense, aten.equal, aten.is_nonzero)
+_INDEXING = (aten.index, aten.index_put, aten.index_put_)
+_UNWRITTEN = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
+
+
+class Memory:
+    """What an allocation on the device has taken of it, as long as the host holds a tensor there."""
+
+    _size = 0  # of one that there was no room for
+
+    def __init__(self, device: SimulatedCuda, size: int) -> None:
+        self._device = device
+        if size > device.free:
+            device.empty_cache()
+        if size > device.free:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes. It is simulated")
+        self._size = size
+        device.allocated += size
+        device.peak = max(device.peak, device.allocated)
+        device.reserved = max(device.reserved, device.allocated)
+
+    def __del__(self) -> None:
+        self._device.allocated -= self._size
+
+
+class CudaTensor(Tensor):
+    """`contents` are the values, once what was launched has run. To torch's own code it looks like one of the meta device."""
+
+    contents: Tensor
+    memory: Memory
+    device = property(lambda self: CUDA)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, real: Tensor, memory: Memory) -> CudaTensor:
+        layout = {"strides": real.stride(), "storage_offset": real.storage_offset(), "dtype": real.dtype}
+        with torch.inference_mode(False):  # torch wants no view that is of that mode of a tensor that is not
+            tensor: CudaTensor = torch.Tensor._make_wrapper_subclass(cls, real.shape, device="meta", **layout)  # type: ignore[attr-defined]
+        tensor.contents, tensor.memory = real, memory
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} on a tensor of the simulated device, which is not there any more")
+
+
+class SimulatedCuda(TorchDispatchMode):
+    """
+    capacity    bytes of device memory
+    processors  that kernels share their work out to
+    is_late     it runs what is launched when the host waits; else at once
+
+    waits       what the host has waited for, in ops that a card cannot answer at once
+    """
+
+    def __init__(self, capacity: int = 64 << 20, processors: int = 3, is_late: bool = True) -> None:
+        super().__init__()
+        self.capacity, self.processors, self.is_late = capacity, processors, is_late
+        self.allocated = self.reserved = self.peak = 0
+        self.waits: list[str] = []
+        self.waiting_is_an_error = False
+        self.captured: Graph | None = None
+        self._launched: deque[Work] = deque()
+        self._pinned: dict[int, Tensor] = {}
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def launch(self, work: Work) -> None:
+        if self.captured is not None:
+            self.captured.works.append(work)
+        else:
+            self._launched.append(work)
+            if not self.is_late:
+                self.run()
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """What was launched, in its order, to its end or until that is so."""
+        with _disable_current_modes(), torch.inference_mode():
+            while self._launched and not until():
+                self._launched.popleft()()
+
+    def wait(self, reason: str) -> None:
+        """The host waits for all that was launched, in an op that does not say so."""
+        assert self.captured is None, f"{reason}: operation not permitted when stream is capturing"
+        if self.waiting_is_an_error:
+            raise RuntimeError(f"called a synchronizing CUDA operation: {reason}")
+        self.waits.append(reason)
+        self.run()
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.reserved
+
+    def empty_cache(self) -> None:
+        self.reserved = self.allocated
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        self._pinned[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other takes its address
+        return tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._pinned
+
+    def allocate(self, like: Tensor) -> CudaTensor:
+        """A tensor on the device that nobody has written."""
+        span = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
+        memory = Memory(self, span * like.dtype.itemsize if like.numel() else 0)
+        real = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        poison(real)
+        if self.captured is not None:
+            self.captured.buffers.append((weakref.ref(memory), real))
+        return CudaTensor(real, memory)
+
+    # -- ops --------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        leaves = tree_leaves((args, kwargs))
+        target = kwargs.get("device")
+        is_for_device = target is not None and torch.device(target).type == "cuda"
+        if not is_for_device and not any(isinstance(leaf, CudaTensor) for leaf in leaves):
+            is_to_be_pinned = kwargs.pop("pin_memory", False)
+            result = func(*args, **kwargs)
+            return self.pin(result) if is_to_be_pinned else result
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        op = func.overloadpacket
+        if op is aten.copy_:
+            return self._copy(*args, **kwargs)
+        if op is aten._to_copy and is_to_other_side(args[0], target):
+            return self._move(*args, **kwargs)
+        self._refuse_the_hosts_tensors(func, leaves)
+        if func.is_view:
+            views = func(*real(args), **real(kwargs))
+            return tree_map(lambda view: CudaTensor(view, args[0].memory), views)
+        if op in _READS or op in _VALUE_DECIDES_SIZE or (op in _INDEXING and any(has_mask(args[1]))):
+            self.wait(str(func))
+            result = func(*real(args), **real(kwargs))
+            return tree_map(lambda found: self._upload(found) if isinstance(found, Tensor) else found, result)
+        written = [arg.name for arg in func._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
+        if written:
+            return self._write(func, args, kwargs, written)
+        return self._compute(func, args, kwargs)
+
+    def _refuse_the_hosts_tensors(self, func: Any, leaves: list[Any]) -> None:
+        """Numbers may be the host's: they travel with the launch."""
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and not isinstance(leaf, CudaTensor) and leaf.dim() > 0:
+                raise RuntimeError(f"{func}: Expected all tensors to be on the same device, cuda:0 and cpu")
+
+    def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if isinstance(to, CudaTensor) and isinstance(source, CudaTensor):
+            place, values = to.contents, source.contents
+            self.launch(lambda: place.copy_(values))
+        elif isinstance(to, CudaTensor):
+            place, values = to.contents, source
+            if source.dim() == 0 and not self.is_pinned(source):
+                values = source.clone()
+            elif not (non_blocking and self.is_pinned(source)):
+                self.wait("a copy to the device that is not both pinned and non_blocking")
+            self.launch(lambda: place.copy_(values))
+        else:
+            assert isinstance(source, CudaTensor)
+            values = source.contents
+            if non_blocking and self.is_pinned(to):
+                self.launch(lambda: to.copy_(values))
+            else:
+                self.wait("a copy to the host that is not both pinned and non_blocking")
+                to.copy_(values)
+        return to
+
+    def _move(self, source: Tensor, **kwargs: Any) -> Tensor:
+        """`to` between host and device: never to pinned memory."""
+        kwargs.pop("pin_memory", None)
+        if isinstance(source, CudaTensor):
+            self.wait("a copy to the host")
+            return torch.ops.aten._to_copy.default(source.contents, **kwargs)
+        if not (kwargs.get("non_blocking") and self.is_pinned(source)):
+            self.wait("a copy to the device that is not both pinned and non_blocking")
+        converted = torch.ops.aten._to_copy.default(source, **(kwargs | {"device": "cpu"}))
+        return self._upload(converted)
+
+    def _upload(self, values: Tensor) -> CudaTensor:
+        result = self.allocate(values)
+        place = result.contents
+        self.launch(lambda: place.copy_(values))
+        return result
+
+    def _write(self, func: Any, args: Any, kwargs: Any, written: list[str]) -> Any:
+        real_args, real_kwargs = real(args), real(kwargs)
+        self.launch(lambda: func(*real_args, **real_kwargs))
+        by_name = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
+        results = [by_name[name] for name in written]
+        return results[0] if len(func._schema.returns) == 1 else tuple(results) if func._schema.returns else None
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        told = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+        has_device = "device" in kwargs
+        shapes = func(*to_meta(args), **to_meta(told), **({"device": "meta"} if has_device else {}))
+        results = tree_map(lambda shape: self.allocate(shape) if isinstance(shape, Tensor) else shape, shapes)
+        places = [result.contents for result in tree_leaves(results) if isinstance(result, CudaTensor)]
+        if func.overloadpacket in _UNWRITTEN:
+            self.launch(lambda: [poison(place) for place in places])
+            return results
+        real_args, real_kwargs = real(args), real(told) | ({"device": "cpu"} if has_device else {})
+
+        def work() -> None:
+            values = [value for value in tree_leaves(func(*real_args, **real_kwargs)) if isinstance(value, Tensor)]
+            for place, value in zip(places, values, strict=True):
+                place.copy_(value)
+
+        self.launch(work)
+        return results
+
+    def as_kernel(self, function: Callable[..., Tensor | None], out: Callable[..., Tensor | None]) -> Any:
+        """`function` as one launch, though it looks at what it is given. `out`: of the same arguments, its result."""
+
+        def launch(*args: Any) -> Tensor | None:
+            result = out(*args)
+            real_args, place = real(args), real(result)
+
+            def work() -> None:
+                value = function(*real_args)
+                if place is not None:
+                    place.copy_(value)
+
+            self.launch(work)
+            return result
+
+        return launch
+
+    # -- torch.cuda -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_place_of_cuda(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
+        """Within the block torch finds this device, and Triton launches on it."""
+        from triton.runtime.interpreter import GridExecutor
+
+        interpret = GridExecutor.__call__
+
+        def launch_kernel(grid: GridExecutor, *args: Any, **kwargs: Any) -> None:
+            host = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor)]
+            if not any(isinstance(tensor, CudaTensor) for tensor in host):
+                interpret(grid, *args, **kwargs)
+                return
+            if not all(isinstance(tensor, CudaTensor) for tensor in host):
+                raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+            real_args, real_kwargs = real(args), real(kwargs)
+            self.launch(lambda: interpret(grid, *real_args, **real_kwargs))
+
+        device = self
+        simulated: dict[str, object] = {
+            "_lazy_init": lambda: None,
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "get_device_name": lambda *_: "simulated",
+            "get_device_capability": lambda *_: (9, 0),
+            "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=self.processors),
+            "synchronize": lambda *_: self.run(),
+            "set_sync_debug_mode": lambda mode: setattr(self, "waiting_is_an_error", mode == "error"),
+            "memory_allocated": lambda *_: self.allocated,
+            "max_memory_allocated": lambda *_: self.peak,
+            "reset_peak_memory_stats": lambda *_: setattr(self, "peak", self.allocated),
+            "empty_cache": self.empty_cache,
+            "mem_get_info": lambda *_: (self.free, self.capacity),
+            "graph_pool_handle": lambda: (0, 1),
+            "CUDAGraph": lambda: Graph(device),
+            "graph": lambda graph, pool=None: graph.capture(),
+            "Event": lambda **_: Event(device),
+        }
+        with monkeypatch.context() as patch, self:
+            for name, value in simulated.items():
+                patch.setattr(torch.cuda, name, value)
+            patch.setattr(GridExecutor, "__call__", launch_kernel)
+            yield self
+
+
+class Event:
+    def __init__(self, device: SimulatedCuda) -> None:
+        self._device = device
+        self._recorded, self._passed, self._time = 0, 0, 0.0
+
+    def record(self) -> None:
+        self._recorded += 1
+        number = self._recorded
+
+        def passes() -> None:
+            self._passed, self._time = number, time.perf_counter()
+
+        self._device.launch(passes)
+
+    def synchronize(self) -> None:
+        number = self._recorded
+        self._device.run(until=lambda: self._passed >= number)
+
+    def elapsed_time(self, end: Event) -> float:
+        if self._passed < self._recorded or end._passed < end._recorded:
+            raise RuntimeError("CUDA error: device not ready")
+        return (end._time - self._time) * 1e3
+
+
+class Graph:
+    """
+    works    what was launched during the capture
+    buffers  what was allocated then: later replays use the memory of those that nobody holds any more
+    """
+
+    def __init__(self, device: SimulatedCuda) -> None:
+        self._device = device
+        self.works: list[Work] = []
+        self.buffers: list[tuple[weakref.ref[Memory], Tensor]] = []
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        self._device.run()
+        self._device.captured = self
+        try:
+            yield
+        finally:
+            self._device.captured = None
+
+    def replay(self) -> None:
+        for work in self.works:
+            self._device.launch(work)
+        lost = [buffer for memory, buffer in self.buffers if memory() is None]
+        self._device.launch(lambda: [poison(buffer) for buffer in lost])
+
+
+def is_to_other_side(source: Tensor, target: Any) -> bool:
+    if target is None:
+        return False
+    return isinstance(source, CudaTensor) != (torch.device(target).type == "cuda")
+
+
+def has_mask(indices: Sequence[Tensor | None]) -> Iterator[bool]:
+    return (index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def real(values: Any) -> Any:
+    """With what tensors of the device hold instead of them, inside dataclasses too."""
+
+    def of(leaf: Any) -> Any:
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            return replace(leaf, **{field.name: real(getattr(leaf, field.name)) for field in fields(leaf)})
+        return leaf.contents if isinstance(leaf, CudaTensor) else leaf
+
+    return tree_map(of, values)
+
+
+def to_meta(values: Any) -> Any:
+    def shape(leaf: Any) -> Any:
+        if not isinstance(leaf, CudaTensor):
+            return leaf
+        return torch.empty_strided(leaf.contents.shape, leaf.contents.stride(), dtype=leaf.contents.dtype, device="meta")
+
+    return tree_map(shape, values)
+
+
+def poison(tensor: Tensor) -> None:
+    """What can be noticed if it is used: NaN, and integers that are no index."""
+    if tensor.dtype.itemsize == 1:
+        tensor.view(torch.uint8).fill_(0x7F)  # NaN in float8
+    elif tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    else:
+        tensor.fill_(torch.iinfo(tensor.dtype).max // 3)
