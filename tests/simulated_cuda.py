@@ -73,6 +73,15 @@ class CudaTensor(Tensor):
         tensor.contents, tensor.memory = real, memory
         return tensor
 
+    def __getitem__(self, index: Any) -> Tensor:
+        return super().__getitem__(without_lists(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(without_lists(index), value)
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} on a tensor of the simulated device, which is not there any more")
@@ -153,11 +162,11 @@ class SimulatedCuda(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         leaves = tree_leaves((args, kwargs))
         target = kwargs.get("device")
-        is_for_device = target is not None and torch.device(target).type == "cuda"
-        if not is_for_device and not any(isinstance(leaf, CudaTensor) for leaf in leaves):
+        if not is_of_device(target) and not any(isinstance(leaf, CudaTensor) for leaf in leaves):
             is_to_be_pinned = kwargs.pop("pin_memory", False)
             result = func(*args, **kwargs)
             return self.pin(result) if is_to_be_pinned else result
+        args, kwargs = tree_map(with_index, (args, kwargs))
         with self:
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
@@ -167,7 +176,9 @@ class SimulatedCuda(TorchDispatchMode):
             return self._copy(*args, **kwargs)
         if op is aten._to_copy and is_to_other_side(args[0], target):
             return self._move(*args, **kwargs)
-        self._refuse_the_hosts_tensors(func, leaves)
+        if op in _INDEXING:
+            args = (args[0], [self._on_device(index) for index in args[1]], *args[2:])
+        self._refuse_the_hosts_tensors(func, (args, kwargs))
         if func.is_view:
             views = func(*real(args), **real(kwargs))
             return tree_map(lambda view: CudaTensor(view, args[0].memory), views)
@@ -180,9 +191,12 @@ class SimulatedCuda(TorchDispatchMode):
             return self._write(func, args, kwargs, written)
         return self._compute(func, args, kwargs)
 
-    def _refuse_the_hosts_tensors(self, func: Any, leaves: list[Any]) -> None:
+    def _on_device(self, index: Tensor | None) -> Tensor | None:
+        return index if index is None or isinstance(index, CudaTensor) else self._move(index, device=CUDA)
+
+    def _refuse_the_hosts_tensors(self, func: Any, arguments: Any) -> None:
         """Numbers may be the host's: they travel with the launch."""
-        for leaf in leaves:
+        for leaf in tree_leaves(arguments):
             if isinstance(leaf, Tensor) and not isinstance(leaf, CudaTensor) and leaf.dim() > 0:
                 raise RuntimeError(f"{func}: Expected all tensors to be on the same device, cuda:0 and cpu")
 
@@ -309,6 +323,7 @@ class SimulatedCuda(TorchDispatchMode):
         with monkeypatch.context() as patch, self:
             for name, value in simulated.items():
                 patch.setattr(torch.cuda, name, value)
+            patch.setattr(torch, "tensor", made_on_the_host(torch.tensor))
             patch.setattr(GridExecutor, "__call__", launch_kernel)
             yield self
 
@@ -364,10 +379,35 @@ class Graph:
         self._device.launch(lambda: [poison(buffer) for buffer in lost])
 
 
+def made_on_the_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.tensor`, which asks CUDA for a device before it asks anybody else."""
+
+    def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        made = make(*args, **kwargs)
+        return made.to(CUDA) if is_of_device(device) else made
+
+    return tensor
+
+
+def is_of_device(target: Any) -> bool:
+    """"meta" is what torch's own code takes it for, where it makes a number a tensor beside others."""
+    return target is not None and torch.device(target).type in ("cuda", "meta")
+
+
+def without_lists(index: Any) -> Any:
+    """What a card is sent instead of a list, and waits for."""
+    if isinstance(index, tuple):
+        return tuple(without_lists(part) for part in index)
+    return torch.tensor(index).to(CUDA) if isinstance(index, list) else index
+
+
+def with_index(leaf: Any) -> Any:
+    """Where a device of CUDA has no number, torch would ask CUDA for it."""
+    return CUDA if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
+
+
 def is_to_other_side(source: Tensor, target: Any) -> bool:
-    if target is None:
-        return False
-    return isinstance(source, CudaTensor) != (torch.device(target).type == "cuda")
+    return target is not None and isinstance(source, CudaTensor) != is_of_device(target)
 
 
 def has_mask(indices: Sequence[Tensor | None]) -> Iterator[bool]:
@@ -387,9 +427,9 @@ def real(values: Any) -> Any:
 
 def to_meta(values: Any) -> Any:
     def shape(leaf: Any) -> Any:
-        if not isinstance(leaf, CudaTensor):
+        if not isinstance(leaf, Tensor):
             return leaf
-        return torch.empty_strided(leaf.contents.shape, leaf.contents.stride(), dtype=leaf.contents.dtype, device="meta")
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
     return tree_map(shape, values)
 
