@@ -89,9 +89,17 @@ def enough_memory(purpose: str, *flags: str, error: type[EngineError] = ConfigEr
     """Raises `error` with the flags that help if the device's memory runs out inside."""
     try:
         yield
-    except torch.OutOfMemoryError as cause:
+    except RuntimeError as cause:
+        if not _is_out_of_memory(cause):
+            raise
         reason = str(cause).partition(". ")[0]
         raise error(f"not enough device memory for {purpose} ({reason}); {', '.join(flags)} can help") from cause
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Torch has a class for its own allocator only: not for pinned memory, graphs, cuBLAS, and kernels being loaded."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text
 
 
 def choose_device(name: str) -> torch.device:
@@ -117,9 +125,7 @@ def choose_backend(device: torch.device, dtype: torch.dtype, quantization: Quant
     if quantization == "fp8":
         check_fp8("--quantization", device)
     if importlib.util.find_spec("triton") is None:
-        if quantization not in ("auto", "none"):
-            raise ConfigError(f"--quantization {quantization} on {device} needs Triton: pip install 'pagoda[gpu]'")
-        return "reference"
+        raise ConfigError(f"--device {device} needs Triton: pip install 'pagoda[gpu]'")
     return "triton" if quantization in ("auto", "none") else f"triton-{quantization}"
 
 

@@ -39,7 +39,10 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> Launched: ...
 
     def recover(self) -> None:
-        """Nothing is in flight, and something failed: chunks are computed again, whose tokens are all known."""
+        """Nothing is in flight, and something failed: chunks are computed again, whose tokens are all known.
+
+        Raises if nothing can be computed any more: the engine is to be started again.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +83,15 @@ class StepsInFlight:
         try:
             launched = self._runner.launch(plan)
         except Exception:
+            launched = None
             log.exception("a step of %d sequences could not be launched", len(plan.chunks))
-            while self._steps:
-                self.commit_oldest()
-            self._compute_again([plan])
-        else:
+        if launched is not None:
             self._steps.append(_Step(plan, launched, self.trace.sketch(plan), started))
+            return
+        # Not above: an exception that is being handled keeps what the step had allocated.
+        while self._steps:
+            self.commit_oldest()
+        self._compute_again([plan])
 
     def commit_oldest(self) -> None:
         """Waits for it. If it fails, it and those launched after it are computed again, chunk by chunk."""
@@ -93,10 +99,12 @@ class StepsInFlight:
         try:
             sampled = step.launched.result()
         except Exception:
+            sampled = None
             log.exception("a step of %d sequences failed", len(step.plan.chunks))
-            self._compute_again([step.plan, *self._abandon_all()])
-        else:
+        if sampled is not None:
             self._scheduler.commit(step.plan, sampled)
+        else:
+            self._compute_again([step.plan, *self._abandon_all()])
         started, self._last_end = max(step.started, self._last_end), self._clock()
         self.step_s = self._last_end - started
         self.trace.add(step.sketch, started, self._last_end)
@@ -134,7 +142,7 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
             log.exception("sequence %d fails alone", chunk.seq.id)
             reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__} while computing"
             alone = Sampled([-1], [None], {0: reason})
-            failed.append(error)
+            failed.append(_without_frames(error))
         tokens += alone.tokens
         logprobs += alone.logprobs
         if alone.faults:
@@ -142,6 +150,15 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
     if len(failed) == len(plan.chunks) > 1:
         raise failed[0]
     return Sampled(tokens, logprobs, faults)
+
+
+def _without_frames(error: Exception) -> Exception:
+    """What a step had allocated lives as long as the frames that its error remembers, those of the causes included."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
 
 
 def _compute_alone(runner: Runner, chunk: Chunk, plan: StepPlan) -> Sampled:

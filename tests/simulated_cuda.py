@@ -58,7 +58,7 @@ class Memory:
 
 
 class CudaTensor(Tensor):
-    """`contents` are the values, once what was launched has run. To torch's own code it looks like one of the meta device."""
+    """`contents` are the values, once what was launched has run. Torch's own code takes it for one of the meta device."""
 
     contents: Tensor
     memory: Memory
@@ -390,7 +390,7 @@ def made_on_the_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def is_of_device(target: Any) -> bool:
-    """"meta" is what torch's own code takes it for, where it makes a number a tensor beside others."""
+    """ "meta" is what torch's own code takes it for, where it makes a number a tensor beside others."""
     return target is not None and torch.device(target).type in ("cuda", "meta")
 
 

@@ -16,6 +16,7 @@ from kernels.row_sampling import IN_PROMPT
 
 _ROWS_SENT = 32  # at once
 _COUNTS_SENT = 4096
+_SENDS_AT_ONCE = 16  # of biases and of counts: one for each row that starts
 _SINGLE = (
     "temperature", "top_k", "top_p", "min_p", "seed_low", "seed_high", "repetition", "presence", "frequency",
     "min_position", "num_logprobs",
@@ -40,9 +41,11 @@ class RowParameters:
             device,
         )
         self._bias = Staging(
-            {"ids": (torch.int32, self._max_biases), "bias": (torch.float32, self._max_biases)}, device
+            {"ids": (torch.int32, self._max_biases), "bias": (torch.float32, self._max_biases)}, device, _SENDS_AT_ONCE
         )
-        self._counts = Staging({"ids": (torch.int64, _COUNTS_SENT), "counts": (torch.int32, _COUNTS_SENT)}, device)
+        self._counts = Staging(
+            {"ids": (torch.int64, _COUNTS_SENT), "counts": (torch.int32, _COUNTS_SENT)}, device, _SENDS_AT_ONCE
+        )
 
     def fault(self, seq: Sequence) -> str | None:
         """Why a sequence cannot be sampled: one row's mistake must not spoil the batch."""

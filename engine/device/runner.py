@@ -39,7 +39,7 @@ class DeviceRunner:
     def __init__(self, config: EngineConfig, loaded: LoadedModel, progress: Progress = no_progress) -> None:
         device, block_size, self._most = loaded.device, loaded.spec.block_size, config.max_num_seqs
         self.lookahead = 0 if config.overlap == "off" else 1
-        self._ops, self._model = loaded.ops, loaded.model
+        self._ops, self._model, self._device = loaded.ops, loaded.model, device
         model = loaded.model.config
         max_blocks = -(-loaded.longest // block_size)
         with enough_memory("the inputs of a step", *_STEP_FLAGS):
@@ -62,11 +62,12 @@ class DeviceRunner:
             with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
                 self._host = HostCopies(self._cache, self.info.num_host_blocks, num_blocks, device)
         if device.type == "cuda":
-            with enough_memory("prompts of the largest step", *_STEP_FLAGS):
-                self.warm_up(min(config.token_budget, self.info.max_model_len))
             with enough_memory("the graphs of decode steps", *_STEP_FLAGS), torch.inference_mode():
                 self._decodes.send([], [], self._most)
                 self._graphs.capture(progress)
+            # After the captures, each of which gives back the memory that is not in use.
+            with enough_memory("prompts of the largest step", *_STEP_FLAGS):
+                self.warm_up(min(config.token_budget, self.info.max_model_len))
 
     def execute(self, plan: StepPlan) -> Sampled:
         """Launches a step and waits for it."""
@@ -103,7 +104,9 @@ class DeviceRunner:
         self._rehearse(prompts_of_all_sizes(num_tokens, self.info.kv_cache.block_size))
 
     def recover(self) -> None:
-        """Sequences' rows may hold what a failed step left there."""
+        """Sequences' rows may hold what a failed step left there. Raises what every call does after some faults."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self._rows.forget()
 
     def _decode(self, size: int) -> None:
@@ -136,10 +139,16 @@ class DeviceRunner:
         num_blocks = max(chunk.seq.blocks[-1] for chunk in plan.chunks) + 1
         with enough_memory("one step", *_STEP_FLAGS):
             self._cache = allocate(loaded.spec, num_blocks, loaded.device, loaded.cache_dtype)
-            free = free_after(lambda: self._rehearse([plan]), loaded.device)
+            # Graphs have memory of their own for what a step of decodes computes on its way.
+            free = free_after((lambda: self._rehearse([plan]), self._rehearse_decodes), loaded.device)
             free += num_blocks * loaded.spec.bytes_per_block  # the cache of that step makes way for the real one
         self._cache = []
         return free
+
+    @torch.inference_mode()
+    def _rehearse_decodes(self) -> None:
+        self._decodes.send([], [], self._most)
+        self._decode(self._most)
 
     def _rehearse(self, plans: Iterable[StepPlan]) -> None:
         with torch.inference_mode():

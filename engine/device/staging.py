@@ -43,25 +43,26 @@ class Layout:
 class Staging:
     """Arrays for the device, at addresses there that never change.
 
-    Two sets of them on the host take turns: one is filled while the other's copy is under way.
+    sets  of them on the host, which take turns: one is filled while the copies of others are under way. With more sends
+          in a step than there are sets, the host waits for the step before.
     """
 
-    def __init__(self, fields: Mapping[str, tuple[torch.dtype, int]], device: torch.device) -> None:
+    def __init__(self, fields: Mapping[str, tuple[torch.dtype, int]], device: torch.device, sets: int = 2) -> None:
         layout = Layout(fields)
         self._device = device
         self._target = torch.zeros(layout.size, dtype=torch.uint8, device=device)
-        self._sources = [host_bytes(layout.size, device) for _ in range(2)]
+        self._sources = [host_bytes(layout.size, device) for _ in range(sets)]
         self._arrays = [{name: view.numpy() for name, view in layout.views(s).items()} for s in self._sources]
-        self._waits = [all_launched(device) for _ in range(2)]
+        self._waits = [all_launched(device) for _ in range(sets)]
         self._turn = 0
         self.device = layout.views(self._target)
 
     def fill(self) -> dict[str, np.ndarray]:
-        """The arrays to fill, which hold what they held two sends ago."""
+        """The arrays to fill, which hold what they held when their turn last came."""
         self._waits[self._turn]()
         return self._arrays[self._turn]
 
     def send(self) -> None:
         self._target.copy_(self._sources[self._turn], non_blocking=True)
         self._waits[self._turn] = all_launched(self._device)
-        self._turn = 1 - self._turn
+        self._turn = (self._turn + 1) % len(self._sources)

@@ -35,7 +35,7 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def launched_reference(device: SimulatedCuda) -> Backend:
-    """The reference, whose ops look at their inputs, as if each were a kernel: much faster than Triton's interpreter."""
+    """The reference, whose ops look at their inputs, as if each were a kernel: faster than Triton's interpreter."""
     reference = load_backend("reference")
 
     def queries(

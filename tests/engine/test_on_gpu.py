@@ -30,7 +30,7 @@ def test_greedy_tokens_in_float32_are_those_of_transformers(name: str, tmp_path:
     seqs = [served.add(prompt, SamplingParams(max_tokens=40)) for prompt in prompts]
     served.run()
     for prompt, tokens in zip(prompts, outputs(seqs), strict=True):
-        answer = theirs.generate(torch.tensor([prompt]).cuda(), max_new_tokens=40, do_sample=False)
+        answer = theirs.generate(torch.tensor([prompt]).cuda(), max_new_tokens=40, do_sample=False, eos_token_id=None)
         assert answer[0, len(prompt) :].tolist()[: len(tokens)] == tokens
 
 
