@@ -92,7 +92,7 @@ def enough_memory(purpose: str, *flags: str, error: type[EngineError] = ConfigEr
     except RuntimeError as cause:
         if not _is_out_of_memory(cause):
             raise
-        reason = str(cause).partition(". ")[0]
+        reason = str(cause).splitlines()[0].partition(". ")[0]
         raise error(f"not enough device memory for {purpose} ({reason}); {', '.join(flags)} can help") from cause
 
 

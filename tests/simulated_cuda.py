@@ -34,6 +34,7 @@ aten = torch.ops.aten
 _VALUE_DECIDES_SIZE = (aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.repeat_interleave)
 _READS = (aten._local_scalar_dense, aten.equal, aten.is_nonzero)
 _INDEXING = (aten.index, aten.index_put, aten.index_put_)
+_WHERE_IT_RUNS = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 _UNWRITTEN = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
 
 
@@ -58,7 +59,7 @@ class Memory:
 
 
 class CudaTensor(Tensor):
-    """`contents` are the values, once what was launched has run. Torch's own code takes it for one of the meta device."""
+    """`contents` are the values, once what was launched has run. Torch's code takes it for one of the meta device."""
 
     contents: Tensor
     memory: Memory
@@ -94,6 +95,7 @@ class SimulatedCuda(TorchDispatchMode):
     is_late     it runs what is launched when the host waits; else at once
 
     waits       what the host has waited for, in ops that a card cannot answer at once
+    is_broken   a kernel has read where it must not: whatever is called fails from then on
     """
 
     def __init__(self, capacity: int = 64 << 20, processors: int = 3, is_late: bool = True) -> None:
@@ -101,7 +103,7 @@ class SimulatedCuda(TorchDispatchMode):
         self.capacity, self.processors, self.is_late = capacity, processors, is_late
         self.allocated = self.reserved = self.peak = 0
         self.waits: list[str] = []
-        self.waiting_is_an_error = False
+        self.waiting_is_an_error = self.is_broken = False
         self.captured: Graph | None = None
         self._launched: deque[Work] = deque()
         self._pinned: dict[int, Tensor] = {}
@@ -109,6 +111,7 @@ class SimulatedCuda(TorchDispatchMode):
     # -- time -------------------------------------------------------------------------------------------------------
 
     def launch(self, work: Work) -> None:
+        self._refuse_if_broken()
         if self.captured is not None:
             self.captured.works.append(work)
         else:
@@ -118,9 +121,14 @@ class SimulatedCuda(TorchDispatchMode):
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """What was launched, in its order, to its end or until that is so."""
+        self._refuse_if_broken()
         with _disable_current_modes(), torch.inference_mode():
             while self._launched and not until():
                 self._launched.popleft()()
+
+    def _refuse_if_broken(self) -> None:
+        if self.is_broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def wait(self, reason: str) -> None:
         """The host waits for all that was launched, in an op that does not say so."""
@@ -129,6 +137,11 @@ class SimulatedCuda(TorchDispatchMode):
             raise RuntimeError(f"called a synchronizing CUDA operation: {reason}")
         self.waits.append(reason)
         self.run()
+
+    @property
+    def num_launched(self) -> int:
+        """Works that wait to be run."""
+        return len(self._launched)
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -246,6 +259,8 @@ class SimulatedCuda(TorchDispatchMode):
         return results[0] if len(func._schema.returns) == 1 else tuple(results) if func._schema.returns else None
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in _WHERE_IT_RUNS):
+            raise NotImplementedError(f"{func} runs on a real card only")
         told = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         has_device = "device" in kwargs
         shapes = func(*to_meta(args), **to_meta(told), **({"device": "meta"} if has_device else {}))
@@ -319,6 +334,8 @@ class SimulatedCuda(TorchDispatchMode):
             "CUDAGraph": lambda: Graph(device),
             "graph": lambda graph, pool=None: graph.capture(),
             "Event": lambda **_: Event(device),
+            "default_stream": lambda *_: None,
+            "set_stream": lambda *_: None,
         }
         with monkeypatch.context() as patch, self:
             for name, value in simulated.items():

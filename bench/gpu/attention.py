@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from bench.gpu.rows import Bar, Bench, Row, Work, measure, relative_error
-from kernels.paged import AttentionPlan, PagedKV
+from kernels.paged import PagedKV
 from kernels.paged_attention import paged_attention
 from kernels.triton.inputs import LLAMA_1B, LLAMA_8B, ModelShape, attention_plan, normal, random_pages
 from kernels.triton.paged_attention import paged_attention_triton
+from kernels.triton.timing import num_copies
 
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-2}
 TINY = ModelShape("tiny", 2, 8, 2, 32, 64, 96, 300)
@@ -54,10 +56,8 @@ def prefill_rows(bench: Bench) -> Iterator[Row]:
 
 
 def _decode(model: ModelShape, kv_dtype: torch.dtype, batch: int, context: int, bench: Bench, bar: Bar | None) -> Work:
-    pages = random_pages(model, batch, context, kv_dtype, bench.device)
-    plan = attention_plan(batch, context, 1, bench.device)
     case = f"{model.name}, {_name(kv_dtype)} pages, {batch} × {context}"
-    return _work("decode attention", case, model, pages, plan, batch, context, 1, bench, bar)
+    return _work("decode attention", case, model, kv_dtype, _Shape(batch, 1, context), bench, bar)
 
 
 def _uneven(model: ModelShape, long: int, short: int, num_short: int, bench: Bench) -> Work:
@@ -80,39 +80,48 @@ def _uneven(model: ModelShape, long: int, short: int, num_short: int, bench: Ben
 
 
 def _prefill(model: ModelShape, batch: int, query_len: int, context: int, bench: Bench, bar: Bar | None) -> Work:
-    pages = random_pages(model, batch, context, torch.bfloat16, bench.device)
-    plan = attention_plan(batch, context, query_len, bench.device)
     case = f"{model.name}, {batch} × {query_len} of {context}"
-    return _work("prefill attention", case, model, pages, plan, batch, context, query_len, bench, bar)
+    return _work("prefill attention", case, model, torch.bfloat16, _Shape(batch, query_len, context), bench, bar)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """So many sequences: the last `query_len` tokens of each attend to its context."""
+
+    batch: int
+    query_len: int
+    context: int
 
 
 def _work(
-    part: str,
-    case: str,
-    model: ModelShape,
-    pages: PagedKV,
-    plan: AttentionPlan,
-    batch: int,
-    context: int,
-    query_len: int,
-    bench: Bench,
-    bar: Bar | None,
+    part: str, case: str, model: ModelShape, kv_dtype: torch.dtype, shape: _Shape, bench: Bench, bar: Bar | None
 ) -> Work:
-    q = normal(batch * query_len, model.num_heads, model.head_dim, dtype=torch.bfloat16, device=bench.device)
-    copies = [q, *(torch.randn_like(q) for _ in range(3))]
+    batch, query_len, context = shape.batch, shape.query_len, shape.context
+    plan = attention_plan(batch, context, query_len, bench.device)
+
+    def inputs() -> tuple[Tensor, PagedKV]:
+        q = normal(batch * query_len, model.num_heads, model.head_dim, dtype=torch.bfloat16, device=bench.device)
+        return q, random_pages(model, batch, context, kv_dtype, bench.device)
+
+    q, pages = first = inputs()
+    kv_bytes = _kv_bytes(pages) * batch * context
+    copies = 2 if bench.is_small else num_copies(kv_bytes)
     seen = batch * (query_len * context - query_len * (query_len - 1) // 2)  # pairs of a query and a key
+
+    def rival(call: Callable[[ModelShape, _Shape, Bench], Callable[[], object]]) -> list[Callable[[], object]]:
+        return [call(model, shape, bench) for _ in range(copies)]
+
     return Work(
         part,
         case,
-        num_bytes=_kv_bytes(pages) * batch * context + 2 * q.nbytes,
+        num_bytes=kv_bytes + 2 * q.nbytes,
         flops=4.0 * seen * model.num_heads * model.head_dim if query_len > 1 else 0.0,
-        calls=lambda: [partial(paged_attention_triton, copy, pages, plan) for copy in copies],
+        calls=lambda: [
+            partial(paged_attention_triton, *each, plan) for each in (first, *(inputs() for _ in range(copies - 1)))
+        ],
         error=lambda: relative_error(paged_attention_triton(q, pages, plan), paged_attention(q, pages, plan)),
-        tolerance=TOLERANCES[pages.dtype],
-        others={
-            "torch SDPA, contiguous": lambda: _sdpa(model, batch, query_len, context, bench),
-            "torch varlen": lambda: _varlen(model, batch, query_len, context, bench),
-        },
+        tolerance=TOLERANCES[kv_dtype],
+        others={"torch SDPA, contiguous": lambda: rival(_sdpa), "torch varlen": lambda: rival(_varlen)},
         bar=bar,
     )
 
@@ -123,8 +132,9 @@ def _kv_bytes(pages: PagedKV) -> int:
     return pages.num_kv_heads * (2 * pages.head_dim * pages.dtype.itemsize + scales)
 
 
-def _sdpa(model: ModelShape, batch: int, query_len: int, context: int, bench: Bench) -> Sequence[Callable[[], object]]:
+def _sdpa(model: ModelShape, shape: _Shape, bench: Bench) -> Callable[[], object]:
     """torch's own, on keys and values that lie side by side, as a cache without pages would have them."""
+    batch, query_len, context = shape.batch, shape.query_len, shape.context
     randn = partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
     q = randn(batch, model.num_heads, query_len, model.head_dim)
     keys, values = (randn(batch, model.num_kv_heads, context, model.head_dim) for _ in range(2))
@@ -132,17 +142,16 @@ def _sdpa(model: ModelShape, batch: int, query_len: int, context: int, bench: Be
     mask = causal_lower_right(query_len, context) if 1 < query_len < context else None
     is_causal = query_len == context > 1
     attend = functional.scaled_dot_product_attention
-    return [partial(attend, q, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=True)]
+    return partial(attend, q, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=True)
 
 
-def _varlen(
-    model: ModelShape, batch: int, query_len: int, context: int, bench: Bench
-) -> Sequence[Callable[[], object]]:
+def _varlen(model: ModelShape, shape: _Shape, bench: Bench) -> Callable[[], object]:
     """torch's own for sequences packed one behind the other, over pages where the installed release has them."""
     from torch.nn.attention.varlen import varlen_attn
 
     if "block_table" not in inspect.signature(varlen_attn).parameters:
-        return _varlen_contiguous(varlen_attn, model, batch, query_len, context, bench)
+        return _varlen_contiguous(varlen_attn, model, shape, bench)
+    batch, query_len, context = shape.batch, shape.query_len, shape.context
     randn = partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
     blocks_each = -(-context // VARLEN_PAGE)
     q = randn(batch * query_len, model.num_heads, model.head_dim)
@@ -150,7 +159,7 @@ def _varlen(
     starts = torch.arange(0, (batch + 1) * query_len, query_len, dtype=torch.int32, device=bench.device)
     table = torch.randperm(batch * blocks_each, device=bench.device).int().view(batch, blocks_each)
     used = torch.full((batch,), context, dtype=torch.int32, device=bench.device)
-    attend = partial(
+    return partial(
         varlen_attn,
         q,
         keys,
@@ -159,18 +168,18 @@ def _varlen(
         None,
         query_len,
         context,
-        window_size=(-1, 0),
+        window_size=_window(query_len),
         enable_gqa=True,
         seqused_k=used,
         block_table=table,
     )
-    return [attend]
 
 
 def _varlen_contiguous(
-    attend: Callable[..., object], model: ModelShape, batch: int, query_len: int, context: int, bench: Bench
-) -> Sequence[Callable[[], object]]:
+    attend: Callable[..., object], model: ModelShape, shape: _Shape, bench: Bench
+) -> Callable[[], object]:
     """As releases without block tables have it. Its mask ends at the last key, whatever the number of queries."""
+    batch, query_len, context = shape.batch, shape.query_len, shape.context
     randn = partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
     q = randn(batch * query_len, model.num_heads, model.head_dim)
     keys, values = (randn(batch * context, model.num_kv_heads, model.head_dim) for _ in range(2))
@@ -178,7 +187,13 @@ def _varlen_contiguous(
         torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=bench.device)
         for length in (query_len, context)
     )
-    return [partial(attend, q, keys, values, query_start, key_start, query_len, context, window_size=(-1, 0))]
+    window = _window(query_len)
+    return partial(attend, q, keys, values, query_start, key_start, query_len, context, window_size=window)
+
+
+def _window(query_len: int) -> tuple[int, int]:
+    """Causal. Of one query that says nothing; FlashAttention then takes heads that share a KV head at once."""
+    return (-1, -1 if query_len == 1 else 0)
 
 
 def _name(dtype: torch.dtype) -> str:

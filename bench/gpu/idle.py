@@ -9,6 +9,12 @@ from torch.profiler import ProfilerActivity, profile
 WINDOW_S = 0.1
 
 
+def start_profiler() -> None:
+    """It takes seconds at its first use, and is to be there before graphs that it will watch are captured."""
+    with profile(activities=[ProfilerActivity.CUDA]):
+        pass
+
+
 def idle_fraction() -> float:
     """Watches whatever runs for a moment. Raises what the profiler raises where it is not allowed."""
     with profile(activities=[ProfilerActivity.CUDA]) as watched:

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -15,7 +16,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from bench.gpu.attention import TINY
-from bench.gpu.idle import idle_fraction
+from bench.gpu.idle import idle_fraction, start_profiler
 from bench.gpu.random_model import write_model
 from bench.gpu.rows import Bar, Bench, Row, explain
 from checkpoints.progress import no_progress
@@ -33,7 +34,7 @@ from kernels.triton.inputs import LLAMA_1B, LLAMA_8B, ModelShape
 PART = "decode step"
 SKIPPED, MEASURED = 8, 32  # steps of each batch size
 GROWTH = 512  # tokens that a context may grow by while the others are computed and the first batch is measured
-MAX_TOKENS = 4 * GROWTH
+MAX_TOKENS = 16 * GROWTH  # nobody is to end before all batches are measured
 TOKEN_BUDGET = 8192
 POLL_S = 0.002
 LONGEST_WAIT_S = 100.0
@@ -106,6 +107,9 @@ def rows(bench: Bench, shape: ModelShape) -> Iterator[Row]:
     else:
         every = [Series(1024, (256, 128, 32, 1)), Series(8192, (128, 32, 1))]
     logging.getLogger("pagoda.engine").setLevel(logging.ERROR)
+    if bench.device.type == "cuda":
+        with suppress(Exception):  # then idle time is not known
+            start_profiler()
     with TemporaryDirectory() as folder:
         write_model(Path(folder), shape, max_positions=max(series.context for series in every) + MAX_TOKENS)
         config = EngineConfig(

@@ -154,4 +154,4 @@ class DeviceRunner:
         with torch.inference_mode():
             for plan in plans:
                 self._launch(plan).result()
-        self._rows.forget()
+                self._rows.forget()

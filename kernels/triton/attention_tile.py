@@ -38,18 +38,9 @@ def table_row(block_table_ptr, rows_ptr, table_stride, seq):
 
 
 @triton.jit
-def load_where(places, mask):
-    """Zero where the mask says no; None: there is no mask."""
-    if mask is None:
-        return tl.load(places)
-    else:
-        return tl.load(places, mask=mask, other=0.0)
-
-
-@triton.jit
 def find_tokens(table_ptr, position, is_key, kv_head, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr):
     """Which row of the pages, seen as [slots * KV_HEADS, head_dim], each token's key and value are; 64 bits."""
-    block = load_where(table_ptr + position // BLOCK_SIZE, is_key)
+    block = tl.load(table_ptr + position // BLOCK_SIZE, mask=is_key, other=0)
     slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
     return slot * KV_HEADS + kv_head
 
@@ -58,46 +49,47 @@ def find_tokens(table_ptr, position, is_key, kv_head, BLOCK_SIZE: tl.constexpr, 
 def load_tile(pages_ptr, token, is_key, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
     """[tokens, DIM]. What is no key of the sequence is not read: it may be NaN, which no weight of zero would hide."""
     dim = tl.arange(0, DIM)[None, :]
-    places = pages_ptr + token[:, None] * HEAD_DIM + dim
-    mask = None
-    if is_key is not None:
-        mask = is_key[:, None]
+    mask = is_key[:, None]
     if HEAD_DIM < DIM:
-        mask = dim < HEAD_DIM if mask is None else mask & (dim < HEAD_DIM)
-    return load_where(places, mask)
+        mask &= dim < HEAD_DIM
+    return tl.load(pages_ptr + token[:, None] * HEAD_DIM + dim, mask=mask, other=0.0)
+
+
+@triton.jit
+def score_tile(q, token, is_key, keys_ptr, key_scales_ptr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """[rows, tokens] float32, products of queries and keys. Those that a query does not see are to become -inf.
+
+    q       [rows, DIM], in the dtype of the products
+    token   [tokens], of find_tokens
+    is_key  [tokens] bool, which are of the sequence
+    """
+    keys = load_tile(keys_ptr, token, is_key, HEAD_DIM, DIM).to(q.dtype)
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    if key_scales_ptr is not None:
+        scores *= tl.load(key_scales_ptr + token, mask=is_key, other=0.0)[None, :]
+    return scores
 
 
 @triton.jit
 def attend_tile(
-    q,
+    scores,
     attended,
     top,
     total,
     token,
     is_key,
-    seen,
-    keys_ptr,
     values_ptr,
-    key_scales_ptr,
     value_scales_ptr,
     scale,
+    DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Takes a tile of keys and values into the running softmax.
+    """Takes a tile of scores and values into the running softmax.
 
-    q         [rows, DIM], in the dtype of the products
     attended  [rows, DIM] float32, weighted sum of values; top, total [rows] float32, greatest exponent, sum of weights
-    token     [tokens], of find_tokens
-    is_key    [tokens] bool, which are of the sequence; None: all
-    seen      broadcasts to [rows, tokens] bool, which keys a query sees; None: all
+    DTYPE     of the products
     """
-    keys = load_tile(keys_ptr, token, is_key, HEAD_DIM, DIM).to(q.dtype)
-    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-    if key_scales_ptr is not None:
-        scores *= load_where(key_scales_ptr + token, is_key)[None, :]
-    if seen is not None:
-        scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
     # A row that has seen nothing yet: -inf minus -inf would be NaN. A NaN that it has seen stays in the sums.
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -105,7 +97,7 @@ def attend_tile(
     fade = tl.exp2(top - shift)
     total = total * fade + tl.sum(weights, axis=1)
     if value_scales_ptr is not None:
-        weights *= load_where(value_scales_ptr + token, is_key)[None, :]
-    values = load_tile(values_ptr, token, is_key, HEAD_DIM, DIM).to(q.dtype)
-    attended = tl.dot(weights.to(q.dtype), values, attended * fade[:, None], input_precision="ieee")
+        weights *= tl.load(value_scales_ptr + token, mask=is_key, other=0.0)[None, :]
+    values = load_tile(values_ptr, token, is_key, HEAD_DIM, DIM).to(DTYPE)
+    attended = tl.dot(weights.to(DTYPE), values, attended * fade[:, None], input_precision="ieee")
     return attended, new_top, total

@@ -1,8 +1,8 @@
 """`python -m kernels.triton.compile_gate`: every kernel that is launched, compiled for each GPU generation.
 
 Registers, spills, shared memory and the widest accesses are compared with compiled.json. With another release of Triton
-than the one named there only the rules hold: no spills, shared memory within the limit, accesses of 16 bytes where the
-case does not say otherwise.
+than the one named there only the rules hold: no spills, shared memory within the limit, matrix instructions that overlap
+with what follows, accesses of 16 bytes where the case does not say otherwise.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ def violations(outcomes: Sequence[Outcome]) -> list[str]:
             found.append(f"{name} spills {compiled.spilled} bytes a thread")
         if compiled.shared > limit:
             found.append(f"{name} takes {compiled.shared} bytes of shared memory; the limit is {limit}")
+        if compiled.waits >= compiled.products > 1:
+            found.append(f"{name} waits for each of its {compiled.products} matrix instructions")
         if compiled.load < WIDE and not outcome.item.narrow:
             found.append(f"{name} loads at most {compiled.load} bytes at a time, not {WIDE}")
     return found

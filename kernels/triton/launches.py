@@ -22,6 +22,7 @@ _OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion"
 _VECTOR = re.compile(r"\b(ld|st)\.global[\w:.]*?(?:\.v(\d))?\.[busf](\d+)\b")
 _ASYNC_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global(?:\.\w[\w:]*)* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
 _LOCAL_ACCESS = re.compile(r"\b(LDL|STL)\b")
+_PRODUCT, _WAIT = re.compile(r"\bHGMMA\b"), re.compile(r"\bWARPGROUP\.DEPBAR\b")
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -52,6 +53,8 @@ class Compiled:
     spilled       bytes of a thread that live in device memory for want of registers
     shared        bytes of a block
     load, store   bytes that a thread moves with its widest access to device memory; 0: it has none
+    products      matrix instructions that run while the warps that issued them go on (compute capability 9.0 only)
+    waits         for them. As many of these as of those: ptxas lets none overlap (its warnings C7510 to C7519)
     """
 
     num_warps: int
@@ -61,6 +64,8 @@ class Compiled:
     shared: int
     load: int
     store: int
+    products: int = 0
+    waits: int = 0
 
 
 class _NoDevice:
@@ -114,6 +119,7 @@ def compile_launch(launch: Launch) -> Compiled:
     compiled = triton.compile(source, target=GPUTarget("cuda", launch.capability, 32), options=launch.options)
     registers, spilled = resources(compiled.asm["cubin"])
     load, store = widest_accesses(compiled.asm["ptx"])
+    products, waits = warpgroup_products(compiled.asm["cubin"]) if "wgmma" in compiled.asm["ptx"] else (0, 0)
     return Compiled(
         num_warps=compiled.metadata.num_warps,
         num_stages=compiled.metadata.num_stages,
@@ -122,25 +128,33 @@ def compile_launch(launch: Launch) -> Compiled:
         shared=compiled.metadata.shared,
         load=load,
         store=store,
+        products=products,
+        waits=waits,
     )
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and bytes of its that live in device memory for want of them."""
+    found = _RESOURCES.search(told := _cuobjdump(cubin, "-res-usage"))
+    assert found, told
+    registers, stack, local = (int(number) for number in found.groups())
+    # A frame may be reserved and never used: then no instruction touches local memory.
+    spilled = max(stack, local)
+    return registers, spilled if spilled and _LOCAL_ACCESS.search(_cuobjdump(cubin, "-sass")) else 0
+
+
+def warpgroup_products(cubin: bytes) -> tuple[int, int]:
+    """Matrix instructions of warp groups, and waits for them."""
+    code = _cuobjdump(cubin, "-sass")
+    return len(_PRODUCT.findall(code)), len(_WAIT.findall(code))
+
+
+def _cuobjdump(cubin: bytes, what: str) -> str:
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        found = _RESOURCES.search(told := _cuobjdump("-res-usage", file.name))
-        assert found, told
-        registers, stack, local = (int(number) for number in found.groups())
-        # A frame may be reserved and never used: then no instruction touches local memory.
-        spilled = max(stack, local)
-        return registers, spilled if spilled and _LOCAL_ACCESS.search(_cuobjdump("-sass", file.name)) else 0
-
-
-def _cuobjdump(*arguments: str) -> str:
-    command = [triton.knobs.nvidia.cuobjdump.path, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def widest_accesses(ptx: str) -> tuple[int, int]:

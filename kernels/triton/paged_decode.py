@@ -22,6 +22,7 @@ from kernels.triton.attention_tile import (
     attend_tile,
     find_tokens,
     score_scale,
+    score_tile,
     table_row,
     tile_dim,
 )
@@ -167,21 +168,10 @@ def _attend_split(
         position = start + tl.arange(0, TILE)
         is_key = position < end
         token = find_tokens(table_ptr, position, is_key, kv_head, BLOCK_SIZE, KV_HEADS)
+        scores = score_tile(q, token, is_key, keys_ptr, key_scales_ptr, HEAD_DIM, DIM)
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
         attended, top, total = attend_tile(
-            q,
-            attended,
-            top,
-            total,
-            token,
-            is_key,
-            is_key[None, :],
-            keys_ptr,
-            values_ptr,
-            key_scales_ptr,
-            value_scales_ptr,
-            scale,
-            HEAD_DIM,
-            DIM,
+            scores, attended, top, total, token, is_key, values_ptr, value_scales_ptr, scale, q.dtype, HEAD_DIM, DIM
         )
     attended = attended / total[:, None]
     if num_splits == 1:

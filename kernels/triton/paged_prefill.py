@@ -19,6 +19,7 @@ from kernels.triton.attention_tile import (
     attend_tile,
     find_tokens,
     score_scale,
+    score_tile,
     table_row,
     tile_dim,
 )
@@ -35,23 +36,24 @@ class Config:
     num_stages: int
 
 
-def default_config(dim: int, itemsize: int, has_warpgroups: bool) -> Config:
+def default_config(dim: int, itemsize: int, page_itemsize: int, capability: int) -> Config:
     """For products in a type of `itemsize` bytes, with as many keys as registers hold.
 
-    has_warpgroups  there are matrix instructions whose operands stay in shared memory (compute capability 9.0 on)
+    capability  90 for an H100: from there on matrix instructions take their operands from shared memory
 
     Of five stages two are for the block table, which is read before the pages. In float32, where no matrix instruction
     is exact, operands are in registers too.
     """
     if itemsize == 4:
         return Config(tile_rows=16, tile_keys=16, num_warps=8, num_stages=3)
-    if has_warpgroups:
-        return Config(tile_rows=128, tile_keys=min(8192 // dim, 128), num_warps=8, num_stages=5)
+    if capability >= 90:
+        stages = 4 if page_itemsize == 1 and capability >= 100 else 5  # one more would spill what it widens
+        return Config(tile_rows=128, tile_keys=min(8192 // dim, 128), num_warps=8, num_stages=stages)
     return Config(tile_rows=128 if dim <= 128 else 64, tile_keys=min(4096 // dim, 64), num_warps=8, num_stages=5)
 
 
-def _has_warpgroups() -> bool:
-    return not IS_INTERPRETED and triton.runtime.driver.active.get_current_target().arch >= 90
+def _capability() -> int:
+    return 0 if IS_INTERPRETED else int(triton.runtime.driver.active.get_current_target().arch)
 
 
 def paged_prefill_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor) -> None:
@@ -63,7 +65,7 @@ def paged_prefill_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tenso
     num_tokens, num_heads, head_dim = q.shape
     group, dim = num_heads // kv.num_kv_heads, tile_dim(head_dim)
     key = f"{kv.dtype} {head_dim} {group}".removeprefix("torch.")
-    config = tuned("paged_prefill", key, default_config(dim, q.dtype.itemsize, _has_warpgroups()))
+    config = tuned("paged_prefill", key, default_config(dim, q.dtype.itemsize, kv.dtype.itemsize, _capability()))
     num_seqs = len(plan.context_len) - plan.num_decodes
     # No more than that: each sequence has at most one tile that is not full.
     num_tiles = (num_tokens - plan.num_decodes) * group // config.tile_rows + num_seqs
@@ -153,47 +155,30 @@ def _attend_chunks(
     position = context - num_tokens + row // GROUP
     first_position = context - num_tokens + first_row // GROUP
     last_position = context - num_tokens + tl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
-    # Some row sees the keys from `begin` to `end`, every row those from `whole` to `diagonal`.
+    # Some row sees the keys from `begin` to `end`.
     begin = 0
-    whole = 0
     end = tl.maximum(last_position + 1, 0)
     if WINDOW:
         begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE * TILE
-        whole = tl.minimum(tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE), tl.cdiv(end, TILE)) * TILE
-    diagonal = tl.maximum((first_position + 1) // TILE * TILE, whole)
-    bounds = (begin, whole, diagonal, end)
 
     table_ptr = table_row(block_table_ptr, rows_ptr, table_stride, first_seq + seq)
     attended = tl.zeros([ROWS, DIM], dtype=tl.float32)
     top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
-    for part in tl.static_range(0 if WINDOW else 1, 3):
-        for start in range(bounds[part], bounds[part + 1], TILE):
-            key = start + tl.arange(0, TILE)
-            is_key = None
-            seen = None
-            if part != 1:
-                is_key = key < end
-                seen = key[None, :] <= position[:, None]
-                if WINDOW:
-                    seen &= key[None, :] > position[:, None] - WINDOW
-            token = find_tokens(table_ptr, key, is_key, kv_head, BLOCK_SIZE, KV_HEADS)
-            attended, top, total = attend_tile(
-                q,
-                attended,
-                top,
-                total,
-                token,
-                is_key,
-                seen,
-                keys_ptr,
-                values_ptr,
-                key_scales_ptr,
-                value_scales_ptr,
-                scale,
-                HEAD_DIM,
-                DIM,
-            )
+    # One loop, whose body asks whether it has to mask: of several, ptxas would let no two products overlap.
+    for start in range(begin, end, TILE):
+        key = start + tl.arange(0, TILE)
+        is_key = key < end
+        token = find_tokens(table_ptr, key, is_key, kv_head, BLOCK_SIZE, KV_HEADS)
+        scores = score_tile(q, token, is_key, keys_ptr, key_scales_ptr, HEAD_DIM, DIM)
+        if start + TILE > first_position + 1:
+            scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        if WINDOW:  # noqa: SIM102  it is known when this is compiled, and the other is not
+            if start <= last_position - WINDOW:
+                scores = tl.where(key[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
+        attended, top, total = attend_tile(
+            scores, attended, top, total, token, is_key, values_ptr, value_scales_ptr, scale, q.dtype, HEAD_DIM, DIM
+        )
     attended = attended / tl.where(context > 0, total, 1.0)[:, None]
     places = out_ptr + query[:, None] * HEAD_DIM + dim[None, :]
     tl.store(places, attended.to(out_ptr.dtype.element_ty), mask=inside)

@@ -150,6 +150,8 @@ def _multiply(
     first = split * tiles_per_split * INPUTS
     last = tl.minimum(first + tiles_per_split * INPUTS, in_size)
     sums = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+    if scales_ptr is not None:
+        scale = tl.load(scales_ptr + read_output)[:, None]
     for start in range(first, last, INPUTS):
         inputs = start + tl.arange(0, INPUTS)
         weight_places = weight_ptr + read_output[:, None] * in_size + inputs[None, :]
@@ -163,9 +165,12 @@ def _multiply(
             weight, x = weight.to(tl.float32), x.to(tl.float32)
         else:
             weight = weight.to(x.dtype)
-        sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
-    if scales_ptr is not None:
-        sums *= tl.load(scales_ptr + read_output)[:, None]
+        if scales_ptr is not None:
+            # Multiplied here: that awaits the product. Triton 3.6 else widens the next weights into registers that a
+            # product under way still reads (triton-lang/triton#9433).
+            sums += tl.dot(weight, tl.trans(x), input_precision="ieee") * scale
+        else:
+            sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + read_output).to(tl.float32)[:, None]
     place = sums_ptr + (split.to(tl.int64) * num_rows + row[None, :]) * out_size + output[:, None]
@@ -180,7 +185,7 @@ def _load(places, inputs, in_size, IS_EVEN: tl.constexpr):
     return tl.load(places, mask=(inputs < in_size)[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _add_up(sums_ptr, bias_ptr, out_ptr, size, out_size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """sums [SPLITS, size] to out [size]."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -44,6 +44,7 @@ def cuda_timer(calls: Sequence[Callable[[], object]]) -> float:
                     call()
         run: Callable[[], object] = graph.replay
     except RuntimeError:
+        torch.cuda.set_stream(torch.cuda.default_stream())  # a capture that fails leaves its own behind
         torch.cuda.synchronize()
 
         def run() -> None:

@@ -1,36 +1,57 @@
-"""The runner of a device on a simulated one, which computes as late as it may: the tests of both, run there."""
+"""The runner of a device on a simulated card, which computes as late as it may, or at once.
+
+The tests of both run there. Kernels are the reference's, but where a test says that they are Triton's.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from bench.gpu.parts import PARTS
+from bench.gpu.rows import Bench, Ceilings
 from engine import loaded_model
+from engine.errors import ConfigError
+from engine.sequence import SamplingParams
 from kernels import Backend, HeadNorms, PagedKV, load_backend
+from kernels.triton import timing
 from tests.engine import test_device_runner
 from tests.engine.test_device_runner import *  # noqa: F403
+from tests.engine.test_device_runner import PARAMS, Served, ask, device_runner, one_by_one, outputs
+from tests.engine.test_host_memory import (
+    test_steps_that_fail_once_change_no_token_of_who_is_loaded,  # noqa: F401
+    test_who_is_loaded_again_generates_what_an_undisturbed_run_does,  # noqa: F401
+)
 from tests.engine.test_on_gpu import (
     test_a_cache_that_the_device_cannot_hold_names_the_flag,  # noqa: F401
     test_graphs_give_what_the_kernels_give_one_by_one,  # noqa: F401
     test_launching_waits_for_nothing,  # noqa: F401
     test_without_a_size_the_cache_takes_most_of_what_is_free,  # noqa: F401
 )
+from tests.engine.tiny_models import random_prompt
 from tests.simulated_cuda import SimulatedCuda
 
+AT_ONCE_TOO = ("preempted", "start_in_one_step", "loaded_again", "graphs_give")
 
-@pytest.fixture(autouse=True, params=["late", "at once"])
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    kinds = ["late", "at once"] if any(part in metafunc.function.__name__ for part in AT_ONCE_TOO) else ["late"]
+    metafunc.parametrize("cuda", kinds, indirect=True)
+
+
+@pytest.fixture(autouse=True)
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
     monkeypatch.setattr(test_device_runner, "DEVICE", "cuda")
     with SimulatedCuda(is_late=request.param == "late").in_place_of_cuda(monkeypatch) as device:
-        monkeypatch.setattr(
-            loaded_model,
-            "load_backend",
-            lambda name: launched_reference(device) if name == "reference" else load_backend(name),
-        )
+        reference = launched_reference(device)
+        load = {"reference": reference}.get
+        monkeypatch.setattr(loaded_model, "load_backend", lambda name: load(name) or load_backend(name))
         yield device
 
 
@@ -49,3 +70,68 @@ def launched_reference(device: SimulatedCuda) -> Backend:
         rope_and_store_kv=device.as_kernel(reference.rope_and_store_kv, queries),
         sample_rows=device.as_kernel(reference.sample_rows, lambda *_: None),
     )
+
+
+def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does(llama: Path) -> None:
+    served = Served(device_runner(llama, "triton"), 30)
+    seqs = ask(served, 3, max_tokens=3)
+    served.run()
+    assert outputs(seqs) == one_by_one(llama, 3, max_tokens=3)
+
+
+def test_weights_and_pages_of_8_bits_serve_in_graphs(llama: Path) -> None:
+    served = Served(device_runner(llama, "triton-int8", kv_cache_dtype="fp8"), 30)
+    seqs = [served.add(random_prompt(5 + at, seed=at), SamplingParams(max_tokens=3)) for at in range(2)]
+    served.run()
+    assert [len(tokens) for tokens in outputs(seqs)] == [3, 3]
+
+
+def test_a_fault_that_the_card_keeps_ends_the_engine_and_not_one_request_after_the_other(
+    llama: Path, cuda: SimulatedCuda
+) -> None:
+    served = Served(device_runner(llama), 36)
+    served.add(random_prompt(9, seed=1), PARAMS[0])
+    for _ in range(3):
+        served.step()
+    cuda.is_broken = True
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        served.run()
+    assert not served.ended, "nobody was at fault"
+
+
+def test_memory_that_runs_out_beside_torch_names_the_flags_too(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`")
+
+    monkeypatch.setattr("engine.device.runner.HostCopies", fails)
+    with pytest.raises(ConfigError, match=r"not enough device memory for the blocks of host memory .*--host-kv-gb"):
+        device_runner(llama, host_kv_gb=1e-4)
+
+
+def test_what_sequences_start_with_is_sent_while_the_step_before_is_computed(
+    llama: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of it than there is room for at once would make the host wait for that step."""
+    runner = device_runner(llama)
+    served = Served(runner, 60)
+    served.add(random_prompt(3, seed=9), SamplingParams(max_tokens=60))
+    for _ in range(3):
+        served.step()
+    for at in range(5):
+        params = SamplingParams(max_tokens=5, frequency_penalty=0.3, logit_bias=((at, 1.0),), seed=at)
+        served.add(random_prompt(3, seed=at), params)
+    launched = runner.launch(plan := served.scheduler.schedule())
+    assert len(plan.chunks) == 6
+    assert cuda.num_launched > 50, "nothing of the step has run"
+    served.scheduler.commit(plan, launched.result())
+
+
+def test_every_part_of_the_gpu_benchmark_runs_on_a_card(cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda.capacity = 1 << 30
+    for name, value in (("MIN_CALLS", 1), ("REPLAYS", 1), ("WARM_UP_S", 0.0)):
+        monkeypatch.setattr(timing, name, value)
+    bench = Bench(torch.device("cuda"), timing.cuda_timer, Ceilings(1e12, 1e14), is_small=True)
+    in_this_thread = [part for part in PARTS if part.module not in ("bench.gpu.step", "bench.gpu.serving")]
+    with torch.inference_mode():
+        rows = [row for part in in_this_thread for row in part.rows(bench)]
+    assert [row.error for row in rows if row.time_us is None or math.isnan(row.time_us)] == []

@@ -5,10 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kernels.triton.compile_gate import Item, Outcome, violations
 from kernels.triton.configs import IS_INTERPRETED
+from kernels.triton.launches import Compiled
 
 # A minute of compiling for other GPUs than the one at hand, by the release of Triton that the table was made with.
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="a gate for machines without a GPU")
@@ -46,6 +49,15 @@ def test_rules_hold_with_any_release_of_triton(tmp_path: Path) -> None:
         assert "hoards: _hoard takes" in hoards
         assert "broken: _centre does not compile" in broken
     assert len(complaints) == 12
+
+
+def test_matrix_instructions_that_are_awaited_one_by_one_break_a_rule() -> None:
+    launch = SimpleNamespace(capability=90)
+    found = []
+    for products, waits in ((24, 24), (12, 2), (1, 1), (0, 0)):
+        compiled = Compiled(4, 3, 100, 0, 0, load=16, store=16, products=products, waits=waits)
+        found += violations([Outcome(Item(f"{products} and {waits}", launch, narrow=False), compiled)])  # type: ignore[arg-type]
+    assert found == ["24 and 24 waits for each of its 24 matrix instructions"]
 
 
 def test_a_kernel_that_has_changed_fails(tmp_path: Path) -> None:
