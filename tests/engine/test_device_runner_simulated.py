@@ -130,6 +130,7 @@ def test_every_part_of_the_gpu_benchmark_runs_on_a_card(cuda: SimulatedCuda, mon
     cuda.capacity = 1 << 30
     for name, value in (("MIN_CALLS", 1), ("REPLAYS", 1), ("WARM_UP_S", 0.0)):
         monkeypatch.setattr(timing, name, value)
+    monkeypatch.delattr("bench.gpu.attention._varlen")  # FlashAttention is not compiled for a CPU
     bench = Bench(torch.device("cuda"), timing.cuda_timer, Ceilings(1e12, 1e14), is_small=True)
     in_this_thread = [part for part in PARTS if part.module not in ("bench.gpu.step", "bench.gpu.serving")]
     with torch.inference_mode():
