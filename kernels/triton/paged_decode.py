@@ -48,13 +48,14 @@ class Config:
 
 
 def default_config(dim: int, itemsize: int) -> Config:
-    """Tiles of up to 16 KB of keys, and as much of values. Of five stages two are for the block table, which is read
-    before the pages: so two tiles of each are on their way. Products are in a type of `itemsize` bytes; in float32,
-    where no matrix instruction is exact, both operands are in registers.
+    """Tiles of up to 8 KB of keys, and as much of values: registers and shared memory of a Hopper then hold five programs
+    or more, so that all items of a processor run at once. Of five stages two are for the block table, which is read
+    before the pages: two tiles of each are on their way. Products are in a type of `itemsize` bytes; in float32, where
+    no matrix instruction is exact, both operands are in registers.
     """
     if itemsize == 4:
         return Config(tile_keys=min(max(2048 // dim, 16), 64), items_per_sm=4, num_warps=8, num_stages=5)
-    return Config(tile_keys=min(max(8192 // dim, 16), 128), items_per_sm=4, num_warps=4, num_stages=5)
+    return Config(tile_keys=min(max(4096 // dim, 16), 128), items_per_sm=4, num_warps=4, num_stages=5)
 
 
 def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor) -> None:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.triton.attention_tile import SEQS
 
-MIN_TILES = tl.constexpr(2)  # a part has: a shorter one would not pay for its merge
+MIN_TILES = tl.constexpr(4)  # a part has: a shorter one would not pay for its merge
 
 
 @triton.jit

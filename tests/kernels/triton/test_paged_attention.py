@@ -17,7 +17,7 @@ from kernels.triton import paged_decode, paged_prefill, parts
 from kernels.triton.attention_tile import SEQS
 from kernels.triton.configs import IS_INTERPRETED
 from kernels.triton.paged_attention import paged_attention_triton, plan_attention_triton
-from kernels.triton.parts import find_part
+from kernels.triton.parts import MIN_TILES, find_part
 from tests.kernels.test_paged_attention import BATCHES, Batch
 from tests.kernels.triton.device import DEVICE
 
@@ -193,7 +193,7 @@ def test_contexts_are_divided_into_parts_of_equal_work(contexts: list[int], wind
     _list_parts[(num_items,)](context_len, listed, len(contexts), num_shares, WINDOW=window, TILE=tile)
     found = [part for part in listed.tolist() if part[0] < len(contexts)]
     read = [min(context, window) if window else context for context in contexts]
-    longest = max(-(-sum(read) // num_shares) + tile, 2 * tile)
+    longest = max(-(-sum(read) // num_shares) + tile, MIN_TILES.value * tile)
     for seq, (context, num_keys) in enumerate(zip(contexts, read, strict=True)):
         own = [(begin, end, splits) for found_seq, begin, end, splits in found if found_seq == seq]
         tokens = [token for begin, end, _ in own for token in range(begin, end)]
