@@ -21,10 +21,17 @@ def largest_plan(token_budget: int, max_num_seqs: int, block_size: int) -> StepP
     return StepPlan(chunks)
 
 
-def prompts_of_all_sizes(num_tokens: int, block_size: int) -> Iterator[StepPlan]:
-    """Steps of one prompt each: of every power of two of tokens, and of `num_tokens`. They use the first blocks."""
+def prompts_of_all_sizes(num_tokens: int, longest: int, block_size: int) -> Iterator[StepPlan]:
+    """Steps of every power of two of tokens, and of `num_tokens`: one prompt, or several where `longest` is less.
+
+    All prompts use the first blocks.
+    """
     params = SamplingParams(logprobs=0)
-    for length in [*(1 << power for power in range(1, num_tokens.bit_length())), num_tokens]:
-        seq = Sequence(-1, [0] * length, length, params, arrived=0.0, deadline=math.inf)
-        seq.blocks = list(range(-(-length // block_size)))
-        yield StepPlan([Chunk(seq, 0, length, samples=True)])
+    for size in [*(1 << power for power in range(1, num_tokens.bit_length())), num_tokens]:
+        chunks = []
+        for start in range(0, size, longest):
+            length = min(longest, size - start)
+            seq = Sequence(-1, [0] * length, length, params, arrived=0.0, deadline=math.inf)
+            seq.blocks = list(range(-(-length // block_size)))
+            chunks.append(Chunk(seq, 0, length, samples=True))
+        yield StepPlan(chunks)

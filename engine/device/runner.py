@@ -67,7 +67,7 @@ class DeviceRunner:
                 self._graphs.capture(progress)
             # After the captures, each of which gives back the memory that is not in use.
             with enough_memory("prompts of the largest step", *_STEP_FLAGS):
-                self.warm_up(min(config.token_budget, self.info.max_model_len))
+                self.warm_up(config.token_budget)
 
     def execute(self, plan: StepPlan) -> Sampled:
         """Launches a step and waits for it."""
@@ -100,8 +100,11 @@ class DeviceRunner:
         return self._outcomes.read(len(plan.chunks), places, self._rows.faults(places), copied_s)
 
     def warm_up(self, num_tokens: int) -> None:
-        """Computes prompts of up to so many tokens, so that the kernels for each size are compiled before one comes."""
-        self._rehearse(prompts_of_all_sizes(num_tokens, self.info.kv_cache.block_size))
+        """Computes prompts of up to so many tokens in all, so that the kernels for each size are compiled before."""
+        longest = self.info.max_model_len
+        self._rehearse(
+            prompts_of_all_sizes(min(num_tokens, self._most * longest), longest, self.info.kv_cache.block_size)
+        )
 
     def recover(self) -> None:
         """Sequences' rows may hold what a failed step left there. Raises what every call does after some faults."""

@@ -18,6 +18,7 @@ from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.device import DeviceRunner
 from engine.device.graphs import bucket_sizes
+from engine.device.rehearsal import prompts_of_all_sizes
 from engine.host_blocks import HostBlocks
 from engine.loaded_model import load_for_serving
 from engine.scheduler import Scheduler
@@ -295,6 +296,13 @@ def test_a_cache_of_float8_takes_half_the_memory_and_changes_logprobs_little(lla
     assert len(shared) > 14
     errors = [abs(found[0][id] - found[1][id]) for id in shared]
     assert 0 < sum(errors) / len(errors) < 0.3
+
+
+def test_steps_of_all_sizes_are_rehearsed_though_no_prompt_is_so_long() -> None:
+    plans = list(prompts_of_all_sizes(num_tokens=50, longest=20, block_size=8))
+    assert [plan.num_tokens for plan in plans] == [2, 4, 8, 16, 32, 50]
+    assert [[chunk.length for chunk in plan.chunks] for plan in plans[-2:]] == [[20, 12], [20, 20, 10]]
+    assert all(len(chunk.seq.blocks) == -(-chunk.length // 8) for plan in plans for chunk in plan.chunks)
 
 
 def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:
