@@ -1,8 +1,8 @@
 """`python -m kernels.triton.compile_gate`: every kernel that is launched, compiled for each GPU generation.
 
-Registers, spills, shared memory and the widest accesses are compared with compiled.json. With another release of Triton
-than the one named there only the rules hold: no spills, shared memory within the limit, matrix instructions that overlap
-with what follows, accesses of 16 bytes where the case does not say otherwise.
+Registers, spills, shared memory, the widest accesses and waits for matrix instructions are compared with compiled.json.
+With another release of Triton than the one named there only the rules hold: no spills, shared memory within the limit,
+matrix instructions that overlap with what follows, accesses of 16 bytes where the case does not say otherwise.
 """
 
 from __future__ import annotations

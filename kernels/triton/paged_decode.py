@@ -48,8 +48,8 @@ class Config:
 
 
 def default_config(dim: int, itemsize: int) -> Config:
-    """Tiles of up to 8 KB of keys, and as much of values: registers and shared memory of a Hopper then hold five programs
-    or more, so that all items of a processor run at once. Of five stages two are for the block table, which is read
+    """Tiles of up to 8 KB of keys, and as much of values: a processor of a Hopper then has registers and room for five
+    programs or more, and all of its items run at once. Of five stages two are for the block table, which is read
     before the pages: two tiles of each are on their way. Products are in a type of `itemsize` bytes; in float32, where
     no matrix instruction is exact, both operands are in registers.
     """

@@ -28,8 +28,11 @@ def draws_of(row, temperature, top_k, top_p, min_p, vocab):
 
 @triton.jit
 def distance(x, best, temperature):
-    """How far logits are below the best one, in temperatures: the reference's scaled logits, negated. +inf for -inf."""
-    return tl.math.div_rn(best - x, temperature)
+    """How far logits are below the best one, in temperatures: the reference's scaled logits, negated. +inf for -inf.
+
+    Never -0.0, which the best of a row of zeros of both signs would have: its bits are not in the order of distances.
+    """
+    return tl.math.div_rn(best - x, temperature) + 0.0
 
 
 @triton.jit
