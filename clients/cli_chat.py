@@ -37,7 +37,7 @@ HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an
 
 def chat(
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
-    max_tokens: MaxTokens = 512,
+    max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
     top_p: TopP = None,
     top_k: TopK = None,

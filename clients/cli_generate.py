@@ -38,7 +38,7 @@ def generate(
         bool, typer.Option("--raw", help="Continue the text as it stands, without a chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message, for a model that chats.")] = None,
-    max_tokens: MaxTokens = 256,
+    max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
     top_p: TopP = None,
     top_k: TopK = None,

@@ -20,7 +20,12 @@ Tenant = Annotated[str | None, typer.Option(envvar="PAGODA_TENANT", help="Who th
 Tls = Annotated[bool, typer.Option("--tls", help="Use TLS with the system's authorities.")]
 TlsCa = Annotated[Path | None, typer.Option(help="Use TLS with the authorities in this PEM file.")]
 Timeout = Annotated[float | None, typer.Option(help="Deadline in seconds.", show_default=False)]
-MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens to generate at most.", min=1, show_default="the server's: 256, or what the context leaves"
+    ),
+]
 Temperature = Annotated[float, typer.Option(help="0 always takes the most likely token.")]
 TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability.")]
 TopK = Annotated[int | None, typer.Option(help="Keep this many of the most likely tokens.")]

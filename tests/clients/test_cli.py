@@ -66,6 +66,14 @@ def test_generate_passes_its_options_on(server: FakeServer) -> None:
     assert server.metadata[0]["authorization"] == "Bearer secret"
 
 
+def test_how_many_tokens_is_the_servers_to_say_unless_told(server: FakeServer) -> None:
+    server.behaviours = [answer("yes")]
+    pagoda("generate", "text")
+    pagoda("chat", typed="question\n")
+    requests = [request for request in server.requests if isinstance(request, inference_pb2.GenerateRequest)]
+    assert [request.stopping.HasField("max_tokens") for request in requests] == [False, False]
+
+
 def test_generate_asks_for_beams(server: FakeServer) -> None:
     assert pagoda("generate", "text", "--beams", "4", "--length-penalty", "0.5").exit_code == 0
     assert server.requests[0].sampling.beam_search == inference_pb2.BeamSearch(width=4, length_penalty=0.5)
