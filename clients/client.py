@@ -87,10 +87,18 @@ class Client:
         return self._stream(self._inference.Generate, request, self._attempts(timeout_s), chunk_from)
 
     def tokenize(
-        self, content: str | Sequence[ChatMessage], *, add_special_tokens: bool = True, model: str = ""
+        self,
+        content: str | Sequence[ChatMessage],
+        *,
+        raw: bool = False,
+        add_special_tokens: bool = True,
+        model: str = "",
     ) -> list[int]:
-        """The ids that `generate` of a text, or `chat` of a conversation, would compute on."""
-        request = tokenize_request(content, add_special_tokens, model)
+        """The ids that `generate` of a text with the same `raw`, or `chat` of a conversation, would compute on.
+
+        add_special_tokens  False: of raw text alone, without what the tokenizer puts around it
+        """
+        request = tokenize_request(content, raw, add_special_tokens, model)
         response: inference_pb2.TokenizeResponse = self._call(self._inference.Tokenize, request)
         return list(response.token_ids)
 

@@ -134,11 +134,14 @@ def chat(messages: Sequence[ChatMessage], continue_last: bool = False) -> infere
 
 
 def tokenize_request(
-    content: str | Sequence[ChatMessage], add_special_tokens: bool, model: str
+    content: str | Sequence[ChatMessage], raw: bool, add_special_tokens: bool, model: str
 ) -> inference_pb2.TokenizeRequest:
+    request = inference_pb2.TokenizeRequest(model=model, raw=raw, add_special_tokens=add_special_tokens)
     if isinstance(content, str):
-        return inference_pb2.TokenizeRequest(model=model, text=content, add_special_tokens=add_special_tokens)
-    return inference_pb2.TokenizeRequest(model=model, chat=chat(content), add_special_tokens=add_special_tokens)
+        request.text = content
+    else:
+        request.chat.CopyFrom(chat(content))
+    return request
 
 
 def detokenize_request(token_ids: Sequence[int], special_tokens: bool, model: str) -> inference_pb2.DetokenizeRequest:

@@ -73,7 +73,7 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Turns text or a chat into the token ids that Generate would compute on.
+        """Turns text or a chat into the token ids that Generate would compute on, given the same input and the same `raw`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

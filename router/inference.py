@@ -58,7 +58,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with self._admission.reserve(params.num_sequences * (params.max_tokens or 1)) as reservation:
             live = self._live.add(params.request_id)
             try:
-                prompt = await self._tokenizer.encode_prompt(self._as_asked(params))
+                prompt = await self._tokenizer.encode_prompt(self._as_asked(params.prompt, params.is_raw))
                 max_tokens = check_prompt(params, len(prompt), self.limits)
                 reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
                 remaining_s = context.time_remaining()
@@ -69,11 +69,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             finally:
                 self._live.remove(params.request_id)
 
-    def _as_asked(self, params: GenerateParams) -> Prompt:
+    def _as_asked(self, prompt: Prompt, is_raw: bool) -> Prompt:
         """Text is what a user says, unless it is to be continued as it stands or the model does not chat."""
-        if isinstance(params.prompt, str) and not params.is_raw and self._tokenizer.has_chat_template:
-            return Chat((Message("user", params.prompt),))
-        return params.prompt
+        if isinstance(prompt, str) and not is_raw and self._tokenizer.has_chat_template:
+            return Chat((Message("user", prompt),))
+        return prompt
 
     async def _stream(
         self,
@@ -101,7 +101,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse],
     ) -> inference_pb2.TokenizeResponse:
         params = validate_tokenize(request, self.limits, [self._model])
-        ids = await self._tokenizer.encode_prompt(params.prompt, params.add_special_tokens)
+        prompt = self._as_asked(params.prompt, params.is_raw)
+        if isinstance(prompt, Chat) and not params.add_special_tokens:
+            raise InvalidArgument(
+                "add_special_tokens", "is off, and the chat template adds them: text needs raw for that"
+            )
+        ids = await self._tokenizer.encode_prompt(prompt, params.add_special_tokens)
         return inference_pb2.TokenizeResponse(token_ids=ids)
 
     async def Detokenize(

@@ -180,6 +180,7 @@ def to_submit(
 @dataclass(frozen=True, slots=True)
 class TokenizeParams:
     prompt: str | Chat
+    is_raw: bool
     add_special_tokens: bool
 
 
@@ -188,6 +189,7 @@ def validate_tokenize(
 ) -> TokenizeParams:
     """Empty text is allowed. Raises InvalidArgument, NotFound for the model."""
     _check_model(request.model, model_names)
+    _check_raw(request)
     match request.WhichOneof("input"):
         case "text":
             check_bytes(request.text, "text", limits.max_text_bytes)
@@ -196,7 +198,8 @@ def validate_tokenize(
             prompt = _chat(request.chat, limits)
         case _:
             raise InvalidArgument("input", "is missing: set one of text, chat")
-    return TokenizeParams(prompt, request.add_special_tokens if request.HasField("add_special_tokens") else True)
+    add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
+    return TokenizeParams(prompt, request.raw, add_special_tokens)
 
 
 def validate_detokenize(
@@ -224,8 +227,7 @@ def _request_id(request_id: str, limits: Limits) -> str:
 
 
 def _prompt(request: inference_pb2.GenerateRequest, limits: Limits) -> Prompt:
-    if request.raw and not request.HasField("text"):
-        raise InvalidArgument("raw", "says how to take text, and there is none")
+    _check_raw(request)
     match request.WhichOneof("input"):
         case "text":
             if not request.text:
@@ -241,6 +243,11 @@ def _prompt(request: inference_pb2.GenerateRequest, limits: Limits) -> Prompt:
             return _chat(request.chat, limits)
         case _:
             raise InvalidArgument("input", "is missing: set one of text, token_ids, chat")
+
+
+def _check_raw(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> None:
+    if request.raw and not request.HasField("text"):
+        raise InvalidArgument("raw", "says how to take text, and there is none")
 
 
 def _prompt_field(prompt: Prompt) -> str:

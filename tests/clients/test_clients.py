@@ -341,6 +341,10 @@ def test_an_invalid_argument_names_its_field(client: Blocking, server: FakeServe
 
 def test_the_short_calls_answer(client: Blocking, server: FakeServer) -> None:
     assert client.call("detokenize", [104, 105]) == "hi"
+    assert client.call("tokenize", "hi", raw=True, add_special_tokens=False) == [104, 105]
+    assert server.requests[-1] == inference_pb2.TokenizeRequest(text="hi", raw=True, add_special_tokens=False)
+    client.call("tokenize", [{"role": "user", "content": "hi"}])
+    assert [message.content for message in server.requests[-1].chat.messages] == ["hi"]
     assert client.call("server_info").version == "1.2.3"
     assert client.call("model_info", "other").name == "other"
     assert client.call("load").running == 3

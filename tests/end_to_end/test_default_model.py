@@ -120,7 +120,7 @@ def test_greedy_tokens_are_transformers_from_a_cached_prefix(
     # A prompt that continues an earlier one's answer starts from that one's blocks, output included.
     for prompt in PROMPTS[:3]:
         earlier = ask(exact, request_as_reference(prompt)).ids()
-        ids = list(exact.Tokenize(inference_pb2.TokenizeRequest(text=prompt)).token_ids)
+        ids = list(exact.Tokenize(inference_pb2.TokenizeRequest(text=prompt, raw=True)).token_ids)
         message = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids + earlier[:-4]))
         message.stopping.max_tokens = message.stopping.min_tokens = 4
         answer = ask(exact, message)

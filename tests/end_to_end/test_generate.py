@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
@@ -187,9 +188,34 @@ def test_the_request_id_is_echoed_and_cannot_be_live_twice(inference: inference_
 
 def test_tokenize_and_detokenize_are_inverse(inference: inference_pb2_grpc.InferenceStub) -> None:
     text = "Grüße, 世界 🌍 <|im_end|>"
-    ids = inference.Tokenize(inference_pb2.TokenizeRequest(text=text)).token_ids
+    ids = inference.Tokenize(inference_pb2.TokenizeRequest(text=text, raw=True)).token_ids
     assert 257 not in ids, "special-token text typed by a user stays text"
     assert inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=ids)).text == text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"text": "Hi"},
+        {"text": "Hi", "raw": True},
+        {"chat": inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role=inference_pb2.ROLE_USER, content="Hi")])},
+    ],
+    ids=["text", "raw text", "chat"],
+)
+def test_tokenize_gives_the_ids_that_generate_computes_on(
+    inference: inference_pb2_grpc.InferenceStub, given: dict[str, Any]
+) -> None:
+    message = inference_pb2.GenerateRequest(**given, output=inference_pb2.Output(prompt=True))
+    message.stopping.max_tokens = 1
+    ids = inference.Tokenize(inference_pb2.TokenizeRequest(**given)).token_ids
+    assert ids == ask(inference, message).responses[0].prompt.token_ids
+
+
+def test_tokenize_leaves_special_tokens_out_of_raw_text_alone(inference: inference_pb2_grpc.InferenceStub) -> None:
+    bare = inference_pb2.TokenizeRequest(text="Hi", raw=True, add_special_tokens=False)
+    assert list(inference.Tokenize(bare).token_ids) == list(b"Hi")
+    with pytest.raises(grpc.RpcError, match="add_special_tokens: is off"):
+        inference.Tokenize(inference_pb2.TokenizeRequest(text="Hi", add_special_tokens=False))
 
 
 def test_a_prompt_that_ends_inside_a_character_succeeds(inference: inference_pb2_grpc.InferenceStub) -> None:

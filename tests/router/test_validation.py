@@ -317,6 +317,7 @@ def test_tokenize_request_is_checked() -> None:
         "input": TokenizeRequest(),
         "text": TokenizeRequest(text="a" * ((1 << 20) + 1)),
         "chat.messages": TokenizeRequest(chat=inference_pb2.Chat()),
+        "raw": TokenizeRequest(chat=inference_pb2.Chat(), raw=True),
     }.items():
         with pytest.raises(InvalidArgument) as refused:
             validate_tokenize(request, LIMITS, MODELS)
