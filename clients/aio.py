@@ -9,18 +9,21 @@ from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 
 from clients.chunk import Chunk, chunk_from
 from clients.connection import CHANNEL_OPTIONS, call_metadata, credentials
-from clients.errors import error_from
+from clients.conversation import ChatMessage
+from clients.errors import client_closed, error_from
 from clients.request import (
-    ChatMessage,
     GenerateOptions,
+    abort_request,
     chat_request,
     detokenize_request,
     generate_request,
+    model_info_request,
     tokenize_request,
+    trace_request,
+    watch_load_request,
 )
 from clients.retry import Attempts
 from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -42,19 +45,20 @@ class AsyncClient:
         *,
         token: str | None = None,
         tenant: str | None = None,
-        tls: bool | Path = False,
+        tls: bool | str | Path = False,
         timeout_s: float | None = None,
         retries: int = 3,
     ) -> None:
+        self._metadata = call_metadata(token, tenant)
         secret = credentials(tls)
         self._channel = (
             grpc.aio.secure_channel(address, secret, CHANNEL_OPTIONS)
             if secret
             else grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
         )
-        self._metadata = call_metadata(token, tenant)
         self._timeout_s = timeout_s
         self._retries = retries
+        self._is_closed = False
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._control = control_pb2_grpc.ControlStub(self._channel)
 
@@ -106,7 +110,7 @@ class AsyncClient:
         return info
 
     async def model_info(self, model: str = "") -> control_pb2.ModelInfo:
-        request = control_pb2.GetModelInfoRequest(model=model)
+        request = model_info_request(model)
         info: control_pb2.ModelInfo = await self._call(self._control.GetModelInfo, request)
         return info
 
@@ -116,14 +120,12 @@ class AsyncClient:
 
     def watch_load(self, interval_s: float = 1.0) -> AsyncGenerator[control_pb2.Load, None]:
         """How busy the server is, every `interval_s`, until the iterator is closed. `timeout_s` does not apply."""
-        interval = Duration()
-        interval.FromNanoseconds(round(interval_s * 1e9))
-        request = control_pb2.WatchLoadRequest(interval=interval)
+        request = watch_load_request(interval_s)
         return self._stream(self._control.WatchLoad, request, Attempts(self._retries, None), lambda load: load)
 
     async def abort(self, request_id: str) -> None:
         """Ends a live request; its stream finishes as CANCELLED."""
-        await self._call(self._control.Abort, control_pb2.AbortRequest(request_id=request_id))
+        await self._call(self._control.Abort, abort_request(request_id))
 
     async def drain(self, *, timeout_s: float | None = None) -> None:
         """Has the server admit nothing more, and returns when nothing is live."""
@@ -138,11 +140,12 @@ class AsyncClient:
 
     def trace(self, last_s: float | None = None) -> AsyncGenerator[control_pb2.TracePart, None]:
         """What the engine's steps of the last so many seconds did, in parts; None: all that it keeps."""
-        request = control_pb2.TraceRequest(last_s=last_s)
+        request = trace_request(last_s)
         return self._stream(self._control.Trace, request, self._attempts(None), lambda part: part)
 
     async def close(self) -> None:
-        """Cancels whatever is under way."""
+        """Cancels whatever is under way; later calls raise Cancelled."""
+        self._is_closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> AsyncClient:
@@ -156,11 +159,21 @@ class AsyncClient:
     def _attempts(self, timeout_s: float | None) -> Attempts:
         return Attempts(self._retries, self._timeout_s if timeout_s is None else timeout_s)
 
+    def _begin(self, method: Any, request: object, attempts: Attempts) -> Any:
+        if self._is_closed:
+            raise client_closed()
+        try:
+            return method(request, timeout=attempts.remaining_s(), metadata=self._metadata)
+        except grpc.aio.UsageError:  # another task has closed the channel
+            if self._is_closed:
+                raise client_closed() from None
+            raise
+
     async def _call(self, method: Any, request: object, timeout_s: float | None = None) -> Any:
         attempts = self._attempts(timeout_s)
         while True:
             try:
-                return await method(request, timeout=attempts.remaining_s(), metadata=self._metadata)
+                return await self._begin(method, request, attempts)
             except grpc.RpcError as failure:
                 delay_s = attempts.delay_after(error_from(failure), has_begun=False)
             await asyncio.sleep(delay_s)
@@ -170,7 +183,7 @@ class AsyncClient:
     ) -> AsyncGenerator[T, None]:
         has_begun = False
         while True:
-            call = method(request, timeout=attempts.remaining_s(), metadata=self._metadata)
+            call = self._begin(method, request, attempts)
             try:
                 async for response in call:
                     has_begun = True

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from clients.aio import AsyncClient
-    from clients.request import ChatMessage, GenerateOptions
+    from clients.conversation import ChatMessage
+    from clients.request import GenerateOptions
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 

@@ -9,18 +9,21 @@ from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 
 from clients.chunk import Chunk, chunk_from
 from clients.connection import CHANNEL_OPTIONS, call_metadata, credentials
-from clients.errors import error_from
+from clients.conversation import ChatMessage
+from clients.errors import client_closed, error_from
 from clients.request import (
-    ChatMessage,
     GenerateOptions,
+    abort_request,
     chat_request,
     detokenize_request,
     generate_request,
+    model_info_request,
     tokenize_request,
+    trace_request,
+    watch_load_request,
 )
 from clients.retry import Attempts
 from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -38,8 +41,9 @@ class Client:
     timeout_s  deadline of each call that is not given its own, all its attempts included; None: none
     retries    of a call that failed before its first message because the server was unavailable or overloaded
 
-    Every call raises a PagodaError. A stream starts when it is first read, and closing its iterator (leaving the `for`
-    loop is enough) cancels the call, on which the server frees all that the call held.
+    Every call raises a PagodaError, for a wrong argument InvalidArgument; so does the constructor, and OSError if the PEM
+    file cannot be read. An unknown option is a TypeError. A stream starts when it is first read, and closing its iterator
+    (leaving the `for` loop is enough) cancels the call, on which the server frees all that the call held.
     """
 
     def __init__(
@@ -48,19 +52,20 @@ class Client:
         *,
         token: str | None = None,
         tenant: str | None = None,
-        tls: bool | Path = False,
+        tls: bool | str | Path = False,
         timeout_s: float | None = None,
         retries: int = 3,
     ) -> None:
+        self._metadata = call_metadata(token, tenant)
         secret = credentials(tls)
         self._channel = (
             grpc.secure_channel(address, secret, CHANNEL_OPTIONS)
             if secret
             else grpc.insecure_channel(address, CHANNEL_OPTIONS)
         )
-        self._metadata = call_metadata(token, tenant)
         self._timeout_s = timeout_s
         self._retries = retries
+        self._is_closed = False
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._control = control_pb2_grpc.ControlStub(self._channel)
 
@@ -112,7 +117,7 @@ class Client:
         return info
 
     def model_info(self, model: str = "") -> control_pb2.ModelInfo:
-        request = control_pb2.GetModelInfoRequest(model=model)
+        request = model_info_request(model)
         info: control_pb2.ModelInfo = self._call(self._control.GetModelInfo, request)
         return info
 
@@ -122,14 +127,12 @@ class Client:
 
     def watch_load(self, interval_s: float = 1.0) -> Generator[control_pb2.Load, None, None]:
         """How busy the server is, every `interval_s`, until the iterator is closed. `timeout_s` does not apply."""
-        interval = Duration()
-        interval.FromNanoseconds(round(interval_s * 1e9))
-        request = control_pb2.WatchLoadRequest(interval=interval)
+        request = watch_load_request(interval_s)
         return self._stream(self._control.WatchLoad, request, Attempts(self._retries, None), lambda load: load)
 
     def abort(self, request_id: str) -> None:
         """Ends a live request; its stream finishes as CANCELLED."""
-        self._call(self._control.Abort, control_pb2.AbortRequest(request_id=request_id))
+        self._call(self._control.Abort, abort_request(request_id))
 
     def drain(self, *, timeout_s: float | None = None) -> None:
         """Has the server admit nothing more, and returns when nothing is live."""
@@ -142,11 +145,12 @@ class Client:
 
     def trace(self, last_s: float | None = None) -> Generator[control_pb2.TracePart, None]:
         """What the engine's steps of the last so many seconds did, in parts; None: all that it keeps."""
-        request = control_pb2.TraceRequest(last_s=last_s)
+        request = trace_request(last_s)
         return self._stream(self._control.Trace, request, self._attempts(None), lambda part: part)
 
     def close(self) -> None:
-        """Cancels whatever is under way."""
+        """Cancels whatever is under way; later calls raise Cancelled."""
+        self._is_closed = True
         self._channel.close()
 
     def __enter__(self) -> Client:
@@ -160,11 +164,21 @@ class Client:
     def _attempts(self, timeout_s: float | None) -> Attempts:
         return Attempts(self._retries, self._timeout_s if timeout_s is None else timeout_s)
 
+    def _begin(self, method: Any, request: object, attempts: Attempts) -> Any:
+        if self._is_closed:
+            raise client_closed()
+        try:
+            return method(request, timeout=attempts.remaining_s(), metadata=self._metadata)
+        except ValueError:  # another thread has closed the channel
+            if self._is_closed:
+                raise client_closed() from None
+            raise
+
     def _call(self, method: Any, request: object, timeout_s: float | None = None) -> Any:
         attempts = self._attempts(timeout_s)
         while True:
             try:
-                return method(request, timeout=attempts.remaining_s(), metadata=self._metadata)
+                return self._begin(method, request, attempts)
             except grpc.RpcError as failure:
                 delay_s = attempts.delay_after(error_from(failure), has_begun=False)
             time.sleep(delay_s)
@@ -174,7 +188,7 @@ class Client:
     ) -> Generator[T, None, None]:
         has_begun = False
         while True:
-            call = method(request, timeout=attempts.remaining_s(), metadata=self._metadata)
+            call = self._begin(method, request, attempts)
             try:
                 for response in call:
                     has_begun = True

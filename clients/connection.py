@@ -6,6 +6,8 @@ from pathlib import Path
 
 import grpc
 
+from clients.fields import wrong
+
 MAX_MESSAGE_BYTES = 64 << 20
 
 CHANNEL_OPTIONS = [
@@ -20,13 +22,20 @@ CHANNEL_OPTIONS = [
 ]
 
 
-def credentials(tls: bool | Path) -> grpc.ChannelCredentials | None:
-    """tls: whether to use TLS with the system's authorities, or a PEM file of the authorities to trust."""
+def credentials(tls: bool | str | Path) -> grpc.ChannelCredentials | None:
+    """tls: whether to use TLS with the system's authorities, or a PEM file of the authorities to trust.
+
+    Raises OSError if the file cannot be read.
+    """
     if tls is False:
         return None
-    return grpc.ssl_channel_credentials(None if tls is True else tls.read_bytes())
+    return grpc.ssl_channel_credentials(None if tls is True else Path(tls).read_bytes())
 
 
 def call_metadata(token: str | None, tenant: str | None) -> list[tuple[str, str]]:
+    """Raises InvalidArgument for what cannot travel so."""
+    for name, value in {"token": token, "tenant": tenant}.items():
+        if value is not None and not (isinstance(value, str) and value.isascii() and value.isprintable()):
+            raise wrong(name, "must be printable ASCII text")  # without its value, which may be a secret
     given = {"authorization": token and f"Bearer {token}", "x-pagoda-tenant": tenant}
     return [(key, value) for key, value in given.items() if value is not None]

@@ -70,7 +70,7 @@ class Unavailable(PagodaError):
 
 
 class Cancelled(PagodaError):
-    """The call was cancelled from elsewhere."""
+    """The call was cancelled from elsewhere, or its client is closed."""
 
 
 class Unimplemented(PagodaError):
@@ -102,6 +102,10 @@ def error_from(failure: grpc.RpcError) -> PagodaError:
         queue_depth = _detail(status, error_details_pb2.ErrorInfo()).metadata.get("queue_depth", "")
         return Overloaded(message, retry_after_s, int(queue_depth) if queue_depth.isdecimal() else None)
     return _PLAIN.get(code, PagodaError)(message or code.name, code, retry_after_s)
+
+
+def client_closed() -> Cancelled:
+    return Cancelled("the client is closed", grpc.StatusCode.CANCELLED)
 
 
 def _status(failure: grpc.RpcError) -> status_pb2.Status:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
-from google.protobuf.message import Message
+from google.protobuf.duration_pb2 import Duration
 
-from clients.errors import InvalidArgument
-from protos import inference_pb2
+from clients.conversation import ChatMessage, chat
+from clients.fields import assign, wrong
+from protos import control_pb2, inference_pb2
 
-# {"role": "system" | "user" | "assistant" | "tool", "content": "…"}
-ChatMessage = Mapping[str, str]
+WATCH_INTERVAL_S = (0.05, 3600)
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -94,59 +94,69 @@ _EARLY_STOPPING = {
     "best": inference_pb2.EARLY_STOPPING_BEST,
 }
 
-_ROLES = {
-    "system": inference_pb2.ROLE_SYSTEM,
-    "user": inference_pb2.ROLE_USER,
-    "assistant": inference_pb2.ROLE_ASSISTANT,
-    "tool": inference_pb2.ROLE_TOOL,
-}
-
 
 def generate_request(prompt: str | Sequence[int], options: GenerateOptions) -> inference_pb2.GenerateRequest:
     """Raises InvalidArgument for a value that does not fit its field, TypeError for an unknown option."""
     request = inference_pb2.GenerateRequest()
     if isinstance(prompt, str):
-        request.text = prompt
+        assign(request, "text", prompt)
     else:
         request.token_ids.SetInParent()  # an empty prompt is the server's to refuse, not "no input"
-        _assign(request, "token_ids.ids", prompt)
+        assign(request, "token_ids.ids", prompt)
     return _with_options(request, options)
 
 
 def chat_request(
     messages: str | Sequence[ChatMessage], continue_last: bool, options: GenerateOptions
 ) -> inference_pb2.GenerateRequest:
-    """Raises InvalidArgument for an unknown role too; a text is one message of the user."""
-    conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    request = inference_pb2.GenerateRequest(chat=chat(conversation, continue_last))
-    return _with_options(request, options)
-
-
-def chat(messages: Sequence[ChatMessage], continue_last: bool = False) -> inference_pb2.Chat:
-    rendered = inference_pb2.Chat(continue_last=continue_last)
-    for i, message in enumerate(messages):
-        role = _ROLES.get(message["role"])
-        if role is None:
-            field = f"chat.messages[{i}].role"
-            raise InvalidArgument(f"{field}: {message['role']!r} is none of {', '.join(_ROLES)}", field)
-        rendered.messages.add(role=role, content=message["content"])
-    return rendered
+    """Raises InvalidArgument, TypeError for an unknown option."""
+    return _with_options(inference_pb2.GenerateRequest(chat=chat(messages, continue_last)), options)
 
 
 def tokenize_request(
     content: str | Sequence[ChatMessage], raw: bool, add_special_tokens: bool, model: str
 ) -> inference_pb2.TokenizeRequest:
-    request = inference_pb2.TokenizeRequest(model=model, raw=raw, add_special_tokens=add_special_tokens)
+    request = inference_pb2.TokenizeRequest(raw=raw, add_special_tokens=add_special_tokens)
+    assign(request, "model", model)
     if isinstance(content, str):
-        request.text = content
+        assign(request, "text", content)
     else:
         request.chat.CopyFrom(chat(content))
     return request
 
 
 def detokenize_request(token_ids: Sequence[int], special_tokens: bool, model: str) -> inference_pb2.DetokenizeRequest:
-    request = inference_pb2.DetokenizeRequest(model=model, special_tokens=special_tokens)
-    _assign(request, "token_ids", token_ids)
+    request = inference_pb2.DetokenizeRequest(special_tokens=special_tokens)
+    assign(request, "model", model)
+    assign(request, "token_ids", token_ids)
+    return request
+
+
+def model_info_request(model: str) -> control_pb2.GetModelInfoRequest:
+    request = control_pb2.GetModelInfoRequest()
+    assign(request, "model", model)
+    return request
+
+
+def watch_load_request(interval_s: float) -> control_pb2.WatchLoadRequest:
+    low, high = WATCH_INTERVAL_S
+    if not isinstance(interval_s, int | float) or not low <= interval_s <= high:  # NaN is not either
+        raise wrong("interval_s", f"is {interval_s!r}, must be from {low} to {high}")
+    interval = Duration()
+    interval.FromNanoseconds(round(interval_s * 1e9))
+    return control_pb2.WatchLoadRequest(interval=interval)
+
+
+def abort_request(request_id: str) -> control_pb2.AbortRequest:
+    request = control_pb2.AbortRequest()
+    assign(request, "request_id", request_id)
+    return request
+
+
+def trace_request(last_s: float | None) -> control_pb2.TraceRequest:
+    request = control_pb2.TraceRequest()
+    if last_s is not None:
+        assign(request, "last_s", last_s)
     return request
 
 
@@ -158,29 +168,8 @@ def _with_options(
             raise TypeError(f"unknown option {name!r}; known: {', '.join(_FIELDS)}")
         if name == "early_stopping" and value is not None:
             if value not in _EARLY_STOPPING:
-                raise InvalidArgument(
-                    f"{_FIELDS[name]}: {value!r} is none of {', '.join(_EARLY_STOPPING)}", _FIELDS[name]
-                )
+                raise wrong(_FIELDS[name], f"{value!r} is none of {', '.join(_EARLY_STOPPING)}")
             value = _EARLY_STOPPING[str(value)]
         if value is not None:
-            _assign(request, _FIELDS[name], value)
+            assign(request, _FIELDS[name], value)
     return request
-
-
-def _assign(message: Message, path: str, value: object) -> None:
-    *parents, field = path.split(".")
-    try:
-        for parent in parents:
-            message = getattr(message, parent)
-        match value:
-            case str() | bytes() | int() | float():
-                if hasattr(getattr(message, field), "append"):  # one stop string needs no list around it
-                    getattr(message, field).append(value)
-                else:
-                    setattr(message, field, value)
-            case Mapping():
-                getattr(message, field).update(value)
-            case _:
-                getattr(message, field).extend(value)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InvalidArgument(f"{path}: {error}", path) from error

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
 
 from clients.errors import Overloaded, PagodaError, Unavailable
+from clients.fields import wrong
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 MAX_SUGGESTED_S = 30.0
+MAX_TIMEOUT_S = 1e9  # gRPC takes what ends in a few centuries for what has ended
 
 
 class Attempts:
@@ -19,6 +22,10 @@ class Attempts:
     A call is tried again if the server was unavailable, after an exponential backoff with jitter, or if it was
     overloaded and said when to come back, after that time. Never once a message has arrived: what the caller has seen
     cannot be taken back. Never if the wait would outlast the deadline, or the server suggests more than 30 s.
+
+    timeout_s  of all attempts together; None or infinity: there is no deadline
+
+    Raises InvalidArgument if timeout_s is no number.
     """
 
     def __init__(
@@ -29,11 +36,13 @@ class Attempts:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
+        if timeout_s is not None and (not isinstance(timeout_s, int | float) or math.isnan(timeout_s)):
+            raise wrong("timeout_s", f"is {timeout_s!r}, must be a number of seconds")
         self._retries_left = retries
         self._backoff_s = FIRST_BACKOFF_S
         self._clock = clock
         self._jitter = jitter
-        self._deadline = None if timeout_s is None else clock() + timeout_s
+        self._deadline = None if timeout_s is None or timeout_s > MAX_TIMEOUT_S else clock() + timeout_s
 
     def remaining_s(self) -> float | None:
         """What is left for the next attempt; None without a deadline."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import trustme
 from google.rpc import error_details_pb2
 
 from clients import (
@@ -138,6 +142,10 @@ def test_a_chat_is_a_conversation_or_one_question(client: Blocking, server: Fake
         ({"stop_token_ids": [1 << 40]}, "stopping.stop_token_ids"),
         ({"logit_bias": {-1: 0.0}}, "sampling.logit_bias"),
         ({"stop": 7}, "stopping.stop"),
+        ({"stop": ["fine", "\ud800"]}, "stopping.stop"),
+        ({"request_id": 7}, "request_id"),
+        ({"timeout_s": math.nan}, "timeout_s"),
+        ({"timeout_s": "soon"}, "timeout_s"),
     ],
 )
 def test_a_value_that_fits_no_field_is_refused_before_any_call(
@@ -147,6 +155,114 @@ def test_a_value_that_fits_no_field_is_refused_before_any_call(
         client.collect("generate", "text", **options)
     assert caught.value.field == field
     assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": -1}, "sampling.top_k: is -1, must be from 0 to 4294967295"),
+        ({"priority": 1 << 31}, "priority: is 2147483648, must be from -2147483648 to 2147483647"),
+        ({"stop_token_ids": [3, -2]}, "stopping.stop_token_ids: is -2, must be from 0 to 4294967295"),
+        ({"logit_bias": {-5: 1.0}}, "sampling.logit_bias: is -5, must be from 0 to 4294967295"),
+        ({"model": "a\ud800"}, "model: is no text: what stands at position 1 is no character of Unicode"),
+    ],
+)
+def test_the_refusal_names_field_value_and_limit(options: dict[str, Any], message: str, server: FakeServer) -> None:
+    with Client(server.address) as client, pytest.raises(InvalidArgument, match=f"^{re.escape(message)}$"):
+        client.generate("text", **options)
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([{"content": "x"}], "chat.messages[0].role"),
+        ([{"role": "user", "content": "x"}, {"role": "user"}], "chat.messages[1].content"),
+        ([{"role": ["user"], "content": "x"}], "chat.messages[0].role"),
+        ([{"role": "user", "content": None}], "chat.messages[0].content"),
+        ([{"role": "user", "content": "\ud800"}], "chat.messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "chat.messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "chat.messages[0].content[0].text"),
+        ([{"role": "user", "content": ["x"]}], "chat.messages[0].content[0]"),
+        (["x"], "chat.messages[0]"),
+        (None, "chat.messages"),
+    ],
+)
+@pytest.mark.parametrize("method", ["chat", "tokenize"])
+def test_what_is_no_conversation_is_refused_before_any_call(
+    messages: Any, field: str, method: str, server: FakeServer
+) -> None:
+    with Client(server.address) as client, pytest.raises(InvalidArgument) as caught:
+        getattr(client, method)(messages)
+    assert caught.value.field == field
+    assert server.requests == []
+
+
+def test_parts_of_text_are_joined(client: Blocking, server: FakeServer) -> None:
+    parts = [{"type": "text", "text": "first"}, {"type": "text", "text": "second"}]
+    client.collect("chat", [{"role": "user", "content": parts}])
+    assert server.requests[0].chat.messages[0].content == "first\nsecond"
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "field"),
+    [
+        ("generate", "a\ud800", "text"),
+        ("tokenize", "\ud800", "text"),
+        ("detokenize", [-1], "token_ids"),
+        ("model_info", 5, "model"),
+        ("watch_load", math.nan, "interval_s"),
+        ("watch_load", 1e300, "interval_s"),
+        ("watch_load", "often", "interval_s"),
+        ("trace", "long", "last_s"),
+        ("abort", "\ud800", "request_id"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_any_call(
+    method: str, argument: Any, field: str, client: Blocking, server: FakeServer
+) -> None:
+    stream = method in ("generate", "watch_load", "trace")
+    with pytest.raises(InvalidArgument) as caught:
+        (client.collect if stream else client.call)(method, argument)
+    assert caught.value.field == field
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("name", ["token", "tenant"])
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_metadata_that_cannot_travel_is_refused_by_name_alone(kind: type, name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{name}: must be printable ASCII text$"):
+        kind(**{name: "sécret"})
+
+
+def test_no_deadline_is_as_long_as_an_infinite_one(client: Blocking, server: FakeServer) -> None:
+    for timeout_s in (math.inf, 1e18):
+        client.collect("generate", "text", timeout_s=timeout_s)
+    client.collect("generate", "text", connection={"timeout_s": math.inf})
+    assert all(remaining_s is None or remaining_s > 1e9 for remaining_s in server.remaining_s)
+
+
+async def test_a_closed_client_is_cancelled(server: FakeServer) -> None:
+    client, aio = Client(server.address), AsyncClient(server.address)
+    begun = client.generate("text")
+    client.close()
+    await aio.close()
+    with pytest.raises(Cancelled, match="the client is closed"):
+        client.load()
+    with pytest.raises(Cancelled, match="the client is closed"):
+        next(begun)
+    with pytest.raises(Cancelled, match="the client is closed"):
+        await aio.load()
+    with pytest.raises(Cancelled, match="the client is closed"):
+        await anext(aio.generate("text"))
+
+
+def test_authorities_are_read_from_a_path_or_its_text(tmp_path: Path) -> None:
+    pem = tmp_path / "authorities.pem"
+    pem.write_bytes(trustme.CA().cert_pem.bytes())
+    for path in (pem, str(pem)):
+        Client("127.0.0.1:1", tls=path).close()
+    with pytest.raises(FileNotFoundError):
+        Client("127.0.0.1:1", tls=str(tmp_path / "none.pem"))
 
 
 def test_an_unknown_role_or_option_is_refused_before_any_call(client: Blocking, server: FakeServer) -> None:
