@@ -23,6 +23,7 @@ from clients.terminal import (
     TopP,
     connect,
     errors_reported,
+    print_ending,
     print_error,
 )
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from clients.aio import AsyncClient
+    from clients.chunk import FinishReason
     from clients.conversation import ChatMessage
     from clients.request import GenerateOptions
 
@@ -116,8 +118,9 @@ class Conversation:
         answer: list[str] = []
         self._console.print("[bold green]model ›[/] ", end="")
         try:
-            asyncio.run(self._stream([*self._turns, question], answer))
+            reason = asyncio.run(self._stream([*self._turns, question], answer))
             self._console.print()
+            print_ending(reason)
         except KeyboardInterrupt:
             self._console.print(" [dim](stopped)[/]")
         except PagodaError as error:
@@ -126,8 +129,11 @@ class Conversation:
             return
         self._turns += [question, {"role": "assistant", "content": "".join(answer)}]
 
-    async def _stream(self, conversation: list[ChatMessage], answer: list[str]) -> None:
+    async def _stream(self, conversation: list[ChatMessage], answer: list[str]) -> FinishReason | None:
+        reason = None
         async with self._connect() as client:
             async for chunk in client.chat(conversation, **self._options):
                 answer.append(chunk.text)
+                reason = chunk.finish_reason or reason
                 self._console.out(chunk.text, end="", highlight=False)
+        return reason

@@ -25,10 +25,11 @@ from clients.terminal import (
     TopP,
     connect,
     errors_reported,
+    print_ending,
 )
 
 if TYPE_CHECKING:
-    from clients.chunk import Chunk
+    from clients.chunk import Chunk, FinishReason
     from clients.request import GenerateOptions
 
 
@@ -63,7 +64,9 @@ def generate(
     """Stream one answer to standard output; figures go to standard error."""
     if system is not None and raw:
         raise typer.BadParameter("raw text has no system message", param_hint="--system")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    if length_penalty is not None and beams is None:
+        raise typer.BadParameter("is of a beam search: give --beams too", param_hint="--length-penalty")
+    text = read_standard_input() if prompt == "-" else prompt
     options: GenerateOptions = {
         "raw": raw,
         "max_tokens": max_tokens,
@@ -79,7 +82,7 @@ def generate(
         "tpot_ms": tpot_ms,
     }
 
-    async def answer() -> StreamMeter:
+    async def answer() -> tuple[StreamMeter, FinishReason | None]:
         async with connect(address, token, tls, tls_ca, timeout, tenant) as client:
             if system is None:
                 chunks = client.generate(text, **options)
@@ -89,16 +92,34 @@ def generate(
             return await write_stream(chunks)
 
     with errors_reported(address):
-        meter = asyncio.run(answer())
-    print()
+        meter, reason = asyncio.run(answer())
+    print_ending(reason)
     typer.secho(str(meter), dim=True, err=True)
 
 
-async def write_stream(chunks: AsyncIterator[Chunk]) -> StreamMeter:
-    """Writes each delta to standard output as it comes."""
-    meter = StreamMeter()
-    async for chunk in chunks:
-        meter.add(len(chunk.tokens))
-        sys.stdout.write(chunk.text)
-        sys.stdout.flush()
-    return meter
+def read_standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise typer.BadParameter(
+            f"standard input is no {error.encoding}: byte {byte:#x}", param_hint="PROMPT"
+        ) from None
+
+
+async def write_stream(chunks: AsyncIterator[Chunk]) -> tuple[StreamMeter, FinishReason | None]:
+    """Writes each delta to standard output as it comes, and ends the line, also where the answer breaks off."""
+    meter, reason, has_text = StreamMeter(), None, False
+    try:
+        async for chunk in chunks:
+            meter.add(len(chunk.tokens))
+            reason = chunk.finish_reason or reason
+            has_text = has_text or bool(chunk.text)
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+    except BaseException:
+        if has_text:
+            print(flush=True)
+        raise
+    print()
+    return meter, reason

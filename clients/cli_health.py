@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from channel.address import is_shm
-from clients.terminal import DEFAULT_ADDRESS, Address, Tls, TlsCa
+from clients.terminal import DEFAULT_ADDRESS, Address, Tls, TlsCa, errors_reported
 
 TIMEOUT_S = 3.0
 
@@ -22,10 +22,11 @@ def health(
     tls_ca: TlsCa = None,
 ) -> None:
     """Ask a router or an engine whether it is serving: exit code 0 if it is, 1 if not."""
-    if is_shm(address):
-        answer = "SERVING" if asyncio.run(_says_hello(address)) else "UNAVAILABLE"
-    else:
-        answer = _grpc_health(service, address, tls_ca or tls)
+    with errors_reported(address):
+        if is_shm(address):
+            answer = "SERVING" if asyncio.run(_says_hello(address)) else "UNAVAILABLE"
+        else:
+            answer = _grpc_health(service, address, tls_ca or tls)
     typer.echo(answer)
     raise typer.Exit(0 if answer == "SERVING" else 1)
 
@@ -51,11 +52,13 @@ def _grpc_health(service: str, address: str, tls: bool | Path) -> str:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from clients.connection import credentials
+    from clients.fields import assign
 
+    request = health_pb2.HealthCheckRequest()
+    assign(request, "service", service)
     secret = credentials(tls)
     with grpc.secure_channel(address, secret) if secret else grpc.insecure_channel(address) as channel:
         try:
-            request = health_pb2.HealthCheckRequest(service=service)
             status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S).status
             answer: str = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
             return answer

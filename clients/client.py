@@ -41,9 +41,9 @@ class Client:
     timeout_s  deadline of each call that is not given its own, all its attempts included; None: none
     retries    of a call that failed before its first message because the server was unavailable or overloaded
 
-    Every call raises a PagodaError, for a wrong argument InvalidArgument; so does the constructor, and OSError if the PEM
-    file cannot be read. An unknown option is a TypeError. A stream starts when it is first read, and closing its iterator
-    (leaving the `for` loop is enough) cancels the call, on which the server frees all that the call held.
+    Every call raises a PagodaError, for a wrong argument InvalidArgument; so does the constructor, and OSError if the
+    PEM file cannot be read. An unknown option is a TypeError. A stream starts when it is first read, and closing its
+    iterator (leaving the `for` loop is enough) cancels the call, on which the server frees all that the call held.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from clients.aio import AsyncClient
+    from clients.chunk import FinishReason
 
 Address = Annotated[str, typer.Option(envvar="PAGODA_ADDRESS", help="HOST:PORT or unix:PATH of the server.")]
 Token = Annotated[
@@ -18,13 +19,14 @@ Token = Annotated[
 ]
 Tenant = Annotated[str | None, typer.Option(envvar="PAGODA_TENANT", help="Who the call is for.", show_default=False)]
 Tls = Annotated[bool, typer.Option("--tls", help="Use TLS with the system's authorities.")]
-TlsCa = Annotated[Path | None, typer.Option(help="Use TLS with the authorities in this PEM file.")]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(help="Use TLS with the authorities in this PEM file.", exists=True, dir_okay=False, readable=True),
+]
 Timeout = Annotated[float | None, typer.Option(help="Deadline in seconds.", show_default=False)]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(
-        help="Tokens to generate at most.", min=1, show_default="the server's: 256, or what the context leaves"
-    ),
+    typer.Option(help="Tokens to generate at most.", show_default="the server's: 256, or what the context leaves"),
 ]
 Temperature = Annotated[float, typer.Option(help="0 always takes the most likely token.")]
 TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability.")]
@@ -32,6 +34,10 @@ TopK = Annotated[int | None, typer.Option(help="Keep this many of the most likel
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.", show_default=False)]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+ENDINGS = {
+    "length": "max_tokens or the end of the context reached",
+    "cancelled": "cancelled by the server",
+}
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has ended
 
 
@@ -55,6 +61,12 @@ def connect(
 
 def print_error(message: str) -> None:
     typer.secho(f"error: {' '.join(message.split())}", fg="red", err=True)
+
+
+def print_ending(reason: FinishReason | None) -> None:
+    """One line to standard error where an answer is not at its own end."""
+    if reason != "stop":
+        typer.secho(f"[stopped: {ENDINGS.get(str(reason), 'it does not say why')}]", dim=True, err=True)
 
 
 @contextmanager

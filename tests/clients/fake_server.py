@@ -108,7 +108,7 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
         return response()
 
 
-def answer(*deltas: str) -> Behaviour:
+def answer(*deltas: str, reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_STOP) -> Behaviour:
     """One token a delta, then the end, with ids 0, 1, 2, …"""
 
     def behave(request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
@@ -118,7 +118,7 @@ def answer(*deltas: str) -> Behaviour:
             yield inference_pb2.GenerateResponse(request_id="r", tokens=event)
         yield inference_pb2.GenerateResponse(
             request_id="r",
-            finished=inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_STOP, stop="."),
+            finished=inference_pb2.Finished(reason=reason, stop="."),
             usage=inference_pb2.Usage(prompt_tokens=5, completion_tokens=len(deltas), cached_tokens=1),
             timing=inference_pb2.Timing(queue_s=0.25, total_s=1.5),
         )

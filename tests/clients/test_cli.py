@@ -111,6 +111,76 @@ def test_an_error_is_one_line_and_exit_code_1(server: FakeServer) -> None:
     assert result.stderr == "error: max_tokens: must be at most 4096\n"
 
 
+@pytest.mark.parametrize(
+    ("reason", "line"),
+    [
+        (inference_pb2.FINISH_REASON_STOP, ""),
+        (inference_pb2.FINISH_REASON_LENGTH, "[stopped: max_tokens or the end of the context reached]\n"),
+        (inference_pb2.FINISH_REASON_CANCELLED, "[stopped: cancelled by the server]\n"),
+        (99, "[stopped: it does not say why]\n"),
+    ],
+)
+def test_an_answer_that_breaks_off_says_why(server: FakeServer, reason: Any, line: str) -> None:
+    server.behaviours = [answer("", reason=reason), answer("An ans", reason=reason)]
+    chat = pagoda("chat", typed="question\n")
+    assert chat.stderr == line
+    generated = pagoda("generate", "text")
+    assert (generated.exit_code, generated.stdout) == (0, "An ans\n")
+    assert generated.stderr.startswith(f"{line}1 tokens · TTFT ")
+
+
+def test_an_error_in_the_middle_of_an_answer_ends_its_line(server: FakeServer) -> None:
+    server.behaviours = [fail(grpc.StatusCode.INTERNAL, "because", after=1)]
+    result = pagoda("generate", "text")
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "begun\n", "error: because\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "text", "--top-k", "-1"], "sampling.top_k: is -1, must be from 0 to 4294967295"),
+        (["generate", "text", "--seed", "-1"], "sampling.seed: is -1, must be from 0 to 18446744073709551615"),
+        (["generate", "text", "--token", "é"], "token: must be printable ASCII text"),
+        (["generate", "text", "--timeout", "nan"], "timeout_s: is nan, must be a number of seconds"),
+        (["generate", "a\udcffb"], "text: is no text: what stands at position 1 is no character of Unicode"),
+        (
+            ["health", "--service", "\udcff"],
+            "service: is no text: what stands at position 0 is no character of Unicode",
+        ),
+        (["status", "--watch", "--interval", "nan"], "interval_s: is nan, must be from 0.05 to 3600"),
+        (["status", "--watch", "--interval", "inf"], "interval_s: is inf, must be from 0.05 to 3600"),
+    ],
+)
+def test_a_value_that_cannot_be_is_one_line_with_its_limit(arguments: list[str], message: str) -> None:
+    result = pagoda(*arguments)
+    assert (result.exit_code, result.stderr) == (1, f"error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["health", "--tls-ca", "/none.pem"], "--tls-ca"),
+        (["generate", "text", "--tls-ca", "/none.pem"], "--tls-ca"),
+        (["generate", "text", "--length-penalty", "1"], "--length-penalty"),
+    ],
+)
+def test_an_option_that_cannot_be_is_a_usage_error_that_names_it(
+    server: FakeServer, arguments: list[str], flag: str
+) -> None:
+    result = pagoda(*arguments)
+    assert result.exit_code == 2
+    assert flag in result.stderr
+    assert server.requests == []
+
+
+def test_standard_input_that_is_no_text_is_an_error_of_one_line(server: FakeServer) -> None:
+    with started("generate", "-") as process:
+        _, stderr = process.communicate(b"a\xffb", timeout=10)
+    assert process.returncode in (1, 2)
+    assert b"Traceback" not in stderr
+    assert server.requests == []
+
+
 def test_no_server_is_an_error_that_names_the_address() -> None:
     result = pagoda("generate", "text", "--address", "127.0.0.1:1")
     assert result.exit_code == 1
@@ -123,8 +193,9 @@ def test_interrupting_generate_cancels_the_call_and_exits_130(server: FakeServer
         assert process.stdout is not None
         assert process.stdout.read(5) == b"more "
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=10)
+        stdout, stderr = process.communicate(timeout=10)
     assert (process.returncode, stderr) == (130, b"")
+    assert stdout.endswith(b"\n")
     assert server.ended.wait(5)
 
 
