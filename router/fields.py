@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_float
 
 from router.errors import InvalidArgument
 
@@ -26,7 +27,8 @@ def check_integer(value: int, field: str, low: int, high: int) -> None:
 def check_number(value: float, field: str, low: float, high: float, *, is_low_allowed: bool = True) -> None:
     # Written so that NaN, for which every comparison is false, is refused.
     if not (low <= value <= high and (is_low_allowed or value > low)):
-        raise InvalidArgument(field, f"is {value:g}, must be in {'[' if is_low_allowed else '('}{low:g}, {high:g}]")
+        interval = f"{'[' if is_low_allowed else '('}{_digits(low)}, {_digits(high)}]"
+        raise InvalidArgument(field, f"is {_digits(value)}, must be in {interval}")
 
 
 def check_id(id: int, field: str, vocab_size: int) -> None:
@@ -39,3 +41,12 @@ def check_ids(ids: Sequence[int], field: str, most: int, vocab_size: int) -> Non
     if ids and max(ids) >= vocab_size:
         at, id = next((at, id) for at, id in enumerate(ids) if id >= vocab_size)
         check_id(id, f"{field}[{at}]", vocab_size)
+
+
+def _digits(value: float) -> str:
+    """As few as tell the value from others: a little above a limit does not look like the limit."""
+    for digits in range(1, 17):
+        rounded = float(f"{value:.{digits}g}")
+        if value in (rounded, c_float(rounded).value):  # most fields hold 32 bits: 0.1 is 0.10000000149 there
+            return repr(rounded).removesuffix(".0")
+    return repr(value)

@@ -237,7 +237,7 @@ def _prompt(request: inference_pb2.GenerateRequest, limits: Limits) -> Prompt:
         case "token_ids":
             if not request.token_ids.ids:
                 raise InvalidArgument("token_ids.ids", "is empty")
-            check_ids(request.token_ids.ids, "token_ids.ids", limits.max_model_len, limits.vocab_size)
+            check_ids(request.token_ids.ids, "token_ids.ids", limits.max_model_len - 1, limits.vocab_size)
             return tuple(request.token_ids.ids)
         case "chat":
             return _chat(request.chat, limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Callable
 
@@ -131,7 +132,7 @@ BAD = [
     ("text", {"text": "é" * (1 << 19) + "a"}),
     ("token_ids.ids", {"token_ids": {}}),
     ("token_ids.ids[1]", {"token_ids": {"ids": [5, 1000, 2000]}}),
-    ("token_ids.ids", {"token_ids": {"ids": [1] * 2049}}),
+    ("token_ids.ids", {"token_ids": {"ids": [1] * 2048}}),
     ("chat.messages", {"chat": {}}),
     ("chat.messages[1].role", {"chat": {"messages": [user(), {"content": "x"}]}}),
     ("chat.messages[0].role", {"chat": {"messages": [{"role": 17, "content": "x"}]}}),
@@ -199,9 +200,20 @@ def test_unknown_model_is_not_found_and_not_repeated() -> None:
     assert "secret" not in refused.value.message
 
 
-def test_refusal_tells_the_value_and_the_limit() -> None:
-    with pytest.raises(InvalidArgument, match=r"sampling.temperature: is 101, must be in \[0, 100\]"):
-        params_of(sampling={"temperature": 101})
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sampling": {"temperature": 101}}, "sampling.temperature: is 101, must be in [0, 100]"),
+        ({"sampling": {"topP": 1.0000001}}, "sampling.top_p: is 1.0000001, must be in (0, 1]"),
+        ({"sampling": {"minP": 1.1}}, "sampling.min_p: is 1.1, must be in [0, 1]"),
+        ({"sampling": {"temperature": "NaN"}}, "sampling.temperature: is nan, must be in [0, 100]"),
+        ({"slo": {"ttftMs": 3600000.0001}}, "slo.ttft_ms: is 3600000.0001, must be in (0, 3600000]"),
+        ({"token_ids": {"ids": [1] * 3000}}, "token_ids.ids: has 3000 entries, at most 2047 are allowed"),
+    ],
+)
+def test_refusal_tells_the_value_and_the_limit(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{re.escape(message)}$"):
+        params_of(**fields)
 
 
 @pytest.mark.parametrize(
