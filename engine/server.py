@@ -36,7 +36,6 @@ class Connection:
         self._epoch = epoch
         self._unsent: engine_pb2.EngineMessage | None = None  # made, and found no room
         self._tenants: TenantTable | None = None  # as last told
-        self._number = 0
         self.flushed: list[int] = []
         self.traces: list[Iterator[engine_pb2.Trace]] = []
         self.wake = asyncio.Event()
@@ -70,9 +69,7 @@ class Connection:
         return self.message(step=step)
 
     def message(self, **message: object) -> engine_pb2.EngineMessage:
-        numbered = engine_pb2.EngineMessage(epoch=self._epoch, number=self._number, **message)  # type: ignore[arg-type]
-        self._number += 1
-        return numbered
+        return engine_pb2.EngineMessage(epoch=self._epoch, **message)  # type: ignore[arg-type]
 
 
 class EngineServer:

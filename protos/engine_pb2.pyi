@@ -87,20 +87,18 @@ class TakeTrace(_message.Message):
     def __init__(self, number: _Optional[int] = ..., request: _Optional[_Union[_control_pb2.TraceRequest, _Mapping]] = ...) -> None: ...
 
 class EngineMessage(_message.Message):
-    __slots__ = ("epoch", "number", "hello", "step", "cache_flushed", "trace")
+    __slots__ = ("epoch", "hello", "step", "cache_flushed", "trace")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CACHE_FLUSHED_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    number: int
     hello: _control_pb2.EngineInfo
     step: StepOutput
     cache_flushed: CacheFlushed
     trace: Trace
-    def __init__(self, epoch: _Optional[int] = ..., number: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("sequences", "tokens", "logprobs", "ended", "load", "tenants")

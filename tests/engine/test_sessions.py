@@ -91,8 +91,8 @@ async def test_steps_that_a_router_is_too_slow_for_become_one_message(server: En
     link.takes.set()
     await until_idle()
     hello, tokens = link.got
-    assert (hello.epoch, hello.number, hello.HasField("hello")) == (3, 0, True)
-    assert (tokens.epoch, tokens.number) == (3, 1)
+    assert (hello.epoch, hello.HasField("hello")) == (3, True)
+    assert tokens.epoch == 3
     assert list(tokens.step.sequences) == [7] * 50
     assert list(tokens.step.tokens) == list(range(50))
     link.close()
@@ -114,7 +114,6 @@ async def test_a_step_that_finds_no_room_is_the_next_to_be_written(server: Engin
     link.is_full = False
     link.takes.set()
     await until_idle()
-    assert [message.number for message in link.got] == list(range(len(link.got)))
     assert [token for message in link.got for token in message.step.tokens] == [0, 1, 2]
     link.close()
     await session
@@ -129,7 +128,7 @@ async def test_a_step_is_written_in_the_call_that_delivers_it_where_the_link_has
         server.send(step(token), LOAD)
     await until_idle()
     steps = link.got[1:]
-    assert [(message.number, list(message.step.tokens)) for message in steps] == [(1, [0]), (2, [1]), (3, [2])]
+    assert [list(message.step.tokens) for message in steps] == [[0], [1], [2]]
     assert link.num_waits == 1  # for the hello alone
     link.close()
     await session
