@@ -94,7 +94,7 @@ def load_table(load: control_pb2.Load) -> Table:
         "requests": f"{load.requests} admitted, {load.reserved_tokens} tokens reserved",
         "sequences": f"{load.running} running, {load.waiting} waiting",
         "KV blocks": f"{load.blocks_referenced} in use, {load.blocks_evictable} cached, {load.blocks_free} free "
-        f"of {load.blocks_total}; {100 * load.kv_waste:.1f} % of the slots in use hold no token",
+        f"of {load.blocks_total}; {100 * load.kv_waste:.1f} % of the slots in use are for no token",
         "last step": f"{load.step_sequences} sequences, {load.step_tokens} tokens, {1e3 * load.step_s:.1f} ms",
         "since start": f"{load.steps} steps, {load.prompt_tokens} prompt tokens "
         f"({100 * load.prefix_hit_rate:.0f} % cached), {load.output_tokens} output tokens, "

@@ -125,8 +125,13 @@ class Scheduler:
 
     @property
     def num_slots_unused(self) -> int:
-        """Slots of running sequences' blocks that hold no token yet. Blocks that are shared are full."""
-        return sum(len(seq.blocks) * self.pool.block_size - seq.num_computed for seq in self.running)
+        """Slots of running sequences' blocks beyond the tokens that exist, those of a prompt that is still being computed
+        included. Blocks that are shared are full.
+        """
+        size = self.pool.block_size
+        return sum(
+            [spare for seq in self.running if (spare := len(seq.blocks) * size - len(seq.tokens) - seq.num_pending) > 0]
+        )
 
     # -- a step -----------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,29 @@ def test_a_long_prompt_delays_no_decode_and_still_advances_every_step() -> None:
     assert engine.outputs[long.id] == engine.expected(long)
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_what_paging_wastes_is_less_than_a_block_a_sequence_also_while_a_long_prompt_is_computed(
+    lookahead: int,
+) -> None:
+    engine = SteppedEngine(num_blocks=200, block_size=4, token_budget=8, max_model_len=500, lookahead=lookahead)
+    engine.add(prompt(101), max_tokens=10)
+    engine.step()
+    assert engine.scheduler.num_slots_unused == 3, "101 tokens in 26 blocks, 8 of them computed"
+    engine.add(prompt(6, 1), max_tokens=40)
+    while not engine.step().is_empty:
+        assert engine.scheduler.num_slots_unused < 4 * max(1, len(engine.scheduler.running))
+
+
+def test_who_comes_back_from_a_preemption_has_a_block_more() -> None:
+    engine = SteppedEngine(num_blocks=10, block_size=4, prefix_caching=False)
+    for at in range(5):
+        engine.add(prompt(6, at), max_tokens=20)
+    while not engine.step().is_empty:
+        most = sum(4 * (1 + bool(seq.preemptions)) - 1 for seq in engine.scheduler.running)
+        assert engine.scheduler.num_slots_unused <= most
+    assert engine.scheduler.counters.preemptions > 0
+
+
 def test_decodes_come_before_prefill_chunks() -> None:
     engine = SteppedEngine(token_budget=9)
     engine.add(prompt(30), max_tokens=4)
