@@ -67,6 +67,8 @@ class InferenceServicer(object):
         RESOURCE_EXHAUSTED  the queue is full (google.rpc.RetryInfo says when to come back), or the reader has stalled
         DEADLINE_EXCEEDED   the call's deadline passed, or cannot be met any more: queued work is dropped, not computed
         UNAVAILABLE         draining, or the engine is loading, dead or restarting
+        UNAUTHENTICATED     the server wants a token, and the metadata `authorization` is not `Bearer` and that token
+        INTERNAL            a fault of the server; its log has the details
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

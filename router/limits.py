@@ -11,7 +11,8 @@ class Limits:
     max_model_len      tokens of prompt + output
     vocab_size         rows of the model's embedding: ids are below it
     kv_token_capacity  tokens that the engine's whole KV cache holds
-    max_text_bytes     UTF-8 bytes of a text, or of a chat's messages together; also of what the template makes of them
+    max_text_bytes     UTF-8 bytes of a text, or of a chat's messages together; what the template makes of them may have
+                       8 MiB, whatever this is (ChatTemplate)
     max_n              sequences from one prompt
     max_request_id     characters
     """
