@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2
 from grpc_status import rpc_status
 
 from engine.synthetic import expected_tokens
-from protos import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.end_to_end.asking import Answer, ask, request
 from tests.servers import ROOT, Server, running_engine, running_server
 
@@ -266,6 +266,7 @@ def test_sigterm_ends_what_takes_too_long(grace: str) -> None:
             while server.health() == health_pb2.HealthCheckResponse.SERVING:
                 time.sleep(0.01)
             server.process.send_signal(signal.SIGTERM)
+        assert Answer(list(call)).finished().reason == inference_pb2.FINISH_REASON_CANCELLED
         assert server.process.wait(10) == 0
 
 
