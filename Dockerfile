@@ -1,9 +1,12 @@
-# Two images from one file. `router` has no torch in it; `engine` adds it.
+# Three images from one file. `router` has no torch in it; `engine` adds it; `engine-gpu` adds what Triton needs.
 #   docker build --target router -t pagoda-router .
 #   docker build --target engine -t pagoda-engine .
+#   docker build --target engine-gpu -t pagoda-engine-gpu .
 
 FROM python:3.12-slim AS base
-ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PAGODA_CACHE=/models
+ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# What is imported and what comes from the Hugging Face Hub: in the one volume that all containers share.
+ENV PAGODA_CACHE=/models HF_HOME=/models/huggingface
 RUN useradd --uid 10001 --create-home pagoda && install -d -o pagoda -g pagoda /models
 WORKDIR /app
 COPY pyproject.toml README.md ./
@@ -39,3 +42,13 @@ USER pagoda
 VOLUME /models
 EXPOSE 50052
 ENTRYPOINT ["python", "-m", "engine"]
+
+FROM engine AS engine-gpu
+USER root
+# Triton compiles kernels when they are first used, and with a C compiler the code that launches them. It loads what it
+# has made from its cache, which therefore must not be mounted noexec, as Docker mounts a tmpfs.
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
+    && install -d -o pagoda -g pagoda /triton
+ENV TRITON_CACHE_DIR=/triton
+USER pagoda
+VOLUME /triton

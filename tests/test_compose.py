@@ -32,6 +32,12 @@ def flags_of(service: str) -> set[str]:
     return {argument.partition("=")[0] for argument in SERVICES[service]["command"] if argument.startswith("--")}
 
 
+def stage(target: str) -> str:
+    found = re.search(rf"^FROM \S+ AS {target}$(.*?)(?=^FROM|\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    assert found, f"the Dockerfile has no stage {target}"
+    return found[1]
+
+
 def test_the_file_is_valid_by_the_compose_specification() -> None:
     schema = resources.files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
     validator = jsonschema.Draft7Validator(json.loads(schema.read_text()))
@@ -73,10 +79,8 @@ def test_every_package_of_the_project_is_in_the_images() -> None:
 
 @pytest.mark.parametrize("service", ["model", "router", "engine", "engine-gpu"])
 def test_targets_exist_and_nobody_is_root(service: str) -> None:
-    target = SERVICES[service]["build"]["target"]
-    stage = re.search(rf"^FROM base AS {target}$(.*?)(?=^FROM|\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
-    assert stage, f"the Dockerfile has no stage {target}"
-    assert "USER pagoda" in stage[1]
+    users = re.findall(r"^USER (.+)$", stage(SERVICES[service]["build"]["target"]), re.MULTILINE)
+    assert users[-1] == "pagoda"
 
 
 def test_router_and_engine_share_only_the_channel_and_the_model() -> None:
@@ -84,8 +88,28 @@ def test_router_and_engine_share_only_the_channel_and_the_model() -> None:
     assert set(SERVICES["engine"]["networks"]) == {"channel"}
     assert set(SERVICES["engine-gpu"]["networks"]) == {"channel"}
     assert not any("ports" in SERVICES[engine] for engine in ("engine", "engine-gpu"))
-    assert all(volume.startswith("models:") for name in SERVICES for volume in SERVICES[name]["volumes"])
+    own = {"triton:/triton"}
+    assert all({*SERVICES[name]["volumes"]} - own == {"models:/models"} for name in SERVICES)
+    assert [name for name in SERVICES if own & {*SERVICES[name]["volumes"]}] == ["engine-gpu"]
     assert all(port.startswith("127.0.0.1:") for port in SERVICES["router"]["ports"])
+
+
+def test_a_model_of_the_hub_is_fetched_by_one_and_found_by_all() -> None:
+    environment = dict(setting.split("=") for setting in re.findall(r"[A-Z_]+=\S+", stage("base")))
+    assert environment["HF_HOME"].startswith("/models/")
+    assert "HF_HUB_OFFLINE" not in SERVICES["model"].get("environment", {})
+    for service in ("router", "engine", "engine-gpu"):
+        assert SERVICES[service]["environment"]["HF_HUB_OFFLINE"] == "1"
+
+
+def test_on_a_gpu_triton_has_a_compiler_and_a_cache_that_it_may_write_and_load_from() -> None:
+    image = stage("engine-gpu")
+    assert re.search(r"apt-get install .* gcc libc6-dev", image)
+    cache = re.search(r"^ENV TRITON_CACHE_DIR=(.+)$", image, re.MULTILINE)
+    assert cache
+    assert f"install -d -o pagoda -g pagoda {cache[1]}" in image
+    assert f"triton:{cache[1]}" in SERVICES["engine-gpu"]["volumes"]
+    assert "gcc" not in stage("engine")
 
 
 def test_one_profile_runs_one_engine_under_the_name_that_the_router_calls() -> None:
