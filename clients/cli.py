@@ -37,11 +37,21 @@ def serve(
         Literal["auto", "shm", "grpc"],
         typer.Option(rich_help_panel=_ENGINE, help="To a spawned engine: shared memory (auto: on Linux) or gRPC."),
     ] = "auto",
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(rich_help_panel=_ENGINE)] = "auto",
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Option(rich_help_panel=_ENGINE)] = "auto",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        typer.Option(rich_help_panel=_ENGINE, help="What computes the model. auto: a GPU where torch finds one."),
+    ] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(
+            rich_help_panel=_ENGINE, help="Numbers to compute in. auto: bfloat16, float32 for a checkpoint of float32."
+        ),
+    ] = "auto",
     quantization: Annotated[
         Literal["auto", "none", "int8", "fp8"],
-        typer.Option(rich_help_panel=_ENGINE, help="Of products. auto: int8 where a CPU is fast at it."),
+        typer.Option(
+            rich_help_panel=_ENGINE, help="Weights in 8 bits. auto: int8 where a CPU is fast at it, else none."
+        ),
     ] = "auto",
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"], typer.Option(rich_help_panel=_ENGINE, help="fp8: half the memory a token, on a GPU.")
@@ -121,7 +131,12 @@ def serve(
     max_text_bytes: Annotated[int, typer.Option(rich_help_panel=_LIMITS, help="Longest prompt text.")] = 1 << 20,
     reflection: Annotated[
         bool | None,
-        typer.Option("--reflection/--no-reflection", rich_help_panel=_EXPOSURE, show_default="on where local"),
+        typer.Option(
+            "--reflection/--no-reflection",
+            rich_help_panel=_EXPOSURE,
+            help="Describe the services to clients without proto files, such as grpcurl.",
+            show_default="on at a loopback address or a Unix socket",
+        ),
     ] = None,
     auth_token_file: Annotated[
         str | None, typer.Option(rich_help_panel=_EXPOSURE, help="Clients must send this file's content as a token.")
