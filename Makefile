@@ -21,7 +21,7 @@ demo: $(STAMP)            ## eight prompts at once through a real server, live
 serve: $(STAMP)           ## a server on 127.0.0.1:50051, until Ctrl-C; ARGS="--model …"
 	@$(BIN)/pagoda serve $(ARGS)
 
-test: $(STAMP)            ## the whole suite, about 5 minutes on 2 cores
+test: $(STAMP)            ## the suite without slow, nightly and GPU tests, about 5 minutes on 2 cores
 	@$(BIN)/python -m pytest -n 2 -m "not slow and not nightly and not gpu" $(ARGS)
 
 test-gpu: $(STAMP)        ## kernels, runner and server on the GPU of this machine
