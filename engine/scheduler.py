@@ -125,9 +125,7 @@ class Scheduler:
 
     @property
     def num_slots_unused(self) -> int:
-        """Slots of running sequences' blocks beyond the tokens that exist, those of a prompt that is still being computed
-        included. Blocks that are shared are full.
-        """
+        """Slots of running sequences' blocks beyond their tokens, computed or not. Blocks that are shared are full."""
         size = self.pool.block_size
         return sum(
             [spare for seq in self.running if (spare := len(seq.blocks) * size - len(seq.tokens) - seq.num_pending) > 0]
