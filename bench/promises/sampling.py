@@ -31,7 +31,7 @@ class Sampling:
     async def run(self, address: str, vocab_size: int, turn: int) -> Figures:
         async with AsyncClient(address, retries=0) as client:
             block_size = (await client.server_info()).engine.kv_cache.block_size
-            prompt = (await client.tokenize(TEXT.read_text()))[: self.prompt_len]
+            prompt = (await client.tokenize(TEXT.read_text(), raw=True))[: self.prompt_len]
             seed = SEED + turn * self.n
             alone = []
             blocks_alone = 0
