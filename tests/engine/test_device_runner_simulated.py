@@ -12,12 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from bench.gpu.parts import PARTS
 from bench.gpu.rows import Bench, Ceilings
+from checkpoints.progress import no_progress
 from engine import loaded_model
+from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.load import load_runner
 from engine.sequence import SamplingParams
 from kernels import Backend, HeadNorms, PagedKV, load_backend
 from kernels.triton import timing
@@ -84,6 +88,23 @@ def test_weights_and_pages_of_8_bits_serve_in_graphs(llama: Path) -> None:
     seqs = [served.add(random_prompt(5 + at, seed=at), SamplingParams(max_tokens=3)) for at in range(2)]
     served.run()
     assert [len(tokens) for tokens in outputs(seqs)] == [3, 3]
+
+
+def test_the_default_model_starts_on_a_card_of_two_gigabytes_and_answers(
+    default_model_folder: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda.capacity = 2 << 30
+    monkeypatch.setattr(loaded_model, "choose_backend", lambda *_: "reference")
+    config = EngineConfig(str(default_model_folder), max_num_seqs=2, token_budget=64, max_model_len=256)
+    runner = load_runner(config, default_model_folder, no_progress, None)
+    assert runner.info.device == "cuda"
+    assert 0.7 * cuda.capacity < cuda.allocated < cuda.capacity, "the cache takes what the weights leave"
+    tokenizer = Tokenizer.from_file(str(default_model_folder / "tokenizer.json"))
+    question = "<|im_start|>user\nWhat is the capital of Sweden?<|im_end|>\n<|im_start|>assistant\n"
+    served = Served(runner, 40, block_size=runner.info.kv_cache.block_size)
+    seq = served.add(tokenizer.encode(question, add_special_tokens=False).ids, SamplingParams(max_tokens=10))
+    served.run()
+    assert "Stockholm" in tokenizer.decode(seq.tokens[seq.prompt_len :])
 
 
 def test_a_fault_that_the_card_keeps_ends_the_engine_and_not_one_request_after_the_other(
