@@ -18,10 +18,9 @@ from torch import Tensor
 from bench.gpu.parts import PARTS
 from bench.gpu.rows import Bench, Ceilings
 from checkpoints.progress import no_progress
-from engine import loaded_model
+from engine import load, loaded_model
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.load import load_runner
 from engine.sequence import SamplingParams
 from kernels import Backend, HeadNorms, PagedKV, load_backend
 from kernels.triton import timing
@@ -54,8 +53,8 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(test_device_runner, "DEVICE", "cuda")
     with SimulatedCuda(is_late=request.param == "late").in_place_of_cuda(monkeypatch) as device:
         reference = launched_reference(device)
-        load = {"reference": reference}.get
-        monkeypatch.setattr(loaded_model, "load_backend", lambda name: load(name) or load_backend(name))
+        own = {"reference": reference}.get
+        monkeypatch.setattr(loaded_model, "load_backend", lambda name: own(name) or load_backend(name))
         yield device
 
 
@@ -96,7 +95,7 @@ def test_the_default_model_starts_on_a_card_of_two_gigabytes_and_answers(
     cuda.capacity = 2 << 30
     monkeypatch.setattr(loaded_model, "choose_backend", lambda *_: "reference")
     config = EngineConfig(str(default_model_folder), max_num_seqs=2, token_budget=64, max_model_len=256)
-    runner = load_runner(config, default_model_folder, no_progress, None)
+    runner = load.load_runner(config, default_model_folder, no_progress, None)
     assert runner.info.device == "cuda"
     assert 0.7 * cuda.capacity < cuda.allocated < cuda.capacity, "the cache takes what the weights leave"
     tokenizer = Tokenizer.from_file(str(default_model_folder / "tokenizer.json"))
