@@ -6,8 +6,7 @@ from kernels.copy_blocks import copy_blocks
 from kernels.gumbel import noise_key
 from kernels.host_blocks import bytes_of_block, load_blocks, save_blocks
 from kernels.linear import Linear
-from kernels.linear_int8 import has_native_int8
-from kernels.linear_int8_weight_native import has_native_int8_weight
+from kernels.linear_int8_native import has_native_int8, has_native_int8_weight
 from kernels.native_module import has_native, keep_freed_memory, set_num_threads
 from kernels.paged import AttentionPlan, PagedKV
 from kernels.rope_and_store_kv import HeadNorms

@@ -11,8 +11,12 @@ from torch import Tensor
 
 from kernels.adjust_logits import LogitAdjustments, adjust_logits
 from kernels.linear import Linear, gated_linear, gated_linear_cpu, gated_linear_native, linear, linear_cpu
-from kernels.linear_int8 import gated_linear_int8_native, linear_int8_native
-from kernels.linear_int8_weight_native import gated_linear_int8_weight_native, linear_int8_weight_native
+from kernels.linear_int8_native import (
+    gated_linear_int8_native,
+    gated_linear_int8_weight_native,
+    linear_int8_native,
+    linear_int8_weight_native,
+)
 from kernels.paged import AttentionPlan, PagedKV
 from kernels.paged_attention import paged_attention, plan_attention
 from kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
@@ -41,7 +45,9 @@ class RopeAndStoreKV(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The ops. The reference function of the same name, in the file of the same name, says what each does."""
+    """The ops. The reference function of the same name says what each does: in the file of that name, `gated_linear`
+    beside `linear` and `plan_attention` beside `paged_attention`, `sample_rows` in row_sampling.py.
+    """
 
     name: str
     linear: Callable[[Tensor, Tensor | None], Linear]

@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.linear import Linear
-from kernels.native_module import DTYPES, native, takes
 from kernels.silu_and_mul import silu_and_mul
 
 GROUP = 64  # elements of the input that share a scale
-PANEL = 32  # outputs that the packed layout keeps together
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,62 +75,3 @@ def linear_int8(weight: Tensor, bias: Tensor | None) -> Linear:
 def gated_linear_int8(weight: Tensor, bias: Tensor | None) -> Linear:
     """`kernels.linear.gated_linear` in int8; what is gated is not rounded before it is quantized."""
     return _Int8(*quantize_weight(weight), bias, is_gated=True)
-
-
-class _NativeInt8:
-    def __init__(
-        self, packed: Tensor, scales: Tensor, bias: Tensor | None, sizes: tuple[int, int], is_gated: bool
-    ) -> None:
-        assert native is not None
-        self._owned = packed, scales, bias
-        self._addresses = packed.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr()
-        self._in_size, self._out_size = sizes
-        self._is_gated = is_gated
-        self._width = self._in_size * (2 if is_gated else 1)
-        self._multiply = native.linear_int8
-
-    def __call__(self, x: Tensor, /) -> Tensor:
-        assert takes(x)
-        rows, width = x.shape
-        assert width == self._width
-        out = torch.empty(rows, self._out_size, dtype=x.dtype)
-        self._multiply(
-            DTYPES[x.dtype],
-            x.data_ptr(),
-            *self._addresses,
-            out.data_ptr(),
-            rows,
-            self._in_size,
-            self._out_size,
-            self._is_gated,
-        )
-        return out
-
-
-def has_native_int8() -> bool:
-    """Whether the module was compiled and the processor has AVX-512 VNNI."""
-    return native is not None and bool(native.has_int8)
-
-
-def linear_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`linear_int8` by compiled code; a row's product is the same to the last bit alone and in any batch.
-
-    weight  [out, in] float32 or bfloat16, contiguous
-    """
-    return _pack(weight, bias, is_gated=False)
-
-
-def gated_linear_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`gated_linear_int8` by compiled code, like `linear_int8_native`."""
-    return _pack(weight, bias, is_gated=True)
-
-
-def _pack(weight: Tensor, bias: Tensor | None, is_gated: bool) -> Linear:
-    assert native is not None
-    assert takes(weight)
-    out_size, in_size = weight.shape
-    panels, groups = -(-out_size // PANEL), -(-in_size // GROUP)
-    packed = torch.empty(panels * groups * GROUP * PANEL, dtype=torch.int8)
-    scales = torch.empty(panels * groups * 2 * PANEL)
-    native.pack_int8(DTYPES[weight.dtype], weight.data_ptr(), packed.data_ptr(), scales.data_ptr(), in_size, out_size)
-    return _NativeInt8(packed, scales, bias, (in_size, out_size), is_gated)

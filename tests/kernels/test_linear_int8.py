@@ -8,16 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear_int8 import (
-    GROUP,
-    gated_linear_int8,
-    gated_linear_int8_native,
-    has_native_int8,
-    linear_int8,
-    linear_int8_native,
-    quantize_rows,
-    quantize_weight,
-)
+from kernels.linear_int8 import GROUP, gated_linear_int8, linear_int8, quantize_rows, quantize_weight
+from kernels.linear_int8_native import gated_linear_int8_native, has_native_int8, linear_int8_native
 
 needs_native = pytest.mark.skipif(not has_native_int8(), reason="no AVX-512 VNNI, or no compiler at installation")
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kernels.linear_int8_weight_native import (
+from kernels.linear_int8_native import (
     gated_linear_int8_weight_native,
     has_native_int8_weight,
     linear_int8_weight_native,
