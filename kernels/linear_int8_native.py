@@ -1,6 +1,6 @@
 """Products with weights in int8 by compiled code: `linear_int8`, and `linear_int8_weight` for the matrix unit of AMX.
 
-A row's product is the same to the last bit alone and in any batch. Weights are [out, in] float32 or bfloat16, contiguous.
+A row has the same bits alone and in any batch. Weights are [out, in] float32 or bfloat16, contiguous.
 """
 
 from __future__ import annotations
