@@ -1,21 +1,63 @@
-"""What an engine's address says of the transport.
+"""What an address says of the transport.
 
 shm:PATH   shared memory, offered on a Unix socket at a path, its owner's alone (mode 0600)
 shm:@NAME  the same on a socket in Linux' abstract namespace: there is no file, so nothing can stay behind
 unix:PATH  gRPC on a Unix socket
-HOST:PORT  gRPC on TCP
+HOST:PORT  gRPC on TCP; an IPv6 address stands in brackets
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 
 SHM_PREFIX = "shm:"
+UNIX_PREFIX = "unix:"
 HAS_SHM = hasattr(os, "memfd_create") and hasattr(os, "eventfd")  # Linux
+HIGHEST_PORT = 65535
+
+_HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^\s:/\[\]]+):([0-9]+)")
 
 
 def is_shm(address: str) -> bool:
     return address.startswith(SHM_PREFIX)
+
+
+def is_unix(address: str) -> bool:
+    return address.startswith(UNIX_PREFIX)
+
+
+def check_address(address: str, *, can_be_shm: bool, lowest_port: int) -> None:
+    """
+    lowest_port  0 where a server may take a free one, else 1
+
+    Raises ValueError that says what is wrong: of itself gRPC takes a port modulo 65536.
+    """
+    if is_unix(address) or (is_shm(address) and can_be_shm):
+        if address.partition(":")[2] in ("", "@"):
+            raise ValueError(f"{address!r} has no path")
+    elif match := _HOST_AND_PORT.fullmatch(address):
+        port = match[2]
+        if len(port) > len(str(HIGHEST_PORT)) or not lowest_port <= int(port) <= HIGHEST_PORT:
+            raise ValueError(f"{address!r}: a port is from {lowest_port} to {HIGHEST_PORT}")
+    else:
+        raise ValueError(f"{address!r} is not {'shm:PATH, ' if can_be_shm else ''}unix:PATH or HOST:PORT")
+
+
+def host_of(address: str) -> str:
+    """Of HOST:PORT, without brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def is_local(address: str) -> bool:
+    """Whether it is this machine's alone: shared memory, a Unix socket or a loopback address."""
+    if is_shm(address) or is_unix(address):
+        return True
+    try:
+        return ipaddress.ip_address(host_of(address)).is_loopback
+    except ValueError:  # a name, which may mean any machine, whatever it looks like
+        return host_of(address) == "localhost"
 
 
 def socket_name(address: str) -> str:

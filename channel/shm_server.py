@@ -9,7 +9,9 @@ from collections.abc import Awaitable, Callable
 from typing import Generic
 
 from channel import shm_socket
+from channel.address import socket_file
 from channel.shm_link import Incoming, Outgoing, ShmLink
+from channel.socket_file import SocketFile
 
 log = logging.getLogger("pagoda.channel")
 
@@ -37,6 +39,8 @@ class ShmServer(Generic[Incoming, Outgoing]):
     async def start(self) -> None:
         """Raises OSError if the address cannot be bound."""
         self._listener = shm_socket.bind(self._address)
+        path = socket_file(self._address)
+        self._file = SocketFile(path) if path else None
         self._accepting = asyncio.create_task(self._accept())
 
     async def stop(self) -> None:
@@ -44,8 +48,9 @@ class ShmServer(Generic[Incoming, Outgoing]):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._file:
+            self._file.remove()
         self._listener.close()
-        shm_socket.unlink(self._address)
 
     async def _accept(self) -> None:
         events = asyncio.get_running_loop()

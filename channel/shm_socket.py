@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import stat
 import struct
 from collections.abc import Callable
 
 from channel.address import socket_file, socket_name
 from channel.ring_pair import RingPair
 from channel.shm_link import Incoming, Outgoing, ShmLink
+from channel.socket_file import remove_stale
 
 _OFFER_TIMEOUT_S = 5.0
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -26,7 +26,7 @@ def bind(address: str) -> socket.socket:
     listener = _unix_socket()
     try:
         if file := socket_file(address):
-            _remove_stale(file)
+            remove_stale(file)
         previous = os.umask(0o177)
         try:
             listener.bind(socket_name(address))
@@ -37,12 +37,6 @@ def bind(address: str) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def unlink(address: str) -> None:
-    """Removes the socket's file, where it has one."""
-    if (file := socket_file(address)) and os.path.exists(file):
-        os.unlink(file)
 
 
 async def connect(address: str, parse: Callable[[bytes], Incoming]) -> ShmLink[Incoming, Outgoing]:
@@ -88,16 +82,6 @@ def _unix_socket() -> socket.socket:
     new = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     new.setblocking(False)
     return new
-
-
-def _remove_stale(path: str) -> None:
-    """A socket's file outlives a killed owner. It is one if nobody answers there."""
-    if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
-        with _unix_socket() as probe:
-            try:
-                probe.connect(path)
-            except ConnectionRefusedError:
-                os.unlink(path)
 
 
 async def _readable(connection: socket.socket) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from engine.config import EngineConfig, KVCacheDType, Overlap, Quantization
 from engine.errors import ConfigError
-from engine.listen import is_local
+from engine.listen import check_listen
 from engine.main import EXIT_CONFIG, run
 from engine.policies import PolicyName
 from engine.schedules import ScheduleName
@@ -57,8 +57,7 @@ def main(
         level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )
     try:
-        if not (is_local(listen) or allow_insecure):
-            raise ConfigError(f"--listen {listen} is reachable by others: --allow-insecure if the network is guarded")
+        check_listen(listen, allow_insecure)
         config = EngineConfig(
             model=model,
             device=device,

@@ -9,11 +9,14 @@ from typing import TypeAlias
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from channel.address import is_unix
+from channel.grpc_port import KEEPALIVE_OPTIONS, GrpcPort
 from channel.link import MAX_MESSAGE_BYTES
 from engine.server import RouterLink
 from protos import engine_pb2, engine_pb2_grpc
 
 SERVER_OPTIONS = [
+    *KEEPALIVE_OPTIONS,
     ("grpc.so_reuseport", 0),  # on by default: two engines could share a port and steal each other's routers
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -70,15 +73,14 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
         health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, self._server)
         await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-        previous = os.umask(0o177) if self._address.startswith("unix:") else None
+        previous = os.umask(0o177) if is_unix(self._address) else None
         try:
-            self._server.add_insecure_port(self._address)
-        except RuntimeError as error:
-            raise OSError("the address is in use or not this machine's") from error
+            self._port = GrpcPort(self._address, self._server.add_insecure_port)
         finally:
             if previous is not None:
                 os.umask(previous)
         await self._server.start()
 
     async def stop(self) -> None:
+        self._port.close()
         await self._server.stop(grace=GRACE_S)

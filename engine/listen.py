@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from channel.address import HAS_SHM, is_shm
+from channel.address import HAS_SHM, check_address, is_local, is_shm
 from channel.shm_server import ShmServer
 from engine.errors import ConfigError
 from engine.grpc_server import GrpcServer
@@ -18,10 +18,14 @@ class Listener(Protocol):
     async def stop(self) -> None: ...
 
 
-def is_local(listen: str) -> bool:
-    """A Unix socket, shared memory or a loopback address."""
-    host = listen.rpartition(":")[0].strip("[]")
-    return is_shm(listen) or listen.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
+def check_listen(listen: str, allow_insecure: bool) -> None:
+    """Raises ConfigError for what is no address, or for one that others reach though that is not allowed."""
+    try:
+        check_address(listen, can_be_shm=True, lowest_port=0)
+    except ValueError as error:
+        raise ConfigError(f"--listen: {error}") from None
+    if not (is_local(listen) or allow_insecure):
+        raise ConfigError(f"--listen {listen} is reachable by others: --allow-insecure if the network is guarded")
 
 
 async def start_listening(server: EngineServer, listen: str) -> Listener:

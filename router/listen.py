@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
+import logging
 import os
 import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 
+from channel.address import host_of, is_local, is_unix
+from channel.grpc_port import KEEPALIVE_OPTIONS, GrpcPort
 from router.config import ServeConfig
 from router.errors import ConfigError
 
+log = logging.getLogger("pagoda.router")
+
 MAX_MESSAGE_BYTES = 16 << 20
 SERVER_OPTIONS = [
+    *KEEPALIVE_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients may ping an idle stream this often
 ]
@@ -30,12 +36,12 @@ def server_options(shares_port: bool) -> list[tuple[str, int]]:
 def reserved_port(listen: str) -> Iterator[str]:
     """Keeps HOST:PORT for processes that will share it; yields it with the port that was taken. Raises ConfigError."""
     host, _, port = listen.rpartition(":")
-    if listen.startswith("unix:") or not port.isdigit():
+    if is_unix(listen):
         raise ConfigError(f"--workers: processes can share HOST:PORT, not {listen}")
     with contextlib.ExitStack() as stack:
         taken = int(port)
         try:
-            found = socket.getaddrinfo(host.strip("[]"), taken, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            found = socket.getaddrinfo(host_of(listen), taken, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             for family, kind, protocol, _, address in found:
                 # Alone first: with SO_REUSEPORT it would succeed beside another server's workers.
                 with socket.socket(family, kind, protocol) as alone:
@@ -47,31 +53,24 @@ def reserved_port(listen: str) -> Iterator[str]:
                 shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 shared.bind((address[0], taken))
         except OSError as error:
-            raise ConfigError(f"--listen: cannot bind {listen}; is it in use?") from error
+            raise ConfigError(f"--listen: cannot bind {listen}: {error.strerror or error}") from error
         yield f"{host}:{taken}"
 
 
-def is_local(listen: str) -> bool:
-    """A Unix socket or a loopback address."""
-    if listen.startswith("unix:"):
-        return True
-    host = listen.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def auth_token(config: ServeConfig) -> str | None:
-    """From --auth-token-file or $PAGODA_AUTH_TOKEN. Raises ConfigError if it is empty or cannot be read."""
+    """From --auth-token-file or $PAGODA_AUTH_TOKEN. Raises ConfigError if it is empty or no client could send it."""
     if config.auth_token_file is None:
         return os.environ.get("PAGODA_AUTH_TOKEN") or None
     try:
         token = Path(config.auth_token_file).read_text().strip()
     except OSError as error:
         raise ConfigError(f"--auth-token-file: cannot read {config.auth_token_file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--auth-token-file: {config.auth_token_file} holds no text: {error}") from error
     if not token:
         raise ConfigError(f"--auth-token-file: {config.auth_token_file} is empty")
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"--auth-token-file: {config.auth_token_file} is to hold one line of printable ASCII")
     return token
 
 
@@ -85,18 +84,33 @@ def check_exposure(config: ServeConfig) -> None:
             f"--listen {config.listen} is reachable by others: give --tls-cert and --tls-key or --auth-token-file, "
             "or --allow-insecure if the network itself is guarded"
         )
+    if not (is_local(config.listen) or config.tls_cert or config.allow_insecure):
+        log.warning("--listen %s: without --tls-cert and --tls-key the token travels in the clear", config.listen)
 
 
-def bind(server: grpc.aio.Server, config: ServeConfig) -> str:
-    """Binds the configured address and returns it with the port that was taken. Raises ConfigError."""
+def bind(server: grpc.aio.Server, config: ServeConfig) -> GrpcPort:
+    """Raises ConfigError if the configured address cannot be bound with the configured certificate."""
     try:
         if config.tls_cert and config.tls_key:
-            pair = (Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes())
-            port = server.add_secure_port(config.listen, grpc.ssl_server_credentials([pair]))
-        else:
-            port = server.add_insecure_port(config.listen)
+            credentials = _credentials(config.tls_cert, config.tls_key)
+            return GrpcPort(config.listen, lambda address: server.add_secure_port(address, credentials))
+        return GrpcPort(config.listen, server.add_insecure_port)
+    except OSError as error:
+        raise ConfigError(f"--listen: cannot bind {config.listen}: {error.strerror or error}") from error
+
+
+def _credentials(certificate: str, key: str) -> grpc.ServerCredentials:
+    """Looks at the files before gRPC does, which would say no more than that it cannot bind. Raises ConfigError."""
+    try:
+        pair = (Path(key).read_bytes(), Path(certificate).read_bytes())
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_ciphers("ALL:@SECLEVEL=0")  # which keys are too weak is gRPC's to say
+        context.load_cert_chain(certificate, key, password=lambda: "")
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"--tls-cert {certificate}, --tls-key {key}: not a certificate and its own unencrypted key in PEM "
+            f"({error.reason or error})"
+        ) from error
     except OSError as error:
         raise ConfigError(f"--tls-cert, --tls-key: cannot read {error.filename}: {error.strerror}") from error
-    except RuntimeError as error:
-        raise ConfigError(f"--listen: cannot bind {config.listen}; is it in use?") from error
-    return config.listen if config.listen.startswith("unix:") else f"{config.listen.rpartition(':')[0]}:{port}"
+    return grpc.ssl_server_credentials([pair])

@@ -16,6 +16,7 @@ import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from channel.address import is_local
 from checkpoints import CheckpointError, PrintedProgress, Progress, resolve
 from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import Admission
@@ -28,7 +29,7 @@ from router.errors import ConfigError
 from router.inference import InferenceServicer
 from router.interceptors import StatusInterceptor, TokenInterceptor
 from router.limits import Limits
-from router.listen import MAX_MESSAGE_BYTES, auth_token, bind, check_exposure, is_local, server_options
+from router.listen import MAX_MESSAGE_BYTES, auth_token, bind, check_exposure, server_options
 from router.live import LiveRequests
 from router.parent_link import ParentLink
 from router.shared_control import SharedControl
@@ -144,6 +145,7 @@ class Router:
                 await self._stop.wait()
                 if self._failure is None:
                     await self._drain()
+                self._port.close()
                 await server.stop(grace=0.5)
         if self._failure is not None:
             raise self._failure
@@ -200,9 +202,9 @@ class Router:
             ]
             reflection.enable_server_reflection(services, server)
         await self._state.refresh()
-        address = bind(server, config)
+        self._port = bind(server, config)
         await server.start()
-        print(f"listening on {address}", flush=True)
+        print(f"listening on {self._port.address}", flush=True)
         return server
 
     async def _shared(self, control: ControlServicer) -> control_pb2_grpc.ControlServicer:

@@ -1,0 +1,64 @@
+"""Addresses: what is one, and who can reach it."""
+
+from __future__ import annotations
+
+import pytest
+
+from channel.address import check_address, is_local
+
+
+@pytest.mark.parametrize(
+    ("address", "complaint"),
+    [
+        ("127.0.0.1:65536", "a port is from 0 to 65535"),
+        ("127.0.0.1:99999", "a port is from 0 to 65535"),
+        (f"127.0.0.1:{'9' * 5000}", "a port is from 0 to 65535"),
+        ("127.0.0.1:-1", "is not shm:PATH, unix:PATH or HOST:PORT"),
+        ("127.0.0.1:http", "is not shm:PATH, unix:PATH or HOST:PORT"),
+        ("nonsense", "is not shm:PATH, unix:PATH or HOST:PORT"),
+        ("50051", "is not shm:PATH, unix:PATH or HOST:PORT"),
+        (":50051", "is not shm:PATH, unix:PATH or HOST:PORT"),
+        ("::1:50051", "is not shm:PATH, unix:PATH or HOST:PORT"),
+        ("a b:1", "is not shm:PATH, unix:PATH or HOST:PORT"),
+        ("", "is not shm:PATH, unix:PATH or HOST:PORT"),
+        ("unix:", "has no path"),
+        ("shm:@", "has no path"),
+    ],
+)
+def test_what_is_no_address_is_told_why(address: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        check_address(address, can_be_shm=True, lowest_port=0)
+
+
+def test_a_transport_or_port_that_has_no_place_here_is_refused() -> None:
+    with pytest.raises(ValueError, match="'shm:@x' is not unix:PATH or HOST:PORT"):
+        check_address("shm:@x", can_be_shm=False, lowest_port=0)
+    with pytest.raises(ValueError, match="a port is from 1 to 65535"):
+        check_address("engine:0", can_be_shm=True, lowest_port=1)
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:0", "[::1]:65535", "my_engine.local:50052", "unix:relative/path", "shm:@name", "shm:/path"]
+)
+def test_an_address_of_each_kind_is_taken(address: str) -> None:
+    check_address(address, can_be_shm=True, lowest_port=0)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("unix:/path", True),
+        ("shm:@name", True),
+        ("localhost:1", True),
+        ("127.0.0.1:1", True),
+        ("127.9.9.9:1", True),
+        ("[::1]:1", True),
+        ("127.example.com:1", False),
+        ("localhost.example.com:1", False),
+        ("0.0.0.0:1", False),
+        ("[::]:1", False),
+        ("10.0.0.1:1", False),
+    ],
+)
+def test_only_what_cannot_leave_the_machine_is_local(address: str, expected: bool) -> None:
+    assert is_local(address) == expected
