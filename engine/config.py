@@ -18,6 +18,7 @@ Quantization = Literal["auto", "none", "int8", "fp8"]
 
 CPU_BLOCK_SIZE = 4
 GPU_BLOCK_SIZE = 16
+MAX_GB = 1_000_000_000  # whatever memory there is; what is counted in bytes fits into 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,12 @@ class EngineConfig:
             raise ConfigError(f"--target-itl-ms must be positive, not {self.target_itl_ms}")
         if self.max_itl_growth is not None and not 1 < self.max_itl_growth < math.inf:
             raise ConfigError(f"--max-itl-growth must be more than 1, not {self.max_itl_growth}")
-        self.weight_of_tenant()
-        if self.kv_cache_gb is not None and self.kv_cache_gb <= 0:
-            raise ConfigError(f"--kv-cache-gb must be positive, not {self.kv_cache_gb}")
-        if not 0 <= self.host_kv_gb < math.inf:
-            raise ConfigError(f"--host-kv-gb must be 0 or more, not {self.host_kv_gb}")
+        if self.weight_of_tenant() and self.policy != "fair":
+            raise ConfigError(f"--tenant-weights: --policy {self.policy} has no shares; fair has")
+        if self.kv_cache_gb is not None and not 0 < self.kv_cache_gb <= MAX_GB:
+            raise ConfigError(f"--kv-cache-gb must be positive and at most {MAX_GB}, not {self.kv_cache_gb}")
+        if not 0 <= self.host_kv_gb <= MAX_GB:
+            raise ConfigError(f"--host-kv-gb must be from 0 to {MAX_GB}, not {self.host_kv_gb}")
         if self.host_kv_gb and self.schedule != "continuous":
             raise ConfigError(f"--host-kv-gb: --schedule {self.schedule} computes again what it preempts")
         if self.max_model_len is not None and self.max_model_len < 2:

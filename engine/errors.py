@@ -11,7 +11,3 @@ class ConfigError(EngineError):
 
 class OutOfMemory(EngineError):
     """A step did not fit into the device's memory; the message names the settings that help."""
-
-
-class RequestError(EngineError):
-    """This request cannot be run; the message names what and the limit."""

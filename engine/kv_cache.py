@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from engine.errors import ConfigError
-from engine.runner_info import KVCacheSpec
+from engine.runner_info import KVCacheSpec, count_blocks
 from kernels import PagedKV
 
+__all__ = ["DEFAULT_CPU_BYTES", "allocate", "count_blocks"]
+
 DEFAULT_CPU_BYTES = 500_000_000
-
-
-def count_blocks(spec: KVCacheSpec, budget_bytes: int) -> int:
-    """Blocks that fit. Raises ConfigError if none does."""
-    num_blocks = budget_bytes // spec.bytes_per_block
-    if num_blocks < 1:
-        raise ConfigError(
-            f"a KV cache of {budget_bytes} bytes holds no block: "
-            f"one of {spec.block_size} tokens takes {spec.bytes_per_block} bytes"
-        )
-    return num_blocks
 
 
 def allocate(spec: KVCacheSpec, num_blocks: int, device: torch.device, dtype: torch.dtype) -> list[PagedKV]:

@@ -10,7 +10,8 @@ from typing import Protocol
 
 from checkpoints import Progress
 from engine.config import EngineConfig
-from engine.runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
+from engine.errors import ConfigError
+from engine.runner_info import KVCacheSpec, RunnerInfo, count_blocks, count_host_blocks
 from engine.steps_in_flight import Runner
 from engine.synthetic import StepTime, SyntheticRunner
 
@@ -28,6 +29,8 @@ def load_runner(config: EngineConfig, folder: Path, progress: Progress, step_tim
     model_config = json.loads((folder / "config.json").read_bytes())
     if model_config.get("model_type") == "synthetic":
         return _load_synthetic(config, model_config, step_time)
+    if step_time is not None:
+        raise ConfigError("--step-ms: only the synthetic model has a step time to choose")
     # By default a thread that waits at the end of a parallel region spins for long. When another process has the core
     # of a thread with work left, each of a step's many regions can then last a time slice (docs/performance.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is imported
@@ -51,6 +54,7 @@ def _load_model(config: EngineConfig, progress: Progress) -> InformedRunner:
 
 
 def _load_synthetic(config: EngineConfig, model_config: dict[str, int], step_time: StepTime | None) -> SyntheticRunner:
+    _check_synthetic(config)
     # One layer of one head of dimension one, in whose cache a slot holds half a checksum as key and half as value.
     spec = KVCacheSpec(
         num_layers=1,
@@ -59,7 +63,7 @@ def _load_synthetic(config: EngineConfig, model_config: dict[str, int], step_tim
         element_bytes=SYNTHETIC_BYTES_PER_TOKEN // 2,
         block_size=config.tokens_a_block("cpu"),
     )
-    budget = config.kv_cache_gb and int(config.kv_cache_gb * 1e9)
+    budget = spec.bytes_per_token * SYNTHETIC_TOKENS if config.kv_cache_gb is None else int(config.kv_cache_gb * 1e9)
     info = RunnerInfo(
         model="synthetic",
         architecture="synthetic",
@@ -70,7 +74,21 @@ def _load_synthetic(config: EngineConfig, model_config: dict[str, int], step_tim
         max_model_len=config.max_model_len or model_config["max_position_embeddings"],
         weight_bytes=0,
         kv_cache=spec,
-        num_blocks=budget // spec.bytes_per_block if budget else SYNTHETIC_TOKENS // spec.block_size,
+        num_blocks=count_blocks(spec, budget),
         num_host_blocks=count_host_blocks(spec, config.host_kv_gb),
     )
-    return SyntheticRunner(info, step_time, lookahead=int(config.overlap == "on"))
+    try:
+        return SyntheticRunner(info, step_time, lookahead=int(config.overlap == "on"))
+    except MemoryError:
+        raise ConfigError("not enough memory for the cache; --kv-cache-gb, --host-kv-gb can help") from None
+
+
+def _check_synthetic(config: EngineConfig) -> None:
+    """Raises ConfigError for settings that need a model."""
+    for flag, value, allowed in (
+        ("--device", config.device, ("auto", "cpu")),
+        ("--quantization", config.quantization, ("auto", "none")),
+        ("--kv-cache-dtype", config.kv_cache_dtype, ("auto",)),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{flag} {value}: the synthetic model has no weights and needs no device")

@@ -19,6 +19,7 @@ from engine.weights import stored_dtype
 from kernels import Backend, has_native, has_native_int8, has_native_int8_weight, load_backend
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # in lower case
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +93,14 @@ def enough_memory(purpose: str, *flags: str, error: type[EngineError] = ConfigEr
     except RuntimeError as cause:
         if not _is_out_of_memory(cause):
             raise
-        reason = str(cause).splitlines()[0].partition(". ")[0]
+        reason = str(cause).splitlines()[0].rpartition("DefaultCPUAllocator: ")[2].partition(". ")[0]
         raise error(f"not enough device memory for {purpose} ({reason}); {', '.join(flags)} can help") from cause
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Torch has a class for its own allocator only: not for pinned memory, graphs, cuBLAS, and kernels being loaded."""
+    """Torch has a class for its GPU allocator only: not for the host's, graphs, cuBLAS, and kernels being loaded."""
     text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text
+    return isinstance(error, torch.OutOfMemoryError) or any(part in text for part in _OUT_OF_MEMORY)
 
 
 def choose_device(name: str) -> torch.device:

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.host_memory import HostMemory
 from engine.kv_cache import DEFAULT_CPU_BYTES, allocate, count_blocks
-from engine.loaded_model import check_fp8, load_for_serving
+from engine.loaded_model import check_fp8, enough_memory, load_for_serving
 from engine.sampler import Sampler
 from engine.sequence import Chunk, Sampled, StepPlan, TokenLogprobs
 from engine.step_arrays import StepArrays
@@ -45,9 +45,11 @@ class ModelRunner:
         self._arrays = StepArrays(config.token_budget, loaded.longest, loaded.spec.block_size)
         budget = DEFAULT_CPU_BYTES if config.kv_cache_gb is None else int(config.kv_cache_gb * 1e9)
         num_blocks = count_blocks(loaded.spec, budget)
-        self._cache = allocate(loaded.spec, num_blocks, loaded.device, loaded.dtype)
+        with enough_memory("the KV cache", "--kv-cache-gb"):
+            self._cache = allocate(loaded.spec, num_blocks, loaded.device, loaded.dtype)
         self.info = loaded.info(num_blocks, config)
-        self._host = HostMemory(self._cache, self.info.num_host_blocks)  # of none by default
+        with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
+            self._host = HostMemory(self._cache, self.info.num_host_blocks)  # of none by default
 
     def launch(self, plan: StepPlan) -> Computed:
         return Computed(self.execute(plan))

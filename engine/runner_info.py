@@ -30,6 +30,17 @@ class KVCacheSpec:
         return self.bytes_per_token * self.block_size
 
 
+def count_blocks(spec: KVCacheSpec, budget_bytes: int) -> int:
+    """Blocks that fit. Raises ConfigError if none does."""
+    num_blocks = budget_bytes // spec.bytes_per_block
+    if num_blocks < 1:
+        raise ConfigError(
+            f"--kv-cache-gb: a KV cache of {budget_bytes} bytes holds no block: "
+            f"one of {spec.block_size} tokens takes {spec.bytes_per_block} bytes"
+        )
+    return num_blocks
+
+
 def count_host_blocks(spec: KVCacheSpec, host_kv_gb: float) -> int:
     """Blocks that fit into so much host memory; none for 0. Raises ConfigError if there is some and it holds none."""
     num_blocks = int(host_kv_gb * 1e9) // spec.bytes_per_block

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoints import resolve
 from checkpoints.progress import no_progress
 from engine import load
 from engine.config import EngineConfig
@@ -24,6 +25,7 @@ from engine.errors import ConfigError
 from engine.runner import ModelRunner
 from engine.sequence import Chunk, SamplingParams, StepPlan
 from engine.step_arrays import attended_parts
+from engine.synthetic import StepTime
 from kernels import has_native_int8, has_native_int8_weight, load_backend
 from tests.engine.tiny_models import (
     MODELS,
@@ -132,7 +134,9 @@ def test_dtype_is_bfloat16_unless_the_checkpoint_is_float32(tmp_path: Path, stor
     [
         ({"max_model_len": 257}, "exceeds the model's 256 positions"),
         ({"max_model_len": 256, "kv_cache_gb": 30e3 / 1e9}, "tokens that the KV cache holds"),
-        ({"kv_cache_gb": 1e-7}, "holds no block"),
+        ({"kv_cache_gb": 1e-7}, "--kv-cache-gb: .* holds no block"),
+        ({"kv_cache_gb": 1e6}, "not enough device memory for the KV cache .*can't allocate.* --kv-cache-gb can help"),
+        ({"host_kv_gb": 1e6}, "not enough device memory for the blocks of host memory .* --host-kv-gb, --kv-cache-gb"),
     ],
 )
 def test_settings_that_the_model_cannot_meet_are_refused(
@@ -140,6 +144,43 @@ def test_settings_that_the_model_cannot_meet_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_runner(saved("llama"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_cache_gb": 1e-12}, "--kv-cache-gb: .* holds no block"),
+        ({"kv_cache_gb": 1e-8}, "--kv-cache-gb: .* holds no block"),
+        ({"kv_cache_gb": 1e6}, "not enough memory for the cache; --kv-cache-gb, --host-kv-gb can help"),
+        ({"host_kv_gb": 1e6}, "not enough memory for the cache; --kv-cache-gb, --host-kv-gb can help"),
+        ({"device": "cuda"}, "--device cuda: the synthetic model"),
+        ({"quantization": "fp8"}, "--quantization fp8: the synthetic model"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: the synthetic model"),
+    ],
+)
+def test_settings_that_the_synthetic_model_cannot_meet_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load.load_runner(EngineConfig("synthetic", **settings), resolve("synthetic"), no_progress, None)
+
+
+def test_a_step_time_is_the_synthetic_models_alone(saved: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="--step-ms: only the synthetic model"):
+        load.load_runner(EngineConfig("llama"), saved("llama"), no_progress, StepTime(0.001))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_cache_gb": math.inf}, "--kv-cache-gb must be positive and at most 1000000000, not inf"),
+        ({"kv_cache_gb": math.nan}, "--kv-cache-gb must be positive and at most 1000000000, not nan"),
+        ({"kv_cache_gb": 1e300}, "--kv-cache-gb must be positive and at most 1000000000, not 1e"),
+        ({"host_kv_gb": math.inf}, "--host-kv-gb must be from 0 to 1000000000, not inf"),
+        ({"tenant_weights": "a=2"}, "--tenant-weights: --policy priority has no shares"),
+    ],
+)
+def test_settings_that_no_model_can_meet_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig("any", **settings)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
