@@ -15,8 +15,8 @@ from collections.abc import Callable
 from channel.address import UNIX_PREFIX, host_of, is_unix
 from channel.socket_file import SocketFile, remove_stale
 
-# A host that has vanished does not even close its connections: what it asked for would go on until a write to it stalls,
-# or for ever where there is nothing to write.
+# A host that has vanished does not even close its connections: what it asked for would go on until a write to it
+# stalls, or for ever where there is nothing to write.
 KEEPALIVE_OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),

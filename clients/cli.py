@@ -11,6 +11,7 @@ from clients.cli_generate import generate
 from clients.cli_health import health
 from clients.cli_inspect import models, status
 from clients.cli_trace import trace
+from clients.terminal import print_error
 
 app = typer.Typer(
     help="Pagoda: a gRPC streaming inference server for language models.",
@@ -28,6 +29,9 @@ _EXPOSURE = "Exposure"
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="A name, a folder, a .gguf file or a hub name.")] = "smollm2-135m-instruct",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model.", show_default="its name, or its folder's")
+    ] = None,
     listen: Annotated[str, typer.Option(help="HOST:PORT (port 0 takes a free one) or unix:PATH.")] = "127.0.0.1:50051",
     engine: Annotated[
         str, typer.Option(help="'spawn', or where engines run: shm:PATH, unix:PATH or HOST:PORT, comma-separated.")
@@ -116,7 +120,7 @@ def serve(
         ),
     ] = None,
     hang_timeout_s: Annotated[
-        float, typer.Option(rich_help_panel=_ENGINE, help="An engine with work but no step for so long is dead.")
+        float, typer.Option(rich_help_panel=_LIMITS, help="An engine with work but no step for so long is dead.")
     ] = 60.0,
     stall_timeout_s: Annotated[
         float, typer.Option(rich_help_panel=_LIMITS, help="A client that reads nothing for so long is given up.")
@@ -152,9 +156,15 @@ def serve(
     """Serve a model: a router, with its engine spawned and supervised unless it runs elsewhere."""
     from clients.progress_bars import shown_progress
     from router.config import ServeConfig
+    from router.errors import ConfigError
+    from router.main import EXIT_CONFIG
     from router.main import serve as serve_until_stopped
 
-    config = ServeConfig(**context.params)  # the options are its fields, by name
+    try:
+        config = ServeConfig(**context.params)  # the options are its fields, by name
+    except ConfigError as error:
+        print_error(str(error))
+        raise typer.Exit(EXIT_CONFIG) from None
     with shown_progress() as progress:
         exit_code = serve_until_stopped(config, progress)
     raise typer.Exit(exit_code)

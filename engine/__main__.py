@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import fields
 from typing import Annotated, Literal
 
 import typer
@@ -18,6 +19,7 @@ from engine.synthetic import StepTime
 
 
 def main(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="Name, folder or .gguf file.")] = "smollm2-135m-instruct",
     listen: Annotated[str, typer.Option(help="shm:PATH, unix:PATH or HOST:PORT.")] = "127.0.0.1:50052",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
@@ -58,28 +60,7 @@ def main(
     )
     try:
         check_listen(listen, allow_insecure)
-        config = EngineConfig(
-            model=model,
-            device=device,
-            dtype=dtype,
-            quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_cache_gb=kv_cache_gb,
-            host_kv_gb=host_kv_gb,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            token_budget=token_budget,
-            policy=policy,
-            priority_ageing_s=priority_ageing_s,
-            tenant_weights=tenant_weights,
-            target_itl_ms=target_itl_ms,
-            max_itl_growth=max_itl_growth,
-            schedule=schedule,
-            overlap=overlap,
-            max_model_len=max_model_len,
-            prefix_caching=prefix_caching,
-            threads=threads,
-        )
+        config = EngineConfig(**{field.name: context.params[field.name] for field in fields(EngineConfig)})
         step_time = StepTime.parse(step_ms) if step_ms else None
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from typing import Literal
+
+from channel.address import check_address
+from router.errors import ConfigError
 
 Quantization = Literal["auto", "none", "int8", "fp8"]
 Schedule = Literal["sequential", "interleaved", "static", "continuous"]
 Policy = Literal["fcfs", "priority", "fair", "deadline"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
+SPAWN = "spawn"
+
+# Settings of the engine alone: its command line has options of the same names and defaults.
+ENGINE_SETTINGS = (
+    "device", "dtype", "quantization", "kv_cache_dtype", "kv_cache_gb", "host_kv_gb", "block_size", "max_num_seqs",
+    "token_budget", "policy", "priority_ageing_s", "tenant_weights", "target_itl_ms", "max_itl_growth", "schedule",
+    "overlap", "max_model_len", "prefix_caching", "threads", "step_ms",
+)  # fmt: skip
+
+_MAX_UINT32 = (1 << 32) - 1  # what Control can tell
+_MAX_QUEUED_TOKENS = 1 << 62
+_SHORTEST_TIMEOUT_S = 0.1  # somebody looks several times within it whether it is over
+
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     """
-    model              name or path of the checkpoint; the engine's flags below it are passed on when it is spawned
+    model              name or path of the checkpoint
+    served_model_name  what clients call it; None: its name, or that of its folder
     listen             HOST:PORT or unix:PATH; port 0 takes a free one
-    engine             "spawn", or the addresses of running engines (unix:PATH or HOST:PORT), comma-separated
     workers            router processes that share the port; each takes an equal part of the limits below
     max_requests       admitted at once
     engine             "spawn", or the addresses of running engines (shm:PATH, unix:PATH, HOST:PORT), comma-separated
@@ -35,15 +52,19 @@ class ServeConfig:
     step_ms            the synthetic model's step time, BASE[,PER_SEQUENCE[,PER_TOKEN]] in milliseconds
     stall_timeout_s    a client that takes no message for this long is given up
     hang_timeout_s     work under way and no step for this long: the engine counts as dead
+
+    Those of ENGINE_SETTINGS are passed on to an engine that is spawned, which checks them.
+    Raises ConfigError for a value of the others that cannot be.
     """
 
     model: str = "smollm2-135m-instruct"
+    served_model_name: str | None = None
     listen: str = "127.0.0.1:50051"
-    engine: str = "spawn"
+    engine: str = SPAWN
     workers: int = 1
     channel: Literal["auto", "shm", "grpc"] = "auto"
-    device: str = "auto"
-    dtype: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Quantization = "auto"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     kv_cache_gb: float | None = None
@@ -75,32 +96,68 @@ class ServeConfig:
     hang_timeout_s: float = 60.0
     log_level: LogLevel = "info"
 
+    def __post_init__(self) -> None:
+        if self.served_model_name is not None and not (self.served_model_name and self.served_model_name.isprintable()):
+            raise ConfigError(f"--served-model-name must be printable and not empty, not {self.served_model_name!r}")
+        _check_address("--listen", self.listen, can_be_shm=False, lowest_port=0)
+        if self.engine != SPAWN:
+            for address in self.engine_addresses:
+                _check_address("--engine", address, can_be_shm=True, lowest_port=1)
+        _check_count("--workers", self.workers, _MAX_UINT32)
+        _check_count("--max-requests", self.max_requests, _MAX_UINT32)
+        if self.max_queued_tokens is not None:
+            _check_count("--max-queued-tokens", self.max_queued_tokens, _MAX_QUEUED_TOKENS)
+        _check_count("--max-text-bytes", self.max_text_bytes, _MAX_UINT32)
+        if not 0 <= self.grace_s < math.inf:
+            raise ConfigError(f"--grace-s must be 0 or more and finite, not {self.grace_s}")
+        _check_timeout("--stall-timeout-s", self.stall_timeout_s)
+        _check_timeout("--hang-timeout-s", self.hang_timeout_s)
+
+    @property
+    def engine_addresses(self) -> list[str]:
+        """Of engines that run elsewhere."""
+        return self.engine.split(",")
+
+    def check_engine_is_ours(self) -> None:
+        """Raises ConfigError for settings of a spawned engine if there is none: they would change nothing."""
+        if self.engine == SPAWN:
+            return
+        defaults = {field.name: field.default for field in fields(self)}
+        given = [name for name in (*ENGINE_SETTINGS, "channel") if getattr(self, name) != defaults[name]]
+        if given:
+            flags = ", ".join(map(_flag, given))
+            raise ConfigError(f"{flags}: of an engine that is spawned; give it to the one at {self.engine} itself")
+
     def engine_arguments(self, model_folder: str, listen: str) -> list[str]:
         """The command line of an engine that serves as told here."""
-        arguments = ["--model", model_folder, "--listen", listen, "--device", self.device, "--dtype", self.dtype]
-        arguments += ["--quantization", self.quantization, "--kv-cache-dtype", self.kv_cache_dtype]
-        arguments += ["--max-num-seqs", str(self.max_num_seqs)]
-        arguments += ["--token-budget", str(self.token_budget), "--schedule", self.schedule]
-        arguments += ["--overlap", self.overlap]
-        arguments += ["--log-level", self.log_level]
-        arguments += ["--policy", self.policy, "--priority-ageing-s", str(self.priority_ageing_s)]
-        arguments += ["--tenant-weights", self.tenant_weights]
-        if self.block_size is not None:
-            arguments += ["--block-size", str(self.block_size)]
-        if self.target_itl_ms is not None:
-            arguments += ["--target-itl-ms", str(self.target_itl_ms)]
-        if self.max_itl_growth is not None:
-            arguments += ["--max-itl-growth", str(self.max_itl_growth)]
-        if self.kv_cache_gb is not None:
-            arguments += ["--kv-cache-gb", str(self.kv_cache_gb)]
-        if self.host_kv_gb:
-            arguments += ["--host-kv-gb", str(self.host_kv_gb)]
-        if self.max_model_len is not None:
-            arguments += ["--max-model-len", str(self.max_model_len)]
-        if self.threads is not None:
-            arguments += ["--threads", str(self.threads)]
-        if self.step_ms is not None:
-            arguments += ["--step-ms", self.step_ms]
-        if not self.prefix_caching:
-            arguments.append("--no-prefix-caching")
+        arguments = ["--model", model_folder, "--listen", listen, "--log-level", self.log_level]
+        for name in ENGINE_SETTINGS:
+            match getattr(self, name):
+                case None:
+                    pass
+                case bool(is_on):
+                    arguments.append(_flag(name) if is_on else _flag(f"no_{name}"))
+                case value:
+                    arguments.append(f"{_flag(name)}={value}")
         return arguments
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_address(flag: str, address: str, *, can_be_shm: bool, lowest_port: int) -> None:
+    try:
+        check_address(address, can_be_shm=can_be_shm, lowest_port=lowest_port)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+def _check_count(flag: str, value: int, highest: int) -> None:
+    if not 1 <= value <= highest:
+        raise ConfigError(f"{flag} must be from 1 to {highest}, not {value}")
+
+
+def _check_timeout(flag: str, value: float) -> None:
+    if not _SHORTEST_TIMEOUT_S <= value < math.inf:
+        raise ConfigError(f"{flag} must be at least {_SHORTEST_TIMEOUT_S} and finite, not {value}")

@@ -305,8 +305,9 @@ def test_serve_without_options_is_the_default_configuration(served: list[ServeCo
 
 def test_every_setting_of_the_server_is_an_option_of_serve(served: list[ServeConfig]) -> None:
     given = ServeConfig(
-        model="m", listen="unix:/s", engine="unix:/e", workers=2, channel="shm", device="cuda", dtype="float16",
-        quantization="int8", kv_cache_dtype="fp8", kv_cache_gb=1.5, block_size=32, max_num_seqs=8, token_budget=128,
+        model="m", served_model_name="org/m", listen="unix:/s", engine="unix:/e", workers=2, channel="shm",
+        device="cuda", dtype="float16", quantization="int8", kv_cache_dtype="fp8", kv_cache_gb=1.5, block_size=32,
+        max_num_seqs=8, token_budget=128,
         policy="fair", priority_ageing_s=5.5, tenant_weights="a=2", target_itl_ms=40.0, max_itl_growth=1.5,
         schedule="static", overlap="on", max_model_len=4096, prefix_caching=False, threads=3, step_ms="1,2",
         max_requests=5, max_queued_tokens=6, max_text_bytes=7, reflection=False, auth_token_file="t", tls_cert="c",
@@ -326,6 +327,12 @@ def test_every_setting_of_the_server_is_an_option_of_serve(served: list[ServeCon
                 arguments.append(f"--{option}={value}")
     assert pagoda("serve", *arguments).exit_code == 2
     assert served == [given]
+
+
+def test_a_setting_that_cannot_be_is_one_line_and_exit_code_2(served: list[ServeConfig]) -> None:
+    result = pagoda("serve", "--hang-timeout-s", "0")
+    assert (result.exit_code, served) == (2, [])
+    assert result.stderr == "error: --hang-timeout-s must be at least 0.1 and finite, not 0.0\n"
 
 
 def test_help_loads_neither_the_server_nor_numerics() -> None:

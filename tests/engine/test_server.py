@@ -196,6 +196,17 @@ def test_pagoda_health_asks_an_engine_over_either_transport(address: str) -> Non
         assert (result.stdout, result.returncode) == expected
 
 
+def test_another_engine_on_its_socket_is_refused_and_it_serves_on(address: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "engine", "--listen", address, "--model", "synthetic"],
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert f"cannot bind {address}: Address already in use" in result.stderr
+    command = [sys.executable, "-m", "clients.cli", "health", "--address", address]
+    assert subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
+
+
 def test_the_socket_is_its_owners_alone(address: str) -> None:
     assert stat.S_IMODE(os.stat(address.partition(":")[2]).st_mode) == 0o600
 
@@ -216,6 +227,10 @@ def test_sigterm_ends_an_engine_with_exit_code_zero_and_removes_its_socket(tmp_p
         (("--model", "nowhere/at-all/x"), "there is no model"),
         (("--model", "synthetic", "--token-budget", "8"), "--token-budget"),
         (("--model", "synthetic", "--block-size", "12"), "--block-size"),
+        (("--model", "synthetic", "--listen", "127.0.0.1:99999"), "a port is from 0 to 65535"),
+        (("--model", "synthetic", "--listen", "nonsense"), "is not shm:PATH, unix:PATH or HOST:PORT"),
+        (("--model", "synthetic", "--listen", "127.example.com:50052"), "is reachable by others"),
+        (("--model", "synthetic", "--listen", "unix:/no/such/folder/s"), "No such file or directory"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_line_and_exit_code_two(
