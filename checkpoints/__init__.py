@@ -1,6 +1,6 @@
 """Where models come from: a name, a folder or a file becomes a Hugging Face folder that router and engine can read."""
 
-from checkpoints.catalog import DEFAULT_MODEL, AvailableModel, list_models, resolve
+from checkpoints.catalog import DEFAULT_MODEL, AvailableModel, FoundModel, find_model, list_models, resolve
 from checkpoints.errors import CheckpointError
 from checkpoints.manifest import verify
 from checkpoints.progress import PrintedProgress, Progress
@@ -9,8 +9,10 @@ __all__ = [
     "DEFAULT_MODEL",
     "AvailableModel",
     "CheckpointError",
+    "FoundModel",
     "PrintedProgress",
     "Progress",
+    "find_model",
     "list_models",
     "resolve",
     "verify",

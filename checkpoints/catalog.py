@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,38 +19,64 @@ from checkpoints.progress import Progress, no_progress
 
 DEFAULT_MODEL = default_model.NAME
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_LONGEST_TOLD = 200
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """
+    name    what was asked for, but a folder's own name where that was asked for by its path, or made of a .gguf file
+    folder  with config.json, tokenizer.json and, but for the synthetic model, safetensors weights
+    """
+
+    name: str
+    folder: Path
 
 
 def resolve(model: str, progress: Progress | None = None) -> Path:
+    """The Hugging Face folder of a model, as `find_model` has it."""
+    return find_model(model, progress).folder
+
+
+def find_model(model: str, progress: Progress | None = None) -> FoundModel:
     """The Hugging Face folder of a model, imported first where that is needed.
 
     model   the default model's name, "synthetic", the name of an imported model, a folder, a .gguf file, or a name on
             the Hugging Face Hub ("org/name")
-    return  a folder with config.json, tokenizer.json and, but for the synthetic model, safetensors weights
 
     Raises CheckpointError if there is no such model, or it is broken, unsupported or cannot be fetched.
     """
-    progress = progress or no_progress
-    cache = Cache.default()
+    try:
+        return _find(model, Cache.default(), progress or no_progress)
+    except OSError as error:
+        raise CheckpointError(f"{_shortened(model)} cannot be read: {error.strerror or error}") from error
+
+
+def _find(model: str, cache: Cache, progress: Progress) -> FoundModel:
     if model == default_model.NAME:
-        return default_model.obtain_default_model(cache, progress)
+        return FoundModel(model, default_model.obtain_default_model(cache, progress))
     if model == synthetic.NAME:
-        return synthetic.obtain_synthetic_model(cache, progress)
-    path = Path(model).expanduser()
+        return FoundModel(model, synthetic.obtain_synthetic_model(cache, progress))
+    path = Path(os.path.expanduser(model))
     if path.is_dir():
-        return check_folder(path)
+        return FoundModel(os.path.basename(os.path.abspath(path)), check_folder(path))
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
-        return obtain_gguf_model(path, cache, progress)
+        folder = obtain_gguf_model(path, cache, progress)
+        return FoundModel(folder.name, folder)
     if model in cache.published_names():
-        return cache.root / "models" / model
+        return FoundModel(model, cache.root / "models" / model)
     if _HUB_NAME.fullmatch(model):
-        return obtain_hub_model(model)
+        return FoundModel(model, obtain_hub_model(model))
     raise CheckpointError(
-        f"there is no model {model!r}: give {DEFAULT_MODEL}, {synthetic.NAME}, a folder with config.json, "
+        f"there is no model {_shortened(model)}: give {DEFAULT_MODEL}, {synthetic.NAME}, a folder with config.json, "
         "a .gguf file, or a name on the Hugging Face Hub such as org/name"
     )
+
+
+def _shortened(model: str) -> str:
+    return repr(model if len(model) <= _LONGEST_TOLD else f"{model[:_LONGEST_TOLD]}…")
 
 
 @dataclass(frozen=True, slots=True)

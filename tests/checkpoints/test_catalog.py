@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -11,7 +12,17 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from checkpoints import DEFAULT_MODEL, AvailableModel, CheckpointError, list_models, resolve, verify
+from checkpoints import (
+    DEFAULT_MODEL,
+    AvailableModel,
+    CheckpointError,
+    FoundModel,
+    catalog,
+    find_model,
+    list_models,
+    resolve,
+    verify,
+)
 from checkpoints.cache import Cache
 from tests.checkpoints.tiny_gguf import tiny_model
 
@@ -97,6 +108,36 @@ def test_a_local_folder_is_used_where_it_lies(own_cache: Path, tmp_path: Path) -
     assert os.path.samefile(resolve(os.path.relpath(folder)), folder)
 
 
+def test_a_folder_has_its_own_name_however_it_is_written(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = local_folder(own_cache, tmp_path)
+    monkeypatch.chdir(folder)
+    for written in (".", "./", "../local", "../local/", f"{folder}/", str(folder)):
+        assert find_model(written).name == "local"
+    (tmp_path / "alias").symlink_to(folder)
+    assert find_model(f"{tmp_path}/alias").name == "alias"
+
+
+def test_a_hub_model_has_the_name_that_was_asked_for(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "7b1d0c2"
+    monkeypatch.setattr(catalog, "obtain_hub_model", lambda name: snapshot)
+    assert find_model("org/name") == FoundModel("org/name", snapshot)
+
+
+def test_a_gguf_file_has_the_name_that_it_is_listed_under(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("qwen3").write(tmp_path / "mine.gguf")
+    monkeypatch.chdir(tmp_path)
+    found = find_model("mine.gguf")
+    assert found == find_model(str(path))
+    assert found.name == list_models()[-1].name
+    assert find_model(found.name) == found
+
+
 def local_folder(own_cache: Path, tmp_path: Path) -> Path:
     imported = resolve(str(tiny_model("llama").write(tmp_path / "tiny.gguf")))
     (imported / "manifest.json").unlink()
@@ -141,6 +182,24 @@ def test_a_broken_local_configuration_is_named(content: str, own_cache: Path, tm
 def test_an_unknown_name_lists_what_would_be_known(own_cache: Path) -> None:
     with pytest.raises(CheckpointError, match=f"no model 'unheard-of': give {DEFAULT_MODEL}, synthetic, a folder"):
         resolve("unheard-of")
+
+
+@pytest.mark.parametrize("model", ["x" * 5000, "~no-such-user/model", "a\0b"])
+def test_what_can_be_no_path_is_one_clear_error(own_cache: Path, model: str) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be read|there is no model") as caught:
+        resolve(model)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_folder_that_may_not_be_looked_into_is_one_clear_error(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_dir(path: Path) -> bool:  # as of a folder under one that this user may not enter; root may
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    with pytest.raises(CheckpointError, match="'/private/model' cannot be read: Permission denied"):
+        resolve("/private/model")
 
 
 def test_a_hub_name_without_a_network_is_a_clear_error(own_cache: Path, tmp_path: Path) -> None:
