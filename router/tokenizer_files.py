@@ -12,6 +12,8 @@ from router.errors import ConfigError
 
 Json: TypeAlias = Mapping[str, Any]
 
+_MAX_ID = 1 << 32
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
@@ -87,7 +89,10 @@ def _chat_template(folder: Path, config: Json) -> str | None:
 def _eos_token_ids(folder: Path) -> tuple[int, ...]:
     """One id or several; what is said about generation goes before what is said about the model."""
     for name in ("generation_config.json", "config.json"):
-        ids = _read_object(folder / name).get("eos_token_id")
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
+        told = _read_object(folder / name).get("eos_token_id")
+        if told is not None:
+            ids = told if isinstance(told, list) else [told]
+            if not all(type(id) is int and 0 <= id < _MAX_ID for id in ids):
+                raise ConfigError(f"{folder / name}: eos_token_id is {told!r}, neither a token id nor a list of them")
+            return tuple(ids)
     return ()

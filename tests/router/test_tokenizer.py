@@ -216,6 +216,14 @@ def test_broken_file_is_one_clear_error(tmp_path: Path, file: str) -> None:
         Tokenizer(folder)
 
 
+@pytest.mark.parametrize("told", ["x", [1, "x"], [[2]], -1, 1.5, True, 1 << 32])
+def test_an_end_of_sequence_that_is_no_id_is_one_clear_error(tmp_path: Path, told: Any) -> None:
+    folder = model_folder(tmp_path, byte_level())
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is "):
+        Tokenizer(folder)
+
+
 def test_missing_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         Tokenizer(tmp_path)
