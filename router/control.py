@@ -13,12 +13,13 @@ from google.protobuf.duration_pb2 import Duration
 from protos import control_pb2, control_pb2_grpc
 from router.admission import Admission
 from router.dispatch import Dispatcher
-from router.errors import InvalidArgument, NotFound, Unavailable
+from router.errors import InvalidArgument, Unavailable
 from router.limits import Limits
 from router.live import LiveRequests
 from router.state import ServingState
 from router.tenant_loads import add_tenants
 from router.tokenizer import Tokenizer
+from router.validation import check_model
 
 MIN_WATCH_INTERVAL_S = 0.05
 MAX_WATCH_INTERVAL_S = 3600.0
@@ -81,17 +82,16 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         request: control_pb2.GetModelInfoRequest,
         context: grpc.aio.ServicerContext[control_pb2.GetModelInfoRequest, control_pb2.ModelInfo],
     ) -> control_pb2.ModelInfo:
-        if request.model not in ("", self._model):
-            raise NotFound(f"model: not served here; {self._model} is")
+        check_model(request.model, self._model)
         if not (ready := self._dispatcher.ready):
             raise Unavailable("the engine is loading or being restarted")
-        info = ready[0].info
+        info, limits = ready[0].info, self._limits()
         assert info is not None
         return control_pb2.ModelInfo(
             name=self._model,
             architecture=info.architecture,
-            vocab_size=info.vocab_size,
-            max_model_len=info.max_model_len,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
             has_chat_template=self._tokenizer.has_chat_template,
             eos_token_ids=self._tokenizer.eos_token_ids,
         )
@@ -147,22 +147,23 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         if request.HasField("last_s") and not request.last_s > 0:
             raise InvalidArgument("last_s", f"{request.last_s} s is not positive")
         self._dispatcher.pick()
-        for at, channel in enumerate(self._dispatcher.ready):
-            for part in await channel.trace(request):
-                part.engine = at
-                await context.write(part)
+        for at, channel in enumerate(self._dispatcher.channels):
+            if channel.is_ready:
+                for part in await channel.trace(request):
+                    part.engine = at
+                    await context.write(part)
 
     async def start_draining(self) -> None:
         await self._state.drain()
 
     def load(self) -> control_pb2.Load:
-        """Summed over the engines; what describes a step is the first engine's."""
+        """Summed over the engines; what describes a step is that of the first one that is ready."""
         load = control_pb2.Load()
         ready = self._dispatcher.ready
         for channel in ready:
             for field, value in channel.load.ListFields():
-                summed = value if field.name.startswith("step_") else getattr(load, field.name) + value
-                setattr(load, field.name, summed)
+                if channel is ready[0] or not field.name.startswith("step_"):
+                    setattr(load, field.name, getattr(load, field.name) + value)
         add_tenants(load, (channel.tenants for channel in ready))
         load.kv_waste = load.kv_slots_unused / load.kv_slots if load.kv_slots else 0.0
         load.prefix_hit_rate = load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
@@ -173,7 +174,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
 def watch_interval_s(request: control_pb2.WatchLoadRequest) -> float:
     """Raises InvalidArgument."""
-    interval_s = request.interval.ToTimedelta().total_seconds() if request.HasField("interval") else 1.0
+    interval_s = request.interval.seconds + request.interval.nanos / 1e9 if request.HasField("interval") else 1.0
     if not MIN_WATCH_INTERVAL_S <= interval_s <= MAX_WATCH_INTERVAL_S:
         allowed = f"[{MIN_WATCH_INTERVAL_S}, {MAX_WATCH_INTERVAL_S:.0f}] s"
         raise InvalidArgument("interval", f"{interval_s} s is outside {allowed}")

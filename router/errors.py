@@ -94,10 +94,6 @@ class Unavailable(PagodaError):
         super().__init__(message, *_retry_info(retry_after_s))
 
 
-class Unimplemented(PagodaError):
-    code = grpc.StatusCode.UNIMPLEMENTED
-
-
 class Internal(PagodaError):
     """A bug. The story is for the log; the client gets a fixed text."""
 

@@ -52,7 +52,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: GenerateContext) -> None:
         received = time.monotonic()
-        params = validate_generate(request, self.limits, [self._model])
+        params = validate_generate(request, self.limits, self._model)
         tenant = tenant_of(context.invocation_metadata())
         self._dispatcher.pick()  # without an engine the prompt need not be tokenized
         with self._admission.reserve(params.num_sequences * (params.max_tokens or 1)) as reservation:
@@ -100,7 +100,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.TokenizeRequest,
         context: grpc.aio.ServicerContext[inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse],
     ) -> inference_pb2.TokenizeResponse:
-        params = validate_tokenize(request, self.limits, [self._model])
+        params = validate_tokenize(request, self.limits, self._model)
         prompt = self._as_asked(params.prompt, params.is_raw)
         if isinstance(prompt, Chat) and not params.add_special_tokens:
             raise InvalidArgument(
@@ -114,7 +114,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.DetokenizeRequest,
         context: grpc.aio.ServicerContext[inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse],
     ) -> inference_pb2.DetokenizeResponse:
-        ids = validate_detokenize(request, self.limits, [self._model])
+        ids = validate_detokenize(request, self.limits, self._model)
         text = await self._tokenizer.decode_ids(ids, skip_special_tokens=not request.special_tokens)
         return inference_pb2.DetokenizeResponse(text=text)
 

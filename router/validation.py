@@ -77,11 +77,9 @@ class GenerateParams:
         return self.num_sequences > self.n or self.is_search
 
 
-def validate_generate(
-    request: inference_pb2.GenerateRequest, limits: Limits, model_names: Collection[str]
-) -> GenerateParams:
+def validate_generate(request: inference_pb2.GenerateRequest, limits: Limits, served: str) -> GenerateParams:
     """All that can be told before the prompt is tokenized. Raises InvalidArgument, NotFound for the model."""
-    _check_model(request.model, model_names)
+    check_model(request.model, served)
     check_integer(request.priority, "priority", -limits.max_priority, limits.max_priority)
     check_bytes(request.cache.salt, "cache.salt", limits.max_salt_bytes)
     stopping, output = request.stopping, request.output
@@ -184,11 +182,9 @@ class TokenizeParams:
     add_special_tokens: bool
 
 
-def validate_tokenize(
-    request: inference_pb2.TokenizeRequest, limits: Limits, model_names: Collection[str]
-) -> TokenizeParams:
+def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: Limits, served: str) -> TokenizeParams:
     """Empty text is allowed. Raises InvalidArgument, NotFound for the model."""
-    _check_model(request.model, model_names)
+    check_model(request.model, served)
     _check_raw(request)
     match request.WhichOneof("input"):
         case "text":
@@ -202,18 +198,17 @@ def validate_tokenize(
     return TokenizeParams(prompt, request.raw, add_special_tokens)
 
 
-def validate_detokenize(
-    request: inference_pb2.DetokenizeRequest, limits: Limits, model_names: Collection[str]
-) -> tuple[int, ...]:
+def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: Limits, served: str) -> tuple[int, ...]:
     """The token ids. Raises InvalidArgument, NotFound for the model."""
-    _check_model(request.model, model_names)
+    check_model(request.model, served)
     check_ids(request.token_ids, "token_ids", limits.max_model_len, limits.vocab_size)
     return tuple(request.token_ids)
 
 
-def _check_model(model: str, model_names: Collection[str]) -> None:
-    if model and model not in model_names:
-        raise NotFound("the model asked for is not served here; leave `model` empty for the one that is")
+def check_model(model: str, served: str) -> None:
+    """Empty means the one that is served. Raises NotFound."""
+    if model not in ("", served):
+        raise NotFound(f"model: not served here; {served} is")
 
 
 def _request_id(request_id: str, limits: Limits) -> str:

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from engine.synthetic import expected_tokens
-from protos import inference_pb2, inference_pb2_grpc
+from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.end_to_end.asking import ask, request
 
 Request = inference_pb2.GenerateRequest
@@ -80,10 +80,18 @@ def test_a_message_over_the_size_limit_is_resource_exhausted(inference: inferenc
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_an_unknown_model_is_not_found(inference: inference_pb2_grpc.InferenceStub) -> None:
-    with pytest.raises(grpc.RpcError) as caught:
-        list(inference.Generate(Request(text="x", model="another")))
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+def test_an_unknown_model_is_not_found(
+    inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
+) -> None:
+    for call in (
+        lambda: list(inference.Generate(Request(text="x", model="another"))),
+        lambda: inference.Tokenize(inference_pb2.TokenizeRequest(text="x", model="another")),
+        lambda: control.GetModelInfo(control_pb2.GetModelInfoRequest(model="another")),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert caught.value.details() == "model: not served here; synthetic is"
 
 
 def test_a_very_small_temperature_succeeds(inference: inference_pb2_grpc.InferenceStub) -> None:

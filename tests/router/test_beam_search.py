@@ -18,7 +18,7 @@ LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)
 
 
 def params_of(**fields: object) -> GenerateParams:
-    return validate_generate(ParseDict({"text": "Hello", **fields}, GenerateRequest()), LIMITS, ("m",))
+    return validate_generate(ParseDict({"text": "Hello", **fields}, GenerateRequest()), LIMITS, "m")
 
 
 def search(**sampling: object) -> dict[str, object]:

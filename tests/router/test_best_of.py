@@ -76,7 +76,7 @@ async def returned(
         request.output.logprobs = logprobs
     writer = Writer()
     engine = Engine(best_of, says, writer)
-    call = GenerateCall(validate_generate(request, LIMITS, ("m",)), 1, Letters(), writer, 0.0)  # type: ignore[arg-type]
+    call = GenerateCall(validate_generate(request, LIMITS, "m"), 1, Letters(), writer, 0.0)  # type: ignore[arg-type]
     await call.run(engine)  # type: ignore[arg-type]
     return writer.responses, engine
 

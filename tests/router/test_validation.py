@@ -38,12 +38,12 @@ from router.validation import (
 )
 
 LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)
-MODELS = ("served",)
+SERVED = "served"
 
 
 def params_of(limits: Limits = LIMITS, **fields: object) -> GenerateParams:
     fields = fields if fields.keys() & {"text", "token_ids", "chat"} else {"text": "Hello", **fields}
-    return validate_generate(ParseDict(fields, GenerateRequest()), limits, MODELS)
+    return validate_generate(ParseDict(fields, GenerateRequest()), limits, SERVED)
 
 
 def user(content: str = "Hello") -> dict[str, str]:
@@ -190,7 +190,7 @@ def test_bad_field_is_refused_by_name(field: str, fields: dict[str, object]) -> 
 
 def test_request_without_input_is_refused() -> None:
     with pytest.raises(InvalidArgument) as refused:
-        validate_generate(GenerateRequest(), LIMITS, MODELS)
+        validate_generate(GenerateRequest(), LIMITS, SERVED)
     assert refused.value.field == "input"
 
 
@@ -229,7 +229,7 @@ def test_huge_request_is_refused_at_once(request_of: Callable[[], GenerateReques
     request = request_of()
     start = time.perf_counter()
     with pytest.raises(InvalidArgument):
-        validate_generate(request, LIMITS, MODELS)
+        validate_generate(request, LIMITS, SERVED)
     assert time.perf_counter() - start < 0.01
 
 
@@ -238,7 +238,7 @@ def test_unknown_fields_do_not_reach_the_engine() -> None:
     bytes_of_sampling = unknown.replace(b"\x0a", b"\xfa\x07", 1)  # the same bytes as field 127
     request = GenerateRequest(text="x", sampling=inference_pb2.Sampling.FromString(bytes_of_sampling))
     assert request.ByteSize() > 100_000
-    submit = to_submit(validate_generate(request, LIMITS, MODELS), [1], 5, ())
+    submit = to_submit(validate_generate(request, LIMITS, SERVED), [1], 5, ())
     assert submit.ByteSize() < 200
 
 
@@ -322,9 +322,9 @@ def test_the_engine_generates_best_of_sequences_with_logprobs_to_rank_them_by() 
 
 
 def test_tokenize_request_is_checked() -> None:
-    params = validate_tokenize(TokenizeRequest(text=""), LIMITS, MODELS)
+    params = validate_tokenize(TokenizeRequest(text=""), LIMITS, SERVED)
     assert (params.prompt, params.add_special_tokens) == ("", True)
-    assert not validate_tokenize(TokenizeRequest(text="x", add_special_tokens=False), LIMITS, MODELS).add_special_tokens
+    assert not validate_tokenize(TokenizeRequest(text="x", add_special_tokens=False), LIMITS, SERVED).add_special_tokens
     for field, request in {
         "input": TokenizeRequest(),
         "text": TokenizeRequest(text="a" * ((1 << 20) + 1)),
@@ -332,16 +332,16 @@ def test_tokenize_request_is_checked() -> None:
         "raw": TokenizeRequest(chat=inference_pb2.Chat(), raw=True),
     }.items():
         with pytest.raises(InvalidArgument) as refused:
-            validate_tokenize(request, LIMITS, MODELS)
+            validate_tokenize(request, LIMITS, SERVED)
         assert refused.value.field == field
 
 
 def test_detokenize_request_is_checked() -> None:
-    assert validate_detokenize(DetokenizeRequest(token_ids=[1, 2]), LIMITS, MODELS) == (1, 2)
-    assert validate_detokenize(DetokenizeRequest(), LIMITS, MODELS) == ()
+    assert validate_detokenize(DetokenizeRequest(token_ids=[1, 2]), LIMITS, SERVED) == (1, 2)
+    assert validate_detokenize(DetokenizeRequest(), LIMITS, SERVED) == ()
     for field, ids in {"token_ids[1]": [1, 1000], "token_ids": [1] * 2049}.items():
         with pytest.raises(InvalidArgument) as refused:
-            validate_detokenize(DetokenizeRequest(token_ids=ids), LIMITS, MODELS)
+            validate_detokenize(DetokenizeRequest(token_ids=ids), LIMITS, SERVED)
         assert refused.value.field == field
 
 
