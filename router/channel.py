@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,12 @@ from router.wake import Wake
 
 log = logging.getLogger("pagoda.router")
 
+WRONG_ENGINE_PAUSE_S = 5.0  # it answers, so each attempt costs both ends a connection
 RECONNECT_S = 0.1  # a Unix socket or a neighbour: trying is cheap, and a restarted engine is picked up at once
+
+
+class WrongEngine(Exception):
+    """What answers is an engine, but not one for this router's model. One that is, may take its place."""
 
 
 @dataclass(slots=True)
@@ -65,6 +71,8 @@ class EngineChannel:
     """
     address         shm:PATH, shm:@NAME, unix:PATH or HOST:PORT
     hang_timeout_s  with work under way and no word from the engine for this long, it counts as dead
+    patience_s      nobody answers for this long: then the log says so
+    check           of what the engine says of itself; raises WrongEngine, or what is to end `run`
     on_change       called when the engine becomes ready and when it is lost
     on_hang         called when it hangs: whoever started it may end it
     """
@@ -74,6 +82,8 @@ class EngineChannel:
         address: str,
         *,
         hang_timeout_s: float,
+        patience_s: float = math.inf,
+        check: Callable[[control_pb2.EngineInfo], None] = lambda info: None,
         on_change: Callable[[], Awaitable[None]],
         on_hang: Callable[[], None] = lambda: None,
     ) -> None:
@@ -82,6 +92,8 @@ class EngineChannel:
         self.load = control_pb2.Load()
         self.tenants = engine_pb2.Tenants()
         self._hang_timeout_s = hang_timeout_s
+        self._patience_s = patience_s
+        self._check = check
         self._on_change = on_change
         self._on_hang = on_hang
         self._next_sequence = itertools.count(1)
@@ -93,6 +105,8 @@ class EngineChannel:
         self._next_trace = itertools.count()
         self._traces: dict[int, asyncio.Queue[engine_pb2.Trace | None]] = {}  # None: the engine is lost
         self._last_word = time.monotonic()
+        self._away_since = time.monotonic()
+        self._told = ""  # of why it is away
 
     @property
     def is_ready(self) -> bool:
@@ -167,20 +181,40 @@ class EngineChannel:
     async def run(self) -> None:
         """Keeps the stream open until cancelled. Raises ConfigError for an address that cannot work here."""
         transport = transport_to(self.address)
-        complaint = ""
         try:
             while True:
+                pause_s = RECONNECT_S
                 try:
                     await self._converse(await transport.connect())
+                    self._tell_away(ConnectionError("it has closed the connection"))
                 except OSError as error:
-                    is_news = self.is_ready or not isinstance(error, (ConnectionRefusedError, FileNotFoundError))
-                    if is_news and complaint != (complaint := str(error)):
-                        log.warning("lost the engine: %s", error)
+                    self._tell_away(error)
+                except WrongEngine as error:
+                    self._tell_refused(error)
+                    pause_s = WRONG_ENGINE_PAUSE_S
                 finally:
                     await self._lose()
-                await asyncio.sleep(RECONNECT_S)
+                await asyncio.sleep(pause_s)
         finally:
             await transport.close()
+
+    def _tell_away(self, error: OSError) -> None:
+        """Attempts follow each other closely, so each reason is told once."""
+        if self.is_ready:
+            log.warning("lost the engine at %s: %s", self.address, error)
+            return
+        is_absent = isinstance(error, (ConnectionRefusedError, FileNotFoundError))
+        if is_absent and time.monotonic() - self._away_since < self._patience_s:
+            return
+        reason = "absent" if is_absent else str(error)
+        if reason != self._told:
+            log.warning("no engine at %s: %s", self.address, error)
+        self._told = reason
+
+    def _tell_refused(self, error: WrongEngine) -> None:
+        if str(error) != self._told:
+            log.error("the engine at %s is not used: %s", self.address, error)
+        self._told = str(error)
 
     async def _converse(self, link: EngineLink) -> None:
         helpers = [asyncio.create_task(self._watch(link))]
@@ -191,7 +225,8 @@ class EngineChannel:
                     case "step":
                         self._deliver(message.step)
                     case "hello":
-                        log.info("engine ready at %s, epoch %x", self.address, message.epoch)
+                        self._check(message.hello)
+                        self._tell_ready(message.hello)
                         self.info = message.hello
                         self._link = link
                         self._outgoing = asyncio.Queue()
@@ -208,12 +243,22 @@ class EngineChannel:
                 helper.cancel()
             link.close()
 
+    def _tell_ready(self, info: control_pb2.EngineInfo) -> None:
+        cache = info.kv_cache
+        self._told = ""
+        log.info(
+            "engine ready at %s, epoch %x: %s on %s, %s; "
+            "KV cache %.2f GB: %d blocks of %d tokens, %d tokens in all, %d bytes a token",
+            self.address, info.epoch, info.model, info.device, info.dtype,
+            cache.total_bytes / 1e9, cache.num_blocks, cache.block_size, cache.token_capacity, cache.bytes_per_token,
+        )  # fmt: skip
+
     async def _send(self, link: EngineLink, outgoing: asyncio.Queue[engine_pb2.RouterMessage]) -> None:
         try:
             while True:
                 await link.write(await outgoing.get())
         except ConnectionError as error:
-            log.warning("cannot write to the engine: %s", error)
+            log.warning("cannot write to the engine at %s: %s", self.address, error)
             link.close()
 
     async def _watch(self, link: EngineLink) -> None:
@@ -221,7 +266,9 @@ class EngineChannel:
         while True:
             await asyncio.sleep(min(1.0, self._hang_timeout_s / 4))
             if self._routes and time.monotonic() - self._last_word > self._hang_timeout_s:
-                log.error("the engine has made no step for %.0f s: giving it up", self._hang_timeout_s)
+                log.error(
+                    "the engine at %s has made no step for %.0f s: giving it up", self.address, self._hang_timeout_s
+                )
                 self._on_hang()
                 link.close()
                 return
@@ -254,6 +301,8 @@ class EngineChannel:
     async def _lose(self) -> None:
         """The stream has closed: everything it carried fails, and nobody waits for a word that cannot come."""
         was_ready, self.info, self._link = self.is_ready, None, None
+        if was_ready:
+            self._away_since = time.monotonic()
         self.load, self.tenants = control_pb2.Load(), engine_pb2.Tenants()
         for stream, _ in self._routes.values():
             stream.error = Unavailable("the engine was lost while the request ran")

@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -17,11 +20,11 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from channel.address import is_local
-from checkpoints import CheckpointError, PrintedProgress, Progress, resolve
+from checkpoints import CheckpointError, PrintedProgress, Progress, find_model
 from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import Admission
-from router.channel import EngineChannel
-from router.config import ServeConfig
+from router.channel import EngineChannel, WrongEngine
+from router.config import SPAWN, ServeConfig
 from router.control import ControlServicer
 from router.dispatch import Dispatcher
 from router.engine_address import spawn_address
@@ -41,7 +44,8 @@ from router.workers import Workers
 
 log = logging.getLogger("pagoda.router")
 
-QUEUE_IN_CACHES = 8  # default of max_queued_tokens, in KV caches: what waits beyond that waits too long
+QUEUE_IN_CACHES = 8  # default of max_queued_tokens, in KV caches of all engines: what waits beyond that waits too long
+PATIENCE_S = 5.0  # an engine that is started together with this router may load for longer; then it is one line more
 EXIT_CONFIG = 2
 GC_THRESHOLD = 20_000  # objects more than freed; a request in flight holds about a hundred
 
@@ -50,12 +54,14 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
     """Serves until SIGTERM or SIGINT. Returns the process's exit code: 0, 1 for a failure, 2 for a wrong setting."""
 
     def run() -> None:
+        config.check_engine_is_ours()
         check_exposure(config)
-        folder = resolve(config.model, progress or PrintedProgress())
+        model = find_model(config.model, progress or PrintedProgress())
+        named = replace(config, served_model_name=config.served_model_name or model.name)
         if config.workers > 1:
-            uvloop.run(Workers(config, folder).run())
+            uvloop.run(Workers(named, model.folder).run())
         else:
-            _run(Router(config, folder, Tokenizer(folder)))
+            _run(Router(named, model.folder, Tokenizer(model.folder)))
 
     return _exit_code_of(run, config)
 
@@ -63,9 +69,11 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
 def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
     """Serves beside other routers on one port, until SIGTERM or the parent's death. Returns the exit code."""
     folder = Path(config.folder)
-    return _exit_code_of(
-        lambda: _run(Router(config.serve, folder, Tokenizer(folder), parent, config.sockets)), config.serve
-    )
+
+    def run() -> None:
+        _run(Router(config.serve, folder, Tokenizer(folder), parent, config.sockets, config.spawned))
+
+    return _exit_code_of(run, config.serve)
 
 
 def _exit_code_of(run: Callable[[], None], config: ServeConfig) -> int:
@@ -97,8 +105,10 @@ def _run(router: Router) -> None:
 class Router:
     """The parts of a router and the order in which they start and stop.
 
-    parent   where it is one of several: who has started the engine
+    config   with the name that the model is served under
+    parent   where it is one of several: who has started it
     sockets  where it is one of several: of all routers' private Control services, its own first
+    spawned  where the engine listens that the parent has spawned; None: it has not
     """
 
     def __init__(
@@ -108,16 +118,20 @@ class Router:
         tokenizer: Tokenizer,
         parent: ParentLink | None = None,
         sockets: Sequence[str] = (),
+        spawned: str | None = None,
     ) -> None:
         self._config = config
+        self._name = config.served_model_name or folder.name
         self._folder = folder
         self._tokenizer = tokenizer
         self._sockets = sockets
+        self._spawned = spawned
         self._supervisor: Supervisor | None = None  # of an engine of our own
         self._keeper: EngineKeeper | None = parent
         self._shared_control: SharedControl | None = None
         self._live = LiveRequests()
-        self._admission = Admission(config.max_requests, config.max_queued_tokens or 1 << 62)
+        self._admission = Admission(config.max_requests, config.max_queued_tokens or (1 << 62) // config.workers)
+        self._has_served = False  # an engine has been ready
         self._stop = asyncio.Event()
         self._failure: Exception | None = None
 
@@ -130,6 +144,8 @@ class Router:
                 EngineChannel(
                     address,
                     hang_timeout_s=self._config.hang_timeout_s,
+                    patience_s=math.inf if self._is_engine_ours else PATIENCE_S,
+                    check=partial(self._check_engine, address),
                     on_change=self._on_engine_change,
                     on_hang=self._keeper.kill if self._keeper else lambda: None,
                 )
@@ -151,8 +167,10 @@ class Router:
             raise self._failure
 
     def _engine_addresses(self, stack: contextlib.ExitStack) -> list[str]:
-        if self._config.engine != "spawn":
-            return self._config.engine.split(",")
+        if self._spawned:
+            return [self._spawned]
+        if self._config.engine != SPAWN:
+            return self._config.engine_addresses
         address = stack.enter_context(spawn_address(self._config))
         self._keeper = self._supervisor = engine_supervisor(self._config.engine_arguments(str(self._folder), address))
         return [address]
@@ -171,7 +189,7 @@ class Router:
             max_text_bytes=config.max_text_bytes,
         )
         self._inference = InferenceServicer(
-            model=self._model_name,
+            model=self._name,
             tokenizer=self._tokenizer,
             limits=limits,
             admission=self._admission,
@@ -180,7 +198,7 @@ class Router:
             stall_timeout_s=config.stall_timeout_s,
         )
         control = ControlServicer(
-            model=self._model_name,
+            model=self._name,
             tokenizer=self._tokenizer,
             limits=lambda: self._inference.limits,
             admission=self._admission,
@@ -218,36 +236,38 @@ class Router:
         return self._shared_control
 
     @property
-    def _model_name(self) -> str:
-        return self._folder.name if "/" in self._config.model else self._config.model
+    def _is_engine_ours(self) -> bool:
+        """Somebody looks after it: this process or its parent."""
+        return self._config.engine == SPAWN
+
+    def _check_engine(self, address: str, info: control_pb2.EngineInfo) -> None:
+        """Raises WrongEngine if others may serve or it may become another, else ConfigError."""
+        if info.tokenizer_sha256 == self._tokenizer.fingerprint:
+            return
+        fault = f"serves {info.model} with another tokenizer"
+        if len(self._dispatcher.channels) == 1 and not self._has_served:
+            raise ConfigError(f"the engine at {address} {fault}")
+        raise WrongEngine(f"it {fault}")
 
     async def _on_engine_change(self) -> None:
-        for channel in self._dispatcher.channels:
-            if channel.info is not None:
-                self._adopt(channel, channel.info)
+        if infos := [channel.info for channel in self._dispatcher.ready if channel.info]:
+            self._has_served = True
+            if self._keeper:
+                self._keeper.mark_ready()
+            self._adopt(infos)
         await self._state.refresh()
 
-    def _adopt(self, channel: EngineChannel, info: control_pb2.EngineInfo) -> None:
-        """What the engine can hold becomes what a request may ask for."""
-        if info.tokenizer_sha256 != self._tokenizer.fingerprint:
-            self._fail(ConfigError(f"the engine at {channel.address} serves {info.model} with another tokenizer"))
-            return
-        if self._keeper:
-            self._keeper.mark_ready()
-        old, cache = self._inference.limits, info.kv_cache
-        self._inference.limits = Limits(
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            kv_token_capacity=cache.token_capacity,
-            max_text_bytes=old.max_text_bytes,
+    def _adopt(self, engines: Sequence[control_pb2.EngineInfo]) -> None:
+        """Any of the engines may get a request, so it may ask for what each of them can hold."""
+        self._inference.limits = replace(
+            self._inference.limits,
+            max_model_len=min(info.max_model_len for info in engines),
+            vocab_size=min(info.vocab_size for info in engines),
+            kv_token_capacity=min(info.kv_cache.token_capacity for info in engines),
         )
         if self._config.max_queued_tokens is None:
-            self._admission.max_tokens = QUEUE_IN_CACHES * cache.token_capacity // self._config.workers
-        log.info(
-            "%s on %s, %s; KV cache %.2f GB: %d blocks of %d tokens, %d tokens in all, %d bytes a token",
-            info.model, info.device, info.dtype, cache.total_bytes / 1e9,
-            cache.num_blocks, cache.block_size, cache.token_capacity, cache.bytes_per_token,
-        )  # fmt: skip
+            capacity = sum(info.kv_cache.token_capacity for info in engines)
+            self._admission.max_tokens = QUEUE_IN_CACHES * capacity // self._config.workers
 
     async def _drain(self) -> None:
         """Health says so first; then nothing new; then what runs may finish within the grace period."""

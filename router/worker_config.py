@@ -14,11 +14,13 @@ class WorkerConfig:
     serve    with the address that is shared, and this worker's part of the limits
     folder   of the model
     sockets  of all workers' private Control services, this one's first
+    spawned  where the engine listens that the same process has spawned; None: `serve` says where engines run
     """
 
     serve: ServeConfig
     folder: str
     sockets: list[str]
+    spawned: str | None
 
     def to_line(self) -> str:
         return json.dumps(asdict(self))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from router.config import ServeConfig
+from router.config import SPAWN, ServeConfig
 from router.engine_address import spawn_address
 from router.errors import ConfigError
 from router.listen import reserved_port
@@ -38,20 +38,21 @@ class Workers:
 
     async def run(self) -> None:
         """Until told to stop. Raises ConfigError, ChildFailedError."""
-        if self._config.max_requests < self._config.workers:
-            raise ConfigError(f"--max-requests {self._config.max_requests} leaves no request for some of the workers")
+        for limit in ("max_requests", "max_queued_tokens"):
+            whole = getattr(self._config, limit)
+            if whole is not None and whole < self._config.workers:
+                raise ConfigError(f"--{limit.replace('_', '-')} {whole} leaves nothing for some of the workers")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         with contextlib.ExitStack() as stack:
             listen = stack.enter_context(reserved_port(self._config.listen))
             private = stack.enter_context(tempfile.TemporaryDirectory(prefix="pagoda-"))
-            engine = self._config.engine
-            if engine == "spawn":
-                engine = stack.enter_context(spawn_address(self._config))
-                arguments = self._config.engine_arguments(str(self._folder), engine)
-                self._engine = engine_supervisor(arguments)
-            self._routers = [self._router(index, listen, engine, private) for index in range(self._config.workers)]
+            spawned = None
+            if self._config.engine == SPAWN:
+                spawned = stack.enter_context(spawn_address(self._config))
+                self._engine = engine_supervisor(self._config.engine_arguments(str(self._folder), spawned))
+            self._routers = [self._router(index, listen, spawned, private) for index in range(self._config.workers)]
             await self._run_until_stopped()
 
     async def _run_until_stopped(self) -> None:
@@ -70,20 +71,19 @@ class Workers:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _router(self, index: int, listen: str, engine: str, private: str) -> Supervisor:
+    def _router(self, index: int, listen: str, spawned: str | None, private: str) -> Supervisor:
         config, count = self._config, self._config.workers
         sockets = [f"unix:{private}/router-{(index + at) % count}.sock" for at in range(count)]
         part = replace(
             config,
             listen=listen,
-            engine=engine,
             max_requests=_part(config.max_requests, index, count),
             max_queued_tokens=config.max_queued_tokens and _part(config.max_queued_tokens, index, count),
         )
         return Supervisor(
             f"router {index}",
             [sys.executable, "-m", "router.worker"],
-            first_line=WorkerConfig(part, str(self._folder), sockets).to_line(),
+            first_line=WorkerConfig(part, str(self._folder), sockets, spawned).to_line(),
             on_line=partial(self._on_line, index),
             stop_timeout_s=config.grace_s + STOP_MARGIN_S,
         )

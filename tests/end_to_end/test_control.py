@@ -193,6 +193,20 @@ def test_tls_is_served_with_the_given_certificate(tmp_path: Path) -> None:
             ask(inference_pb2_grpc.InferenceStub(channel), message, 5)
 
 
+def test_a_model_is_served_under_the_name_it_is_given() -> None:
+    arguments = ("--model", "synthetic", "--workers", "2", "--served-model-name", "org/name")
+    with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
+        inference, control = inference_pb2_grpc.InferenceStub(channel), control_pb2_grpc.ControlStub(channel)
+        message = request("x", max_tokens=2)
+        message.model = "org/name"
+        assert ask(inference, message).ids()
+        assert control.GetServerInfo(control_pb2.GetServerInfoRequest()).model == "org/name"
+        message.model = "synthetic"
+        with pytest.raises(grpc.RpcError) as caught:
+            ask(inference, message)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
 def test_a_unix_socket_is_served_too(tmp_path: Path) -> None:
     arguments = ("--model", "synthetic", "--listen", f"unix:{tmp_path / 'public.sock'}")
     with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +21,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
 from grpc_status import rpc_status
 
+from checkpoints import resolve
 from engine.synthetic import expected_tokens
 from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.end_to_end.asking import Answer, ask, request
@@ -332,6 +335,77 @@ def test_two_engines_share_the_work_and_one_that_dies_leaves_it_to_the_other(tmp
         assert ask(inference, request("after", max_tokens=3)).ids() == expected_tokens(b"after", 3, 258)
 
 
+@pytest.fixture
+def other_model(tmp_path: Path) -> str:
+    """The synthetic model with another tokenizer."""
+    folder = tmp_path / "other"
+    shutil.copytree(resolve("synthetic"), folder)
+    (folder / "manifest.json").unlink()
+    with (folder / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    return str(folder)
+
+
+def test_an_engine_of_another_model_is_refused_and_the_others_serve_on(tmp_path: Path, other_model: str) -> None:
+    right, wrong = f"unix:{tmp_path / 'right.sock'}", f"shm:{tmp_path / 'wrong.sock'}"
+    with (
+        running_engine(right, *SYNTHETIC),
+        running_server(*SYNTHETIC[:2], "--engine", f"{wrong},{right}") as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        call = stubs(channel)[0].Generate(request("goes on", max_tokens=1000))
+        first = next(call)
+        with running_engine(wrong, "--model", other_model):
+            while "not used" not in server.tail():
+                time.sleep(0.02)
+            assert Answer([first, *call]).ids() == expected_tokens(b"goes on", 1000, 258)
+            assert ask(stubs(channel)[0], request("after", max_tokens=3)).ids() == expected_tokens(b"after", 3, 258)
+        assert server.tail().count(f"the engine at {wrong} is not used: it serves synthetic with another") == 1
+
+
+def test_the_only_engine_with_another_model_ends_the_router(tmp_path: Path, other_model: str) -> None:
+    address = f"unix:{tmp_path / 'wrong.sock'}"
+    with (
+        running_engine(address, "--model", other_model),
+        running_server(*SYNTHETIC[:2], "--engine", address, ready=False) as server,
+    ):
+        assert server.process.wait(20) == 2
+        assert f"the engine at {address} serves synthetic with another tokenizer" in server.tail()
+
+
+def test_the_only_engine_that_comes_back_with_another_model_is_waited_for(tmp_path: Path, other_model: str) -> None:
+    address = f"unix:{tmp_path / 'engine.sock'}"
+    with contextlib.ExitStack() as stack:
+        with running_engine(address, *SYNTHETIC):
+            server = stack.enter_context(running_server(*SYNTHETIC[:2], "--engine", address))
+        with running_engine(address, "--model", other_model):
+            while "not used" not in server.tail():
+                time.sleep(0.02)
+        with running_engine(address, *SYNTHETIC):
+            server.wait_ready(20)
+        assert f"lost the engine at {address}" in server.tail()
+
+
+def test_engines_of_several_sizes_are_asked_for_what_each_of_them_can_hold(tmp_path: Path) -> None:
+    small, large = f"unix:{tmp_path / 'small.sock'}", f"unix:{tmp_path / 'large.sock'}"
+    nobody = f"unix:{tmp_path / 'nobody.sock'}"
+    with (
+        running_engine(small, *SYNTHETIC, "--max-model-len", "500", "--kv-cache-gb", "1e-5"),
+        running_engine(large, *SYNTHETIC, "--max-model-len", "900", "--kv-cache-gb", "1e-4"),
+        running_server(*SYNTHETIC[:2], "--engine", f"{nobody},{small},{large}") as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        _, control = stubs(channel)
+        deadline = time.monotonic() + 20
+        while control.GetLoad(control_pb2.GetLoadRequest()).blocks_total != 312 + 3125:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert control.GetModelInfo(control_pb2.GetModelInfoRequest()).max_model_len == 500
+        limits = control.GetServerInfo(control_pb2.GetServerInfoRequest()).limits
+        assert limits.max_queued_tokens == 8 * 4 * (312 + 3125)
+        assert {part.engine for part in control.Trace(control_pb2.TraceRequest())} == {1, 2}
+
+
 def test_stalled_readers_slow_nobody_down(
     inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
 ) -> None:
@@ -403,6 +477,13 @@ def test_an_idle_server_uses_under_one_percent_of_a_core(transport: str) -> None
         (("--workers", "2", "--listen", "unix:/tmp/pagoda-shared.sock"), "--workers"),
         (("--workers", "2", "--max-requests", "1"), "--max-requests"),
         (("--workers", "2", "--token-budget", "3"), "--token-budget"),
+        (("--workers", "2", "--max-queued-tokens", "1"), "--max-queued-tokens"),
+        (("--workers", "2", "--listen", "192.0.2.1:0", "--allow-insecure"), "Cannot assign requested address"),
+        (("--listen", "nonsense"), "--listen: 'nonsense' is not unix:PATH or HOST:PORT"),
+        (("--listen", "unix:/no/such/folder/s"), "No such file or directory"),
+        (("--engine", "unix:/e", "--policy", "fair"), "--policy: of an engine that is spawned"),
+        (("--kv-cache-gb", "nan"), "--kv-cache-gb must be positive"),
+        (("--device", "cuda"), "--device cuda: the synthetic model"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_line_and_exit_code_two(arguments: tuple[str, ...], complaint: str) -> None:
@@ -423,6 +504,18 @@ def test_a_wrong_setting_is_one_clear_line_and_exit_code_two(arguments: tuple[st
     assert result.returncode == 2
     assert complaint in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_unix_socket_in_use_is_refused_and_goes_on_being_served(tmp_path: Path) -> None:
+    listen = ("--listen", f"unix:{tmp_path / 's'}")
+    with running_server(*SYNTHETIC, *listen) as server:
+        command = [sys.executable, "-m", "clients.cli", "serve", *SYNTHETIC, *listen]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+        assert result.returncode == 2
+        assert f"cannot bind {listen[1]}: Address already in use" in result.stderr
+        assert server.health() == health_pb2.HealthCheckResponse.SERVING
+        assert server.stop() == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_port_in_use_is_refused(synthetic_server: Server) -> None:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeAlias
 
+import pytest
+
 from channel.link import Link
 from channel.shm_server import ShmServer
 from protos import control_pb2, engine_pb2, inference_pb2
@@ -88,3 +90,35 @@ async def test_a_flush_whose_call_was_cancelled_leaves_the_channel_as_it_was() -
         await engine.write(flushed(5))
         assert await asyncio.wait_for(wanted, 5) == 5
         assert channel.is_ready
+
+
+async def run_for(channel: EngineChannel, seconds: float) -> None:
+    running = asyncio.create_task(channel.run())
+    await asyncio.sleep(seconds)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "shm:/no/such/socket", "unix:/no/such/socket"])
+async def test_an_address_where_nobody_answers_is_told_once_and_not_at_once(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    patient = EngineChannel(address, hang_timeout_s=60, patience_s=60, on_change=nothing)
+    await run_for(patient, 0.5)
+    assert not caplog.records
+    await run_for(EngineChannel(address, hang_timeout_s=60, patience_s=0.3, on_change=nothing), 1.0)
+    assert [record.message.startswith(f"no engine at {address}: ") for record in caplog.records] == [True]
+
+
+async def test_an_engine_that_goes_is_told_with_its_address(caplog: pytest.LogCaptureFixture) -> None:
+    async with connected() as (channel, engine):
+        engine.close()
+        for _ in range(500):
+            if not channel.is_ready:
+                break
+            await asyncio.sleep(0.01)
+        assert caplog.messages == [f"lost the engine at {channel.address}: it has closed the connection"]
