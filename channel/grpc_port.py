@@ -20,6 +20,7 @@ from channel.socket_file import SocketFile, remove_stale
 KEEPALIVE_OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # by default a minute, which is what counts for the answer to a ping
     ("grpc.http2.max_pings_without_data", 0),  # by default two, and a stream may be quiet for longer
 ]
 

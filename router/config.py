@@ -44,7 +44,7 @@ class ServeConfig:
     tenant_weights     shares of the tenants under --policy fair, NAME=WEIGHT,…; 1 where not named
     target_itl_ms      of a step that holds decodes, whose share of prefill adapts; None: no such target
     max_itl_growth     of a step by prompts beside its decodes, as a factor; None: no such limit
-    max_queued_tokens  prompt + max_tokens over all admitted requests; None: eight times what the KV cache holds
+    max_queued_tokens  prompt + max_tokens over all admitted requests; None: eight times what all KV caches hold
     reflection         None: on for loopback and Unix sockets
     auth_token_file    clients must send its content as a bearer token; $PAGODA_AUTH_TOKEN does the same
     allow_insecure     listen on a public address without TLS and token

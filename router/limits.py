@@ -1,4 +1,4 @@
-"""What a request may ask for: fixed when the engine says hello."""
+"""What a request may ask for: fixed when the engine says hello. Of several engines each can hold it."""
 
 from __future__ import annotations
 

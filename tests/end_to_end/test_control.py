@@ -193,18 +193,16 @@ def test_tls_is_served_with_the_given_certificate(tmp_path: Path) -> None:
             ask(inference_pb2_grpc.InferenceStub(channel), message, 5)
 
 
-def test_a_model_is_served_under_the_name_it_is_given() -> None:
-    arguments = ("--model", "synthetic", "--workers", "2", "--served-model-name", "org/name")
-    with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_model_is_served_under_the_name_it_is_given(workers: str) -> None:
+    arguments = ("--model", "synthetic", "--workers", workers, "--served-model-name", "org/name")
+    with running_server(*arguments, ready=False) as server, grpc.insecure_channel(server.address) as channel:
         inference, control = inference_pb2_grpc.InferenceStub(channel), control_pb2_grpc.ControlStub(channel)
-        message = request("x", max_tokens=2)
-        message.model = "org/name"
-        assert ask(inference, message).ids()
+        assert inference.Tokenize(inference_pb2.TokenizeRequest(text="x", model="org/name")).token_ids == [ord("x")]
         assert control.GetServerInfo(control_pb2.GetServerInfoRequest()).model == "org/name"
-        message.model = "synthetic"
         with pytest.raises(grpc.RpcError) as caught:
-            ask(inference, message)
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            inference.Tokenize(inference_pb2.TokenizeRequest(text="x", model="synthetic"))
+        assert caught.value.details() == "model: not served here; org/name is"
 
 
 def test_a_unix_socket_is_served_too(tmp_path: Path) -> None:

@@ -453,6 +453,50 @@ def test_a_reader_that_stalls_for_too_long_is_given_up() -> None:
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@contextlib.contextmanager
+def cable_to(address: str) -> Iterator[tuple[str, threading.Event]]:
+    """Another address of a server, and what cuts it without a word to either end."""
+    cut = threading.Event()
+
+    def carry(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not cut.is_set():
+                    target.sendall(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                near, _ = listener.accept()
+                host, _, port = address.rpartition(":")
+                far = socket.create_connection((host, int(port)))
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=carry, args=ends, daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}", cut
+
+
+@pytest.mark.slow
+def test_the_call_of_a_host_that_has_vanished_is_given_up() -> None:
+    with (
+        running_server("--model", "synthetic", "--step-ms", "50000") as server,  # there is nothing to write meanwhile
+        cable_to(server.address) as (address, cut),
+        grpc.insecure_channel(address) as doomed,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        _, control = stubs(channel)
+        _call = stubs(doomed)[0].Generate(request("doomed", max_tokens=9))
+        while not control.GetLoad(control_pb2.GetLoadRequest()).requests:
+            time.sleep(0.01)
+        cut.set()
+        deadline = time.monotonic() + 50
+        while control.GetLoad(control_pb2.GetLoadRequest()).requests:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
 @CHANNELS
 def test_an_idle_server_uses_under_one_percent_of_a_core(transport: str) -> None:
     with running_server(*SYNTHETIC, "--channel", transport) as server, grpc.insecure_channel(server.address) as channel:
