@@ -198,7 +198,9 @@ def test_a_model_is_served_under_the_name_it_is_given(workers: str) -> None:
     arguments = ("--model", "synthetic", "--workers", workers, "--served-model-name", "org/name")
     with running_server(*arguments, ready=False) as server, grpc.insecure_channel(server.address) as channel:
         inference, control = inference_pb2_grpc.InferenceStub(channel), control_pb2_grpc.ControlStub(channel)
-        assert inference.Tokenize(inference_pb2.TokenizeRequest(text="x", model="org/name")).token_ids == [ord("x")]
+        assert inference.Tokenize(inference_pb2.TokenizeRequest(text="x", raw=True, model="org/name")).token_ids == [
+            ord("x")
+        ]
         assert control.GetServerInfo(control_pb2.GetServerInfoRequest()).model == "org/name"
         with pytest.raises(grpc.RpcError) as caught:
             inference.Tokenize(inference_pb2.TokenizeRequest(text="x", model="synthetic"))
