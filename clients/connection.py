@@ -19,6 +19,7 @@ CHANNEL_OPTIONS = [
     # A peer that has vanished without a word is noticed though the stream is quiet.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # else an answer may take a minute, whatever the line above says
 ]
 
 
