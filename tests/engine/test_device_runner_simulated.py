@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from bench.gpu.rows import Bench, Ceilings
 from checkpoints.progress import no_progress
 from engine import load, loaded_model
 from engine.config import EngineConfig
+from engine.device.outcomes import DeviceStep
 from engine.errors import ConfigError
-from engine.sequence import SamplingParams
+from engine.sequence import SamplingParams, StepPlan
 from kernels import Backend, HeadNorms, PagedKV, load_backend
 from kernels.triton import timing
 from tests.engine import test_device_runner
@@ -37,7 +39,7 @@ from tests.engine.test_on_gpu import (
     test_launching_waits_for_nothing,  # noqa: F401
     test_without_a_size_the_cache_takes_most_of_what_is_free,  # noqa: F401
 )
-from tests.engine.tiny_models import random_prompt
+from tests.engine.tiny_models import MODELS, random_prompt, save_model
 from tests.simulated_cuda import SimulatedCuda
 
 AT_ONCE_TOO = ("preempted", "start_in_one_step", "loaded_again", "graphs_give")
@@ -75,18 +77,59 @@ def launched_reference(device: SimulatedCuda) -> Backend:
     )
 
 
-def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does(llama: Path) -> None:
-    served = Served(device_runner(llama, "triton"), 30)
-    seqs = ask(served, 3, max_tokens=3)
+@contextmanager
+def no_wait() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(MODELS["qwen3"], folder)
+    return folder
+
+
+def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_waits(qwen3: Path) -> None:
+    runner = device_runner(qwen3, "triton")
+    launch = runner.launch
+
+    def watched(plan: StepPlan) -> DeviceStep:
+        with no_wait():
+            return launch(plan)
+
+    runner.launch = watched  # type: ignore[method-assign]
+    served = Served(runner, 30)
+    seqs = ask(served, 8, max_tokens=3)
     served.run()
-    assert outputs(seqs) == one_by_one(llama, 3, max_tokens=3)
+    assert not [ended.detail for ended in served.ended if ended.detail]
+    assert outputs(seqs) == one_by_one(qwen3, 8, max_tokens=3)
 
 
-def test_weights_and_pages_of_8_bits_serve_in_graphs(llama: Path) -> None:
-    served = Served(device_runner(llama, "triton-int8", kv_cache_dtype="fp8"), 30)
+def test_weights_and_pages_of_8_bits_serve_in_graphs(qwen3: Path) -> None:
+    served = Served(device_runner(qwen3, "triton-int8", kv_cache_dtype="fp8", max_num_seqs=2), 30)
     seqs = [served.add(random_prompt(5 + at, seed=at), SamplingParams(max_tokens=3)) for at in range(2)]
     served.run()
     assert [len(tokens) for tokens in outputs(seqs)] == [3, 3]
+
+
+def test_blocks_go_to_host_memory_and_come_back_while_nobody_waits(qwen3: Path) -> None:
+    runner = device_runner(qwen3, host_kv_gb=1e-4)
+    assert runner._host is not None
+    for kv in runner._cache:
+        kv.keys.normal_()
+        kv.values.normal_()
+    before = [kv.keys[[3, 1, 4]].clone() for kv in runner._cache]
+    plans = [StepPlan([], saves=[(3, 7), (1, 0), (4, 9)]), StepPlan([], saves=[(2, 1)], loads=[(7, 5), (0, 3), (9, 1)])]
+    with no_wait():
+        copied_s = [runner._host.launch(plan) for plan in plans]
+    torch.cuda.synchronize()
+    assert all(seconds() > 0 for seconds in copied_s)
+    for kv, expected in zip(runner._cache, before, strict=True):
+        assert torch.equal(kv.keys[[5, 3, 1]], expected)
 
 
 def test_the_default_model_starts_on_a_card_of_two_gigabytes_and_answers(
