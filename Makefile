@@ -22,13 +22,13 @@ serve: $(STAMP)           ## a server on 127.0.0.1:50051, until Ctrl-C; ARGS="--
 	@$(BIN)/pagoda serve $(ARGS)
 
 test: $(STAMP)            ## the suite without slow, nightly and GPU tests, about 5 minutes on 2 cores
-	@$(BIN)/python -m pytest -n 2 -m "not slow and not nightly and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not nightly and not gpu" $(ARGS)
 
 test-gpu: $(STAMP)        ## kernels, runner and server on the GPU of this machine
 	@TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "not slow" --timeout=600 $(GPU_TESTS) $(ARGS)
 
 test-all: $(STAMP)        ## and the long ones
-	@$(BIN)/python -m pytest -n 2 -m "not nightly and not gpu" --timeout=1800 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly and not gpu" --timeout=1800 $(ARGS)
 
 test-nightly: $(STAMP)    ## a million random operations of scheduler and blocks; 13 minutes on one core, ARGS="-n 2" uses two
 	@$(BIN)/python -m pytest -m nightly --durations=0 $(ARGS)

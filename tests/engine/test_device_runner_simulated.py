@@ -42,7 +42,7 @@ from tests.engine.test_on_gpu import (
 from tests.engine.tiny_models import MODELS, random_prompt, save_model
 from tests.simulated_cuda import SimulatedCuda
 
-AT_ONCE_TOO = ("preempted", "start_in_one_step", "loaded_again", "graphs_give")
+AT_ONCE_TOO = ("preempted", "start_in_one_step", "loaded_again")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -86,6 +86,19 @@ def no_wait() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.fixture(scope="module", params=["llama", "mistral with a sliding window"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(MODELS[request.param], folder)
+    return folder
+
+
+@pytest.fixture
+def two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes seconds for each."""
+    monkeypatch.setattr("engine.device.graphs.bucket_sizes", lambda most: [1, most])
+
+
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
@@ -93,7 +106,9 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_waits(qwen3: Path) -> None:
+def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_waits(
+    qwen3: Path, two_graphs: None
+) -> None:
     runner = device_runner(qwen3, "triton")
     launch = runner.launch
 
@@ -109,7 +124,7 @@ def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_w
     assert outputs(seqs) == one_by_one(qwen3, 8, max_tokens=3)
 
 
-def test_weights_and_pages_of_8_bits_serve_in_graphs(qwen3: Path) -> None:
+def test_weights_and_pages_of_8_bits_serve_in_graphs(qwen3: Path, two_graphs: None) -> None:
     served = Served(device_runner(qwen3, "triton-int8", kv_cache_dtype="fp8", max_num_seqs=2), 30)
     seqs = [served.add(random_prompt(5 + at, seed=at), SamplingParams(max_tokens=3)) for at in range(2)]
     served.run()
