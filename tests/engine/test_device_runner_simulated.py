@@ -93,12 +93,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-@pytest.fixture
-def two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes seconds for each."""
-    monkeypatch.setattr("engine.device.graphs.bucket_sizes", lambda most: [1, most])
-
-
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
@@ -106,9 +100,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_waits(
-    qwen3: Path, two_graphs: None
-) -> None:
+def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_waits(qwen3: Path) -> None:
     runner = device_runner(qwen3, "triton")
     launch = runner.launch
 
@@ -118,13 +110,13 @@ def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_w
 
     runner.launch = watched  # type: ignore[method-assign]
     served = Served(runner, 30)
-    seqs = ask(served, 8, max_tokens=3)
+    seqs = ask(served, 6, max_tokens=2)
     served.run()
     assert not [ended.detail for ended in served.ended if ended.detail]
-    assert outputs(seqs) == one_by_one(qwen3, 8, max_tokens=3)
+    assert outputs(seqs) == one_by_one(qwen3, 6, max_tokens=2)
 
 
-def test_weights_and_pages_of_8_bits_serve_in_graphs(qwen3: Path, two_graphs: None) -> None:
+def test_weights_and_pages_of_8_bits_serve_in_graphs(qwen3: Path) -> None:
     served = Served(device_runner(qwen3, "triton-int8", kv_cache_dtype="fp8", max_num_seqs=2), 30)
     seqs = [served.add(random_prompt(5 + at, seed=at), SamplingParams(max_tokens=3)) for at in range(2)]
     served.run()
