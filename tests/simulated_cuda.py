@@ -404,7 +404,7 @@ def made_on_the_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def is_of_device(target: Any) -> bool:
-    """ "meta" is what torch's own code takes it for, where it makes a number a tensor beside others."""
+    """Meta is what torch takes it for, where it makes a number a tensor beside others."""
     return target is not None and torch.device(target).type in ("cuda", "meta")
 
 
