@@ -1,13 +1,11 @@
-"""The paged KV cache: how many blocks a budget of memory holds, and their memory."""
+"""The memory of the paged KV cache."""
 
 from __future__ import annotations
 
 import torch
 
-from engine.runner_info import KVCacheSpec, count_blocks
+from engine.runner_info import KVCacheSpec
 from kernels import PagedKV
-
-__all__ = ["DEFAULT_CPU_BYTES", "allocate", "count_blocks"]
 
 DEFAULT_CPU_BYTES = 500_000_000
 

@@ -11,8 +11,9 @@ from checkpoints.progress import Progress, no_progress
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.host_memory import HostMemory
-from engine.kv_cache import DEFAULT_CPU_BYTES, allocate, count_blocks
+from engine.kv_cache import DEFAULT_CPU_BYTES, allocate
 from engine.loaded_model import check_fp8, enough_memory, load_for_serving
+from engine.runner_info import count_blocks
 from engine.sampler import Sampler
 from engine.sequence import Chunk, Sampled, StepPlan, TokenLogprobs
 from engine.step_arrays import StepArrays

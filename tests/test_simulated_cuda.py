@@ -54,12 +54,15 @@ def test_what_makes_the_host_wait_is_noted_and_can_be_an_error(
 
 
 def test_copies_of_pinned_memory_arithmetic_and_numbers_make_nobody_wait(cuda: SimulatedCuda) -> None:
-    x, host = on_card(1.0, 2.0), pinned(2)
-    torch.cuda.set_sync_debug_mode("error")
-    x.copy_(host, non_blocking=True)
-    y = torch.where(x > 1, 2 * x + 1, x.clamp(min=0)).cumsum(0).view(2, 1).expand(2, 3)
-    y[0].fill_(3)
-    host.copy_(y[:, 0], non_blocking=True)
+    x, there, back = torch.empty(2, device="cuda"), pinned(2), pinned(2)
+    there[0], there[1] = 1.0, 2.0
+    x.copy_(there, non_blocking=True)
+    y = torch.where(x > 1, 2 * x + 1, x.clamp(min=0)).cumsum(0).view(2, 1)
+    y[0].fill_(10)
+    back.copy_(y[:, 0], non_blocking=True)
+    assert not cuda.waits
+    torch.cuda.synchronize()
+    assert back.tolist() == [10, 6]
 
 
 def test_what_is_launched_runs_when_the_host_waits(cuda: SimulatedCuda) -> None:

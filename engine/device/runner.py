@@ -21,8 +21,9 @@ from engine.device.rehearsal import largest_plan, prompts_of_all_sizes
 from engine.device.rows import DeviceRows
 from engine.device.step_inputs import DecodeInputs, PromptInputs
 from engine.errors import OutOfMemory
-from engine.kv_cache import DEFAULT_CPU_BYTES, allocate, count_blocks
+from engine.kv_cache import DEFAULT_CPU_BYTES, allocate
 from engine.loaded_model import LoadedModel, enough_memory
+from engine.runner_info import count_blocks
 from engine.sequence import Chunk, Sampled, Sequence, StepPlan
 from kernels import PagedKV, copy_blocks
 

@@ -27,7 +27,7 @@ from engine.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPl
 from engine.step_output import Ended
 from engine.steps_in_flight import Launched, Runner, StepsInFlight
 from kernels.triton.configs import IS_INTERPRETED
-from tests.engine.tiny_models import MODELS, VOCAB_SIZE, load_runner, random_prompt, save_model
+from tests.engine.tiny_models import VOCAB_SIZE, load_runner, random_prompt, saved_model
 from tests.kernels.triton.device import DEVICE
 
 BACKEND = "reference" if IS_INTERPRETED else "triton"
@@ -36,16 +36,12 @@ SETTINGS = {"max_num_seqs": 6, "token_budget": 19, "block_size": 4, "kv_cache_gb
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "mistral with a sliding window"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(MODELS[request.param], folder)
-    return folder
+    return saved_model(request.param, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(MODELS["llama"], folder)
-    return folder
+    return saved_model("llama", tmp_path_factory)
 
 
 def device_runner(folder: Path, backend: str = BACKEND, **settings: object) -> DeviceRunner:

@@ -39,7 +39,7 @@ from tests.engine.test_on_gpu import (
     test_launching_waits_for_nothing,  # noqa: F401
     test_without_a_size_the_cache_takes_most_of_what_is_free,  # noqa: F401
 )
-from tests.engine.tiny_models import MODELS, random_prompt, save_model
+from tests.engine.tiny_models import random_prompt, saved_model
 from tests.simulated_cuda import SimulatedCuda
 
 AT_ONCE_TOO = ("preempted", "start_in_one_step", "loaded_again")
@@ -88,16 +88,12 @@ def no_wait() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["llama", "mistral with a sliding window"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(MODELS[request.param], folder)
-    return folder
+    return saved_model(request.param, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(MODELS["qwen3"], folder)
-    return folder
+    return saved_model("qwen3", tmp_path_factory)
 
 
 def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_waits(qwen3: Path) -> None:

@@ -10,16 +10,14 @@ import pytest
 from engine.errors import ConfigError
 from engine.runner import ModelRunner
 from tests.engine.test_device_runner import BACKEND, FailsAt, Served, ask, device_runner, one_by_one, outputs
-from tests.engine.tiny_models import MODELS, load_runner, save_model
+from tests.engine.tiny_models import load_runner, saved_model
 
 ROOM = {"host_kv_gb": 1e-4}
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(MODELS["llama"], folder)
-    return folder
+    return saved_model("llama", tmp_path_factory)
 
 
 def served_by(kind: str, folder: Path, num_blocks: int = 24, **settings: object) -> Served:

@@ -12,7 +12,7 @@ import torch
 from engine.errors import ConfigError
 from engine.sequence import SamplingParams
 from tests.engine.test_device_runner import Served, ask, device_runner, outputs
-from tests.engine.tiny_models import MODELS, random_prompt, save_model
+from tests.engine.tiny_models import MODELS, random_prompt, save_model, saved_model
 
 pytestmark = pytest.mark.gpu
 
@@ -27,9 +27,7 @@ def _memory_is_given_back() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(MODELS["llama"], folder)
-    return folder
+    return saved_model("llama", tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", MODELS)

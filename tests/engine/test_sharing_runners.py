@@ -10,7 +10,7 @@ import pytest
 from engine.sequence import SamplingParams, Sequence
 from engine.steps_in_flight import Runner
 from tests.engine.test_device_runner import Served, device_runner, outputs
-from tests.engine.tiny_models import MODELS, load_runner, random_prompt, save_model
+from tests.engine.tiny_models import load_runner, random_prompt, saved_model
 
 PARAMS = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.95, seed=11)
 SETTINGS = {"max_num_seqs": 6, "token_budget": 19, "max_model_len": 120}
@@ -18,9 +18,7 @@ SETTINGS = {"max_num_seqs": 6, "token_budget": 19, "max_model_len": 120}
 
 @pytest.fixture(scope="module", params=["llama", "mistral with a sliding window"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(MODELS[request.param], folder)
-    return folder
+    return saved_model(request.param, tmp_path_factory)
 
 
 def runner_of(kind: str, folder: Path, block_size: int = 4) -> Runner:

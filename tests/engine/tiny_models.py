@@ -8,6 +8,7 @@ from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
@@ -77,6 +78,13 @@ def save_model(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torc
     model = model.to(dtype).eval()
     model.save_pretrained(folder)
     return model
+
+
+def saved_model(name: str, factory: pytest.TempPathFactory) -> Path:
+    """The folder of one of MODELS, new for a module's tests."""
+    folder = factory.mktemp("model")
+    save_model(MODELS[name], folder)
+    return folder
 
 
 def load_runner(folder: Path, **settings: Any) -> ModelRunner:
