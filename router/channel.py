@@ -12,12 +12,11 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 
 from protos import control_pb2, engine_pb2
-from router.errors import PagodaError, Unavailable
+from router.engine_stream import EngineStream
+from router.errors import Unavailable
 from router.transport import EngineLink, transport_to
-from router.wake import Wake
 
 log = logging.getLogger("pagoda.router")
 
@@ -27,44 +26,6 @@ RECONNECT_S = 0.1  # a Unix socket or a neighbour: trying is cheap, and a restar
 
 class WrongEngine(Exception):
     """What answers is an engine, but not one for this router's model. One that is, may take its place."""
-
-
-@dataclass(slots=True)
-class SequenceInbox:
-    """What the engine has said of one sequence and the handler has not yet taken."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[engine_pb2.Logprobs] = field(default_factory=list)  # one a token where asked for
-    ended: engine_pb2.Ended | None = None
-
-
-class EngineStream:
-    """One request on the channel: n sequences, one reader. Tokens gather while the reader is busy with its client."""
-
-    def __init__(self, channel: EngineChannel, first_sequence: int, count: int) -> None:
-        self.first_sequence = first_sequence
-        self.inboxes = [SequenceInbox() for _ in range(count)]
-        self.error: PagodaError | None = None
-        self.wake = Wake()
-        self.has_begun = False  # a token has come
-        self.live = set(range(count))  # sequences whose end has not come
-        self._channel = channel
-
-    async def wait(self) -> None:
-        """Until there is something in an inbox. Raises Unavailable when the engine is gone."""
-        await self.wake.wait()
-        if self.error:
-            raise self.error
-
-    def abort(self, index: int | None = None) -> None:
-        """Asks the engine to end one sequence, or all; their ends still come."""
-        which = self.live if index is None else self.live & {index}
-        self._channel.abort([self.first_sequence + at for at in which])
-
-    def close(self) -> None:
-        """Ends what still runs and forgets the request: nothing more is delivered."""
-        self.abort()
-        self._channel.forget(self)
 
 
 class EngineChannel:

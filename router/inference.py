@@ -10,10 +10,10 @@ import grpc
 from protos import engine_pb2, inference_pb2, inference_pb2_grpc
 from router.admission import Admission
 from router.best_of import HeldTokens, best_of
-from router.channel import EngineStream, SequenceInbox
 from router.chat_template import Chat, Message
 from router.client_writer import ClientWriter, GenerateContext
 from router.dispatch import Dispatcher
+from router.engine_stream import EngineStream, SequenceInbox
 from router.errors import DeadlineExceeded, Internal, InvalidArgument
 from router.limits import Limits
 from router.live import LiveRequest, LiveRequests

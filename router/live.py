@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from router.channel import EngineStream
+from router.engine_stream import EngineStream
 from router.errors import AlreadyExists, NotFound
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from protos import engine_pb2, inference_pb2
-from router.channel import SequenceInbox
 from router.detokenizer import Detokenizer
+from router.engine_stream import SequenceInbox
 from router.stop_strings import StopMatcher
 
 FinishReason = inference_pb2.FinishReason

@@ -7,7 +7,7 @@ from google.protobuf.json_format import ParseDict
 
 from protos import engine_pb2, inference_pb2
 from protos.inference_pb2 import GenerateRequest
-from router.channel import SequenceInbox
+from router.engine_stream import SequenceInbox
 from router.errors import InvalidArgument
 from router.inference import GenerateCall
 from router.limits import Limits

@@ -6,7 +6,7 @@ import pytest
 
 from protos import engine_pb2, inference_pb2
 from protos.inference_pb2 import GenerateRequest, GenerateResponse, Sampling
-from router.channel import SequenceInbox
+from router.engine_stream import SequenceInbox
 from router.errors import DeadlineExceeded
 from router.inference import GenerateCall
 from router.limits import Limits

@@ -13,7 +13,8 @@ import pytest
 from channel.link import Link
 from channel.shm_server import ShmServer
 from protos import control_pb2, engine_pb2, inference_pb2
-from router.channel import EngineChannel, EngineStream
+from router.channel import EngineChannel
+from router.engine_stream import EngineStream
 
 EngineEnd: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
 
