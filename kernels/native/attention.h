@@ -138,7 +138,7 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
             int64_t top_at = all_rows * HEAD_DIM + row, total_at = top_at + all_rows;
             float top = -INFINITY, total = 0;
             for (size_t i = at; i < next; i++) top = std::max(top, split(i)[top_at]);
-            f32x16 sums[V] = {};
+            Floats sums[V] = {};
             for (size_t i = at; i < next; i++) {
                 float shrink = exponential_of_negative(broadcast(split(i)[top_at] - top))[0];
                 total += split(i)[total_at] * shrink;
@@ -153,13 +153,13 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
 
 template <typename T>
 void paged_attention(ThreadPool& pool, const AttentionArgs& args) {
-    switch (args.head_dim / LANES) {
-        case 1: return paged_attention_of<1, T>(pool, args);
-        case 2: return paged_attention_of<2, T>(pool, args);
-        case 4: return paged_attention_of<4, T>(pool, args);
-        case 5: return paged_attention_of<5, T>(pool, args);
-        case 6: return paged_attention_of<6, T>(pool, args);
-        case 8: return paged_attention_of<8, T>(pool, args);
-        case 16: return paged_attention_of<16, T>(pool, args);
+    switch (args.head_dim) {
+        case 16: return paged_attention_of<16 / LANES, T>(pool, args);
+        case 32: return paged_attention_of<32 / LANES, T>(pool, args);
+        case 64: return paged_attention_of<64 / LANES, T>(pool, args);
+        case 80: return paged_attention_of<80 / LANES, T>(pool, args);
+        case 96: return paged_attention_of<96 / LANES, T>(pool, args);
+        case 128: return paged_attention_of<128 / LANES, T>(pool, args);
+        case 256: return paged_attention_of<256 / LANES, T>(pool, args);
     }
 }

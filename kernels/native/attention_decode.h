@@ -44,19 +44,19 @@ struct Prefetch {
 template <int ROWS, int V, typename T>
 void score(const float* queries, const T* keys, const TokenOffsets& split, Prefetch<T>& prefetch, float* scores) {
     constexpr int64_t HEAD_DIM = V * LANES;
-    f32x16 q[ROWS][V];
+    Floats q[ROWS][V];
     for (int row = 0; row < ROWS; row++)
         for (int i = 0; i < V; i++) q[row][i] = load(queries + row * HEAD_DIM + i * LANES);
     for (int64_t first = 0; first < split.count; first += LANES) {
-        f32x16 parts[ROWS][LANES];
+        Floats parts[ROWS][LANES];
         for (int64_t lane = 0; lane < LANES; lane++) {
             int64_t token = std::min(first + lane, split.count - 1);
             const T* key = keys + split.at[token];
             prefetch.step();
-            f32x16 k[V];
+            Floats k[V];
             for (int i = 0; i < V; i++) k[i] = load(key + i * LANES);
             for (int row = 0; row < ROWS; row++) {
-                f32x16 part = q[row][0] * k[0];
+                Floats part = q[row][0] * k[0];
                 for (int i = 1; i < V; i++) part += q[row][i] * k[i];
                 parts[row][lane] = part;
             }
@@ -65,22 +65,37 @@ void score(const float* queries, const T* keys, const TokenOffsets& split, Prefe
     }
 }
 
+// The most vectors of V that ROWS rows can sum at once in registers: a divisor of V.
+constexpr int columns_at_once(int rows, int v) {
+    int columns = std::min(v, std::max(1, (REGISTERS - REGISTERS / 4) / rows));
+    while (v % columns) columns--;
+    return columns;
+}
+
 // out [ROWS, V * LANES] = weights · values.
 template <int ROWS, int V, typename T>
 void weigh(const float* weights, const T* values, const TokenOffsets& split, float* out) {
     constexpr int64_t HEAD_DIM = V * LANES;
-    f32x16 sums[ROWS][V] = {};
-    for (int64_t token = 0; token < split.count; token++) {
-        const T* value = values + split.at[token];
-        f32x16 v[V];
-        for (int i = 0; i < V; i++) v[i] = load(value + i * LANES);
-        for (int row = 0; row < ROWS; row++) {
-            f32x16 weight = broadcast(weights[row * SPLIT + token]);
-            for (int i = 0; i < V; i++) sums[row][i] += weight * v[i];
+    constexpr int COLUMNS = columns_at_once(ROWS, V);
+    for (int64_t first = 0; first < HEAD_DIM; first += COLUMNS * LANES) {
+        Floats sums[ROWS][COLUMNS] = {};
+        for (int64_t token = 0; token < split.count; token++) {
+            const T* value = values + split.at[token] + first;
+            Floats weight[ROWS];
+            PAGODA_UNROLL
+            for (int row = 0; row < ROWS; row++) weight[row] = broadcast(weights[row * SPLIT + token]);
+            PAGODA_UNROLL
+            for (int i = 0; i < COLUMNS; i++) {
+                Floats v = load(value + i * LANES);
+                PAGODA_UNROLL
+                for (int row = 0; row < ROWS; row++) sums[row][i] += weight[row] * v;
+            }
         }
+        PAGODA_UNROLL
+        for (int row = 0; row < ROWS; row++)
+            PAGODA_UNROLL
+            for (int i = 0; i < COLUMNS; i++) store(out + row * HEAD_DIM + first + i * LANES, sums[row][i]);
     }
-    for (int row = 0; row < ROWS; row++)
-        for (int i = 0; i < V; i++) store(out + row * HEAD_DIM + i * LANES, sums[row][i]);
 }
 
 // Makes weights of a split's scores, in place; returns the greatest score that is seen, and the sum of the weights.
@@ -94,11 +109,11 @@ inline void soften(float* scores, int64_t count, Sight seen, float* greatest_sco
     }
     for (int64_t i = 0; i < seen.first; i++) scores[i] = -INFINITY;
     for (int64_t i = seen.last; i < padded; i++) scores[i] = -INFINITY;
-    f32x16 most = broadcast(-INFINITY), sums{};
+    Floats most = broadcast(-INFINITY), sums{};
     for (int64_t i = 0; i < padded; i += LANES) most = max(load(scores + i), most);
     float top = greatest(most);
     for (int64_t i = 0; i < padded; i += LANES) {
-        f32x16 weight = exponential_of_negative(load(scores + i) - top);
+        Floats weight = exponential_of_negative(load(scores + i) - top);
         sums += weight;
         store(scores + i, weight);
     }
@@ -112,7 +127,8 @@ template <int V, typename T, typename Seen>
 void attend_split(const float* queries, int64_t rows, const T* keys, const T* values, const TokenOffsets& split,
                   const Seen& seen, Prefetch<T>& prefetch, float* tops, float* totals, float* out) {
     constexpr int64_t HEAD_DIM = V * LANES;
-    constexpr int MOST = V <= 4 ? 4 : V <= 5 ? 3 : V <= 8 ? 2 : 1;  // whose queries, or sums, stay in registers
+    // Whose queries stay in registers; where there are 16 of them, whose sums do.
+    constexpr int MOST = REGISTERS == 16 ? 4 : V <= 4 ? 4 : V <= 5 ? 3 : V <= 8 ? 2 : 1;
     alignas(64) float scores[MOST * SPLIT];
     for (int64_t row = 0; row < rows;) {
         auto attend = [&](auto count) {

@@ -13,32 +13,37 @@ constexpr int64_t ROW_STEP = 6;   // rows whose sums stay in registers together
 // rows is a multiple of ROW_STEP.
 template <int WIDE>
 void multiply_add(const float* a, int64_t a_stride, const float* b, float* c, int64_t rows, int64_t depth, int columns) {
-    constexpr int STEP = 4;  // columns of lanes whose sums stay in registers together
+    constexpr int STEP = REGISTERS == 32 ? 4 : 2;  // columns of lanes whose sums stay in registers together
     for (int column = 0; column < columns; column += STEP) {
         auto multiply = [&](auto wide) {
             for (int64_t row = 0; row < rows; row += ROW_STEP) {
-                f32x16 sums[ROW_STEP][wide.value];
+                Floats sums[ROW_STEP][wide.value];
                 float* to = c + row * WIDE * LANES + column * LANES;
+                PAGODA_UNROLL
                 for (int r = 0; r < ROW_STEP; r++)
+                    PAGODA_UNROLL
                     for (int i = 0; i < wide.value; i++) sums[r][i] = load(to + r * WIDE * LANES + i * LANES);
                 for (int64_t k = 0; k < depth; k++) {
-                    f32x16 right[wide.value];
+                    Floats right[wide.value];
+                    PAGODA_UNROLL
                     for (int i = 0; i < wide.value; i++) right[i] = load(b + k * WIDE * LANES + (column + i) * LANES);
+                    PAGODA_UNROLL
                     for (int r = 0; r < ROW_STEP; r++) {
-                        f32x16 left = broadcast(a[(row + r) * a_stride + k]);
-                        for (int i = 0; i < wide.value; i++) sums[r][i] += left * right[i];
+                        Floats left = broadcast(a[(row + r) * a_stride + k]);
+                        PAGODA_UNROLL
+                        for (int i = 0; i < wide.value; i++) {
+                            sums[r][i] += left * right[i];
+                            if (REGISTERS == 16) PAGODA_KEEP(sums[r][i]);
+                        }
                     }
                 }
+                PAGODA_UNROLL
                 for (int r = 0; r < ROW_STEP; r++)
+                    PAGODA_UNROLL
                     for (int i = 0; i < wide.value; i++) store(to + r * WIDE * LANES + i * LANES, sums[r][i]);
             }
         };
-        switch (std::min(STEP, columns - column)) {
-            case 1: multiply(std::integral_constant<int, 1>{}); break;
-            case 2: multiply(std::integral_constant<int, 2>{}); break;
-            case 3: multiply(std::integral_constant<int, 3>{}); break;
-            case 4: multiply(std::integral_constant<int, 4>{}); break;
-        }
+        with_count<STEP>(std::min(STEP, columns - column), multiply);
     }
 }
 
@@ -60,10 +65,10 @@ void load_keys(Tile<V>& tile, const T* keys, const T* values, const TokenOffsets
     for (int64_t first = 0; first < tokens.count; first += LANES) {
         int64_t count = std::min<int64_t>(LANES, tokens.count - first);
         for (int64_t d = 0; d < HEAD_DIM; d += LANES) {
-            f32x16 rows[LANES];
+            Floats rows[LANES];
             for (int64_t i = 0; i < LANES; i++) {  // whatever a slot past the last token holds must not reach a product
-                rows[i] = i < count ? load(keys + tokens.at[first + i] + d) : f32x16{};
-                f32x16 value = i < count ? load(values + tokens.at[first + i] + d) : f32x16{};
+                rows[i] = i < count ? load(keys + tokens.at[first + i] + d) : Floats{};
+                Floats value = i < count ? load(values + tokens.at[first + i] + d) : Floats{};
                 store(tile.values + (first + i) * HEAD_DIM + d, value);
             }
             transpose(rows);
@@ -83,12 +88,12 @@ void soften_row(float* weights, int64_t width, int64_t first, int64_t last, floa
     }
     for (int64_t i = 0; i < first; i++) weights[i] = -INFINITY;
     for (int64_t i = last; i < width; i++) weights[i] = -INFINITY;
-    f32x16 most = broadcast(row_top);
+    Floats most = broadcast(row_top);
     for (int64_t i = 0; i < width; i += LANES) most = max(load(weights + i), most);
     float top = greatest(most);
-    f32x16 sums{};
+    Floats sums{};
     for (int64_t i = 0; i < width; i += LANES) {
-        f32x16 weight = exponential_of_negative(load(weights + i) - top);
+        Floats weight = exponential_of_negative(load(weights + i) - top);
         sums += weight;
         store(weights + i, weight);
     }
@@ -136,9 +141,9 @@ void attend_tile(const TileRows& rows, const T* keys, const T* values) {
     auto* queries = static_cast<const T*>(rows.args.queries);
     for (int64_t row = 0; row < padded_rows; row++) {
         for (int64_t d = 0; d < HEAD_DIM; d += LANES) {
-            f32x16 query = row < rows.count ? load(queries + rows.element(row) + d) * scale : f32x16{};
+            Floats query = row < rows.count ? load(queries + rows.element(row) + d) * scale : Floats{};
             store(tile.queries + row * HEAD_DIM + d, query);
-            store(tile.out + row * HEAD_DIM + d, f32x16{});
+            store(tile.out + row * HEAD_DIM + d, Floats{});
         }
         tile.tops[row] = -INFINITY;
         tile.totals[row] = 0;

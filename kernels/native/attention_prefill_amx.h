@@ -34,8 +34,8 @@ void load_keys(MatrixTile<V>& tile, const bf16* keys, const bf16* values, const 
     int64_t end = ceil_div(tokens.count, DEPTH) * DEPTH;
     for (int64_t d = 0; d < HEAD_DIM; d += DEPTH) {
         for (int64_t first = 0; first < end; first += TILE) {
-            f32x16 pairs[TILE];
-            for (int64_t i = 0; i < TILE; i++) pairs[i] = (f32x16)load_dims(keys, first + i, d);
+            Floats pairs[TILE];
+            for (int64_t i = 0; i < TILE; i++) pairs[i] = (Floats)load_dims(keys, first + i, d);
             transpose(pairs);
             for (int64_t i = 0; i < TILE; i++)
                 _mm512_store_si512(tile.keys[d / DEPTH][first / TILE][i], (__m512i)pairs[i]);
@@ -118,7 +118,7 @@ void attend_tile(const TileRows& rows, const bf16* keys, const bf16* values) {
                 for (int64_t i = 0; i < width; i += LANES) store(scores + i, load(scores + i) * scale);
                 soften_row<V>(scores, width, seen - rows.window, seen, tile.tops[row], tile.totals[row], tile.out[row]);
                 for (int64_t i = 0; i < width; i += LANES) {
-                    f32x16 weight = load(scores + i), near = rounded(weight);
+                    Floats weight = load(scores + i), near = rounded(weight);
                     store(tile.weights[0][row - batch] + i, near);
                     store(tile.weights[1][row - batch] + i, weight - near);
                 }

@@ -4,10 +4,10 @@
 template <typename T>
 void rms_norm_row(const T* x, const T* weight, T* residual, T* out, int64_t size, float eps) {
     int64_t whole = size / LANES * LANES;
-    f32x16 squares{};
+    Floats squares{};
     float tail = 0;
     for (int64_t i = 0; i < whole; i += LANES) {
-        f32x16 value = load(x + i);
+        Floats value = load(x + i);
         if (residual) {
             value += load(residual + i);
             store(residual + i, value);
@@ -49,7 +49,7 @@ void silu_and_mul(ThreadPool& pool, const T* gate_up, T* out, int64_t rows, int6
             T* to = out + row * size;
             int64_t i = 0;
             for (; i + LANES <= size; i += LANES) {
-                f32x16 value = load(gate + i);
+                Floats value = load(gate + i);
                 store(to + i, value / (1.0f + exponential(-value)) * load(up + i));
             }
             for (; i < size; i++) {
@@ -65,8 +65,8 @@ template <typename T>
 void rotate(const T* from, const float* cosines, const float* sines, T* to, int64_t half) {
     int64_t i = 0;
     for (; i + LANES <= half; i += LANES) {
-        f32x16 first = load(from + i), second = load(from + half + i);
-        f32x16 cosine = load(cosines + i), sine = load(sines + i);
+        Floats first = load(from + i), second = load(from + half + i);
+        Floats cosine = load(cosines + i), sine = load(sines + i);
         store(to + i, first * cosine - second * sine);
         store(to + half + i, second * cosine + first * sine);
     }
@@ -107,11 +107,11 @@ template <typename T>
 void argmax(ThreadPool& pool, const T* x, int64_t* out, int64_t rows, int64_t size) {
     pool.run(static_cast<int>(rows), [&](int part) {
         const T* row = x + part * size;
-        f32x16 best = broadcast(-INFINITY);
-        i32x16 is_nan{};
+        Floats best = broadcast(-INFINITY);
+        Ints is_nan{};
         int64_t whole = size / LANES * LANES;
         for (int64_t i = 0; i < whole; i += LANES) {
-            f32x16 value = load(row + i);
+            Floats value = load(row + i);
             best = max(best, value);
             is_nan |= value != value;
         }
@@ -127,7 +127,7 @@ void argmax(ThreadPool& pool, const T* x, int64_t* out, int64_t rows, int64_t si
         if (broken || !std::isfinite(top)) return;
         int64_t at = 0;
         for (; at < whole; at += LANES) {
-            i32x16 hit = load(row + at) == top;
+            Ints hit = load(row + at) == top;
             bool any = false;
             for (int lane = 0; lane < LANES; lane++) any |= hit[lane] != 0;
             if (any) break;

@@ -6,10 +6,16 @@ namespace {  // each file has its own copy
 #include "simd_ops.h"
 
 #include "attention.h"
+#include "bytes.h"
 #include "elementwise.h"
 #include "linear_rows.h"
+#include "linear_whole.h"
+#include "quantized_rows.h"
 
+#include "linear_int4.h"
 #include "linear_int8.h"
+
+#include "isa_bytes.h"
 
 constexpr Ops make_ops(const char* name) {
     Ops ops{};
@@ -37,18 +43,16 @@ constexpr Ops make_ops(const char* name) {
     ops.argmax = [](ThreadPool& pool, Dtype dtype, const void* x, int64_t* out, int64_t rows, int64_t size) {
         with_type(dtype, [&](auto type) { argmax(pool, static_cast<const decltype(type)*>(x), out, rows, size); });
     };
-#if defined(PAGODA_VNNI)
-    ops.has_int8 = true;
-    ops.pack_int8 = [](ThreadPool& pool, Dtype dtype, const void* weight, int8_t* packed, float* scales, int64_t in,
-                       int64_t out) {
+    set_byte_ops(ops);
+    ops.pack_whole = [](ThreadPool& pool, Dtype dtype, const void* weight, void* packed, int64_t in, int64_t out) {
         with_type(dtype, [&](auto type) {
-            pack_int8(pool, static_cast<const decltype(type)*>(weight), packed, scales, in, out);
+            using T = decltype(type);
+            pack_whole(pool, static_cast<const T*>(weight), static_cast<T*>(packed), in, out);
         });
     };
-    ops.linear_int8 = [](ThreadPool& pool, Dtype dtype, const LinearArgs& args) {
-        with_type(dtype, [&](auto type) { linear_int8<decltype(type)>(pool, args); });
+    ops.linear_whole = [](ThreadPool& pool, Dtype dtype, const LinearArgs& args) {
+        with_type(dtype, [&](auto type) { linear_whole<decltype(type)>(pool, args); });
     };
-#endif
     return ops;
 }
 

@@ -12,8 +12,11 @@
 #include <atomic>
 #include <cmath>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
+#define PAGODA_LANES 16
+#define PAGODA_REGISTERS 32
 #include "simd.h"
 
 #define PAGODA_BF16 1

@@ -5,8 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
+#define PAGODA_LANES 8
+#define PAGODA_REGISTERS 16
+#define PAGODA_AVX2 1
 #include "ops.h"
 #include "simd.h"
 

@@ -5,12 +5,15 @@
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
+#define PAGODA_LANES 16
+#define PAGODA_REGISTERS 32
+#define PAGODA_AVX512 1
 #include "ops.h"
 #include "simd.h"
 
-#define PAGODA_VNNI 1
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c"))), apply_to = function)
 #else

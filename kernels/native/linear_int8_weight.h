@@ -5,12 +5,11 @@
 //
 // Weights lie in panels of PANEL outputs: [panel][in][PANEL], with zeros up to a multiple of DEPTH inputs.
 
-constexpr int64_t PANEL = 2 * TILE;    // outputs: with a batch of rows four tiles of sums
+static_assert(PANEL == 2 * TILE);      // with a batch of rows four tiles of sums
 constexpr int64_t BLOCK_ROWS = 256;    // of 1,500 inputs, stay in the second level of cache
 constexpr int64_t CHUNK = 9;           // steps whose weights are widened at once, to stay in the first level
 constexpr int64_t CHUNK_OF_ONE = 2;    // the same for a single batch: memory is not to wait for the unit
 constexpr int64_t FEW_ROWS = 2;        // take less time without the unit
-constexpr int64_t AHEAD_BYTES = 8192;  // what memory delivers in the time that it takes to answer, with room to spare
 
 template <typename T>
 void pack_int8_weight(ThreadPool& pool, const T* weight, int8_t* packed, float* scales, int64_t in, int64_t out) {
@@ -30,8 +29,8 @@ void pack_int8_weight(ThreadPool& pool, const T* weight, int8_t* packed, float* 
     });
 }
 
-PAGODA_INLINE f32x16 to_floats(const int8_t* from) {
-    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+PAGODA_INLINE Floats to_floats(const int8_t* from) {
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 }
 
 // Two inputs of TILE outputs, as the unit wants them: those of one output side by side. The lower half of a float that was
@@ -40,16 +39,6 @@ PAGODA_INLINE void widen(const int8_t* bytes, uint16_t* to) {
     auto first = (__m512i)to_floats(bytes), second = (__m512i)to_floats(bytes + PANEL);
     _mm512_store_si512(to, _mm512_or_si512(second, _mm512_srli_epi32(first, 16)));
 }
-
-// Weights to fetch into the cache, some lines with each step.
-struct Ahead {
-    const int8_t* bytes;
-    int64_t lines;
-
-    void fetch() {
-        for (int64_t i = 0; i < lines; i++, bytes += 64) __builtin_prefetch(bytes, 0, 2);
-    }
-};
 
 // Some steps of a panel, to [steps][2][DEPTH / 2][TILE][2]. Fetches what is AHEAD_BYTES further on its way, if it is to.
 void widen_steps(const int8_t* bytes, int64_t steps, uint16_t* to, bool fetches) {
@@ -75,7 +64,7 @@ struct Panel {
 
 template <typename T>
 void store_batch(const Panel<T>& panel, const float* sums, int64_t row, int64_t rows) {
-    f32x16 scales[2] = {load(panel.scales), load(panel.scales + LANES)};
+    Floats scales[2] = {load(panel.scales), load(panel.scales + LANES)};
     T* out = panel.out + row * panel.out_stride;
     if (panel.columns == PANEL && !panel.bias) {
         for (int64_t i = 0; i < rows; i++, out += panel.out_stride, sums += PANEL) {
@@ -102,7 +91,7 @@ void multiply_panel(MatrixUnit& unit, const Panel<T>& panel, int64_t first, int6
         int64_t steps = std::min(chunk, panel.steps - step);
         bool is_first = step == 0, is_last = step + steps == panel.steps;
         const int8_t* bytes = panel.bytes + step * DEPTH * PANEL;
-        Ahead ahead{bytes + steps * DEPTH * PANEL, batches == 1 ? 0 : ceil_div(LINES, batches)};
+        Ahead ahead{reinterpret_cast<const uint8_t*>(bytes) + steps * DEPTH * PANEL, batches == 1 ? 0 : ceil_div(LINES, batches)};
         widen_steps(bytes, steps, room, batches == 1);
         for (int64_t row = first; row < last; row += BATCH) {
             int64_t rows = std::min(BATCH, last - row);
@@ -129,15 +118,15 @@ void multiply_panel(MatrixUnit& unit, const Panel<T>& panel, int64_t first, int6
 template <int ROWS, typename T>
 void multiply_few(const Panel<T>& panel, const float* x) {
     int64_t depth = panel.steps * DEPTH;
-    f32x16 sums[ROWS][2] = {};
+    Floats sums[ROWS][2] = {};
     const int8_t* bytes = panel.bytes;
     for (int64_t step = 0; step < depth; step += DEPTH) {
-        f32x16 halves[ROWS][2][2] = {};
+        Floats halves[ROWS][2][2] = {};
         for (int64_t i = 0; i < DEPTH; i += 2, bytes += 2 * PANEL) {
             __builtin_prefetch(bytes + AHEAD_BYTES, 0, 2);
             for (int odd = 0; odd < 2; odd++)
                 for (int column = 0; column < 2; column++) {
-                    f32x16 weight = to_floats(bytes + odd * PANEL + column * TILE);
+                    Floats weight = to_floats(bytes + odd * PANEL + column * TILE);
                     for (int row = 0; row < ROWS; row++)
                         halves[row][column][odd] += weight * broadcast(x[row * depth + step + i + odd]);
                 }
@@ -201,7 +190,7 @@ void linear_int8_weight_of(ThreadPool& pool, const LinearArgs& args) {
         return Panel<T>{static_cast<const bf16*>(rows),
                         depth,
                         steps,
-                        args.weight + at * depth * PANEL,
+                        static_cast<const int8_t*>(args.weight) + at * depth * PANEL,
                         args.scales + at * PANEL,
                         args.bias ? static_cast<const T*>(args.bias) + at * PANEL : nullptr,
                         static_cast<T*>(args.out) + at * PANEL,

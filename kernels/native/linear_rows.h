@@ -1,5 +1,9 @@
-// What goes into a product: rows as they are, or gated on the way. And what comes out. No include guard: each instruction
-// set compiles its own copy.
+// What all products have in common: their rows, as they are or gated on the way, the panels of outputs that threads share
+// out, and where the results go. No include guard: each instruction set compiles its own copy.
+
+constexpr int64_t VECTORS = 2;  // of outputs in a panel
+constexpr int64_t PANEL = VECTORS * LANES;
+constexpr int64_t AHEAD_BYTES = 8192;  // what memory delivers in the time that it takes to answer, with room to spare
 
 // A row as it is.
 template <typename T>
@@ -8,7 +12,7 @@ struct Plain {
     const T* x;
 
     Plain(const T* row, int64_t) : x(row) {}
-    f32x16 operator()(int64_t i) const { return load(x + i); }
+    Floats operator()(int64_t i) const { return load(x + i); }
     float at(int64_t i) const { return to_float(x[i]); }
 };
 
@@ -19,18 +23,86 @@ struct Gated {
     const T *gate, *up;
 
     Gated(const T* row, int64_t in) : gate(row), up(row + in) {}
-    f32x16 operator()(int64_t i) const { return gated(load(gate + i), load(up + i)); }
+    Floats operator()(int64_t i) const { return gated(load(gate + i), load(up + i)); }
     float at(int64_t i) const { return gated(broadcast(to_float(gate[i])), broadcast(to_float(up[i])))[0]; }
-    static f32x16 gated(f32x16 gate, f32x16 up) { return gate / (1.0f + exponential(-gate)) * up; }
+    static Floats gated(Floats gate, Floats up) { return gate / (1.0f + exponential(-gate)) * up; }
 };
+
+// Calls prepare(number, row) for every row of the input, as a Plain or a Gated.
+template <typename T, typename Prepare>
+void for_each_row(ThreadPool& pool, const LinearArgs& args, const Prepare& prepare) {
+    auto run = [&](auto row_type) {
+        using Row = typename decltype(row_type)::type;
+        const T* x = static_cast<const T*>(args.x);
+        int64_t rows_a_part = rows_per_part(args.rows, 2 * Row::WIDTH * args.in);
+        pool.run(static_cast<int>(ceil_div(args.rows, rows_a_part)), [&](int part) {
+            int64_t end = std::min(args.rows, (part + 1) * rows_a_part);
+            for (int64_t row = part * rows_a_part; row < end; row++) prepare(row, Row(x + row * Row::WIDTH * args.in, args.in));
+        });
+    };
+    if (args.is_gated)
+        run(TypeOf<Gated<T>>{});
+    else
+        run(TypeOf<Plain<T>>{});
+}
 
 // LANES outputs of a row from `column` of their panel on. The panel has so many columns; what is beyond them is padding.
 template <typename T>
-PAGODA_INLINE void store_outputs(f32x16 sums, int64_t column, int64_t columns, const T* bias, T* out) {
+PAGODA_INLINE void store_outputs(Floats sums, int64_t column, int64_t columns, const T* bias, T* out) {
     if (column + LANES <= columns) {
         store(out + column, bias ? sums + load(bias + column) : sums);
     } else {
         for (int64_t lane = 0; column + lane < columns; lane++)
             round_to(&out[column + lane], bias ? sums[lane] + to_float(bias[column + lane]) : sums[lane]);
     }
+}
+
+// Weights to fetch into the cache, some lines at every step through a panel.
+struct Ahead {
+    const uint8_t* bytes;
+    int64_t lines_a_step;
+
+    void fetch() {
+        for (int64_t i = 0; i < lines_a_step; i++, bytes += 64) __builtin_prefetch(bytes, 0, 2);
+    }
+};
+
+// Every panel times all rows, TILE_ROWS of them at a time.
+//
+// weight       panels of panel_bytes each, which a tile reads in `steps` steps
+// BLOCK_ROWS   rows that stay in the second level of cache
+// multiply     (rows: an integral_constant, first row, panel, Ahead&, sums: Floats [rows][VECTORS], written)
+template <int TILE_ROWS, int BLOCK_ROWS, typename T, typename Multiply>
+void multiply_panels(ThreadPool& pool, const LinearArgs& args, const void* weight, int64_t panel_bytes, int64_t steps,
+                     const Multiply& multiply) {
+    int64_t blocks = ceil_div(args.rows, BLOCK_ROWS);
+    int64_t block_rows = ceil_div(ceil_div(args.rows, blocks), TILE_ROWS) * TILE_ROWS;
+    int64_t panels = ceil_div(args.out_size, PANEL);
+    // Few rows take little time: then a part is several panels.
+    int64_t panels_a_part = blocks > 1 ? 1 : ceil_div(panels, pool.size() * ceil_div(args.rows + 8, 4));
+    auto multiply_panel = [&](int64_t panel, int64_t block) {
+        int64_t end = std::min(args.rows, (block + 1) * block_rows);
+        const T* bias = args.bias ? static_cast<const T*>(args.bias) + panel * PANEL : nullptr;
+        T* out = static_cast<T*>(args.out) + panel * PANEL;
+        int64_t columns = std::min(PANEL, args.out_size - panel * PANEL);
+        // While it computes with one panel it fetches the next, each tile of rows its share; a single tile what it will
+        // need soon. Panels follow each other in memory; beyond the last, asking for memory does no harm.
+        int64_t tiles = ceil_div(end - block * block_rows, TILE_ROWS);
+        const uint8_t* bytes = static_cast<const uint8_t*>(weight) + panel * panel_bytes;
+        Ahead ahead{bytes + (tiles > 1 ? panel_bytes : AHEAD_BYTES), ceil_div(panel_bytes, 64 * steps * tiles)};
+        auto tile = [&](auto rows, int64_t row) {
+            Floats sums[rows.value][VECTORS];
+            multiply(rows, row, panel, ahead, sums);
+            for (int r = 0; r < rows.value; r++)
+                for (int i = 0; i < VECTORS; i++)
+                    store_outputs(sums[r][i], i * LANES, columns, bias, out + (row + r) * args.out_size);
+        };
+        int64_t row = block * block_rows;
+        for (; row + TILE_ROWS <= end; row += TILE_ROWS) tile(std::integral_constant<int, TILE_ROWS>{}, row);
+        with_count<TILE_ROWS - 1>(end - row, [&](auto rows) { tile(rows, row); });
+    };
+    pool.run(static_cast<int>(ceil_div(panels, panels_a_part) * blocks), [&](int part) {
+        int64_t first = part / blocks * panels_a_part, end = std::min(panels, first + panels_a_part);
+        for (int64_t panel = first; panel < end; panel++) multiply_panel(panel, part % blocks);
+    });
 }

@@ -6,9 +6,9 @@ constexpr int64_t DEPTH = 32;        // products that one instruction adds to ea
 constexpr int64_t BATCH = 2 * TILE;  // rows: with as many columns four tiles of sums, half of the unit's registers
 
 // To bfloat16 and back.
-PAGODA_INLINE f32x16 rounded(f32x16 value) {
-    auto half = (u16x16)_mm512_cvtneps_pbh((__m512)value);
-    return (f32x16)(__builtin_convertvector(half, u32x16) << 16);
+PAGODA_INLINE Floats rounded(Floats value) {
+    auto half = (Halves)_mm512_cvtneps_pbh((__m512)value);
+    return (Floats)(__builtin_convertvector(half, Words) << 16);
 }
 
 // The unit of this thread. Until it is released, every switch of threads saves its registers.

@@ -4,8 +4,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <cstring>
-
 #include "ops.h"
 
 #if defined(__GLIBC__)
@@ -20,31 +18,6 @@ using namespace pagoda;
 ThreadPool& pool = *new ThreadPool;
 std::mutex& one_op = *new std::mutex;  // ops share the pool, and keep their room for the next
 const Ops* ops = nullptr;
-
-// What this processor can run, the fastest first. None if it has nothing better than what plain torch is compiled for.
-std::vector<const Ops*> usable_ops() {
-    std::vector<const Ops*> usable;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-#if defined(PAGODA_HAS_AMX)
-        static const Ops amx_ops = [] {
-            Ops ops = avx512_ops;
-            ops.name = "amx";
-            ops.paged_attention = paged_attention_amx;
-            return ops;
-        }();
-        if (may_use_amx()) usable.push_back(&amx_ops);
-#endif
-        usable.push_back(&avx512_ops);
-    }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) usable.push_back(&avx2_ops);
-#else
-    usable.push_back(&generic_ops);
-#endif
-    return usable;
-}
 
 // Reads integers, addresses and floats off an argument list, in order.
 class Arguments {
@@ -147,7 +120,7 @@ PyObject* argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 template <typename Op>
-PyObject* pack(PyObject* const* values, Py_ssize_t count, const Op& op) {
+PyObject* pack_int8_by(PyObject* const* values, Py_ssize_t count, const Op& op) {
     Arguments next(values, count, 6);
     Dtype dtype = next.dtype();
     void* weight = next.address();
@@ -157,14 +130,16 @@ PyObject* pack(PyObject* const* values, Py_ssize_t count, const Op& op) {
     return run(next, [&] { op(pool, dtype, weight, packed, scales, in, out); });
 }
 
+enum class Scales { apart, inside };  // of the packed weight
+
 template <typename Op>
-PyObject* multiply(PyObject* const* values, Py_ssize_t count, const Op& op) {
-    Arguments next(values, count, 10);
+PyObject* multiply(PyObject* const* values, Py_ssize_t count, Scales scales, const Op& op) {
+    Arguments next(values, count, scales == Scales::apart ? 10 : 9);
     Dtype dtype = next.dtype();
     LinearArgs args{};
     args.x = next.address();
-    args.weight = next.address<int8_t>();
-    args.scales = next.address<float>();
+    args.weight = next.address();
+    if (scales == Scales::apart) args.scales = next.address<float>();
     args.bias = next.address();
     args.out = next.address();
     args.rows = next.integer();
@@ -174,17 +149,66 @@ PyObject* multiply(PyObject* const* values, Py_ssize_t count, const Op& op) {
     return run(next, [&] { op(pool, dtype, args); });
 }
 
-PyObject* pack_int8(PyObject*, PyObject* const* values, Py_ssize_t count) { return pack(values, count, ops->pack_int8); }
+PyObject* pack_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    return pack_int8_by(values, count, ops->pack_int8);
+}
 
-PyObject* linear_int8(PyObject*, PyObject* const* values, Py_ssize_t count) { return multiply(values, count, ops->linear_int8); }
+PyObject* linear_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    return multiply(values, count, Scales::apart, ops->linear_int8);
+}
+
+PyObject* embedding_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 7);
+    Dtype dtype = next.dtype();
+    int64_t* ids = next.address<int64_t>();
+    int8_t* packed = next.address<int8_t>();
+    float* scales = next.address<float>();
+    void* out = next.address();
+    int64_t num_tokens = next.integer(), in = next.integer();
+    return run(next, [&] { ops->embedding_int8(pool, dtype, ids, packed, scales, out, num_tokens, in); });
+}
+
+PyObject* int4_bytes(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 2);
+    int64_t in = next.integer(), out = next.integer();
+    return next.failed() ? nullptr : PyLong_FromLongLong(ops->int4_bytes(in, out));
+}
+
+PyObject* pack_int4(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 6);
+    Int4Args args{};
+    args.values = next.address<uint8_t>();
+    args.scales = next.address<uint16_t>();
+    args.minimums = next.address<uint16_t>();
+    args.packed = next.address<uint8_t>();
+    args.in = next.integer();
+    args.out = next.integer();
+    return run(next, [&] { ops->pack_int4(pool, args); });
+}
+
+PyObject* linear_int4(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    return multiply(values, count, Scales::inside, ops->linear_int4);
+}
+
+PyObject* pack_whole(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 5);
+    Dtype dtype = next.dtype();
+    void *weight = next.address(), *packed = next.address();
+    int64_t in = next.integer(), out = next.integer();
+    return run(next, [&] { ops->pack_whole(pool, dtype, weight, packed, in, out); });
+}
+
+PyObject* linear_whole(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    return multiply(values, count, Scales::inside, ops->linear_whole);
+}
 
 #if defined(PAGODA_HAS_AMX)
 PyObject* pack_int8_weight(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    return pack(values, count, pack_int8_weight_amx);
+    return pack_int8_by(values, count, pack_int8_weight_amx);
 }
 
 PyObject* linear_int8_weight(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    return multiply(values, count, linear_int8_weight_amx);
+    return multiply(values, count, Scales::apart, linear_int8_weight_amx);
 }
 #endif
 
@@ -203,7 +227,20 @@ PyObject* set_num_threads(PyObject*, PyObject* number) {
     Py_RETURN_NONE;
 }
 
-// By name, for tests: the fastest is in use from the start. Returns what was in use.
+PyObject* instruction_sets(PyObject*, PyObject*) {
+    std::vector<const Ops*> usable = usable_ops();
+    PyObject* names = PyList_New(static_cast<Py_ssize_t>(usable.size()));
+    for (size_t i = 0; names && i < usable.size(); i++)
+        PyList_SET_ITEM(names, static_cast<Py_ssize_t>(i), PyUnicode_FromString(usable[i]->name));
+    return names;
+}
+
+PyObject* instruction_set(PyObject*, PyObject*) { return PyUnicode_FromString(ops->name); }
+
+PyObject* pairs_are_limited(PyObject*, PyObject*) { return PyBool_FromLong(ops->pairs_are_limited); }
+
+// By name; the fastest is in use from the start. Weights that were packed for another are of no use any more. Returns what
+// was in use.
 PyObject* use_instruction_set(PyObject*, PyObject* name) {
     for (const Ops* usable : usable_ops()) {
         if (PyUnicode_CompareWithASCIIString(name, usable->name) != 0) continue;
@@ -234,10 +271,19 @@ PyMethodDef methods[] = {
     OP(argmax),
     OP(pack_int8),
     OP(linear_int8),
+    OP(embedding_int8),
+    OP(int4_bytes),
+    OP(pack_int4),
+    OP(linear_int4),
+    OP(pack_whole),
+    OP(linear_whole),
 #if defined(PAGODA_HAS_AMX)
     OP(pack_int8_weight),
     OP(linear_int8_weight),
 #endif
+    {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
+    {"instruction_set", instruction_set, METH_NOARGS, nullptr},
+    {"pairs_are_limited", pairs_are_limited, METH_NOARGS, nullptr},
     {"use_instruction_set", use_instruction_set, METH_O, nullptr},
     {"set_num_threads", set_num_threads, METH_O, nullptr},
     {"keep_freed_memory", keep_freed_memory, METH_NOARGS, nullptr},
@@ -249,13 +295,6 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, methods
 }  // namespace
 
 PyMODINIT_FUNC PyInit__native() {
-    std::vector<const Ops*> usable = usable_ops();
-    if (usable.empty()) return PyErr_Format(PyExc_ImportError, "this processor has no AVX2");
-    ops = usable.front();
-    PyObject* module = PyModule_Create(&definition);
-    if (!module) return nullptr;
-    PyModule_AddStringConstant(module, "instruction_set", ops->name);
-    PyModule_AddIntConstant(module, "has_int8", ops->has_int8);
-    PyModule_AddIntConstant(module, "has_amx", std::strcmp(ops->name, "amx") == 0);
-    return module;
+    ops = usable_ops().front();
+    return PyModule_Create(&definition);
 }

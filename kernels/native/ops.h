@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "thread_pool.h"
 
@@ -32,17 +33,25 @@ struct AttentionArgs {
 
 struct LinearArgs {
     const void* x;                  // [rows, in], or [rows, 2 * in] if gated
-    const int8_t* weight;           // packed by pack_int8
-    const float* scales;            // packed by pack_int8
+    const void* weight;             // as the op's pack function has packed it
+    const float* scales;            // the same of int8
     const void* bias;               // [out] of x's dtype, or null
     void* out;                      // [rows, out] of x's dtype
     int64_t rows, in, out_size;
     bool is_gated;                  // the product is of silu(first half of a row) · second half
 };
 
+struct Int4Args {
+    const uint8_t* values;          // [out, in / 32, 16]: of 32 inputs the first half below, the others above
+    const uint16_t* scales;         // [out, in / 32], fp16
+    const uint16_t* minimums;       // likewise
+    uint8_t* packed;                // int4_bytes(in, out)
+    int64_t in, out;
+};
+
 struct Ops {
     const char* name;
-    bool has_int8;
+    bool pairs_are_limited;         // int8 weights of neighbouring inputs, to |w0| + |w1| <= 128
     void (*rms_norm)(ThreadPool&, Dtype, const void* x, const void* weight, void* residual, void* out, int64_t rows, int64_t size, float eps);
     void (*silu_and_mul)(ThreadPool&, Dtype, const void* gate_up, void* out, int64_t rows, int64_t size);
     void (*rope_and_store_kv)(ThreadPool&, Dtype, const RopeArgs&);
@@ -50,9 +59,19 @@ struct Ops {
     void (*argmax)(ThreadPool&, Dtype, const void* x, int64_t* out, int64_t rows, int64_t size);
     void (*pack_int8)(ThreadPool&, Dtype, const void* weight, int8_t* packed, float* scales, int64_t in, int64_t out);
     void (*linear_int8)(ThreadPool&, Dtype, const LinearArgs&);
+    void (*embedding_int8)(ThreadPool&, Dtype, const int64_t* ids, const int8_t* packed, const float* scales, void* out, int64_t count, int64_t in);
+    int64_t (*int4_bytes)(int64_t in, int64_t out);
+    void (*pack_int4)(ThreadPool&, const Int4Args&);
+    void (*linear_int4)(ThreadPool&, Dtype, const LinearArgs&);
+    void (*pack_whole)(ThreadPool&, Dtype, const void* weight, void* packed, int64_t in, int64_t out);
+    void (*linear_whole)(ThreadPool&, Dtype, const LinearArgs&);
 };
 
 extern const Ops generic_ops, avx2_ops, avx512_ops;
+Ops make_avxvnni_ops();
+
+// What this processor can run, the fastest first.
+std::vector<const Ops*> usable_ops();
 
 // In place of the ops of AVX-512, and beside them, where there is the matrix unit of AMX. Weights for it are packed by a
 // function of their own.

@@ -1,5 +1,5 @@
-// Sixteen floats at a time. Compilers lower these types to whatever the instruction set has: one register of AVX-512,
-// two of AVX2, four of SSE or NEON. Included once per instruction set, inside its namespace.
+// Vectors of LANES floats, one register each. An instruction set's file defines PAGODA_LANES and PAGODA_REGISTERS before it
+// includes this: compilers lower wider types to moves between lanes, not to several registers.
 #pragma once
 
 #include <cmath>
@@ -12,13 +12,25 @@ struct bf16 {
     uint16_t bits;
 };
 
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
+constexpr int LANES = PAGODA_LANES;
+constexpr int REGISTERS = PAGODA_REGISTERS;  // of such vectors
 
-constexpr int LANES = 16;
+typedef float Floats __attribute__((vector_size(4 * PAGODA_LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * PAGODA_LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * PAGODA_LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * PAGODA_LANES)));
 
 }  // namespace pagoda
 
 #define PAGODA_INLINE static inline __attribute__((always_inline))
+
+// GCC keeps an array of vectors in registers only where every loop over it is unrolled, and counts on 16 of them being
+// enough: PAGODA_KEEP makes it compute a value here and keep it, instead of moving its inputs about.
+#define PAGODA_UNROLL _Pragma("GCC unroll 32")
+#if defined(__x86_64__)
+#define PAGODA_KEEP(VALUE) asm volatile("" : "+v"(VALUE))
+#elif defined(__aarch64__)
+#define PAGODA_KEEP(VALUE) asm volatile("" : "+w"(VALUE))
+#else
+#define PAGODA_KEEP(VALUE) (void)(VALUE)
+#endif

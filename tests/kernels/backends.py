@@ -34,9 +34,6 @@ def _slower_native(name: str) -> Backend:
 BACKENDS = [REFERENCE, CPU]
 if native is not None:
     BACKENDS.append(NATIVE)
-    instruction_sets = ["amx", "avx512", "avx2"]  # each has those behind it
-    if native.instruction_set in instruction_sets:
-        slower = instruction_sets[instruction_sets.index(native.instruction_set) + 1 :]
-        BACKENDS += [_slower_native(name) for name in slower]
+    BACKENDS += [_slower_native(name) for name in native.instruction_sets()[1:]]
 elif any(importlib.metadata.distributions(name="pagoda")):  # a checkout that is not installed has nothing compiled
     assert not shutil.which("g++"), "there is a compiler, but the CPU kernels were not compiled or do not load"

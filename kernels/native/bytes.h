@@ -1,0 +1,156 @@
+// What an instruction set does with bytes: products of activations (0…255) and weights (-128…127), four to a lane, and the
+// way from and to floats. No include guard: each instruction set compiles its own copy.
+//
+// dot4        sums + the four products of each lane.
+// dot4_small  the same of weights in -8…7, up to eight times from zero; `total` then gives the sums. AVX2 adds them up in 16
+//             bits, as 8 · 2 · 255 · 8 still fits.
+//
+// Where the processor multiplies signed bytes only, activations are stored less ACTIVATION_SHIFT.
+
+constexpr int ACTIVATION_SHIFT =
+#if defined(PAGODA_NEON) && !defined(PAGODA_I8MM)
+    128;
+#else
+    0;
+#endif
+
+// AVX2 adds the products of two neighbours in 16 bits, and saturates: so int8 weights are packed with |w0| + |w1| ≤ 128.
+constexpr bool PAIRS_ARE_LIMITED =
+#if defined(PAGODA_AVX2) && !defined(PAGODA_VNNI)
+    true;
+#else
+    false;
+#endif
+
+PAGODA_INLINE Ints load_ints(const void* from) {
+    Ints value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+// Four bytes in every lane.
+PAGODA_INLINE Ints broadcast_four(const uint8_t* from) {
+    int32_t four;
+    std::memcpy(&four, from, sizeof four);
+    return four - Ints{};
+}
+
+#if defined(PAGODA_AVX512)
+
+PAGODA_INLINE Ints dot4(Ints sums, Ints activations, Ints weights) {
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)activations, (__m512i)weights);
+}
+
+PAGODA_INLINE void store_bytes(uint8_t* to, Ints value) { _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)value)); }
+
+PAGODA_INLINE Floats to_floats(Ints value) { return (Floats)_mm512_cvtepi32_ps((__m512i)value); }
+
+PAGODA_INLINE Floats load_fp16(const uint16_t* from) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
+
+#elif defined(PAGODA_AVX2)
+
+#if defined(PAGODA_VNNI)
+PAGODA_INLINE Ints dot4(Ints sums, Ints activations, Ints weights) {
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)activations, (__m256i)weights);
+}
+#else
+PAGODA_INLINE Ints dot4(Ints sums, Ints activations, Ints weights) {
+    __m256i pairs = _mm256_maddubs_epi16((__m256i)activations, (__m256i)weights);
+    return sums + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+
+PAGODA_INLINE Ints dot4_small(Ints sums, Ints activations, Ints weights) {
+    return (Ints)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)activations, (__m256i)weights));
+}
+
+PAGODA_INLINE Ints total(Ints sums) { return (Ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
+#endif
+
+PAGODA_INLINE void store_bytes(uint8_t* to, Ints value) {
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)value), _mm256_extracti128_si256((__m256i)value, 1));
+    _mm_storel_epi64((__m128i*)to, _mm_packus_epi16(words, words));
+}
+
+PAGODA_INLINE Floats to_floats(Ints value) { return (Floats)_mm256_cvtepi32_ps((__m256i)value); }
+
+PAGODA_INLINE Floats load_fp16(const uint16_t* from) { return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
+
+#elif defined(PAGODA_NEON)
+
+PAGODA_INLINE Ints dot4(Ints sums, Ints activations, Ints weights) {
+#if defined(PAGODA_I8MM)
+    return (Ints)vusdotq_s32((int32x4_t)sums, (uint8x16_t)activations, (int8x16_t)weights);
+#else
+    return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)activations, (int8x16_t)weights);
+#endif
+}
+
+PAGODA_INLINE void store_bytes(uint8_t* to, Ints value) {
+    uint16x4_t words = vmovn_u32((uint32x4_t)value);
+    uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
+    std::memcpy(to, &bytes, LANES);
+}
+
+PAGODA_INLINE Floats to_floats(Ints value) { return (Floats)vcvtq_f32_s32((int32x4_t)value); }
+
+PAGODA_INLINE Floats load_fp16(const uint16_t* from) { return (Floats)vcvt_f32_f16(vld1_f16((const float16_t*)from)); }
+
+#else
+
+PAGODA_INLINE Ints dot4(Ints sums, Ints activations, Ints weights) {
+    for (int shift = 0; shift < 32; shift += 8)
+        sums += (Ints)((Words)activations >> shift & 255) * ((Ints)((Words)weights << (24 - shift)) >> 24);
+    return sums;
+}
+
+PAGODA_INLINE void store_bytes(uint8_t* to, Ints value) {
+    for (int lane = 0; lane < LANES; lane++) to[lane] = static_cast<uint8_t>(value[lane]);
+}
+
+PAGODA_INLINE Floats to_floats(Ints value) { return __builtin_convertvector(value, Floats); }
+
+// Exponent and fraction are moved to their places in a float, where the exponent then is 112 too small.
+PAGODA_INLINE Floats load_fp16(const uint16_t* from) {
+    Words bits;
+    for (int lane = 0; lane < LANES; lane++) bits[lane] = from[lane];
+    Floats magnitude = (Floats)((bits & 0x7fff) << 13) * 0x1p112f;
+    return (Floats)((Words)magnitude | (bits & 0x8000) << 16);
+}
+
+#endif
+
+#if !defined(PAGODA_AVX2) || defined(PAGODA_VNNI)
+PAGODA_INLINE Ints dot4_small(Ints sums, Ints activations, Ints weights) { return dot4(sums, activations, weights); }
+
+PAGODA_INLINE Ints total(Ints sums) { return sums; }
+#endif
+
+// The bytes of four bits each: the lower half of every byte, or the upper one, as -8…7.
+PAGODA_INLINE Ints lower_nibbles(Ints bytes) {
+    typedef int8_t Bytes __attribute__((vector_size(sizeof(Ints))));
+    return (Ints)((Bytes)(bytes & 0x0f0f0f0f) - 8);
+}
+
+PAGODA_INLINE Ints upper_nibbles(Ints bytes) { return lower_nibbles((Ints)((Words)bytes >> 4)); }
+
+inline uint16_t to_fp16(float value) {  // to the nearest, ties to even; beyond the greatest: infinity
+    uint32_t bits, sign;
+    std::memcpy(&bits, &value, sizeof bits);
+    sign = bits >> 16 & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);
+    if (bits < 0x38800000) {  // a denormal: counted in steps of 2^-24
+        float magnitude;
+        std::memcpy(&magnitude, &bits, sizeof magnitude);
+        return static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyint(magnitude * 0x1p24f)));
+    }
+    return static_cast<uint16_t>(sign | (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
+}
+
+inline float from_fp16(uint16_t value) {
+    uint32_t bits = (value & 0x7fffu) << 13;
+    float magnitude;
+    std::memcpy(&magnitude, &bits, sizeof magnitude);
+    magnitude *= 0x1p112f;
+    return value & 0x8000 ? -magnitude : magnitude;
+}

@@ -1,0 +1,23 @@
+// The ops on bytes, compiled for the instruction set that the including file has chosen. No include guard.
+
+constexpr void set_byte_ops(Ops& ops) {
+    ops.pairs_are_limited = PAIRS_ARE_LIMITED;
+    ops.pack_int8 = [](ThreadPool& pool, Dtype dtype, const void* weight, int8_t* packed, float* scales, int64_t in,
+                       int64_t out) {
+        with_type(dtype, [&](auto type) {
+            pack_int8(pool, static_cast<const decltype(type)*>(weight), packed, scales, in, out);
+        });
+    };
+    ops.linear_int8 = [](ThreadPool& pool, Dtype dtype, const LinearArgs& args) {
+        with_type(dtype, [&](auto type) { linear_int8<decltype(type)>(pool, args); });
+    };
+    ops.embedding_int8 = [](ThreadPool& pool, Dtype dtype, const int64_t* ids, const int8_t* packed, const float* scales, void* out,
+                         int64_t count, int64_t in) {
+        with_type(dtype, [&](auto type) { embedding_int8(pool, ids, packed, scales, static_cast<decltype(type)*>(out), count, in); });
+    };
+    ops.int4_bytes = [](int64_t in, int64_t out) { return ceil_div(out, PANEL) * ceil_div(in, GROUP) * INT4_GROUP_BYTES; };
+    ops.pack_int4 = pack_int4;
+    ops.linear_int4 = [](ThreadPool& pool, Dtype dtype, const LinearArgs& args) {
+        with_type(dtype, [&](auto type) { linear_int4<decltype(type)>(pool, args); });
+    };
+}

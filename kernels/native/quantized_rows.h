@@ -1,0 +1,62 @@
+// Activations as bytes. No include guard: each instruction set compiles its own copy.
+//
+// They have a scale for every GROUP elements of a row, so one large element costs its own group precision, and no other row.
+// They are counted in steps of their group's scale from its least: x = scale * q + least, q in 0…255.
+
+constexpr int64_t GROUP = 64;
+
+struct QuantizedRows {
+    uint8_t* values;  // [rows, groups * GROUP], less ACTIVATION_SHIFT
+    float* scales;    // [rows, groups]
+    float* least;     // [rows, groups], of a stored value of 0
+    float* halves;    // [rows, groups, 2], the sums of the first and the last GROUP / 2 elements; null: not wanted
+    int64_t groups;
+
+    // Of a group, for all that is computed from it.
+    const uint8_t* group(int64_t row, int64_t group) const { return values + (row * groups + group) * GROUP; }
+};
+
+template <typename Row>
+void quantize_row(const Row& x, int64_t in, int64_t row, const QuantizedRows& to) {
+    constexpr float MAGIC = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer, kept in the low bits
+    constexpr int VECTORS = GROUP / LANES;
+    for (int64_t group = 0; group < to.groups; group++) {
+        int64_t first = group * GROUP, at = row * to.groups + group;
+        Floats part[VECTORS], most = broadcast(-INFINITY), negative_least = most, poison{};
+        float rest[GROUP] = {};
+        bool is_whole = in - first >= GROUP;
+        for (int64_t i = first; i < in && !is_whole; i++) rest[i - first] = x.at(i);
+        for (int i = 0; i < VECTORS; i++) {
+            part[i] = is_whole ? x(first + i * LANES) : load(rest + i * LANES);
+            most = max(part[i], most);
+            negative_least = max(-part[i], negative_least);
+            poison += part[i] * 0.0f;  // NaN or infinity in a group makes its products NaN
+        }
+        float low = -greatest(negative_least), range = greatest(most) - low;
+        float inverse = range > 0 ? 255.0f / range : 0.0f, scale = range / 255.0f + sum(poison);
+        Ints counted[2] = {};
+        for (int i = 0; i < VECTORS; i++) {
+            Ints whole = (Ints)((part[i] - low) * inverse + MAGIC) - 0x4b400000;
+            counted[i / (VECTORS / 2)] += whole;
+            store_bytes(to.values + at * GROUP + i * LANES, whole ^ ACTIVATION_SHIFT);
+        }
+        to.scales[at] = scale;
+        to.least[at] = low + static_cast<float>(ACTIVATION_SHIFT) * scale;
+        for (int half = 0; half < 2 && to.halves; half++)
+            to.halves[2 * at + half] = scale * sum(to_floats(counted[half])) + static_cast<float>(GROUP / 2) * low;
+    }
+}
+
+// The rows of a product, in memory that the next product takes over.
+template <typename T>
+QuantizedRows quantize_rows(ThreadPool& pool, const LinearArgs& args, bool wants_halves) {
+    static std::vector<uint8_t> values;  // one op runs at a time
+    static std::vector<float> numbers;
+    int64_t groups = ceil_div(args.in, GROUP), count = args.rows * groups;
+    values.resize(std::max<size_t>(values.size(), count * GROUP));
+    numbers.resize(std::max<size_t>(numbers.size(), 4 * count));
+    float* halves = wants_halves ? numbers.data() + 2 * count : nullptr;
+    QuantizedRows rows{values.data(), numbers.data(), numbers.data() + count, halves, groups};
+    for_each_row<T>(pool, args, [&](int64_t number, const auto& row) { quantize_row(row, args.in, number, rows); });
+    return rows;
+}
