@@ -49,8 +49,9 @@ inline void pack_int4(ThreadPool& pool, const Int4Args& args) {
 
 // ROWS rows times one panel.
 template <int ROWS>
-void multiply_int4(const QuantizedRows& rows, int64_t first_row, const uint8_t* bytes, Ahead& ahead, Floats (*out)[VECTORS]) {
-    Floats sums[ROWS][VECTORS] = {};
+PAGODA_APART void multiply_int4(const QuantizedRows& rows, int64_t first_row, const uint8_t* bytes, Ahead& ahead, Floats (*out)[VECTORS]) {
+    Floats sums[ROWS][VECTORS];
+    clear(sums);
     for (int64_t group = 0; group < rows.groups; group++, bytes += INT4_GROUP_BYTES) {
         ahead.fetch();
         const uint8_t* x = rows.group(first_row, group);
@@ -58,7 +59,8 @@ void multiply_int4(const QuantizedRows& rows, int64_t first_row, const uint8_t* 
         Floats dots[ROWS][VECTORS];
         PAGODA_UNROLL
         for (int half = 0; half < 2; half++) {
-            Ints products[ROWS][VECTORS] = {};
+            Ints products[ROWS][VECTORS];
+            clear(products);
             PAGODA_UNROLL
             for (int64_t k = half * HALF; k < (half + 1) * HALF; k += 8) {
                 PAGODA_UNROLL
@@ -104,7 +106,10 @@ void multiply_int4(const QuantizedRows& rows, int64_t first_row, const uint8_t* 
             }
         }
     }
-    std::memcpy(out, sums, sizeof sums);
+    PAGODA_UNROLL
+    for (int row = 0; row < ROWS; row++)
+        PAGODA_UNROLL
+        for (int i = 0; i < VECTORS; i++) out[row][i] = sums[row][i];
 }
 
 template <typename T>

@@ -40,13 +40,15 @@ void pack_int8(ThreadPool& pool, const T* weight, int8_t* packed, float* scales,
 
 // ROWS rows times one panel.
 template <int ROWS>
-void multiply_int8(const QuantizedRows& rows, int64_t first_row, const int8_t* bytes, const float* scales, Ahead& ahead,
+PAGODA_APART void multiply_int8(const QuantizedRows& rows, int64_t first_row, const int8_t* bytes, const float* scales, Ahead& ahead,
                    Floats (*out)[VECTORS]) {
-    Floats sums[ROWS][VECTORS] = {};
+    Floats sums[ROWS][VECTORS];
+    clear(sums);
     for (int64_t group = 0; group < rows.groups; group++, scales += 2 * PANEL) {
         ahead.fetch();
         const uint8_t* x = rows.group(first_row, group);
-        Ints products[ROWS][VECTORS] = {};
+        Ints products[ROWS][VECTORS];
+        clear(products);
         PAGODA_UNROLL
         for (int64_t k = 0; k < GROUP; k += 4, bytes += 4 * PANEL) {
             Ints w[VECTORS];
@@ -73,7 +75,10 @@ void multiply_int8(const QuantizedRows& rows, int64_t first_row, const int8_t* b
             }
         }
     }
-    std::memcpy(out, sums, sizeof sums);
+    PAGODA_UNROLL
+    for (int row = 0; row < ROWS; row++)
+        PAGODA_UNROLL
+        for (int i = 0; i < VECTORS; i++) out[row][i] = sums[row][i];
 }
 
 template <typename T>

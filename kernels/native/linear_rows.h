@@ -57,6 +57,14 @@ PAGODA_INLINE void store_outputs(Floats sums, int64_t column, int64_t columns, c
     }
 }
 
+template <typename Vector, int ROWS>
+PAGODA_INLINE void clear(Vector (&sums)[ROWS][VECTORS]) {
+    PAGODA_UNROLL
+    for (int row = 0; row < ROWS; row++)
+        PAGODA_UNROLL
+        for (int i = 0; i < VECTORS; i++) sums[row][i] = Vector{};
+}
+
 // Weights to fetch into the cache, some lines at every step through a panel.
 struct Ahead {
     const uint8_t* bytes;

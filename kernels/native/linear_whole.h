@@ -15,8 +15,9 @@ void pack_whole(ThreadPool& pool, const T* weight, T* packed, int64_t in, int64_
 
 // ROWS rows times one panel.
 template <int ROWS, typename T>
-void multiply_whole(const float* x, int64_t in, const T* weight, Ahead& ahead, Floats (*out)[VECTORS]) {
-    Floats sums[ROWS][VECTORS] = {};
+PAGODA_APART void multiply_whole(const float* x, int64_t in, const T* weight, Ahead& ahead, Floats (*out)[VECTORS]) {
+    Floats sums[ROWS][VECTORS];
+    clear(sums);
     for (int64_t k = 0; k < in; k++, weight += PANEL) {
         ahead.fetch();
         Floats w[VECTORS];
@@ -32,7 +33,10 @@ void multiply_whole(const float* x, int64_t in, const T* weight, Ahead& ahead, F
             }
         }
     }
-    std::memcpy(out, sums, sizeof sums);
+    PAGODA_UNROLL
+    for (int row = 0; row < ROWS; row++)
+        PAGODA_UNROLL
+        for (int i = 0; i < VECTORS; i++) out[row][i] = sums[row][i];
 }
 
 template <typename T>

@@ -24,6 +24,8 @@ typedef uint16_t Halves __attribute__((vector_size(2 * PAGODA_LANES)));
 
 #define PAGODA_INLINE static inline __attribute__((always_inline))
 
+#define PAGODA_APART __attribute__((noinline))  // has all registers to itself
+
 // GCC keeps an array of vectors in registers only where every loop over it is unrolled, and counts on 16 of them being
 // enough: PAGODA_KEEP makes it compute a value here and keep it, instead of moving its inputs about.
 #define PAGODA_UNROLL _Pragma("GCC unroll 32")
