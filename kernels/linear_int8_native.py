@@ -55,12 +55,12 @@ class _Native:
 
 def has_native_int8() -> bool:
     """Whether the module was compiled and the processor has AVX-512 VNNI."""
-    return native is not None and bool(native.has_int8)
+    return native is not None and bool(native.has_int8())
 
 
 def has_native_int8_weight() -> bool:
     """Whether the module was compiled with it, and the processor and the system have AMX for bfloat16."""
-    return native is not None and bool(native.has_amx)
+    return native is not None and bool(native.has_amx())
 
 
 def linear_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:

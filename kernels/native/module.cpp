@@ -214,6 +214,23 @@ PyObject* use_instruction_set(PyObject*, PyObject* name) {
     return PyErr_Format(PyExc_ValueError, "this processor, or this build, has no %R", name);
 }
 
+PyObject* instruction_set(PyObject*, PyObject*) { return PyUnicode_FromString(ops->name); }
+
+// Those that this processor has, the fastest first.
+PyObject* instruction_sets(PyObject*, PyObject*) {
+    PyObject* names = PyList_New(0);
+    for (const Ops* usable : usable_ops()) {
+        PyObject* name = names ? PyUnicode_FromString(usable->name) : nullptr;
+        if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
+        Py_XDECREF(name);
+    }
+    return names;
+}
+
+PyObject* has_int8(PyObject*, PyObject*) { return PyBool_FromLong(ops->has_int8); }
+
+PyObject* has_amx(PyObject*, PyObject*) { return PyBool_FromLong(std::strcmp(ops->name, "amx") == 0); }
+
 // Tensors of a step come and go. By default large ones are returned to the system each time, and the next one faults
 // its pages in again.
 PyObject* keep_freed_memory(PyObject*, PyObject*) {
@@ -239,6 +256,10 @@ PyMethodDef methods[] = {
     OP(linear_int8_weight),
 #endif
     {"use_instruction_set", use_instruction_set, METH_O, nullptr},
+    {"instruction_set", instruction_set, METH_NOARGS, nullptr},
+    {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
+    {"has_int8", has_int8, METH_NOARGS, nullptr},
+    {"has_amx", has_amx, METH_NOARGS, nullptr},
     {"set_num_threads", set_num_threads, METH_O, nullptr},
     {"keep_freed_memory", keep_freed_memory, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -252,10 +273,5 @@ PyMODINIT_FUNC PyInit__native() {
     std::vector<const Ops*> usable = usable_ops();
     if (usable.empty()) return PyErr_Format(PyExc_ImportError, "this processor has no AVX2");
     ops = usable.front();
-    PyObject* module = PyModule_Create(&definition);
-    if (!module) return nullptr;
-    PyModule_AddStringConstant(module, "instruction_set", ops->name);
-    PyModule_AddIntConstant(module, "has_int8", ops->has_int8);
-    PyModule_AddIntConstant(module, "has_amx", std::strcmp(ops->name, "amx") == 0);
-    return module;
+    return PyModule_Create(&definition);
 }
