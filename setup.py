@@ -35,8 +35,8 @@ class BuildKernels(build_ext):
             for left_behind in Path(__file__).parent.glob("kernels/_native.*"):
                 left_behind.unlink()  # compiled from older sources
             print(
-                f"pagoda: the CPU kernels did not compile ({error}). Plain torch takes their place, several times as slow."
-                f" They need {COMPILERS}.",
+                f"pagoda: the CPU kernels did not compile ({error}): they need {COMPILERS}."
+                " Plain torch takes their place and is several times as slow.",
                 file=sys.stderr,
                 flush=True,
             )
