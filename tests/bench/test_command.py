@@ -22,7 +22,7 @@ from tests.servers import ROOT, Server
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_the_driver_counts_every_token_and_every_step(synthetic_server: Server) -> None:
@@ -110,11 +110,11 @@ def test_a_mistake_is_told_in_one_line(arguments: tuple[str, ...], told: str) ->
 def test_an_interrupted_benchmark_leaves_no_process_behind(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench", "--model", "synthetic", "--workload", "single", "--output", str(tmp_path)]
     process = subprocess.Popen([*command, "--serve-args", "--step-ms 500"], cwd=ROOT, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(children := psutil.Process(process.pid).children(recursive=True)) < 2:  # a router and its engine
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(number)
     assert process.wait(30) == 128 + number
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []

@@ -105,7 +105,7 @@ def test_64_streams_at_once_each_keep_their_tokens_and_return_every_block(
 ) -> None:
     prompts = [PROMPTS[at % len(PROMPTS)] for at in range(64)]
     with ThreadPoolExecutor(64) as threads:
-        answers: list[Answer] = list(threads.map(lambda prompt: ask(exact, request_as_reference(prompt), 120), prompts))
+        answers: list[Answer] = list(threads.map(lambda prompt: ask(exact, request_as_reference(prompt)), prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.ids() == reference[prompt], prompt
         text = exact.Detokenize(inference_pb2.DetokenizeRequest(token_ids=answer.ids())).text
@@ -258,7 +258,7 @@ def test_the_engine_takes_450_megabytes_beside_its_weights_and_its_cache(served_
         inference = inference_pb2_grpc.InferenceStub(channel)
         long = "A sentence to fill a step's token budget with, and another one. " * 40
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda at: ask(inference, request(f"{at} {long}", max_tokens=2), 160), range(8)))
+            list(threads.map(lambda at: ask(inference, request(f"{at} {long}", max_tokens=2)), range(8)))
         control = control_pb2_grpc.ControlStub(channel)
         engine = control.GetServerInfo(control_pb2.GetServerInfoRequest()).engine
     # Blocks that no token has touched are not resident: as if none were, the bound holds with all of them.
