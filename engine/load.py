@@ -39,7 +39,10 @@ def load_runner(config: EngineConfig, folder: Path, progress: Progress, step_tim
 
 def _load_model(config: EngineConfig, progress: Progress) -> InformedRunner:
     # Only now: torch takes a second, which the synthetic model does not need.
-    from engine.loaded_model import check_fp8, choose_device, load_for_serving
+    try:
+        from engine.loaded_model import check_fp8, choose_device, load_for_serving
+    except ValueError as error:  # PAGODA_INSTRUCTION_SET, which kernels read when they are imported
+        raise ConfigError(str(error)) from error
 
     device = choose_device(config.device)
     if device.type == "cpu":

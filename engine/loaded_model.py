@@ -16,7 +16,7 @@ from engine.errors import ConfigError, EngineError
 from engine.models import Llama, load_model, read_config
 from engine.runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
 from engine.weights import stored_dtype
-from kernels import Backend, has_native, has_native_int8, has_native_int8_weight, load_backend
+from kernels import Backend, has_native, has_native_int8, has_native_int8_weight, instruction_set, load_backend
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # in lower case
@@ -55,6 +55,7 @@ class LoadedModel:
             kv_cache=self.spec,
             num_blocks=num_blocks,
             num_host_blocks=count_host_blocks(self.spec, settings.host_kv_gb),
+            instruction_set=instruction_set() if self.device.type == "cpu" else "",
         )
 
 

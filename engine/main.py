@@ -84,7 +84,7 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, lis
     server.attach(loop.inbox)
     listener = await start_listening(server, listen)
     loop.start()
-    log.info("serving %s at %s", info.model, listen)
+    log.info("serving %s at %s with %s kernels", info.model, listen, info.kernels)
     await stop.wait()
     loop.stop()
     await listener.stop()
@@ -106,7 +106,7 @@ def engine_info(config: EngineConfig, info: RunnerInfo, folder: Path) -> control
         architecture=info.architecture,
         device=info.device,
         dtype=info.dtype,
-        kernel_backend=info.kernel_backend,
+        kernel_backend=info.kernels,
         vocab_size=info.vocab_size,
         max_model_len=info.max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -55,6 +55,7 @@ class RunnerInfo:
     vocab_size     rows of the embedding: valid token ids are below it
     max_model_len  longest prompt + output
     num_host_blocks  of host memory, for what preempted sequences have computed
+    instruction_set  that a CPU computes with; empty on other devices
     """
 
     model: str
@@ -68,6 +69,12 @@ class RunnerInfo:
     kv_cache: KVCacheSpec
     num_blocks: int
     num_host_blocks: int = 0
+    instruction_set: str = ""
+
+    @property
+    def kernels(self) -> str:
+        """The kernel backend for people to read, with its instruction set."""
+        return f"{self.kernel_backend} ({self.instruction_set})" if self.instruction_set else self.kernel_backend
 
     @property
     def token_capacity(self) -> int:

@@ -7,7 +7,7 @@ from kernels.gumbel import noise_key
 from kernels.host_blocks import bytes_of_block, load_blocks, save_blocks
 from kernels.linear import Linear
 from kernels.linear_int8_native import has_native_int8, has_native_int8_weight
-from kernels.native_module import has_native, keep_freed_memory, set_num_threads
+from kernels.native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
 from kernels.paged import AttentionPlan, PagedKV
 from kernels.rope_and_store_kv import HeadNorms
 from kernels.row_sampling import MAX_TOP_LOGPROBS, SampledRows, SamplingRows, allocate_rows, allocate_sampled
@@ -31,6 +31,7 @@ __all__ = [
     "has_native",
     "has_native_int8",
     "has_native_int8_weight",
+    "instruction_set",
     "keep_freed_memory",
     "load_backend",
     "load_blocks",

@@ -11,11 +11,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-native: ModuleType | None
+from kernels.processor import force_instruction_set
+
+_compiled: ModuleType | None
 try:
-    from kernels import _native as native  # type: ignore[attr-defined,no-redef]
+    from kernels import _native as _compiled  # type: ignore[attr-defined,no-redef]
 except ImportError:  # no compiler at installation, or a processor that plain torch serves as well
-    native = None
+    _compiled = None
+native = force_instruction_set(_compiled)
 
 # The module's numbers for the dtypes that it has code for.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -23,6 +26,13 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 def has_native() -> bool:
     return native is not None
+
+
+def instruction_set() -> str:
+    """The instruction set in use: of compiled code, or of torch where there is none."""
+    if native is not None:
+        return str(native.instruction_set())
+    return torch.backends.cpu.get_cpu_capability().lower()
 
 
 def set_num_threads(num_threads: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +30,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # GPU kernels run in Triton's interpreter, on CPU tensors, unless TRITON_INTERPRET=0 says that there is a GPU. It is
 # chosen when a kernel is defined, so before any is imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# An instruction set that is forced limits torch in the tests' processes too, before its first operation.
+if os.environ.get("PAGODA_INSTRUCTION_SET"):
+    importlib.import_module("kernels")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line for each reason why tests were skipped, the most frequent first."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 @pytest.fixture(scope="session")

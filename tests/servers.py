@@ -17,7 +17,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 ROOT = Path(__file__).parent.parent
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 300.0
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Server:
     def health(self, service: str = "") -> health_pb2.HealthCheckResponse.ServingStatus:
         with grpc.insecure_channel(self.address) as channel:
             request = health_pb2.HealthCheckRequest(service=service)
-            return health_pb2_grpc.HealthStub(channel).Check(request, timeout=5).status
+            return health_pb2_grpc.HealthStub(channel).Check(request, timeout=60).status
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
@@ -54,7 +54,7 @@ class Server:
             assert time.monotonic() < deadline, f"the server was not ready within {timeout_s} s:\n{self.tail()}"
             time.sleep(0.05)
 
-    def stop(self, timeout_s: float = 15.0) -> int:
+    def stop(self, timeout_s: float = 60.0) -> int:
         """SIGTERM; the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)

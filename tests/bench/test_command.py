@@ -22,28 +22,28 @@ from tests.servers import ROOT, Server
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_the_driver_counts_every_token_and_every_step(synthetic_server: Server) -> None:
     heard: list[int] = []
-    run = driver.run(synthetic_server.address, uniform(VOCAB_SIZE, 0, 8, 20, 30), heard.append)
-    assert [len(times.arrivals) for times in run.times] == [30] * 8
-    assert sum(heard) >= run.output_tokens == 240
+    run = driver.run(synthetic_server.address, uniform(VOCAB_SIZE, 0, 8, 20, 300), heard.append)
+    assert [len(times.arrivals) for times in run.times] == [300] * 8
+    assert sum(heard) >= run.output_tokens == 2400
     assert run.steps is not None
-    assert 30 <= run.steps <= 60  # 2 ms each, all eight in most of them
+    assert 300 <= run.steps <= 600  # 2 ms each, all eight in most of them
     assert run.mean_batch is not None
     assert 4 <= run.mean_batch <= 8
     assert all(times.arrivals == sorted(times.arrivals) for times in run.times)
 
 
 def test_requests_are_sent_when_they_are_due(synthetic_server: Server) -> None:
-    requests = [Request([1, 2, 3], 2, arrival_s=at, kind="late" if at else "") for at in (0.4, 0.0)]
+    requests = [Request([1, 2, 3], 2, arrival_s=at, kind="late" if at else "") for at in (1.5, 0.0)]
     run = driver.run(synthetic_server.address, Workload("two", requests), lambda count: None)
     late, early = run.times
     assert late.kind == "late"
-    assert early.arrivals[0] < 0.4 <= late.arrivals[0]
-    assert late.ttft_s < 0.4
+    assert early.arrivals[0] < 1.5 <= late.arrivals[0]
+    assert late.ttft_s < 1.5
 
 
 def test_the_cache_is_seen_to_fill(synthetic_server: Server) -> None:
@@ -110,11 +110,11 @@ def test_a_mistake_is_told_in_one_line(arguments: tuple[str, ...], told: str) ->
 def test_an_interrupted_benchmark_leaves_no_process_behind(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench", "--model", "synthetic", "--workload", "single", "--output", str(tmp_path)]
     process = subprocess.Popen([*command, "--serve-args", "--step-ms 500"], cwd=ROOT, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(children := psutil.Process(process.pid).children(recursive=True)) < 2:  # a router and its engine
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(number)
     assert process.wait(30) == 128 + number
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []

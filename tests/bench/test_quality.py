@@ -31,7 +31,7 @@ from kernels import has_native_int8
 from tests.engine.tiny_models import MODELS, VOCAB_SIZE, load_runner, random_prompt, save_model
 
 TOKENS = random_prompt(150, seed=3)
-needs_int8 = pytest.mark.skipif(not has_native_int8(), reason="no AVX-512 VNNI, or no compiler at installation")
+needs_int8 = pytest.mark.skipif(not has_native_int8(), reason="needs compiled code for products in int8")
 
 
 @pytest.fixture(scope="module")

@@ -175,7 +175,7 @@ def test_an_option_that_cannot_be_is_a_usage_error_that_names_it(
 
 def test_standard_input_that_is_no_text_is_an_error_of_one_line(server: FakeServer) -> None:
     with started("generate", "-") as process:
-        _, stderr = process.communicate(b"a\xffb", timeout=10)
+        _, stderr = process.communicate(b"a\xffb", timeout=120)
     assert process.returncode in (1, 2)
     assert b"Traceback" not in stderr
     assert server.requests == []
@@ -193,7 +193,7 @@ def test_interrupting_generate_cancels_the_call_and_exits_130(server: FakeServer
         assert process.stdout is not None
         assert process.stdout.read(5) == b"more "
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=10)
+        stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stderr) == (130, b"")
     assert stdout.endswith(b"\n")
     assert server.ended.wait(5)
@@ -240,7 +240,7 @@ def test_interrupting_a_chat_answer_stops_it_but_not_the_conversation(server: Fa
             shown += process.stdout.read1()
         process.send_signal(signal.SIGINT)
         assert server.ended.wait(5)
-        stdout, stderr = process.communicate(b"again\n/exit\n", timeout=10)
+        stdout, stderr = process.communicate(b"again\n/exit\n", timeout=120)
     assert (process.returncode, stderr) == (0, b"")
     assert b"short" in stdout
     _, (question, partial, again) = chats(server)
@@ -279,7 +279,7 @@ def test_status_watch_ends_with_ctrl_c(server: FakeServer) -> None:
         time.sleep(0.3)  # an interrupt while gRPC sets the call up would find its locks held
         process.send_signal(signal.SIGINT)
         try:
-            _, stderr = process.communicate(timeout=10)
+            _, stderr = process.communicate(timeout=120)
         finally:
             process.kill()
     assert (process.returncode, stderr) == (130, b"")

@@ -387,12 +387,12 @@ def test_overload_is_tried_again_after_the_suggested_delay(client: Blocking, ser
 
 def test_overload_whose_delay_outlasts_the_deadline_fails_at_once(client: Blocking, server: FakeServer) -> None:
     queue = error_details_pb2.ErrorInfo(reason="QUEUE_FULL", metadata={"queue_depth": "12"})
-    server.behaviours = [fail(EXHAUSTED, "full", retry_after(5.0), queue)]
+    server.behaviours = [fail(EXHAUSTED, "full", retry_after(50.0), queue)]
     start = time.monotonic()
     with pytest.raises(Overloaded, match="full") as caught:
-        client.collect("generate", "text", timeout_s=3.0)
-    assert (caught.value.retry_after_s, caught.value.queue_depth) == (5.0, 12)
-    assert time.monotonic() - start < 2.5
+        client.collect("generate", "text", timeout_s=30.0)
+    assert (caught.value.retry_after_s, caught.value.queue_depth) == (50.0, 12)
+    assert time.monotonic() - start < 20.0
 
 
 def test_overload_without_a_delay_is_final(client: Blocking, server: FakeServer) -> None:
@@ -407,9 +407,9 @@ def test_deadline_ends_a_silent_stream_and_the_server_hears_of_it(client: Blocki
     server.behaviours = [silence]
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded):
-        client.collect("generate", "text", timeout_s=0.3)
-    assert 0.25 < time.monotonic() - start < 2.0
-    assert 0.0 < server.remaining_s[0] <= 0.35
+        client.collect("generate", "text", timeout_s=1.0)
+    assert 0.95 < time.monotonic() - start < 20.0
+    assert 0.0 < server.remaining_s[0] <= 1.05
     assert server.ended.wait(5)
 
 

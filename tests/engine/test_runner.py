@@ -40,6 +40,8 @@ from tests.engine.tiny_models import (
     step_logits,
 )
 
+needs_int8 = pytest.mark.skipif(not has_native_int8(), reason="needs compiled code for products in int8")
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
@@ -183,7 +185,7 @@ def test_settings_that_no_model_can_meet_are_refused(settings: dict[str, Any], m
         EngineConfig("any", **settings)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_a_missing_cuda_device_is_refused(saved: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
         load.load_runner(EngineConfig("default", device="cuda"), saved("llama"), no_progress, None)
@@ -323,9 +325,6 @@ def test_a_seed_gives_the_same_tokens_alone_and_under_load(saved: Callable[[str]
     assert seq.tokens[9:] == alone
 
 
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN does not compute in bfloat16 on this processor"
-)
 def test_bfloat16_logits_of_a_decode_are_the_same_to_the_last_bit_alone_and_in_a_batch(
     saved: Callable[[str], Path],
 ) -> None:
@@ -423,7 +422,7 @@ def test_the_largest_plan_uses_the_budget_and_samples_for_every_sequence(runner:
 # In int8
 
 
-@pytest.mark.skipif(not has_native_int8(), reason="no AVX-512 VNNI, or no compiler at installation")
+@needs_int8
 def test_bfloat16_on_a_cpu_is_served_in_int8_unless_told_otherwise(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,14 +449,14 @@ def test_int8_is_refused_where_there_are_no_kernels_for_it(
     assert load_runner(saved("smollm"), dtype="bfloat16").info.kernel_backend == "cpu"
 
 
-@pytest.mark.skipif(not has_native_int8(), reason="no AVX-512 VNNI, or no compiler at installation")
+@needs_int8
 @pytest.mark.parametrize("name", ["smollm", "llama with biases", "qwen3", "mistral with a sliding window"])
 @pytest.mark.parametrize("has_matrix_unit", [True, False])
 def test_logits_in_int8_are_near_those_in_float32(
     saved: Callable[[str], Path], name: str, has_matrix_unit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if has_matrix_unit and not has_native_int8_weight():
-        pytest.skip("no AMX")
+        pytest.skip("needs a processor with AMX for bfloat16, and compiled code")
     monkeypatch.setattr("engine.loaded_model.has_native_int8_weight", lambda: has_matrix_unit)
 
     def logits(quantization: str) -> Tensor:
@@ -470,7 +469,7 @@ def test_logits_in_int8_are_near_those_in_float32(
     ).norm() / exact.norm() < 0.15  # random weights, far from smooth: a wrong scale gives 1
 
 
-@pytest.mark.skipif(not has_native_int8(), reason="no AVX-512 VNNI, or no compiler at installation")
+@needs_int8
 def test_who_computes_a_prompts_last_token_again_finds_its_logits_to_the_last_bit(default_model_folder: Path) -> None:
     config = EngineConfig(str(default_model_folder), quantization="int8", kv_cache_gb=0.1, threads=1)
     runner = ModelRunner(config)

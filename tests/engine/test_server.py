@@ -27,7 +27,7 @@ def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     path = tmp_path_factory.mktemp("channel") / "engine.sock"
     listen = f"{request.param}:{path}"
     with running_engine(listen, "--model", "synthetic", "--step-ms", "1", "--max-num-seqs", "32"):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         yield listen

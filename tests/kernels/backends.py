@@ -6,34 +6,65 @@ import dataclasses
 import functools
 import importlib.metadata
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import pytest
 
 from kernels.backend import CPU, NATIVE, REFERENCE, Backend
 from kernels.native_module import native
+from kernels.processor import NO_COMPILED_CODE, forced_name
 
 
-def _with_instruction_set(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+def _instruction_sets() -> list[str]:
+    """Those in use and slower ones: an instruction set that is forced is the fastest that there is."""
+    if native is None:
+        return []
+    usable: list[str] = native.instruction_sets()
+    return usable[usable.index(native.instruction_set()) :]
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Compiled code computes with this instruction set inside."""
+    assert native is not None
+    previous = native.use_instruction_set(name)
+    try:
+        yield
+    finally:
+        native.use_instruction_set(previous)
+
+
+def instruction_sets_with(has: Callable[[], bool], needs: str) -> list[Any]:
+    """Parameters of a test: each instruction set in which `has()`; without any, one skip that names what it needs."""
+    found = []
+    for name in INSTRUCTION_SETS:
+        with using(name):
+            if has():
+                found.append(name)
+    return found or [pytest.param("none", marks=pytest.mark.skip(reason=f"needs {needs}"))]
+
+
+def with_instruction_set(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(op)
     def call(*arguments: Any, **keywords: Any) -> Any:
-        assert native is not None
-        previous = native.use_instruction_set(name)
-        try:
-            return op(*arguments, **keywords)
-        finally:
-            native.use_instruction_set(previous)
+        with using(name):
+            result = op(*arguments, **keywords)
+        return with_instruction_set(name, result) if callable(result) else result  # a product with a packed weight
 
     return call
 
 
 def _slower_native(name: str) -> Backend:
     ops = {field.name: getattr(NATIVE, field.name) for field in dataclasses.fields(Backend) if field.name != "name"}
-    return Backend(f"native-{name}", **{op: _with_instruction_set(name, call) for op, call in ops.items()})
+    return Backend(f"native-{name}", **{op: with_instruction_set(name, call) for op, call in ops.items()})
 
 
+INSTRUCTION_SETS = _instruction_sets()
 BACKENDS = [REFERENCE, CPU]
 if native is not None:
-    BACKENDS.append(NATIVE)
-    BACKENDS += [_slower_native(name) for name in native.instruction_sets()[1:]]
-elif any(importlib.metadata.distributions(name="pagoda")):  # a checkout that is not installed has nothing compiled
+    BACKENDS += [NATIVE, *(_slower_native(name) for name in INSTRUCTION_SETS[1:])]
+elif forced_name() != NO_COMPILED_CODE and any(importlib.metadata.distributions(name="pagoda")):
+    # A checkout that is not installed has nothing compiled.
     assert not shutil.which("g++"), "there is a compiler, but the CPU kernels were not compiled or do not load"

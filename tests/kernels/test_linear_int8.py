@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,8 +11,17 @@ from torch import Tensor
 
 from kernels.linear_int8 import GROUP, gated_linear_int8, linear_int8, quantize_rows, quantize_weight
 from kernels.linear_int8_native import gated_linear_int8_native, has_native_int8, linear_int8_native
+from tests.kernels.backends import instruction_sets_with, using
 
-needs_native = pytest.mark.skipif(not has_native_int8(), reason="no AVX-512 VNNI, or no compiler at installation")
+
+@pytest.fixture(params=instruction_sets_with(has_native_int8, "compiled code for products in int8"))
+def compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test runs once with every instruction set that has products in int8."""
+    with using(request.param):
+        yield
+
+
+every_instruction_set = pytest.mark.usefixtures("compiled")
 
 
 def test_quantized_values_are_within_half_a_step() -> None:
@@ -53,7 +63,7 @@ def test_the_error_is_that_of_the_rounding() -> None:
     assert (product - exact).norm() / exact.norm() < 0.01
 
 
-@needs_native
+@every_instruction_set
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("in_size", "out_size"), [(64, 32), (17, 29), (576, 100), (100, 576)])
@@ -71,7 +81,7 @@ def test_compiled_products_are_those_of_the_reference(
     torch.testing.assert_close(product, expected, atol=0.2, rtol=tolerance)
 
 
-@needs_native
+@every_instruction_set
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_size", [64, 17, 576, 100])
 @pytest.mark.parametrize("rows", [0, 1, 9, 97])
@@ -82,7 +92,7 @@ def test_compiled_gated_products_are_those_of_the_reference(dtype: torch.dtype, 
     torch.testing.assert_close(product, expected, atol=0.02 * in_size**0.5, rtol=tolerance)
 
 
-@needs_native
+@every_instruction_set
 def test_a_compiled_row_does_not_depend_on_the_rows_beside_it() -> None:
     x, weight = torch.randn(203, 192).bfloat16(), torch.randn(70, 192).bfloat16()
     product = linear_int8_native(weight, None)
@@ -92,7 +102,7 @@ def test_a_compiled_row_does_not_depend_on_the_rows_beside_it() -> None:
     assert torch.equal(product(x[100:101]), together[100:101])
 
 
-@needs_native
+@every_instruction_set
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_a_broken_row_gives_nan_and_leaves_the_others_alone(poison: float) -> None:
     def nan_rows(product: Tensor) -> list[bool]:
@@ -108,7 +118,7 @@ def test_a_broken_row_gives_nan_and_leaves_the_others_alone(poison: float) -> No
     assert torch.equal(broken[kept], clean[kept])
 
 
-@needs_native
+@every_instruction_set
 def test_ops_called_from_several_threads_take_turns() -> None:
     x, weight = torch.randn(50, 576).bfloat16(), torch.randn(300, 576).bfloat16()
     product = linear_int8_native(weight, None)

@@ -15,7 +15,9 @@ from kernels.linear_int8_native import (
 from kernels.linear_quantized import gated_linear_int8_weight, linear_int8_weight
 from kernels.silu_and_mul import silu_and_mul
 
-pytestmark = pytest.mark.skipif(not has_native_int8_weight(), reason="no AMX, or no compiler at installation")
+pytestmark = pytest.mark.skipif(
+    not has_native_int8_weight(), reason="needs a processor with AMX for bfloat16, and compiled code"
+)
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 

@@ -7,8 +7,13 @@ import torch
 from torch import Tensor
 
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_cpu, silu_and_mul_native
+from tests.kernels.backends import INSTRUCTION_SETS, with_instruction_set
 
-IMPLEMENTATIONS = [silu_and_mul, silu_and_mul_cpu, silu_and_mul_native]
+IMPLEMENTATIONS = [
+    silu_and_mul,
+    silu_and_mul_cpu,
+    *(with_instruction_set(name, silu_and_mul_native) for name in INSTRUCTION_SETS),
+]
 
 
 @pytest.mark.parametrize("op", IMPLEMENTATIONS)

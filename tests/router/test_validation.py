@@ -227,10 +227,14 @@ def test_refusal_tells_the_value_and_the_limit(fields: dict[str, object], messag
 )
 def test_huge_request_is_refused_at_once(request_of: Callable[[], GenerateRequest]) -> None:
     request = request_of()
-    start = time.perf_counter()
+    start = time.thread_time()
+    for _ in range(10**6):
+        pass
+    million_s = time.thread_time() - start
+    start = time.thread_time()
     with pytest.raises(InvalidArgument):
         validate_generate(request, LIMITS, SERVED)
-    assert time.perf_counter() - start < 0.01
+    assert time.thread_time() - start < million_s / 2, "it looked at all of them"
 
 
 def test_unknown_fields_do_not_reach_the_engine() -> None:

@@ -1,0 +1,46 @@
+"""How the CPU kernels are built; everything else about the package is in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+COMPILERS = "GCC 12 or clang 14, or a newer one"
+
+
+class BuildKernels(build_ext):
+    """Compiles the sources of an extension on all cores; says in one line that it could not, and what it needs."""
+
+    def build_extensions(self) -> None:
+        compile_in_turn = self.compiler.compile
+
+        def compile_at_once(sources: list[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as cores:
+                objects = list(cores.map(lambda source: compile_in_turn([source], **options), sources))
+            return [name for names in objects for name in names]
+
+        self.compiler.compile = compile_at_once
+        super().build_extensions()
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+        except Exception as error:  # told here, and forgiven by the caller since the extension is optional
+            for left_behind in Path(__file__).parent.glob("kernels/_native.*"):
+                left_behind.unlink()  # compiled from older sources
+            print(
+                f"pagoda: the CPU kernels did not compile ({error}): they need {COMPILERS}."
+                " Plain torch takes their place and is several times as slow.",
+                file=sys.stderr,
+                flush=True,
+            )
+            raise
+
+
+setup(cmdclass={"build_ext": BuildKernels})
