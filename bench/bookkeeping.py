@@ -1,8 +1,8 @@
 """`python -m bench.bookkeeping`: what a step costs the host around the model, in microseconds.
 
 Every sequence decodes, one token a step; the model is left out. The parts are those of engine/loop.py: schedule, pack
-(the step's arrays), commit (with take_output), the step trace's record, the load snapshot, delivery to the router's
-pending output, and its encoding to bytes.
+(the arrays of a recorded step), commit (with take_output), the step trace's record, the load snapshot, delivery to the
+router's pending output, and its encoding to bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import defaultdict
 from statistics import median
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -22,13 +21,12 @@ from rich.table import Table
 from engine.blocks import BlockPool
 from engine.config import CPU_BLOCK_SIZE
 from engine.loop import EngineLoop
+from engine.recorded_steps import DecodeArrays
 from engine.scheduler import Scheduler
 from engine.sequence import Sampled, SamplingParams, Sequence, StepPlan
 from engine.server import Connection, EngineServer
-from engine.step_arrays import StepArrays
 from engine.step_trace import StepTrace
 from engine.steps_in_flight import Computed
-from kernels import PagedKV, load_backend
 from protos import control_pb2
 
 BLOCK_SIZE = CPU_BLOCK_SIZE
@@ -77,15 +75,14 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
 
     longest = context_len + steps + 64
     trace = StepTrace(scheduler)
-    arrays = StepArrays(num_seqs * context_len + 1, longest, BLOCK_SIZE)
-    ops, pages = load_backend("native"), PagedKV(*torch.empty(2, 1, BLOCK_SIZE, 1, 64))
+    arrays = DecodeArrays(num_seqs, longest, BLOCK_SIZE)
 
     spent: dict[str, list[float]] = defaultdict(list)
     for _ in range(steps):
         started = time.perf_counter()
         plan = scheduler.schedule()
         scheduled = time.perf_counter()
-        arrays.pack(plan.chunks, ops, pages, sliding_window=None)
+        arrays.fill(plan.chunks)
         packed = time.perf_counter()
         sampled = runner.launch(plan).result()
         executed = time.perf_counter()

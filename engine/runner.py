@@ -13,6 +13,8 @@ from engine.errors import ConfigError
 from engine.host_memory import HostMemory
 from engine.kv_cache import DEFAULT_CPU_BYTES, allocate
 from engine.loaded_model import check_fp8, enough_memory, load_for_serving
+from engine.models import StepInputs
+from engine.recorded_steps import RecordedSteps
 from engine.runner_info import count_blocks
 from engine.sampler import Sampler
 from engine.sequence import Chunk, Sampled, StepPlan, TokenLogprobs
@@ -48,6 +50,11 @@ class ModelRunner:
         num_blocks = count_blocks(loaded.spec, budget)
         with enough_memory("the KV cache", "--kv-cache-gb"):
             self._cache = allocate(loaded.spec, num_blocks, loaded.device, loaded.dtype)
+        self._recorded: RecordedSteps | None = None
+        if loaded.ops.can_record(self._cache[0]):
+            self._recorded = RecordedSteps(
+                loaded.model, loaded.ops, self._cache, config.max_num_seqs, loaded.longest, loaded.spec.block_size
+            )
         self.info = loaded.info(num_blocks, config)
         with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
             self._host = HostMemory(self._cache, self.info.num_host_blocks)  # of none by default
@@ -65,8 +72,7 @@ class ModelRunner:
         if plan.copies:
             sources, targets = torch.tensor(plan.copies).T
             copy_blocks(self._cache, sources, targets)
-        inputs = self._arrays.pack(plan.chunks, self._ops, self._cache[0], self._model.config.sliding_window)
-        logits = self._model.forward(inputs, self._cache)
+        logits = self._forward(plan.chunks)
         sampling = [at for at, chunk in enumerate(plan.chunks) if chunk.samples]
         choices = self._sampler.sample([plan.chunks[at].seq for at in sampling], logits)
 
@@ -79,6 +85,15 @@ class ModelRunner:
                 faults[at] = choice.fault
         return Sampled(tokens, logprobs, faults, copied_s)
 
+    def _forward(self, chunks: list[Chunk]) -> Tensor:
+        """Logits after the chunks that sample."""
+        if self._recorded is not None and self._recorded.has_room_for(chunks):
+            return self._recorded.logits(chunks)
+        return self._model.forward(self._pack(chunks), self._cache)
+
+    def _pack(self, chunks: list[Chunk]) -> StepInputs:
+        return self._arrays.pack(chunks, self._ops, self._cache[0], self._model.config.sliding_window)
+
     @torch.inference_mode()
     def logits(self, chunk: Chunk) -> Tensor:
         """Computes a chunk as `execute` would; returns the logits after each of its tokens.
@@ -86,6 +101,4 @@ class ModelRunner:
         chunk   at most a token budget long; earlier tokens of its sequence are computed
         return  [chunk.length, vocab], in the dtype of the weights
         """
-        inputs = self._arrays.pack([chunk], self._ops, self._cache[0], self._model.config.sliding_window)
-        every_row = torch.arange(chunk.length)
-        return self._model.forward(replace(inputs, logit_rows=every_row), self._cache)
+        return self._model.forward(replace(self._pack([chunk]), logit_rows=None), self._cache)

@@ -9,6 +9,7 @@ from kernels.linear import Linear
 from kernels.linear_int8_native import has_native_int8, has_native_int8_weight
 from kernels.native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
 from kernels.paged import AttentionPlan, PagedKV
+from kernels.recording import Recorder, Recording
 from kernels.rope_and_store_kv import HeadNorms
 from kernels.row_sampling import MAX_TOP_LOGPROBS, SampledRows, SamplingRows, allocate_rows, allocate_sampled
 from kernels.sample import Draws
@@ -22,6 +23,8 @@ __all__ = [
     "Linear",
     "LogitAdjustments",
     "PagedKV",
+    "Recorder",
+    "Recording",
     "SampledRows",
     "SamplingRows",
     "allocate_rows",

@@ -20,7 +20,7 @@ from kernels.linear_int8_native import (
 from kernels.paged import AttentionPlan, PagedKV
 from kernels.paged_attention import paged_attention, plan_attention
 from kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
-from kernels.paged_attention_native import paged_attention_native, plan_attention_native
+from kernels.paged_attention_native import is_read_in_place, paged_attention_native, plan_attention_native
 from kernels.rms_norm import rms_norm, rms_norm_cpu, rms_norm_native
 from kernels.rope_and_store_kv import (
     HeadNorms,
@@ -47,6 +47,8 @@ class RopeAndStoreKV(Protocol):
 class Backend:
     """The ops. The reference function of the same name says what each does: in the file of that name, `gated_linear`
     beside `linear` and `plan_attention` beside `paged_attention`, `sample_rows` in row_sampling.py.
+
+    is_compiled  products, too, run in the compiled module, for each dtype that it has code for
     """
 
     name: str
@@ -59,6 +61,11 @@ class Backend:
     adjust_logits: Callable[[Tensor, LogitAdjustments], None]
     sample: Callable[[Tensor, Draws], Tensor]
     sample_rows: Callable[[Tensor, Tensor, Tensor, SamplingRows, SampledRows], None]
+    is_compiled: bool = False
+
+    def can_record(self, kv: PagedKV) -> bool:
+        """Whether a `Recorder` sees every op of a model whose pages are like `kv`, embedding and rotations apart."""
+        return self.is_compiled and is_read_in_place(kv)
 
 
 REFERENCE = Backend(
@@ -100,13 +107,20 @@ NATIVE = Backend(
     sample_rows=sample_rows,
 )
 
-NATIVE_INT8 = replace(NATIVE, name="native-int8", linear=linear_int8_native, gated_linear=gated_linear_int8_native)
+NATIVE_INT8 = replace(
+    NATIVE,
+    name="native-int8",
+    linear=linear_int8_native,
+    gated_linear=gated_linear_int8_native,
+    is_compiled=True,
+)
 
 NATIVE_INT8_WEIGHT = replace(
     NATIVE,
     name="native-int8-weight",
     linear=linear_int8_weight_native,
     gated_linear=gated_linear_int8_weight_native,
+    is_compiled=True,
 )
 
 _BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, NATIVE, NATIVE_INT8, NATIVE_INT8_WEIGHT)}

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.linear import Linear
 from kernels.linear_int8 import GROUP
 from kernels.native_module import DTYPES, native, takes
+from kernels.recording import empty
 
 PANEL = 32  # outputs that the packed layouts keep together
 DEPTH = 32  # inputs that the layout of AMX is filled up to a multiple of
@@ -47,7 +48,7 @@ class _Native:
         assert takes(x)
         rows, width = x.shape
         assert width == self._in_size * (2 if self._is_gated else 1)
-        out = torch.empty(rows, self._out_size, dtype=x.dtype)
+        out = empty(rows, self._out_size, dtype=x.dtype)
         addresses = x.data_ptr(), *self._addresses, out.data_ptr()
         self._multiply(DTYPES[x.dtype], *addresses, rows, self._in_size, self._out_size, self._is_gated)
         return out

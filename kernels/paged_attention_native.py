@@ -9,15 +9,21 @@ from torch import Tensor
 from kernels.native_module import DTYPES, native, takes
 from kernels.paged import AttentionPlan, PagedKV
 from kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
+from kernels.recording import empty
 
 HEAD_DIMS = frozenset((16, 32, 64, 80, 96, 128, 256))
+
+
+def is_read_in_place(kv: PagedKV) -> bool:
+    """Whether the module was compiled with code for pages of this dtype and head size."""
+    return native is not None and kv.head_dim in HEAD_DIMS and takes(kv.keys)
 
 
 def plan_attention_native(
     query_start: np.ndarray, context_len: np.ndarray, block_table: np.ndarray, kv: PagedKV, sliding_window: int | None
 ) -> AttentionPlan:
     """`plan_attention` without a copy: the plan holds views of the arrays, whose last dimension must be contiguous."""
-    if native is None or kv.head_dim not in HEAD_DIMS or not takes(kv.keys):
+    if not is_read_in_place(kv):
         return plan_attention_cpu(query_start, context_len, block_table, kv, sliding_window)
     return AttentionPlan(
         query_start=torch.from_numpy(query_start),
@@ -32,7 +38,7 @@ def paged_attention_native(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tenso
     if native is None or plan.decodes or plan.prefills:  # planned for the other
         return paged_attention_cpu(q, kv, plan)
     q = q.contiguous()
-    out = torch.empty_like(q)
+    out = empty(*q.shape, dtype=q.dtype)
     native.paged_attention(
         DTYPES[q.dtype],
         q.data_ptr(),

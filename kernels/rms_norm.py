@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.native_module import DTYPES, native, takes
+from kernels.recording import empty
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -37,7 +38,7 @@ def rms_norm_native(x: Tensor, weight: Tensor, eps: float, residual: Tensor | No
     """`rms_norm` and the addition in one pass."""
     if native is None or not takes(x):
         return rms_norm_cpu(x, weight, eps, residual)
-    out = torch.empty_like(x)
+    out = empty(*x.shape, dtype=x.dtype)
     size = x.shape[-1]
     native.rms_norm(
         DTYPES[x.dtype],

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kernels.native_module import DTYPES, native, takes
 from kernels.paged import PagedKV
-from kernels.rms_norm import rms_norm, rms_norm_cpu, rms_norm_native
+from kernels.recording import empty
+from kernels.rms_norm import rms_norm, rms_norm_cpu
 
 FP8_MAX = 448.0  # of float8_e4m3fn
 
@@ -68,12 +69,13 @@ def rope_and_store_kv_cpu(
 def rope_and_store_kv_native(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
 ) -> Tensor:
-    """`rope_and_store_kv` in one pass once heads are normalised, keys and values straight to their slots."""
+    """`rope_and_store_kv` in one pass once heads are normalised in another, keys and values straight to their slots."""
     if native is None or not takes(qkv) or kv.key_scales is not None:
         return rope_and_store_kv_cpu(qkv, cos, sin, slots, kv, norms)
-    qkv = _normalise(qkv, kv, norms, rms_norm_native)
+    if norms is not None:
+        qkv = _normalise_native(qkv, kv, norms)
     num_tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv.num_kv_heads
-    queries = torch.empty(num_tokens, num_heads, kv.head_dim, dtype=qkv.dtype)
+    queries = empty(num_tokens, num_heads, kv.head_dim, dtype=qkv.dtype)
     native.rope_and_store_kv(
         DTYPES[qkv.dtype],
         qkv.data_ptr(),
@@ -109,6 +111,16 @@ def _normalise(qkv: Tensor, kv: PagedKV, norms: HeadNorms | None, rms_norm: Call
     queries, keys, values = qkv.tensor_split((-2 * kv.num_kv_heads, -kv.num_kv_heads), dim=1)
     queries, keys = rms_norm(queries, norms.query, norms.eps), rms_norm(keys, norms.key, norms.eps)
     return torch.cat((queries, keys, values), dim=1)
+
+
+def _normalise_native(qkv: Tensor, kv: PagedKV, norms: HeadNorms) -> Tensor:
+    assert native is not None
+    out = empty(*qkv.shape, dtype=qkv.dtype)
+    num_tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv.num_kv_heads
+    addresses = qkv.data_ptr(), norms.query.data_ptr(), norms.key.data_ptr(), out.data_ptr()
+    sizes = num_tokens, num_heads, kv.num_kv_heads, kv.head_dim
+    native.head_norms(DTYPES[qkv.dtype], *addresses, *sizes, norms.eps)
+    return out
 
 
 def _store(keys: Tensor, values: Tensor, slots: Tensor, kv: PagedKV) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kernels.native_module import DTYPES, native, takes
+from kernels.recording import empty
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -31,6 +31,6 @@ def silu_and_mul_native(gate_up: Tensor) -> Tensor:
         return silu_and_mul_cpu(gate_up)
     rows, width = gate_up.shape
     size = width // 2
-    out = torch.empty(rows, size, dtype=gate_up.dtype)
+    out = empty(rows, size, dtype=gate_up.dtype)
     native.silu_and_mul(DTYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, size)
     return out

@@ -12,14 +12,14 @@ from checkpoints.progress import Progress, no_progress
 from engine.errors import ConfigError
 from engine.models.config import ConfigFile, ModelConfig
 from engine.models.inputs import StepInputs
-from engine.models.llama import Llama, configure_llama, configure_mistral
+from engine.models.llama import Embedded, Llama, configure_llama, configure_mistral
 from engine.models.parameters import Parameters
 from engine.models.qwen2 import configure_qwen2
 from engine.models.qwen3 import configure_qwen3
 from engine.weights import draw_weights, load_weights
 from kernels import Backend
 
-__all__ = ["Llama", "ModelConfig", "StepInputs", "load_model", "read_config"]
+__all__ = ["Embedded", "Llama", "ModelConfig", "StepInputs", "load_model", "read_config"]
 
 
 @dataclass(frozen=True, slots=True)

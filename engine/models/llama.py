@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import functional
@@ -63,6 +64,18 @@ class Layer:
         )
 
 
+class Embedded(NamedTuple):
+    """What the layers start from.
+
+    tokens          [num_tokens, hidden]
+    cosines, sines  [num_tokens, head_dim / 2] float32, of the tokens' positions
+    """
+
+    tokens: Tensor
+    cosines: Tensor
+    sines: Tensor
+
+
 class Llama:
     """A decoder over a paged KV cache. Takes over `parameters`, whose layers it releases one by one."""
 
@@ -80,13 +93,20 @@ class Llama:
 
     def forward(self, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
         """Logits [num_logits, vocab], in the dtype of the weights; keys and values go to `cache`, a PagedKV a layer."""
+        return self.logits(self.embed(inputs), inputs, cache)
+
+    def embed(self, inputs: StepInputs) -> Embedded:
+        cosines, sines = self._rope.rotations(inputs.positions)
+        return Embedded(functional.embedding(inputs.token_ids, self._embedding), cosines, sines)
+
+    def logits(self, embedded: Embedded, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
+        """The rest of `forward`: ops of the backend alone if all rows are wanted. Changes `embedded.tokens`."""
         ops, eps = self._ops, self.config.rms_norm_eps
-        rotations = self._rope.rotations(inputs.positions)
-        residual = functional.embedding(inputs.token_ids, self._embedding)
+        residual, cosines, sines = embedded
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         for layer, kv, next_norm in zip(self._layers, cache, norms, strict=True):
-            x = self._attend(layer, x, rotations, inputs, kv)
+            x = self._attend(layer, x, (cosines, sines), inputs, kv)
             x = ops.rms_norm(x, layer.post_attention_norm, eps, residual)
             x = layer.down(layer.gate_up(x))
             x = ops.rms_norm(x, next_norm, eps, residual)

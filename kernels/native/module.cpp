@@ -4,7 +4,9 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "head_norms.h"
 #include "ops.h"
+#include "recording.h"
 
 #if defined(__GLIBC__)
 #include <malloc.h>
@@ -41,7 +43,8 @@ private:
     PyObject* const* values_;
 };
 
-// Runs an op without the interpreter's lock, which other threads of the engine want meanwhile.
+// Runs an op without the interpreter's lock, which other threads of the engine want meanwhile. A recording keeps the op:
+// it must capture by value.
 template <typename Op>
 PyObject* run(const Arguments& arguments, const Op& op) {
     if (arguments.failed()) return nullptr;
@@ -51,6 +54,7 @@ PyObject* run(const Arguments& arguments, const Op& op) {
         op();
     }
     Py_END_ALLOW_THREADS;
+    if (open_recording) open_recording->add(op);
     Py_RETURN_NONE;
 }
 
@@ -60,7 +64,7 @@ PyObject* rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
     void *x = next.address(), *weight = next.address(), *residual = next.address(), *out = next.address();
     int64_t rows = next.integer(), size = next.integer();
     float eps = next.real();
-    return run(next, [&] { ops->rms_norm(pool, dtype, x, weight, residual, out, rows, size, eps); });
+    return run(next, [=] { ops->rms_norm(pool, dtype, x, weight, residual, out, rows, size, eps); });
 }
 
 PyObject* silu_and_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -68,7 +72,7 @@ PyObject* silu_and_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Dtype dtype = next.dtype();
     void *gate_up = next.address(), *out = next.address();
     int64_t rows = next.integer(), size = next.integer();
-    return run(next, [&] { ops->silu_and_mul(pool, dtype, gate_up, out, rows, size); });
+    return run(next, [=] { ops->silu_and_mul(pool, dtype, gate_up, out, rows, size); });
 }
 
 PyObject* rope_and_store_kv(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -86,7 +90,23 @@ PyObject* rope_and_store_kv(PyObject*, PyObject* const* values, Py_ssize_t count
     args.num_heads = next.integer();
     args.num_kv_heads = next.integer();
     args.head_dim = next.integer();
-    return run(next, [&] { ops->rope_and_store_kv(pool, dtype, args); });
+    return run(next, [=] { ops->rope_and_store_kv(pool, dtype, args); });
+}
+
+PyObject* head_norms(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 10);
+    Dtype dtype = next.dtype();
+    HeadNormArgs args{};
+    args.qkv = next.address();
+    args.query = next.address();
+    args.key = next.address();
+    args.out = next.address();
+    args.num_tokens = next.integer();
+    args.num_heads = next.integer();
+    args.num_kv_heads = next.integer();
+    args.head_dim = next.integer();
+    args.eps = next.real();
+    return run(next, [=] { pagoda::head_norms(pool, *ops, dtype, args); });
 }
 
 PyObject* paged_attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -107,7 +127,7 @@ PyObject* paged_attention(PyObject*, PyObject* const* values, Py_ssize_t count) 
     args.num_kv_heads = next.integer();
     args.head_dim = next.integer();
     args.sliding_window = next.integer();
-    return run(next, [&] { ops->paged_attention(pool, dtype, args); });
+    return run(next, [=] { ops->paged_attention(pool, dtype, args); });
 }
 
 PyObject* argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -116,7 +136,7 @@ PyObject* argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
     void* x = next.address();
     int64_t* out = next.address<int64_t>();
     int64_t rows = next.integer(), size = next.integer();
-    return run(next, [&] { ops->argmax(pool, dtype, x, out, rows, size); });
+    return run(next, [=] { ops->argmax(pool, dtype, x, out, rows, size); });
 }
 
 template <typename Op>
@@ -127,7 +147,7 @@ PyObject* pack_int8_by(PyObject* const* values, Py_ssize_t count, const Op& op) 
     int8_t* packed = next.address<int8_t>();
     float* scales = next.address<float>();
     int64_t in = next.integer(), out = next.integer();
-    return run(next, [&] { op(pool, dtype, weight, packed, scales, in, out); });
+    return run(next, [=] { op(pool, dtype, weight, packed, scales, in, out); });
 }
 
 enum class Scales { apart, inside };  // of the packed weight
@@ -146,7 +166,7 @@ PyObject* multiply(PyObject* const* values, Py_ssize_t count, Scales scales, con
     args.in = next.integer();
     args.out_size = next.integer();
     args.is_gated = next.integer() != 0;
-    return run(next, [&] { op(pool, dtype, args); });
+    return run(next, [=] { op(pool, dtype, args); });
 }
 
 PyObject* pack_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -165,7 +185,7 @@ PyObject* embedding_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
     float* scales = next.address<float>();
     void* out = next.address();
     int64_t num_tokens = next.integer(), in = next.integer();
-    return run(next, [&] { ops->embedding_int8(pool, dtype, ids, packed, scales, out, num_tokens, in); });
+    return run(next, [=] { ops->embedding_int8(pool, dtype, ids, packed, scales, out, num_tokens, in); });
 }
 
 PyObject* int4_bytes(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -183,7 +203,7 @@ PyObject* pack_int4(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.packed = next.address<uint8_t>();
     args.in = next.integer();
     args.out = next.integer();
-    return run(next, [&] { ops->pack_int4(pool, args); });
+    return run(next, [=] { ops->pack_int4(pool, args); });
 }
 
 PyObject* linear_int4(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -195,7 +215,7 @@ PyObject* pack_whole(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Dtype dtype = next.dtype();
     void *weight = next.address(), *packed = next.address();
     int64_t in = next.integer(), out = next.integer();
-    return run(next, [&] { ops->pack_whole(pool, dtype, weight, packed, in, out); });
+    return run(next, [=] { ops->pack_whole(pool, dtype, weight, packed, in, out); });
 }
 
 PyObject* linear_whole(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -211,6 +231,32 @@ PyObject* linear_int8_weight(PyObject*, PyObject* const* values, Py_ssize_t coun
     return multiply(values, count, Scales::apart, linear_int8_weight_amx);
 }
 #endif
+
+// From now on the ops that this thread runs are kept as well.
+PyObject* begin_recording(PyObject*, PyObject*) {
+    open_recording = std::make_unique<Recording>(ops);
+    Py_RETURN_NONE;
+}
+
+PyObject* end_recording(PyObject*, PyObject*) {
+    if (!open_recording) return PyErr_Format(PyExc_ValueError, "this thread has not begun a recording");
+    return PyCapsule_New(open_recording.release(), "Recording", [](PyObject* capsule) {
+        delete static_cast<Recording*>(PyCapsule_GetPointer(capsule, "Recording"));
+    });
+}
+
+PyObject* replay(PyObject*, PyObject* capsule) {
+    auto* recording = static_cast<const Recording*>(PyCapsule_GetPointer(capsule, "Recording"));
+    if (!recording) return nullptr;
+    bool has_run;
+    Py_BEGIN_ALLOW_THREADS;
+    {
+        std::lock_guard lock(one_op);
+        has_run = recording->replay(ops);
+    }
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(has_run);
+}
 
 PyObject* set_num_threads(PyObject*, PyObject* number) {
     long threads = PyLong_AsLong(number);
@@ -267,6 +313,7 @@ PyMethodDef methods[] = {
     OP(rms_norm),
     OP(silu_and_mul),
     OP(rope_and_store_kv),
+    OP(head_norms),
     OP(paged_attention),
     OP(argmax),
     OP(pack_int8),
@@ -281,6 +328,9 @@ PyMethodDef methods[] = {
     OP(pack_int8_weight),
     OP(linear_int8_weight),
 #endif
+    {"begin_recording", begin_recording, METH_NOARGS, nullptr},
+    {"end_recording", end_recording, METH_NOARGS, nullptr},
+    {"replay", replay, METH_O, nullptr},
     {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
     {"instruction_set", instruction_set, METH_NOARGS, nullptr},
     {"pairs_are_limited", pairs_are_limited, METH_NOARGS, nullptr},

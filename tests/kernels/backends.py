@@ -57,8 +57,9 @@ def with_instruction_set(name: str, op: Callable[..., Any]) -> Callable[..., Any
 
 
 def _slower_native(name: str) -> Backend:
-    ops = {field.name: getattr(NATIVE, field.name) for field in dataclasses.fields(Backend) if field.name != "name"}
-    return Backend(f"native-{name}", **{op: with_instruction_set(name, call) for op, call in ops.items()})
+    fields = {field.name: getattr(NATIVE, field.name) for field in dataclasses.fields(Backend)}
+    ops = {op: with_instruction_set(name, call) for op, call in fields.items() if callable(call)}
+    return dataclasses.replace(NATIVE, name=f"native-{name}", **ops)
 
 
 INSTRUCTION_SETS = _instruction_sets()

@@ -1,0 +1,38 @@
+// The norms of queries' and keys' heads, made of each instruction set's rms_norm.
+#pragma once
+
+#include <cstring>
+
+#include "ops.h"
+
+namespace pagoda {
+
+struct HeadNormArgs {
+    const void* qkv;                 // [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+    const void *query, *key;         // [head_dim]
+    void* out;                       // like qkv: values are copied
+    int64_t num_tokens, num_heads, num_kv_heads, head_dim;
+    float eps;
+};
+
+inline void head_norms(ThreadPool& pool, const Ops& ops, Dtype dtype, const HeadNormArgs& args) {
+    static ThreadPool& alone = *new ThreadPool;  // parts of an op cannot be shared out again
+    int64_t head_bytes = args.head_dim * (dtype == Dtype::float32 ? 4 : 2);
+    int64_t token_bytes = (args.num_heads + 2 * args.num_kv_heads) * head_bytes;
+    int64_t tokens_a_part = rows_per_part(args.num_tokens, token_bytes / 2);
+    pool.run(static_cast<int>(ceil_div(args.num_tokens, tokens_a_part)), [&](int part) {
+        int64_t end = std::min(args.num_tokens, (part + 1) * tokens_a_part);
+        for (int64_t token = part * tokens_a_part; token < end; token++) {
+            const char* from = static_cast<const char*>(args.qkv) + token * token_bytes;
+            char* to = static_cast<char*>(args.out) + token * token_bytes;
+            ops.rms_norm(alone, dtype, from, args.query, nullptr, to, args.num_heads, args.head_dim, args.eps);
+            from += args.num_heads * head_bytes;
+            to += args.num_heads * head_bytes;
+            ops.rms_norm(alone, dtype, from, args.key, nullptr, to, args.num_kv_heads, args.head_dim, args.eps);
+            int64_t key_bytes = args.num_kv_heads * head_bytes;
+            std::memcpy(to + key_bytes, from + key_bytes, key_bytes);
+        }
+    });
+}
+
+}  // namespace pagoda

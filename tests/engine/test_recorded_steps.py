@@ -1,0 +1,205 @@
+"""Recorded decode steps beside the same steps op by op: they are to have the same bits."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.runner import ModelRunner
+from engine.sequence import SamplingParams, Sequence, StepPlan
+from kernels import Recording, has_native_int8, set_num_threads
+from kernels.native_module import native
+from tests.engine.test_device_runner import Served
+from tests.engine.tiny_models import (
+    MODELS,
+    ShuffledBlocks,
+    load_runner,
+    next_chunk,
+    random_prompt,
+    save_model,
+    step,
+    step_logits,
+)
+
+pytestmark = pytest.mark.skipif(not has_native_int8(), reason="products do not run in compiled code here")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model with heads of a size that there is compiled attention for."""
+    folders: dict[str, Path] = {}
+
+    def save(name: str) -> Path:
+        if name not in folders:
+            config = copy.deepcopy(MODELS[name])
+            config.head_dim = 16
+            folders[name] = tmp_path_factory.mktemp("model")
+            save_model(config, folders[name])
+        return folders[name]
+
+    return save
+
+
+def load(folder: Path, dtype: str = "float32", **settings: int) -> ModelRunner:
+    runner = load_runner(folder, dtype=dtype, quantization="int8", **settings)
+    assert runner._recorded is not None
+    return runner
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """Grows by one each time that Python calls an op."""
+    op, calls = getattr(native, name), []
+
+    def count(*arguments: object) -> object:
+        calls.append(name)
+        return op(*arguments)
+
+    monkeypatch.setattr(native, name, count)
+    return calls
+
+
+def check_decodes(runner: ModelRunner, seqs: list[Sequence]) -> None:
+    """Logits of a step op by op, recorded, and replayed."""
+    assert runner._recorded is not None
+    chunks = [next_chunk(seq) for seq in seqs]
+    with torch.inference_mode():
+        expected = step_logits(runner, chunks)
+        for _ in range(2):
+            assert torch.equal(runner._recorded.logits(chunks), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["llama with biases", "smollm", "mistral with a sliding window", "qwen2", "qwen3", "llama3 rope"]
+)
+def test_logits_have_the_same_bits_with_any_sequences_in_any_order(
+    saved: Callable[[str], Path], name: str, dtype: str
+) -> None:
+    runner = load(saved(name), dtype, threads=2)
+    blocks, shuffled = ShuffledBlocks(runner), random.Random(0)
+    seqs = [blocks.sequence(random_prompt(length, seed=length), 20) for length in (1, 3, 15, 16, 17, 40, 70)]
+    step(runner, [next_chunk(seq) for seq in seqs])
+    for count in (7, 1, 2, 7, 5, 1, 6, 7, 3, 2):
+        batch = shuffled.sample(seqs, count)
+        check_decodes(runner, batch)
+        step(runner, [next_chunk(seq) for seq in batch])
+    moved = seqs[2]  # as after a preemption: other blocks, and all its tokens at once
+    moved.blocks, moved.num_computed = blocks.sequence(moved.tokens, 20).blocks, 0
+    step(runner, [next_chunk(moved)])
+    check_decodes(runner, seqs)
+
+
+def test_python_calls_no_op_from_the_second_step_of_a_size_on(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(saved("qwen3"))
+    blocks = ShuffledBlocks(runner)
+    seqs = [blocks.sequence(random_prompt(5, seed=at), 20) for at in range(3)]
+    step(runner, [next_chunk(seq) for seq in seqs])
+    calls = [count_calls(monkeypatch, name) for name in ("rms_norm", "paged_attention", "head_norms")]
+
+    def ops(batch: list[Sequence]) -> int:
+        before = sum(map(len, calls))
+        step(runner, [next_chunk(seq) for seq in batch])
+        return sum(map(len, calls)) - before
+
+    every = 1 + 4 * 2
+    assert [ops(seqs), ops(seqs[:1]), ops(seqs), ops(seqs[1:2]), ops(seqs[1:])] == [every, every, 0, 0, every]
+    seqs.append(blocks.sequence(random_prompt(5, seed=9), 20))
+    assert ops(seqs) == every, "a step with a prompt is never recorded"
+    assert ops(seqs[:2]) == ops(seqs[:3]) == 0
+
+
+def test_steps_of_more_sequences_than_run_at_once_are_computed_op_by_op(saved: Callable[[str], Path]) -> None:
+    runner = load(saved("smollm"), max_num_seqs=2)
+    assert runner._recorded is not None
+    blocks = ShuffledBlocks(runner)
+    seqs = [blocks.sequence(random_prompt(5, seed=at), 20) for at in range(3)]
+    for _ in range(3):
+        step(runner, [next_chunk(seq) for seq in seqs])
+    assert [runner._recorded.has_room_for([next_chunk(seq) for seq in seqs[:count]]) for count in (2, 3)] == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("name", ["smollm", "mistral with a sliding window"])
+def test_preempted_and_copied_sequences_are_served_the_same(
+    saved: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = watch_copies(monkeypatch)
+
+    def serve(runner: ModelRunner) -> tuple[dict[int, list[int]], object]:
+        served = Served(runner, 30)
+        params = SamplingParams(max_tokens=24, temperature=1.0, top_p=0.9, logprobs=3)
+        for at in range(4):  # siblings, which copy the block that their prompt ends in
+            prompt = random_prompt(11, seed=4)
+            served.scheduler.add(
+                Sequence(100 + at, prompt, 11, replace(params, seed=at), 0.0, float("inf"), request=100)
+            )
+        for at in range(3):
+            served.add(random_prompt(5 + at, seed=at), replace(params, seed=at))
+        served.run()
+        assert served.scheduler.counters.preemptions > 0
+        return served.told, served.logprobs
+
+    recorded, eager = load(saved(name), "bfloat16"), load(saved(name), "bfloat16")
+    eager._recorded = None
+    assert serve(recorded) == serve(eager)
+    assert len(copied) >= 2
+    assert recorded._recorded is not None
+    assert len(recorded._recorded._steps) > 2
+
+
+def watch_copies(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """Grows by each plan that copies blocks."""
+    execute, plans = ModelRunner.execute, []
+
+    def watched(self: ModelRunner, plan: StepPlan) -> object:
+        if plan.copies:
+            plans.append(plan)
+        return execute(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "execute", watched)
+    return plans
+
+
+def test_a_step_is_recorded_again_if_its_recording_cannot_be_replayed(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(saved("smollm"))
+    seq = ShuffledBlocks(runner).sequence(random_prompt(5, seed=1), 20)
+    for _ in range(3):
+        step(runner, [next_chunk(seq)])
+    assert runner._recorded is not None
+    first = runner._recorded._steps[1].recording
+    with monkeypatch.context() as patch:
+        patch.setattr(Recording, "replay", lambda _: False)
+        check_decodes(runner, [seq])
+    assert runner._recorded._steps[1].recording is not first
+    check_decodes(runner, [seq])
+
+
+def test_threads_can_change_between_a_recording_and_its_replay(saved: Callable[[str], Path]) -> None:
+    runner = load(saved("smollm"), threads=2)
+    seqs = ShuffledBlocks(runner)
+    batch = [seqs.sequence(random_prompt(length, seed=length), 20) for length in (40, 3)]
+    step(runner, [next_chunk(seq) for seq in batch])
+    threads = torch.get_num_threads()
+    try:
+        for number in (2, 1, 3):
+            set_num_threads(number)
+            check_decodes(runner, batch)
+    finally:
+        set_num_threads(threads)
+
+
+def test_nothing_is_recorded_where_an_op_is_not_of_the_compiled_module(saved: Callable[[str], Path]) -> None:
+    for settings in ({"dtype": "float16"}, {"dtype": "float32", "quantization": "none"}):
+        assert load_runner(saved("smollm"), **settings)._recorded is None
