@@ -27,8 +27,9 @@ def _with_instruction_set(name: str, op: Callable[..., Any]) -> Callable[..., An
 
 
 def _slower_native(name: str) -> Backend:
-    ops = {field.name: getattr(NATIVE, field.name) for field in dataclasses.fields(Backend) if field.name != "name"}
-    return Backend(f"native-{name}", **{op: _with_instruction_set(name, call) for op, call in ops.items()})
+    values = {field.name: getattr(NATIVE, field.name) for field in dataclasses.fields(Backend)}
+    ops = {op: _with_instruction_set(name, call) for op, call in values.items() if callable(call)}
+    return dataclasses.replace(NATIVE, name=f"native-{name}", **ops)
 
 
 BACKENDS = [REFERENCE, CPU]
