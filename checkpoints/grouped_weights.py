@@ -2,7 +2,7 @@
 
 A quantized weight W [out, in] takes the place of one tensor by three, and weight = scale * value + minimum:
 
-W.values    U8   [out, groups, 16], of a group of 32 inputs: low nibbles are its first 16 values, high nibbles the others
+W.values    U8   [out, groups, 16], of a group of 32 inputs: the first 16 in low nibbles, the others in high ones
 W.scales    F16  [out, groups]
 W.minimums  F16  [out, groups]
 

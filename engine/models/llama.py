@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
-from torch.nn import functional
 
 from engine.models.config import ConfigFile, ModelConfig, read_llama_like
 from engine.models.inputs import StepInputs
@@ -71,18 +70,18 @@ class Llama:
         self.weight_bytes = parameters.num_bytes
         self._ops = ops
         self._rope = Rope(config.rope, config.head_dim, parameters.embedding.device)
-        self._embedding = parameters.embedding
         self._layers: list[Layer] = []
         while parameters.layers:
             self._layers.append(Layer.prepare(parameters.layers.pop(0), config, ops))
         self._final_norm = parameters.final_norm
         self._head = ops.linear(parameters.head, None)
+        self._embedding = ops.embedding(parameters.embedding, self._head if config.tie_word_embeddings else None)
 
     def forward(self, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
         """Logits [num_logits, vocab], in the dtype of the weights; keys and values go to `cache`, a PagedKV a layer."""
         ops, eps = self._ops, self.config.rms_norm_eps
         rotations = self._rope.rotations(inputs.positions)
-        residual = functional.embedding(inputs.token_ids, self._embedding)
+        residual = self._embedding(inputs.token_ids)
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         for layer, kv, next_norm in zip(self._layers, cache, norms, strict=True):
