@@ -33,7 +33,7 @@ def quantized_names(tensors: Iterable[str]) -> frozenset[str]:
 def dequantize(
     values: NDArray[np.uint8], scales: NDArray[np.float16], minimums: NDArray[np.float16]
 ) -> NDArray[np.float32]:
-    """[rows, in], of arrays as this module describes them."""
+    """[rows, in], of arrays as this module describes them, or [groups, 32] of groups without rows."""
     nibbles = np.concatenate([values & 15, values >> 4], axis=-1).astype(np.float32)
     nibbles *= scales[..., None].astype(np.float32)
     nibbles += minimums[..., None].astype(np.float32)

@@ -147,9 +147,7 @@ def _choose_cpu_backend(dtype: torch.dtype, quantization: Quantization, has_int4
                 "--quantization int4: the checkpoint has no weights in 4 bits, as GGUF's Q4_0 and Q4_1 are"
             )
         if not has_native_int4():
-            raise ConfigError(
-                "--quantization int4 needs a CPU with AVX-512 VNNI, and Pagoda installed where there is a C++ compiler"
-            )
+            raise ConfigError("--quantization int4 needs Pagoda installed where there is a C++ compiler")
         return "native-int4"
     if quantization == "int8":
         if not has_native_int8():
