@@ -16,6 +16,7 @@ from bench.peers.registry import PEERS
 from bench.systems import System, parse_system, peer, running_server
 from bench.workloads import WORKLOADS, Workload
 from checkpoints import Progress, resolve
+from checkpoints.dequantized import dequantized
 
 INSTALLED = "installed"
 NOBODY = "none"
@@ -78,9 +79,10 @@ def choose_systems(
     weights = {"folder": "", "gguf": str(quantized)}
     if "gguf-bf16" in needs:
         weights["gguf-bf16"] = str(bfloat16_gguf(quantized))
+    folder = resolve(model)
     settings = {
         kind: PeerSettings(
-            model=str(resolve(model)),
+            model=str(dequantized(folder, progress) if kind == "folder" and kind in needs else folder),
             gguf=file,
             threads=threads,
             max_num_seqs=MAX_NUM_SEQS,

@@ -27,18 +27,20 @@ def obtain_gguf_model(path: Path, cache: Cache, progress: Progress) -> Path:
 
 
 def import_gguf(path: Path, folder: Path, progress: Progress) -> None:
-    """Fills an empty folder with config.json, model.safetensors in bfloat16, the tokenizer and its settings."""
+    """Fills an empty folder with config.json, model.safetensors, the tokenizer and its settings."""
     # Here, as reading GGUF takes numpy and the whole quantisation code, which a start from the cache has no use for.
     from checkpoints.gguf_config import config_of, read_shape
     from checkpoints.gguf_file import GgufFile
     from checkpoints.gguf_tokenizer import write_tokenizer
-    from checkpoints.gguf_weights import write_weights
+    from checkpoints.gguf_weights import has_grouped_weights, write_weights
+    from checkpoints.grouped_weights import QUANTIZATION_CONFIG
 
     size_bytes = path.stat().st_size
     progress("Reading the GGUF file", 0, size_bytes)
     file = GgufFile(path)
     shape = read_shape(file)
-    write_json(folder / "config.json", config_of(file, shape))
+    quantization = {"quantization_config": QUANTIZATION_CONFIG} if has_grouped_weights(file) else {}
+    write_json(folder / "config.json", config_of(file, shape) | quantization)
     write_tokenizer(file, folder)
     progress("Reading the GGUF file", size_bytes, size_bytes)
     write_weights(file, shape, folder / "model.safetensors", progress)

@@ -1,4 +1,7 @@
-"""GGUF tensors → bfloat16 safetensors: renamed, rotary rows reordered, dequantised a few rows at a time."""
+"""GGUF tensors → safetensors: renamed, rotary rows reordered, converted a few rows at a time.
+
+Matrices of 4 bits stay as they are, in the format of checkpoints/grouped_weights.py; all else becomes bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 from checkpoints.errors import CheckpointError
 from checkpoints.gguf_config import FAMILIES, ROPE_FACTORS, ModelShape
 from checkpoints.gguf_file import GgufFile
+from checkpoints.grouped_weights import GROUP_BYTES, MINIMUMS, SCALES, VALUES
 from checkpoints.progress import Progress
 from checkpoints.safetensors_file import SafetensorsWriter, TensorEntry
 
@@ -32,22 +36,45 @@ _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
 
+_GROUPED = (gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1)
+
+
+def has_grouped_weights(file: GgufFile) -> bool:
+    return any(_is_grouped(tensor) for tensor in file.tensors.values())
+
+
 def write_weights(file: GgufFile, shape: ModelShape, target: Path, progress: Progress) -> None:
-    """Writes every tensor of the model to one safetensors file, rounded to the nearest bfloat16, ties to even.
+    """Writes every tensor of the model to one safetensors file; bfloat16 is the nearest, ties to even.
 
     Raises CheckpointError for a missing or unknown tensor, an unsupported quantisation, or values that are not finite.
     """
     names = _tensor_names(shape)
     _check_names(file, names)
-    entries = [TensorEntry(hf, "BF16", _shape_of(file.tensors[name]), 2) for name, hf in names.items()]
+    entries = [entry for name, hf in names.items() for entry in _entries(file.tensors[name], hf)]
     total = sum(entry.num_bytes for entry in entries)
     done = 0
     with SafetensorsWriter(target, entries) as writer:
         for name in names:
-            for values in _values(file, name, shape):
-                writer.write(to_bfloat16(values, name))
-                done += 2 * values.size
+            for piece in _pieces(file, name, shape):
+                writer.write(piece)
+                done += piece.nbytes
                 progress("Converting the weights", done, total)
+
+
+def _is_grouped(tensor: gguf.ReaderTensor) -> bool:
+    return tensor.tensor_type in _GROUPED and len(tensor.shape) == 2
+
+
+def _entries(tensor: gguf.ReaderTensor, name: str) -> list[TensorEntry]:
+    shape = _shape_of(tensor)
+    if not _is_grouped(tensor):
+        return [TensorEntry(name, "BF16", shape, 2)]
+    groups = shape[0], shape[1] // gguf.GGML_QUANT_SIZES[tensor.tensor_type][0]
+    return [
+        TensorEntry(name + VALUES, "U8", (*groups, GROUP_BYTES), 1),
+        TensorEntry(name + SCALES, "F16", groups, 2),
+        TensorEntry(name + MINIMUMS, "F16", groups, 2),
+    ]
 
 
 def _tensor_names(shape: ModelShape) -> dict[str, str]:
@@ -81,19 +108,57 @@ def _shape_of(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
     return tuple(int(size) for size in reversed(tensor.shape))  # a GGUF names the fastest dimension first
 
 
-def _values(file: GgufFile, name: str, shape: ModelShape) -> Iterator[NDArray[np.float32]]:
-    """A tensor's values in order, in pieces of whole rows."""
+def _pieces(file: GgufFile, name: str, shape: ModelShape) -> Iterator[NDArray[np.generic]]:
+    """A tensor's data as it is stored, entry by entry, in pieces of whole rows."""
+    tensor = file.tensors[name]
+    if not _is_grouped(tensor):
+        for rows in _rows(file, name, shape):
+            yield to_bfloat16(_dequantized(rows, tensor, file.name), name)
+        return
+    for rows in _rows(file, name, shape):
+        yield _blocks(rows, tensor)[..., -GROUP_BYTES:]
+    for rows in _rows(file, name, shape):
+        yield _scales_and_minimums(rows, tensor)[0]
+    for rows in _rows(file, name, shape):
+        yield _scales_and_minimums(rows, tensor)[1]
+
+
+def _rows(file: GgufFile, name: str, shape: ModelShape) -> Iterator[NDArray[np.generic]]:
+    """A tensor's rows as the file encodes them, in the checkpoint's order, some at a time."""
     tensor = file.tensors[name]
     rows = tensor.data.reshape(-1, tensor.data.shape[-1]) if tensor.data.ndim > 1 else tensor.data[:, None]
     order = _row_order(name, len(rows), shape, file.name)
     step = max(1, VALUES_AT_ONCE * len(rows) // max(1, tensor.n_elements))
     for start in range(0, len(rows), step):
         piece = rows[start : start + step] if order is None else rows[order[start : start + step]]
-        try:
-            yield dequantize(np.ascontiguousarray(piece), tensor.tensor_type)
-        except NotImplementedError as error:
-            kind = tensor.tensor_type.name
-            raise CheckpointError(f"{file.name}: {name} is quantised as {kind}, which is not supported") from error
+        yield np.ascontiguousarray(piece)
+
+
+def _dequantized(rows: NDArray[np.generic], tensor: gguf.ReaderTensor, file_name: str) -> NDArray[np.float32]:
+    kind = tensor.tensor_type
+    try:
+        return dequantize(rows, kind)
+    except NotImplementedError as error:
+        message = f"{file_name}: {tensor.name} is quantised as {kind.name}, which is not supported"
+        raise CheckpointError(message) from error
+
+
+def _blocks(rows: NDArray[np.generic], tensor: gguf.ReaderTensor) -> NDArray[np.generic]:
+    """[rows, groups, bytes of a block]: a scale, of Q4_1 a minimum, then the nibbles."""
+    return rows.reshape(len(rows), -1, gguf.GGML_QUANT_SIZES[tensor.tensor_type][1])
+
+
+def _scales_and_minimums(
+    rows: NDArray[np.generic], tensor: gguf.ReaderTensor
+) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
+    header = np.ascontiguousarray(_blocks(rows, tensor)[..., :-GROUP_BYTES]).view(np.float16)
+    scales = header[..., 0]
+    with np.errstate(over="ignore", invalid="ignore"):  # refused below
+        is_symmetric = tensor.tensor_type == gguf.GGMLQuantizationType.Q4_0
+        minimums = scales * np.float16(-8) if is_symmetric else header[..., 1]
+    if not (np.isfinite(scales).all() and np.isfinite(minimums).all()):
+        raise _not_finite(tensor.name)
+    return scales, minimums
 
 
 def _row_order(name: str, num_rows: int, shape: ModelShape, file_name: str) -> NDArray[np.intp] | None:
@@ -115,7 +180,7 @@ def to_bfloat16(values: NDArray[np.float32], name: str) -> NDArray[np.uint16]:
     Raises CheckpointError that names the tensor if a value is not finite.
     """
     if not math.isfinite(float(np.abs(values).max(initial=0.0))):
-        raise CheckpointError(f"{name} has values that are not finite: the file is corrupt")
+        raise _not_finite(name)
     bits = values.view(np.uint32)
     rounded = bits >> 16
     rounded &= 1
@@ -123,3 +188,7 @@ def to_bfloat16(values: NDArray[np.float32], name: str) -> NDArray[np.uint16]:
     rounded += bits
     rounded >>= 16
     return rounded.astype(np.uint16)
+
+
+def _not_finite(name: str) -> CheckpointError:
+    return CheckpointError(f"{name} has values that are not finite: the file is corrupt")

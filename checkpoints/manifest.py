@@ -14,7 +14,7 @@ from checkpoints.progress import Progress, no_progress
 
 MANIFEST = "manifest.json"
 # Raised whenever an import would come out differently: folders of an older format are imported again.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)

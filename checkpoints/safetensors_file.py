@@ -1,4 +1,6 @@
-"""Writes the safetensors format a piece at a time: the library's own writer wants every tensor in memory at once.
+"""The safetensors format, read and written a piece at a time.
+
+The library's own writer wants every tensor in memory at once, and its reader knows no bfloat16 without torch.
 
 A file is the header's length (8 bytes, little endian), the header (JSON: name → dtype, shape, offsets), the data.
 Source: the format's description in the safetensors repository.
@@ -66,3 +68,18 @@ def _header(entries: Sequence[TensorEntry]) -> bytes:
     header = json.dumps(document, separators=(",", ":")).encode()
     header += b" " * (-(8 + len(header)) % ALIGNMENT_BYTES)
     return len(header).to_bytes(8, "little") + header
+
+
+def read_entries(path: Path) -> dict[str, tuple[TensorEntry, int]]:
+    """Each tensor of a file, by its name, and the byte of the file at which its data begins."""
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        document = json.loads(file.read(header_bytes))
+    found = {}
+    for name, fields in document.items():
+        if name != "__metadata__":
+            start, end = fields["data_offsets"]
+            shape = tuple(fields["shape"])
+            entry = TensorEntry(name, fields["dtype"], shape, (end - start) // max(1, math.prod(shape)))
+            found[name] = entry, 8 + header_bytes + start
+    return found

@@ -52,9 +52,10 @@ def serve(
         ),
     ] = "auto",
     quantization: Annotated[
-        Literal["auto", "none", "int8", "fp8"],
+        Literal["auto", "none", "int4", "int8", "fp8"],
         typer.Option(
-            rich_help_panel=_ENGINE, help="Weights in 8 bits. auto: int8 where a CPU is fast at it, else none."
+            rich_help_panel=_ENGINE,
+            help="Bits of weights. int4: where the file has 4, else 8. auto: int4 or int8 where a CPU is fast at it.",
         ),
     ] = "auto",
     kv_cache_dtype: Annotated[

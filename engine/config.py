@@ -14,7 +14,7 @@ Device = Literal["auto", "cpu", "cuda"]
 KVCacheDType = Literal["auto", "fp8"]
 Overlap = Literal["auto", "on", "off"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["auto", "none", "int8", "fp8"]
+Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
 
 CPU_BLOCK_SIZE = 4
 GPU_BLOCK_SIZE = 16
@@ -25,7 +25,9 @@ MAX_GB = 1_000_000_000  # whatever memory there is; what is counted in bytes fit
 class EngineConfig:
     """
     model           folder of the checkpoint
-    quantization    of weights and activations in products; auto: int8 for bfloat16 where a CPU has kernels for it
+    quantization    of weights and activations in products; int4: of the weights that the
+                    checkpoint holds in 4 bits, int8 for the others; auto: int4 or int8 for bfloat16 where a CPU has
+                    kernels for it
     kv_cache_dtype  auto: that of the weights; fp8: 8 bits, with a scale for each head of a token, on a GPU
     kv_cache_gb     size of the paged KV cache in 10^9 bytes; None: what is free on a GPU, 0.5 on a CPU
     host_kv_gb      10^9 bytes of host memory for what preempted sequences have computed; 0: it is computed again

@@ -16,7 +16,15 @@ from engine.errors import ConfigError, EngineError
 from engine.models import Llama, load_model, read_config
 from engine.runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
 from engine.weights import stored_dtype
-from kernels import Backend, has_native, has_native_int8, has_native_int8_weight, instruction_set, load_backend
+from kernels import (
+    Backend,
+    has_native,
+    has_native_int4,
+    has_native_int8,
+    has_native_int8_weight,
+    instruction_set,
+    load_backend,
+)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # in lower case
@@ -71,7 +79,7 @@ def load_for_serving(
     dtype = choose_dtype(config.dtype, folder)
     model = read_config(folder)
     longest = longest_trained(model.max_position_embeddings, config.max_model_len)
-    ops = load_backend(backend or choose_backend(device, dtype, config.quantization))
+    ops = load_backend(backend or choose_backend(device, dtype, config.quantization, model.has_int4_weights))
     with enough_memory("the weights", "--quantization"):
         loaded = load_model(folder, ops, device, dtype, progress)
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
@@ -120,31 +128,55 @@ def choose_dtype(name: str, folder: Path) -> torch.dtype:
     return torch.float32 if is_float32 else torch.bfloat16
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> str:
+def choose_backend(
+    device: torch.device, dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool = False
+) -> str:
     """The name of a kernel backend. Raises ConfigError if there is none with these properties."""
     if device.type == "cpu":
-        return _choose_cpu_backend(dtype, quantization)
+        return _choose_cpu_backend(dtype, quantization, has_int4_weights)
     if quantization == "fp8":
         check_fp8("--quantization", device)
+    if quantization == "int4":
+        raise ConfigError(f"--quantization int4: there are kernels for it on a CPU only, not on {device}")
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(f"--device {device} needs Triton: pip install 'pagoda[gpu]'")
     return "triton" if quantization in ("auto", "none") else f"triton-{quantization}"
 
 
-def _choose_cpu_backend(dtype: torch.dtype, quantization: Quantization) -> str:
+def _choose_cpu_backend(dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool) -> str:
     if quantization == "fp8":
         check_fp8("--quantization", torch.device("cpu"))
+    if quantization == "auto":
+        quantization = _best_quantization(dtype, has_int4_weights)
+    if quantization in ("int8", "int4") and dtype == torch.float16:
+        raise ConfigError(f"--quantization {quantization}: activations can be bfloat16 or float32, not float16")
+    if quantization == "int4":
+        if not has_int4_weights:
+            raise ConfigError(
+                "--quantization int4: the checkpoint has no weights in 4 bits, as GGUF's Q4_0 and Q4_1 are"
+            )
+        if not has_native_int4():
+            raise ConfigError("--quantization int4 needs Pagoda installed where there is a C++ compiler")
+        return "native-int4"
     if quantization == "int8":
-        if dtype == torch.float16:
-            raise ConfigError("--quantization int8: activations can be bfloat16 or float32, not float16")
         if not has_native_int8():
             raise ConfigError(
                 "--quantization int8 needs a CPU with AVX-512 VNNI, and Pagoda installed where there is a C++ compiler"
             )
         return _int8_backend()
-    if quantization == "auto" and dtype == torch.bfloat16 and has_native_int8():
-        return _int8_backend()
     return "native" if has_native() else "cpu"
+
+
+def _best_quantization(dtype: torch.dtype, has_int4_weights: bool) -> Quantization:
+    """What auto means on a CPU: the fewest bits that cost little and that there are kernels for.
+
+    Weights in 4 bits are computed with as the checkpoint holds them, so they lose less than they do in int8.
+    """
+    if dtype != torch.bfloat16:
+        return "none"
+    if has_int4_weights and has_native_int4():
+        return "int4"
+    return "int8" if has_native_int8() else "none"
 
 
 def _int8_backend() -> str:

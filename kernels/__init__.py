@@ -3,9 +3,12 @@
 from kernels.adjust_logits import LogitAdjustments
 from kernels.backend import Backend, load_backend
 from kernels.copy_blocks import copy_blocks
+from kernels.embedding import Embedding
 from kernels.gumbel import noise_key
 from kernels.host_blocks import bytes_of_block, load_blocks, save_blocks
 from kernels.linear import Linear
+from kernels.linear_int4 import Int4Weight
+from kernels.linear_int4_native import has_native_int4
 from kernels.linear_int8_native import has_native_int8, has_native_int8_weight
 from kernels.native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
 from kernels.paged import AttentionPlan, PagedKV
@@ -19,7 +22,9 @@ __all__ = [
     "AttentionPlan",
     "Backend",
     "Draws",
+    "Embedding",
     "HeadNorms",
+    "Int4Weight",
     "Linear",
     "LogitAdjustments",
     "PagedKV",
@@ -32,6 +37,7 @@ __all__ = [
     "bytes_of_block",
     "copy_blocks",
     "has_native",
+    "has_native_int4",
     "has_native_int8",
     "has_native_int8_weight",
     "instruction_set",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from kernels.adjust_logits import LogitAdjustments, adjust_logits
+from kernels.embedding import Embedding, embedding, embedding_int8_native
 from kernels.linear import Linear, gated_linear, gated_linear_cpu, gated_linear_native, linear, linear_cpu
+from kernels.linear_int4_native import gated_linear_int4_native, linear_int4_native
 from kernels.linear_int8_native import (
     gated_linear_int8_native,
     gated_linear_int8_weight_native,
@@ -43,6 +45,10 @@ class RopeAndStoreKV(Protocol):
     ) -> Tensor: ...
 
 
+# Of a weight and a bias. The weight is a Tensor; a backend that `takes_int4` takes an Int4Weight as well.
+LinearMaker = Callable[[Any, Tensor | None], Linear]
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """The ops. The reference function of the same name says what each does: in the file of that name, `gated_linear`
@@ -52,8 +58,9 @@ class Backend:
     """
 
     name: str
-    linear: Callable[[Tensor, Tensor | None], Linear]
-    gated_linear: Callable[[Tensor, Tensor | None], Linear]
+    embedding: Callable[[Tensor, Linear | None], Embedding]
+    linear: LinearMaker
+    gated_linear: LinearMaker
     rms_norm: RmsNorm
     rope_and_store_kv: RopeAndStoreKV
     plan_attention: Callable[[np.ndarray, np.ndarray, np.ndarray, PagedKV, int | None], AttentionPlan]
@@ -62,6 +69,7 @@ class Backend:
     sample: Callable[[Tensor, Draws], Tensor]
     sample_rows: Callable[[Tensor, Tensor, Tensor, SamplingRows, SampledRows], None]
     is_compiled: bool = False
+    takes_int4: bool = False
 
     def can_record(self, kv: PagedKV) -> bool:
         """Whether a `Recorder` sees every op of a model whose pages are like `kv`, embedding and rotations apart."""
@@ -70,6 +78,7 @@ class Backend:
 
 REFERENCE = Backend(
     name="reference",
+    embedding=embedding,
     linear=linear,
     gated_linear=gated_linear,
     rms_norm=rms_norm,
@@ -83,6 +92,7 @@ REFERENCE = Backend(
 
 CPU = Backend(
     name="cpu",
+    embedding=embedding,
     linear=linear_cpu,
     gated_linear=gated_linear_cpu,
     rms_norm=rms_norm_cpu,
@@ -96,6 +106,7 @@ CPU = Backend(
 
 NATIVE = Backend(
     name="native",
+    embedding=embedding,
     linear=linear_cpu,
     gated_linear=gated_linear_native,
     rms_norm=rms_norm_native,
@@ -110,9 +121,18 @@ NATIVE = Backend(
 NATIVE_INT8 = replace(
     NATIVE,
     name="native-int8",
+    embedding=embedding_int8_native,
     linear=linear_int8_native,
     gated_linear=gated_linear_int8_native,
     is_compiled=True,
+)
+
+NATIVE_INT4 = replace(
+    NATIVE_INT8,
+    name="native-int4",
+    linear=linear_int4_native,
+    gated_linear=gated_linear_int4_native,
+    takes_int4=True,
 )
 
 NATIVE_INT8_WEIGHT = replace(
@@ -123,7 +143,9 @@ NATIVE_INT8_WEIGHT = replace(
     is_compiled=True,
 )
 
-_BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, NATIVE, NATIVE_INT8, NATIVE_INT8_WEIGHT)}
+_BACKENDS = {
+    backend.name: backend for backend in (REFERENCE, CPU, NATIVE, NATIVE_INT8, NATIVE_INT8_WEIGHT, NATIVE_INT4)
+}
 _TRITON_BACKENDS = ("triton", "triton-int8", "triton-fp8")
 
 
@@ -135,6 +157,7 @@ def load_backend(name: str) -> Backend:
     native              compiled code for everything but products; only if `has_native()`
     native-int8         and products in int8; only if `has_native_int8()`
     native-int8-weight  and weights in int8, products in bfloat16; only if `has_native_int8_weight()`
+    native-int4         and weights in 4 bits where the checkpoint has such, int8 elsewhere; only if `has_native_int4()`
     triton              kernels for a GPU; with -int8 or -fp8, and weights of that
     """
     if name in _TRITON_BACKENDS:

@@ -30,6 +30,11 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (groups * inverse[..., None]).round().to(torch.int8), greatest / 127
 
 
+def dequantize_weight(values: Tensor, scales: Tensor) -> Tensor:
+    """[out, groups * GROUP] float32, from what `quantize_weight` returns."""
+    return (values * scales[..., None]).flatten(1)
+
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """To the nearest, ties to even: x = scale * value + least.
 

@@ -19,39 +19,36 @@ PANEL = 32  # outputs that the packed layouts keep together
 DEPTH = 32  # inputs that the layout of AMX is filled up to a multiple of
 
 
-class _Native:
-    """
-    num_values, num_scales  of the packed weight
-    """
+class NativeLinear:
+    """A product by compiled code, which takes x, the parts of the packed weight, the bias and the output by address."""
 
     def __init__(
         self,
-        weight: Tensor,
+        in_size: int,
+        out_size: int,
+        packed: tuple[Tensor, ...],
         bias: Tensor | None,
         is_gated: bool,
-        pack: Callable[..., None],
         multiply: Callable[..., None],
-        num_values: int,
-        num_scales: int,
     ) -> None:
-        assert takes(weight)
-        self._out_size, self._in_size = weight.shape
-        packed, scales = torch.empty(num_values, dtype=torch.int8), torch.empty(num_scales)
-        sizes = self._in_size, self._out_size
-        pack(DTYPES[weight.dtype], weight.data_ptr(), packed.data_ptr(), scales.data_ptr(), *sizes)
-        self._owned = packed, scales, bias
-        self._addresses = packed.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr()
+        self.in_size, self.packed = in_size, packed
+        self._out_size, self._bias = out_size, bias
+        self._addresses = *(part.data_ptr() for part in packed), 0 if bias is None else bias.data_ptr()
         self._is_gated = is_gated
         self._multiply = multiply
 
     def __call__(self, x: Tensor, /) -> Tensor:
         assert takes(x)
         rows, width = x.shape
-        assert width == self._in_size * (2 if self._is_gated else 1)
+        assert width == self.in_size * (2 if self._is_gated else 1)
         out = empty(rows, self._out_size, dtype=x.dtype)
         addresses = x.data_ptr(), *self._addresses, out.data_ptr()
-        self._multiply(DTYPES[x.dtype], *addresses, rows, self._in_size, self._out_size, self._is_gated)
+        self._multiply(DTYPES[x.dtype], *addresses, rows, self.in_size, self._out_size, self._is_gated)
         return out
+
+
+class NativeInt8(NativeLinear):
+    """packed: the values in panels, and beside them their scales and sums."""
 
 
 def has_native_int8() -> bool:
@@ -86,13 +83,21 @@ def _int8(weight: Tensor, bias: Tensor | None, is_gated: bool) -> Linear:
     assert native is not None
     out_size, in_size = weight.shape
     panels, groups = -(-out_size // PANEL), -(-in_size // GROUP)
-    sizes = panels * groups * GROUP * PANEL, panels * groups * 2 * PANEL
-    return _Native(weight, bias, is_gated, native.pack_int8, native.linear_int8, *sizes)
+    packed = _packed(weight, native.pack_int8, panels * groups * GROUP * PANEL, panels * groups * 2 * PANEL)
+    return NativeInt8(in_size, out_size, packed, bias, is_gated, native.linear_int8)
 
 
 def _int8_weight(weight: Tensor, bias: Tensor | None, is_gated: bool) -> Linear:
     assert native is not None
     out_size, in_size = weight.shape
     panels, depth = -(-out_size // PANEL), -(-in_size // DEPTH) * DEPTH
-    sizes = panels * depth * PANEL, panels * PANEL
-    return _Native(weight, bias, is_gated, native.pack_int8_weight, native.linear_int8_weight, *sizes)
+    packed = _packed(weight, native.pack_int8_weight, panels * depth * PANEL, panels * PANEL)
+    return NativeLinear(in_size, out_size, packed, bias, is_gated, native.linear_int8_weight)
+
+
+def _packed(weight: Tensor, pack: Callable[..., None], num_values: int, num_scales: int) -> tuple[Tensor, Tensor]:
+    assert takes(weight)
+    out_size, in_size = weight.shape
+    values, scales = torch.empty(num_values, dtype=torch.int8), torch.empty(num_scales)
+    pack(DTYPES[weight.dtype], weight.data_ptr(), values.data_ptr(), scales.data_ptr(), in_size, out_size)
+    return values, scales

@@ -9,7 +9,7 @@ from typing import Literal
 from channel.address import check_address
 from router.errors import ConfigError
 
-Quantization = Literal["auto", "none", "int8", "fp8"]
+Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
 Schedule = Literal["sequential", "interleaved", "static", "continuous"]
 Policy = Literal["fcfs", "priority", "fair", "deadline"]
 LogLevel = Literal["debug", "info", "warning", "error"]

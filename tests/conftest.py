@@ -53,6 +53,14 @@ def default_model_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
+def plain_model_folder(default_model_folder: Path) -> Path:
+    """The default model for those who read no quantized weights, such as transformers."""
+    from checkpoints.dequantized import dequantized
+
+    return dequantized(default_model_folder)
+
+
+@pytest.fixture(scope="session")
 def synthetic_server() -> Iterator[Server]:
     """The synthetic model, 2 ms a step; shared, so leave it as it was."""
     from tests.servers import running_server

@@ -16,7 +16,7 @@ from engine.models.llama import Embedded, Llama, configure_llama, configure_mist
 from engine.models.parameters import Parameters
 from engine.models.qwen2 import configure_qwen2
 from engine.models.qwen3 import configure_qwen3
-from engine.weights import draw_weights, load_weights
+from engine.weights import draw_weights, load_weights, quantized_weights
 from kernels import Backend
 
 __all__ = ["Embedded", "Llama", "ModelConfig", "StepInputs", "load_model", "read_config"]
@@ -51,7 +51,8 @@ def load_model(
     Where config.json says `"random_weights": true` there is nothing to load: a model of any size, for measurements.
     """
     config = read_config(folder)
-    parameters = Parameters.allocate(config, device, dtype)
+    int4 = quantized_weights(folder) if config.has_int4_weights and backend.takes_int4 else frozenset()
+    parameters = Parameters.allocate(config, device, dtype, int4)
     if ConfigFile(folder).flag("random_weights", False):
         draw_weights(parameters.by_name(config))
     else:

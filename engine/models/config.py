@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoints.grouped_weights import QUANTIZATION_CONFIG
 from engine.errors import ConfigError
 from engine.models.rope import RopeConfig
 
@@ -21,6 +22,7 @@ class ModelConfig:
     sliding_window           tokens that a query sees at most; None: all
     qkv_bias, output_bias    of the attention's projections
     qk_norm                  queries and keys are normalised before they are rotated
+    has_int4_weights         some weights of the checkpoint are in 4 bits
     """
 
     family: str
@@ -40,6 +42,7 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    has_int4_weights: bool = False
 
     @property
     def query_size(self) -> int:
@@ -115,6 +118,13 @@ class ConfigFile:
     def has(self, name: str) -> bool:
         return self._fields.get(name) is not None
 
+    def has_int4_weights(self) -> bool:
+        """Raises ConfigError for weights that are quantized in any but the importer's own format."""
+        found = self._fields.get("quantization_config")
+        if found not in (None, QUANTIZATION_CONFIG):
+            raise ConfigError(f"config.json: quantization_config {found!r} is not supported; {QUANTIZATION_CONFIG} is")
+        return found is not None
+
     def rope(self) -> RopeConfig:
         """From `rope_parameters`, or from `rope_theta` and `rope_scaling`, as older files have it."""
         theta = self.number("rope_theta", DEFAULT_ROPE_THETA)
@@ -132,8 +142,6 @@ def read_llama_like(file: ConfigFile, family: str, head_dim: int | None = None) 
     activation = file.text("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError(f"config.json: hidden_act {activation!r} is not supported; only 'silu' is")
-    if file.has("quantization_config"):
-        raise ConfigError("config.json has a quantization_config: quantised safetensors are not supported")
     if file.number("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("config.json: partial_rotary_factor is not supported; heads are rotated whole")
     hidden_size, num_heads = file.size("hidden_size"), file.size("num_attention_heads")
@@ -159,4 +167,5 @@ def read_llama_like(file: ConfigFile, family: str, head_dim: int | None = None) 
         rms_norm_eps=file.number("rms_norm_eps", 1e-6),
         rope=rope,
         tie_word_embeddings=file.flag("tie_word_embeddings", False),
+        has_int4_weights=file.has_int4_weights(),
     )

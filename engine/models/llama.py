@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.nn import functional
 
 from engine.models.config import ConfigFile, ModelConfig, read_llama_like
 from engine.models.inputs import StepInputs
@@ -84,12 +83,12 @@ class Llama:
         self.weight_bytes = parameters.num_bytes
         self._ops = ops
         self._rope = Rope(config.rope, config.head_dim, parameters.embedding.device)
-        self._embedding = parameters.embedding
         self._layers: list[Layer] = []
         while parameters.layers:
             self._layers.append(Layer.prepare(parameters.layers.pop(0), config, ops))
         self._final_norm = parameters.final_norm
         self._head = ops.linear(parameters.head, None)
+        self._embedding = ops.embedding(parameters.embedding, self._head if config.tie_word_embeddings else None)
 
     def forward(self, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
         """Logits [num_logits, vocab], in the dtype of the weights; keys and values go to `cache`, a PagedKV a layer."""
@@ -97,7 +96,7 @@ class Llama:
 
     def embed(self, inputs: StepInputs) -> Embedded:
         cosines, sines = self._rope.rotations(inputs.positions)
-        return Embedded(functional.embedding(inputs.token_ids, self._embedding), cosines, sines)
+        return Embedded(self._embedding(inputs.token_ids), cosines, sines)
 
     def logits(self, embedded: Embedded, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
         """The rest of `forward`: ops of the backend alone if all rows are wanted. Changes `embedded.tokens`."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from kernels.adjust_logits import adjust_logits
 from kernels.backend import Backend
+from kernels.embedding import embedding
 from kernels.sample import sample
 from kernels.triton.linear import gated_linear_triton, linear_triton
 from kernels.triton.linear_quantized import (
@@ -21,6 +22,7 @@ from kernels.triton.row_sampling import sample_rows_triton
 
 TRITON = Backend(
     name="triton",
+    embedding=embedding,
     linear=linear_triton,
     gated_linear=gated_linear_triton,
     rms_norm=rms_norm_triton,

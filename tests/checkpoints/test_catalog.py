@@ -24,6 +24,7 @@ from checkpoints import (
     verify,
 )
 from checkpoints.cache import Cache
+from checkpoints.dequantized import dequantized
 from tests.checkpoints.tiny_gguf import tiny_model
 
 
@@ -54,12 +55,20 @@ def test_the_default_model_is_smollm2(default_model_folder: Path) -> None:
     assert "You are a helpful AI assistant named SmolLM" in (default_model_folder / "chat_template.jinja").read_text()
 
 
-def test_the_imported_default_model_knows_the_capital_of_sweden(default_model_folder: Path) -> None:
+def test_a_plain_copy_is_made_once_and_of_quantized_folders_alone(
+    default_model_folder: Path, plain_model_folder: Path
+) -> None:
+    assert dequantized(plain_model_folder) == plain_model_folder != default_model_folder
+    assert dequantized(default_model_folder) == plain_model_folder
+    assert plain_model_folder.name not in {model.name for model in list_models()}
+
+
+def test_the_imported_default_model_knows_the_capital_of_sweden(plain_model_folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(default_model_folder)
-    model = AutoModelForCausalLM.from_pretrained(default_model_folder, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(plain_model_folder)
+    model = AutoModelForCausalLM.from_pretrained(plain_model_folder, dtype=torch.bfloat16)
     question = [{"role": "user", "content": "What is the capital of Sweden?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
     answer = tokenizer("The capital of Sweden is Stockholm.<|im_end|>").input_ids

@@ -14,9 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from checkpoints import CheckpointError
+from checkpoints.dequantized import write_dequantized
 from checkpoints.gguf_import import import_gguf
 from checkpoints.gguf_weights import to_bfloat16
 from checkpoints.progress import no_progress
+from kernels import Int4Weight
 from tests.checkpoints.tiny_gguf import MODELS, TinyModel, gguf_tensors, tiny_model
 
 
@@ -67,6 +69,52 @@ def test_quantised_rows_are_dequantised_and_reordered(family: str, tmp_path: Pat
             quantised = gguf.quants.quantize(original.numpy(), tiny.quantisation)
             expected = torch.from_numpy(gguf.quants.dequantize(quantised, tiny.quantisation)).to(torch.bfloat16)
             assert torch.equal(tensors[name], expected), name
+
+
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1])
+@pytest.mark.parametrize("family", MODELS)
+def test_rows_of_4_bits_keep_their_nibbles(family: str, kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+    tiny = tiny_model(family)
+    with torch.no_grad():
+        tiny.model.model.layers[0].mlp.up_proj.weight[5, 32:64] = 0.0
+    tiny.quantisation = kind
+    folder = imported(tiny, tmp_path)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    write_dequantized(folder, plain)
+    stored, whole = load_file(folder / "model.safetensors"), load_file(plain / "model.safetensors")
+    originals = tiny.model.state_dict()
+    assert whole.keys() == originals.keys()
+    for name, original in originals.items():
+        if original.ndim == 2:
+            # Q4_0 and Q4_1 scale every 32 values of a row by themselves, so the order of rows does not matter to them.
+            expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(original.numpy(), kind), kind))
+            assert torch.equal(whole[name], expected), name
+            parts = stored[name + ".values"], stored[name + ".scales"], stored[name + ".minimums"]
+            assert torch.equal(Int4Weight(*parts).dequantize(), expected), name
+        else:
+            assert torch.equal(whole[name], original.to(torch.bfloat16)), name
+    assert AutoConfig.from_pretrained(folder).quantization_config["quant_method"] == "pagoda"
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    assert torch.equal(model.model.layers[1].mlp.up_proj.weight, whole["model.layers.1.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1])
+@pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E00])
+def test_a_scale_of_4_bits_that_is_not_finite_is_refused(
+    kind: gguf.GGMLQuantizationType, bits: int, tmp_path: Path
+) -> None:
+    tiny = tiny_model("llama")
+    tiny.quantisation = kind
+    name = "blk.1.ffn_up.weight"
+    rows = gguf.quants.quantize(gguf_tensors("llama", tiny.model)[name], kind)
+    path = tiny.write(tmp_path / "tiny.gguf")
+    file_bytes = bytearray(path.read_bytes())
+    at = file_bytes.index(rows[0].tobytes()) + (2 if kind == gguf.GGMLQuantizationType.Q4_1 else 0)
+    file_bytes[at : at + 2] = bits.to_bytes(2, "little")
+    path.write_bytes(file_bytes)
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight has values that are not finite"):
+        import_gguf(path, tmp_path, no_progress)
 
 
 def test_rounding_to_bfloat16_is_that_of_torch() -> None:

@@ -32,12 +32,12 @@ OTHERS = [f"Number {at} of the other requests says: " + "and so on, " * (at % 9)
 
 
 @pytest.fixture(scope="module")
-def reference(default_model_folder: Path) -> dict[str, list[int]]:
+def reference(plain_model_folder: Path) -> dict[str, list[int]]:
     """Greedy tokens of each prompt by transformers, in float32."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(default_model_folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(default_model_folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(plain_model_folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain_model_folder, dtype=torch.float32).eval()
     answers = {}
     with torch.inference_mode():
         for prompt in PROMPTS:
@@ -160,12 +160,12 @@ def test_best_of_returns_those_with_the_highest_mean_logprob(exact: inference_pb
 @pytest.mark.slow
 @pytest.mark.parametrize("early_stopping", [False, True])
 def test_beams_are_those_of_transformers(
-    exact: inference_pb2_grpc.InferenceStub, default_model_folder: Path, early_stopping: bool
+    exact: inference_pb2_grpc.InferenceStub, plain_model_folder: Path, early_stopping: bool
 ) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(default_model_folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(default_model_folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(plain_model_folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain_model_folder, dtype=torch.float32).eval()
     for at, prompt in enumerate(PROMPTS):
         width, penalty = 2 + at % 4, (0.5, 1.0, 2.0)[at % 3]
         ids = tokenizer(prompt, return_tensors="pt")

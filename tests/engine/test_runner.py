@@ -201,7 +201,7 @@ def test_a_missing_cuda_device_is_refused(saved: Callable[[str], Path]) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "factor": -1}}, "factor of yarn RoPE"),
         ({"rope_parameters": "fast"}, "RoPE parameters must be an object"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config \{'bits': 4\} is not supported"),
         ({"num_hidden_layers": None}, "no num_hidden_layers"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers must be a positive whole number, not 'two'"),
         ({"num_key_value_heads": 4}, "6 attention heads cannot share 4"),

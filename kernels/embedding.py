@@ -1,0 +1,60 @@
+"""Rows of the table that tokens are embedded by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.linear import Linear
+from kernels.linear_int8 import dequantize_weight, quantize_weight
+from kernels.linear_int8_native import NativeInt8
+from kernels.native_module import DTYPES, native
+
+
+class Embedding(Protocol):
+    """ids [num_tokens] int64 to rows [num_tokens, in] of the table."""
+
+    def __call__(self, ids: Tensor, /) -> Tensor: ...
+
+
+def embedding(weight: Tensor, head: Linear | None) -> Embedding:
+    """A table to look up rows in.
+
+    weight  [vocab, in]; the caller lets go of it
+    head    the product with this same table where the two are tied, so that one copy of it may serve both; else None
+    """
+    return partial(functional.embedding, weight=weight)
+
+
+def embedding_int8(weight: Tensor, head: Linear | None) -> Embedding:
+    """`embedding` with the table rounded as `linear_int8` rounds it."""
+    rows = dequantize_weight(*quantize_weight(weight))[:, : weight.shape[1]].to(weight.dtype)
+    return embedding(rows, head)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    head: NativeInt8
+    dtype: torch.dtype
+
+    def __call__(self, ids: Tensor, /) -> Tensor:
+        assert native is not None
+        assert ids.dtype == torch.int64
+        assert ids.is_contiguous()
+        out = torch.empty(len(ids), self.head.in_size, dtype=self.dtype)
+        packed, scales = (part.data_ptr() for part in self.head.packed)
+        sizes = len(ids), self.head.in_size
+        native.embedding_int8(DTYPES[self.dtype], ids.data_ptr(), packed, scales, out.data_ptr(), *sizes)
+        return out
+
+
+def embedding_int8_native(weight: Tensor, head: Linear | None) -> Embedding:
+    """`embedding_int8` from the packed weight of the head; a table that is not tied stays whole."""
+    if isinstance(head, NativeInt8) and hasattr(native, "embedding_int8"):
+        return _Rows(head, weight.dtype)
+    return embedding(weight, head)

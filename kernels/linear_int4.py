@@ -1,0 +1,112 @@
+"""Matrix products of 4-bit weights, as checkpoints hold them, and 8-bit activations.
+
+Weights have a scale and a minimum for every 32 inputs of an output: nothing is rounded a second time. Activations are
+those of `linear_int8`. In a group of activations, x = s * a + l, and in each of its groups of weights, w = d * q + m:
+
+    sum of x * w  =  s * (sum over groups of weights of d * (sum of q * a) + m * (sum of a))  +  l * (sum of w)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.linear import Linear
+from kernels.linear_int8 import GROUP, quantize_rows
+from kernels.silu_and_mul import silu_and_mul
+
+WEIGHT_GROUP = 32  # inputs that share a scale and a minimum
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """A matrix [out, in] of which every element is scale * value + minimum, with values 0…15.
+
+    values    [out, groups, 16] uint8: of a group of 32 inputs, the first 16 in the low nibbles, the others in the high
+    scales    [out, groups] float16
+    minimums  [out, groups] float16
+    """
+
+    values: Tensor
+    scales: Tensor
+    minimums: Tensor
+
+    @staticmethod
+    def allocate(out_size: int, in_size: int) -> Int4Weight:
+        """With whatever the memory held. `in_size` is a multiple of 32."""
+        groups, rest = divmod(in_size, WEIGHT_GROUP)
+        assert rest == 0
+        return Int4Weight(
+            torch.empty(out_size, groups, WEIGHT_GROUP // 2, dtype=torch.uint8),
+            torch.empty(out_size, groups, dtype=torch.float16),
+            torch.empty(out_size, groups, dtype=torch.float16),
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.values), self.values.shape[1] * WEIGHT_GROUP
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes + self.minimums.nbytes
+
+    def split(self, sizes: int | list[int]) -> list[Int4Weight]:
+        """Views of so many rows each, as `Tensor.split` has it."""
+        parts = (torch.split(part, sizes) for part in (self.values, self.scales, self.minimums))
+        return [Int4Weight(*rows) for rows in zip(*parts, strict=True)]
+
+    def copy_(self, source: Int4Weight) -> None:
+        self.values.copy_(source.values)
+        self.scales.copy_(source.scales)
+        self.minimums.copy_(source.minimums)
+
+    def nibbles(self) -> Tensor:
+        """[out, groups, 32] uint8, the values one by one."""
+        return torch.cat([self.values & 15, self.values >> 4], dim=-1)
+
+    def dequantize(self) -> Tensor:
+        """[out, in] float32, each element rounded once."""
+        values = self.nibbles() * self.scales.float()[..., None]
+        values += self.minimums.float()[..., None]
+        return values.flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Int4:
+    weight: Int4Weight
+    bias: Tensor | None
+    is_gated: bool
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        rows, scales, least = quantize_rows(silu_and_mul(x.float()) if self.is_gated else x)
+        halves = GROUP // WEIGHT_GROUP
+        missing = -self.weight.values.shape[1] % halves  # groups of weights in the last group of activations
+        rows = rows.unflatten(2, (halves, -1)).double()
+        values = functional.pad(self.weight.nibbles(), (0, 0, 0, missing)).unflatten(1, (-1, halves)).double()
+        weight_scales = functional.pad(self.weight.scales.float(), (0, missing)).unflatten(1, (-1, halves))
+        minimums = functional.pad(self.weight.minimums.float(), (0, missing)).unflatten(1, (-1, halves))
+        product = torch.zeros(len(x), len(self.weight.values))
+        for group in range(scales.shape[1]):
+            scaled, total = torch.zeros_like(product), torch.zeros(len(self.weight.values))
+            for half in range(halves):
+                part, weights = rows[:, group, half], values[:, group, half]
+                d, m = weight_scales[:, group, half], minimums[:, group, half]
+                scaled += (part @ weights.T).float() * d + part.sum(dim=-1, keepdim=True).float() * m  # exact sums
+                total += weights.sum(dim=-1).float() * d + WEIGHT_GROUP * m
+            product += scaled * scales[:, group, None] + least[:, group, None] * total
+        if self.bias is not None:
+            product += self.bias.float()
+        return product.to(x.dtype)
+
+
+def linear_int4(weight: Int4Weight, bias: Tensor | None) -> Linear:
+    """`kernels.linear.linear` with a weight of 4 bits: sums of a group are exact, groups are added up in float32."""
+    return _Int4(weight, bias, is_gated=False)
+
+
+def gated_linear_int4(weight: Int4Weight, bias: Tensor | None) -> Linear:
+    """`kernels.linear.gated_linear` with a weight of 4 bits; what is gated is not rounded before it is quantized."""
+    return _Int4(weight, bias, is_gated=True)

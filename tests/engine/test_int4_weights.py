@@ -1,0 +1,210 @@
+"""Checkpoints with weights in 4 bits: kept where the backend takes them, dequantized elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoints.dequantized import write_dequantized
+from checkpoints.gguf_import import import_gguf
+from checkpoints.progress import no_progress
+from engine.errors import ConfigError
+from engine.loaded_model import choose_backend, choose_dtype
+from engine.models import read_config
+from engine.models.parameters import Parameters
+from engine.weights import load_weights, quantized_weights
+from kernels import Backend, Int4Weight, has_native_int4
+from kernels.backend import REFERENCE
+from kernels.linear import gated_linear, linear
+from kernels.linear_int4 import gated_linear_int4, linear_int4
+from tests.checkpoints.tiny_gguf import tiny_model
+from tests.engine.tiny_models import ShuffledBlocks, load_runner, next_chunk, random_prompt, step_logits
+
+CPU = torch.device("cpu")
+VALUE_PROJECTION = "model.layers.1.self_attn.v_proj.weight"
+
+
+def reference_int4() -> Backend:
+    def product(weight: Tensor | Int4Weight, bias: Tensor | None) -> object:
+        return linear_int4(weight, bias) if isinstance(weight, Int4Weight) else linear(weight, bias)
+
+    def gated(weight: Tensor | Int4Weight, bias: Tensor | None) -> object:
+        return gated_linear_int4(weight, bias) if isinstance(weight, Int4Weight) else gated_linear(weight, bias)
+
+    return dataclasses.replace(REFERENCE, name="int4", linear=product, gated_linear=gated, takes_int4=True)
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    def folder(family: str = "llama", **config: object) -> Path:
+        path = tmp_path_factory.mktemp("model")
+        tiny = tiny_model(family, **config)
+        tiny.quantisation = gguf.GGMLQuantizationType.Q4_1
+        import_gguf(tiny.write(path / "tiny.gguf"), path, no_progress)
+        return path
+
+    return folder
+
+
+@pytest.fixture
+def whole(make: Callable[..., Path]) -> Path:
+    return make(attention_bias=True)
+
+
+@pytest.fixture
+def mixed(make: Callable[..., Path]) -> Path:
+    """One projection of three that are merged is not quantized."""
+    folder = make()
+    tensors = load_file(folder / "model.safetensors")
+    parts = [tensors.pop(f"{VALUE_PROJECTION}.{part}") for part in ("values", "scales", "minimums")]
+    tensors[VALUE_PROJECTION] = Int4Weight(*parts).dequantize()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def sharded(make: Callable[..., Path]) -> Path:
+    folder = make("qwen3", head_dim=32)
+    tensors = load_file(folder / "model.safetensors")
+    shards: list[dict[str, Tensor]] = [{}, {}]
+    for name, tensor in tensors.items():
+        shards[".layers.1." in name][name] = tensor
+    for number, shard in enumerate(shards):
+        save_file(shard, folder / f"{number}.safetensors")
+    weight_map = {name: f"{number}.safetensors" for number, shard in enumerate(shards) for name in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors").rename(folder / "unread.safetensors")
+    return folder
+
+
+@pytest.fixture(params=["whole", "mixed", "sharded"])
+def folder(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.getfixturevalue(request.param)
+    return found
+
+
+def parameters(folder: Path, dtype: torch.dtype, *, keeps_int4: bool) -> dict[str, Tensor | Int4Weight]:
+    config = read_config(folder)
+    allocated = Parameters.allocate(config, CPU, dtype, quantized_weights(folder) if keeps_int4 else frozenset())
+    places = allocated.by_name(config)
+    load_weights(folder, places)
+    return places
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows_at_once", [1, 1 << 20])
+def test_weights_are_dequantized_for_a_backend_that_takes_none(
+    whole: Path, dtype: torch.dtype, rows_at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.weights.VALUES_AT_ONCE", rows_at_once)
+    write_dequantized(whole, tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    found = parameters(whole, dtype, keeps_int4=False)
+    assert found.keys() == expected.keys()
+    for name, place in found.items():
+        assert isinstance(place, Tensor)
+        assert torch.equal(place, expected[name].to(dtype)), name
+
+
+def test_what_is_kept_has_the_same_values(folder: Path) -> None:
+    kept = parameters(folder, torch.float32, keeps_int4=True)
+    for name, place in parameters(folder, torch.float32, keeps_int4=False).items():
+        found = kept[name]
+        assert torch.equal(found if isinstance(found, Tensor) else found.dequantize(), place), name
+
+
+def test_a_merged_weight_is_kept_if_all_its_parts_are_in_4_bits(mixed: Path) -> None:
+    kept = {
+        name
+        for name, place in parameters(mixed, torch.bfloat16, keeps_int4=True).items()
+        if isinstance(place, Int4Weight)
+    }
+    second = [name for name in kept if ".layers.1." in name]
+    assert VALUE_PROJECTION not in kept
+    assert sorted(name.split(".")[-2] for name in second) == ["down_proj", "gate_proj", "o_proj", "up_proj"]
+    assert len(kept) == 7 + 4 + 1  # the head as well; the embedding never
+
+
+def test_logits_with_weights_in_4_bits_are_near_those_in_float32(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def logits() -> Tensor:
+        runner = load_runner(folder, quantization="none")
+        return step_logits(runner, [next_chunk(ShuffledBlocks(runner).sequence(random_prompt(40, seed=5), 1))])[0]
+
+    exact = logits()
+    monkeypatch.setattr("engine.loaded_model.load_backend", lambda name: reference_int4())
+    assert 0 < (logits() - exact).norm() / exact.norm() < 0.05  # only activations are rounded
+
+
+def test_the_weights_take_the_bytes_that_they_take_in_the_file(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.loaded_model.load_backend", lambda name: reference_int4())
+    stored = load_file(whole / "model.safetensors")
+    embedding = sum(tensor.nbytes for name, tensor in stored.items() if "embed_tokens" in name)
+    unpacked = 264 * 64 * 2
+    runner = load_runner(whole, dtype="bfloat16", quantization="none")
+    assert runner.info.weight_bytes == sum(tensor.nbytes for tensor in stored.values()) - embedding + unpacked
+
+
+def test_a_checkpoint_in_4_bits_is_served_in_bfloat16(whole: Path) -> None:
+    assert choose_dtype("auto", whole) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("lacking", "message"),
+    [("scales", "v_proj.weight.scales is missing"), ("values", "v_proj.weight is missing")],
+)
+@pytest.mark.parametrize("keeps_int4", [True, False])
+def test_a_missing_part_is_named(whole: Path, lacking: str, message: str, keeps_int4: bool) -> None:
+    tensors = load_file(whole / "model.safetensors")
+    del tensors[f"{VALUE_PROJECTION}.{lacking}"]
+    save_file(tensors, whole / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        parameters(whole, torch.bfloat16, keeps_int4=keeps_int4)
+
+
+@pytest.mark.parametrize("keeps_int4", [True, False])
+def test_a_weight_of_another_shape_is_told(whole: Path, keeps_int4: bool) -> None:
+    path = whole / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 128}))
+    with pytest.raises(ConfigError, match=r"gate_proj.weight has shape \[96, 64\] .* config.json makes it \[128, 64\]"):
+        parameters(whole, torch.bfloat16, keeps_int4=keeps_int4)
+
+
+def test_auto_takes_4_bits_where_there_are_weights_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.loaded_model.has_native", lambda: True)
+    monkeypatch.setattr("engine.loaded_model.has_native_int4", lambda: True)
+    monkeypatch.setattr("engine.loaded_model.has_native_int8", lambda: True)
+    monkeypatch.setattr("engine.loaded_model.has_native_int8_weight", lambda: False)
+    assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=True) == "native-int4"
+    assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=False) == "native-int8"
+    assert choose_backend(CPU, torch.float32, "auto", has_int4_weights=True) == "native"
+    assert choose_backend(CPU, torch.float32, "int4", has_int4_weights=True) == "native-int4"
+    assert choose_backend(CPU, torch.bfloat16, "int8", has_int4_weights=True) == "native-int8"
+    with pytest.raises(ConfigError, match="--quantization int4: activations can be bfloat16 or float32, not float16"):
+        choose_backend(CPU, torch.float16, "int4", has_int4_weights=True)
+    with pytest.raises(ConfigError, match="--quantization int4: the checkpoint has no weights in 4 bits"):
+        choose_backend(CPU, torch.bfloat16, "int4", has_int4_weights=False)
+    with pytest.raises(ConfigError, match="--quantization int4: there are kernels for it on a CPU only, not on cuda"):
+        choose_backend(torch.device("cuda"), torch.bfloat16, "int4", has_int4_weights=True)
+    monkeypatch.setattr("engine.loaded_model.has_native_int4", lambda: False)
+    with pytest.raises(ConfigError, match="--quantization int4 needs Pagoda installed where there is a C"):
+        choose_backend(CPU, torch.bfloat16, "int4", has_int4_weights=True)
+    assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=True) == "native-int8"
+
+
+@pytest.mark.skipif(not has_native_int4(), reason="no kernels for products in 4 bits")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_logits_are_near_those_in_float32(folder: Path, dtype: str) -> None:
+    def logits(dtype: str, quantization: str) -> Tensor:
+        runner = load_runner(folder, dtype=dtype, quantization=quantization)
+        return step_logits(runner, [next_chunk(ShuffledBlocks(runner).sequence(random_prompt(40, seed=5), 1))])[0]
+
+    exact = logits("float32", "none")
+    assert (logits(dtype, "int4").float() - exact).norm() / exact.norm() < 0.05
