@@ -24,6 +24,7 @@ from kernels import (
     has_native_int8_weight,
     instruction_set,
     load_backend,
+    prefers_whole_native,
 )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -160,23 +161,22 @@ def _choose_cpu_backend(dtype: torch.dtype, quantization: Quantization, has_int4
         return "native-int4"
     if quantization == "int8":
         if not has_native_int8():
-            raise ConfigError(
-                "--quantization int8 needs a CPU with AVX-512 VNNI, and Pagoda installed where there is a C++ compiler"
-            )
+            raise ConfigError("--quantization int8 needs Pagoda installed where there is a C++ compiler")
         return _int8_backend()
-    return "native" if has_native() else "cpu"
+    if not has_native():
+        return "cpu"
+    return "native-whole" if prefers_whole_native() else "native"
 
 
 def _best_quantization(dtype: torch.dtype, has_int4_weights: bool) -> Quantization:
-    """What auto means on a CPU: the fewest bits that cost little and that there are kernels for.
+    """What auto means on a CPU: what took the least time where it was measured (docs/performance.md).
 
-    Weights in 4 bits are computed with as the checkpoint holds them, so they lose less than they do in int8.
+    Weights in 4 bits are computed with as the checkpoint holds them, so they lose less than they do in int8. With AMX
+    products of int8 weights are the fastest; without instructions for bytes those of whole weights are.
     """
-    if dtype != torch.bfloat16:
+    if dtype != torch.bfloat16 or not has_native() or instruction_set() == "generic":
         return "none"
-    if has_int4_weights and has_native_int4():
-        return "int4"
-    return "int8" if has_native_int8() else "none"
+    return "int4" if has_int4_weights and not has_native_int8_weight() else "int8"
 
 
 def _int8_backend() -> str:

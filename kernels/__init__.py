@@ -10,6 +10,7 @@ from kernels.linear import Linear
 from kernels.linear_int4 import Int4Weight
 from kernels.linear_int4_native import has_native_int4
 from kernels.linear_int8_native import has_native_int8, has_native_int8_weight
+from kernels.linear_whole_native import prefers_whole_native
 from kernels.native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
 from kernels.paged import AttentionPlan, PagedKV
 from kernels.recording import Recorder, Recording
@@ -45,6 +46,7 @@ __all__ = [
     "load_backend",
     "load_blocks",
     "noise_key",
+    "prefers_whole_native",
     "save_blocks",
     "set_num_threads",
 ]

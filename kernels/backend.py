@@ -10,15 +10,17 @@ import numpy as np
 from torch import Tensor
 
 from kernels.adjust_logits import LogitAdjustments, adjust_logits
-from kernels.embedding import Embedding, embedding, embedding_int8_native
+from kernels.embedding import Embedding, embedding, embedding_int8_native, embedding_wide
 from kernels.linear import Linear, gated_linear, gated_linear_cpu, gated_linear_native, linear, linear_cpu
 from kernels.linear_int4_native import gated_linear_int4_native, linear_int4_native
 from kernels.linear_int8_native import (
     gated_linear_int8_native,
     gated_linear_int8_weight_native,
+    head_int8_native,
     linear_int8_native,
     linear_int8_weight_native,
 )
+from kernels.linear_whole_native import gated_linear_whole_native, head_whole_native, linear_whole_native
 from kernels.paged import AttentionPlan, PagedKV
 from kernels.paged_attention import paged_attention, plan_attention
 from kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
@@ -54,6 +56,8 @@ class Backend:
     """The ops. The reference function of the same name says what each does: in the file of that name, `gated_linear`
     beside `linear` and `plan_attention` beside `paged_attention`, `sample_rows` in row_sampling.py.
 
+    embedding    in the dtype of the residual stream: the table's, or float32
+    head         `linear` whose product, the logits, is float32; None: `linear` as it is
     is_compiled  products, too, run in the compiled module, for each dtype that it has code for
     """
 
@@ -68,6 +72,7 @@ class Backend:
     adjust_logits: Callable[[Tensor, LogitAdjustments], None]
     sample: Callable[[Tensor, Draws], Tensor]
     sample_rows: Callable[[Tensor, Tensor, Tensor, SamplingRows, SampledRows], None]
+    head: LinearMaker | None = None
     is_compiled: bool = False
     takes_int4: bool = False
 
@@ -106,7 +111,7 @@ CPU = Backend(
 
 NATIVE = Backend(
     name="native",
-    embedding=embedding,
+    embedding=embedding_wide,
     linear=linear_cpu,
     gated_linear=gated_linear_native,
     rms_norm=rms_norm_native,
@@ -118,12 +123,22 @@ NATIVE = Backend(
     sample_rows=sample_rows,
 )
 
+NATIVE_WHOLE = replace(
+    NATIVE,
+    name="native-whole",
+    linear=linear_whole_native,
+    gated_linear=gated_linear_whole_native,
+    head=head_whole_native,
+    is_compiled=True,
+)
+
 NATIVE_INT8 = replace(
     NATIVE,
     name="native-int8",
     embedding=embedding_int8_native,
     linear=linear_int8_native,
     gated_linear=gated_linear_int8_native,
+    head=head_int8_native,
     is_compiled=True,
 )
 
@@ -144,7 +159,8 @@ NATIVE_INT8_WEIGHT = replace(
 )
 
 _BACKENDS = {
-    backend.name: backend for backend in (REFERENCE, CPU, NATIVE, NATIVE_INT8, NATIVE_INT8_WEIGHT, NATIVE_INT4)
+    backend.name: backend
+    for backend in (REFERENCE, CPU, NATIVE, NATIVE_WHOLE, NATIVE_INT8, NATIVE_INT8_WEIGHT, NATIVE_INT4)
 }
 _TRITON_BACKENDS = ("triton", "triton-int8", "triton-fp8")
 
@@ -155,6 +171,7 @@ def load_backend(name: str) -> Backend:
     reference           plain torch that runs on any device
     cpu                 torch's own fused and packed operations
     native              compiled code for everything but products; only if `has_native()`
+    native-whole        and products with weights as they are; only if `has_native()`
     native-int8         and products in int8; only if `has_native_int8()`
     native-int8-weight  and weights in int8, products in bfloat16; only if `has_native_int8_weight()`
     native-int4         and weights in 4 bits where the checkpoint has such, int8 elsewhere; only if `has_native_int4()`

@@ -31,30 +31,31 @@ def embedding(weight: Tensor, head: Linear | None) -> Embedding:
     return partial(functional.embedding, weight=weight)
 
 
+def embedding_wide(weight: Tensor, head: Linear | None) -> Embedding:
+    """`embedding` in float32: what layers add to it is then not rounded to bfloat16 each time."""
+    return lambda ids: functional.embedding(ids, weight).float()
+
+
 def embedding_int8(weight: Tensor, head: Linear | None) -> Embedding:
-    """`embedding` with the table rounded as `linear_int8` rounds it."""
-    rows = dequantize_weight(*quantize_weight(weight))[:, : weight.shape[1]].to(weight.dtype)
-    return embedding(rows, head)
+    """`embedding_wide` with the table rounded as `linear_int8` rounds it."""
+    return embedding(dequantize_weight(*quantize_weight(weight))[:, : weight.shape[1]], head)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
     head: NativeInt8
-    dtype: torch.dtype
 
     def __call__(self, ids: Tensor, /) -> Tensor:
         assert native is not None
         assert ids.dtype == torch.int64
         assert ids.is_contiguous()
-        out = torch.empty(len(ids), self.head.in_size, dtype=self.dtype)
+        out = torch.empty(len(ids), self.head.in_size)
         packed, scales = (part.data_ptr() for part in self.head.packed)
         sizes = len(ids), self.head.in_size
-        native.embedding_int8(DTYPES[self.dtype], ids.data_ptr(), packed, scales, out.data_ptr(), *sizes)
+        native.embedding_int8(DTYPES[out.dtype], ids.data_ptr(), packed, scales, out.data_ptr(), *sizes)
         return out
 
 
 def embedding_int8_native(weight: Tensor, head: Linear | None) -> Embedding:
     """`embedding_int8` from the packed weight of the head; a table that is not tied stays whole."""
-    if isinstance(head, NativeInt8) and hasattr(native, "embedding_int8"):
-        return _Rows(head, weight.dtype)
-    return embedding(weight, head)
+    return _Rows(head) if isinstance(head, NativeInt8) else embedding_wide(weight, head)

@@ -20,7 +20,10 @@ DEPTH = 32  # inputs that the layout of AMX is filled up to a multiple of
 
 
 class NativeLinear:
-    """A product by compiled code, which takes x, the parts of the packed weight, the bias and the output by address."""
+    """A product by compiled code, which takes x, the parts of the packed weight, the bias and the output by address.
+
+    out_dtype  of the product; None: that of x
+    """
 
     def __init__(
         self,
@@ -30,20 +33,24 @@ class NativeLinear:
         bias: Tensor | None,
         is_gated: bool,
         multiply: Callable[..., None],
+        out_dtype: torch.dtype | None = None,
     ) -> None:
         self.in_size, self.packed = in_size, packed
         self._out_size, self._bias = out_size, bias
         self._addresses = *(part.data_ptr() for part in packed), 0 if bias is None else bias.data_ptr()
         self._is_gated = is_gated
         self._multiply = multiply
+        self._out_dtype = out_dtype
 
     def __call__(self, x: Tensor, /) -> Tensor:
         assert takes(x)
         rows, width = x.shape
         assert width == self.in_size * (2 if self._is_gated else 1)
-        out = empty(rows, self._out_size, dtype=x.dtype)
+        dtype = self._out_dtype or x.dtype
+        out = empty(rows, self._out_size, dtype=dtype)
         addresses = x.data_ptr(), *self._addresses, out.data_ptr()
-        self._multiply(DTYPES[x.dtype], *addresses, rows, self.in_size, self._out_size, self._is_gated)
+        sizes = rows, self.in_size, self._out_size
+        self._multiply(DTYPES[x.dtype], *addresses, DTYPES[dtype], *sizes, self._is_gated)
         return out
 
 
@@ -69,6 +76,10 @@ def gated_linear_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
     return _int8(weight, bias, is_gated=True)
 
 
+def head_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
+    return _int8(weight, bias, is_gated=False, out_dtype=torch.float32)
+
+
 def linear_int8_weight_native(weight: Tensor, bias: Tensor | None) -> Linear:
     """Activations are rounded to bfloat16, sums are float32."""
     return _int8_weight(weight, bias, is_gated=False)
@@ -79,12 +90,12 @@ def gated_linear_int8_weight_native(weight: Tensor, bias: Tensor | None) -> Line
     return _int8_weight(weight, bias, is_gated=True)
 
 
-def _int8(weight: Tensor, bias: Tensor | None, is_gated: bool) -> Linear:
+def _int8(weight: Tensor, bias: Tensor | None, is_gated: bool, out_dtype: torch.dtype | None = None) -> Linear:
     assert native is not None
     out_size, in_size = weight.shape
     panels, groups = -(-out_size // PANEL), -(-in_size // GROUP)
     packed = _packed(weight, native.pack_int8, panels * groups * GROUP * PANEL, panels * groups * 2 * PANEL)
-    return NativeInt8(in_size, out_size, packed, bias, is_gated, native.linear_int8)
+    return NativeInt8(in_size, out_size, packed, bias, is_gated, native.linear_int8, out_dtype)
 
 
 def _int8_weight(weight: Tensor, bias: Tensor | None, is_gated: bool) -> Linear:

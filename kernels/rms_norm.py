@@ -13,10 +13,10 @@ from kernels.recording import empty
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang & Sennrich, 2019).
 
-    x         [..., size]
-    weight    [size], x's dtype
-    residual  x's shape and dtype; if given it is first increased by x, in place, and it is what is normalised
-    return    x's shape and dtype; a new tensor
+    x         [..., size], the weight's dtype; float32 without a residual
+    weight    [size]
+    residual  x's shape, in its dtype or in float32; if given it is first increased by x, in place, and normalised
+    return    x's shape and the weight's dtype; a new tensor
 
     The mean is taken in float32.
     """
@@ -24,27 +24,33 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         x = residual.add_(x)
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    return (wide * scale).to(weight.dtype) * weight
 
 
 def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """`rms_norm` by torch's own kernel."""
     if residual is not None:
         x = residual.add_(x)
+    if x.dtype != weight.dtype:
+        return functional.rms_norm(x, weight.shape, None, eps).to(weight.dtype) * weight
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
 def rms_norm_native(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """`rms_norm` and the addition in one pass."""
-    if native is None or not takes(x):
+    if native is None or not takes(x) or weight.dtype not in DTYPES:
         return rms_norm_cpu(x, weight, eps, residual)
-    out = empty(*x.shape, dtype=x.dtype)
+    out = empty(*x.shape, dtype=weight.dtype)
     size = x.shape[-1]
+    added = x.data_ptr()
+    if residual is None and x.dtype != weight.dtype:  # the residual itself
+        residual, added = x, 0
     native.rms_norm(
-        DTYPES[x.dtype],
-        x.data_ptr(),
+        DTYPES[weight.dtype],
+        added,
         weight.data_ptr(),
         0 if residual is None else residual.data_ptr(),
+        DTYPES[x.dtype if residual is None else residual.dtype],
         out.data_ptr(),
         x.numel() // size,
         size,

@@ -87,11 +87,11 @@ class Llama:
         while parameters.layers:
             self._layers.append(Layer.prepare(parameters.layers.pop(0), config, ops))
         self._final_norm = parameters.final_norm
-        self._head = ops.linear(parameters.head, None)
+        self._head = (ops.head or ops.linear)(parameters.head, None)
         self._embedding = ops.embedding(parameters.embedding, self._head if config.tie_word_embeddings else None)
 
     def forward(self, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
-        """Logits [num_logits, vocab], in the dtype of the weights; keys and values go to `cache`, a PagedKV a layer."""
+        """Logits [num_logits, vocab], in the weights' dtype or float32; keys and values go to `cache`, a PagedKV a layer."""
         return self.logits(self.embed(inputs), inputs, cache)
 
     def embed(self, inputs: StepInputs) -> Embedded:

@@ -1,41 +1,46 @@
 // The ops that look at each element once or twice. No include guard: each instruction set compiles its own copy.
 
-// x = rows of `size`; with a residual, residual += x first and its rows are what is normalised.
-template <typename T>
-void rms_norm_row(const T* x, const T* weight, T* residual, T* out, int64_t size, float eps) {
+// Rows of `size`: x, or with a residual that, to which x is added first if there is one. A residual may be wider than the rest.
+template <typename T, typename R>
+void rms_norm_row(const T* x, const T* weight, R* residual, T* out, int64_t size, float eps) {
     int64_t whole = size / LANES * LANES;
     Floats squares{};
     float tail = 0;
     for (int64_t i = 0; i < whole; i += LANES) {
-        Floats value = load(x + i);
-        if (residual) {
-            value += load(residual + i);
-            store(residual + i, value);
+        Floats value = residual ? load(residual + i) : load(x + i);
+        if (residual && x) {
+            store(residual + i, value + load(x + i));
             value = load(residual + i);  // as it was rounded
         }
         squares += value * value;
     }
     for (int64_t i = whole; i < size; i++) {
-        float value = to_float(x[i]);
-        if (residual) {
-            round_to(&residual[i], value + to_float(residual[i]));
+        float value = residual ? to_float(residual[i]) : to_float(x[i]);
+        if (residual && x) {
+            round_to(&residual[i], value + to_float(x[i]));
             value = to_float(residual[i]);
         }
         tail += value * value;
     }
-    const T* from = residual ? residual : x;
     float scale = 1.0f / std::sqrt((sum(squares) + tail) / static_cast<float>(size) + eps);
-    for (int64_t i = 0; i < whole; i += LANES) store(out + i, load(from + i) * scale * load(weight + i));
-    for (int64_t i = whole; i < size; i++) round_to(&out[i], to_float(from[i]) * scale * to_float(weight[i]));
+    auto scale_all = [&](const auto* from) {
+        for (int64_t i = 0; i < whole; i += LANES) store(out + i, load(from + i) * scale * load(weight + i));
+        for (int64_t i = whole; i < size; i++) round_to(&out[i], to_float(from[i]) * scale * to_float(weight[i]));
+    };
+    if (residual)
+        scale_all(residual);
+    else
+        scale_all(x);
 }
 
-template <typename T>
-void rms_norm(ThreadPool& pool, const T* x, const T* weight, T* residual, T* out, int64_t rows, int64_t size, float eps) {
+template <typename T, typename R>
+void rms_norm(ThreadPool& pool, const T* x, const T* weight, R* residual, T* out, int64_t rows, int64_t size, float eps) {
     int64_t rows_a_part = rows_per_part(rows, size);
     pool.run(ceil_div(rows, rows_a_part), [&](int part) {
         int64_t end = std::min(rows, (part + 1) * rows_a_part);
         for (int64_t row = part * rows_a_part; row < end; row++)
-            rms_norm_row(x + row * size, weight, residual ? residual + row * size : nullptr, out + row * size, size, eps);
+            rms_norm_row(x ? x + row * size : nullptr, weight, residual ? residual + row * size : nullptr, out + row * size, size,
+                         eps);
     });
 }
 

@@ -25,10 +25,10 @@ inline void head_norms(ThreadPool& pool, const Ops& ops, Dtype dtype, const Head
         for (int64_t token = part * tokens_a_part; token < end; token++) {
             const char* from = static_cast<const char*>(args.qkv) + token * token_bytes;
             char* to = static_cast<char*>(args.out) + token * token_bytes;
-            ops.rms_norm(alone, dtype, from, args.query, nullptr, to, args.num_heads, args.head_dim, args.eps);
+            ops.rms_norm(alone, dtype, from, args.query, nullptr, dtype, to, args.num_heads, args.head_dim, args.eps);
             from += args.num_heads * head_bytes;
             to += args.num_heads * head_bytes;
-            ops.rms_norm(alone, dtype, from, args.key, nullptr, to, args.num_kv_heads, args.head_dim, args.eps);
+            ops.rms_norm(alone, dtype, from, args.key, nullptr, dtype, to, args.num_kv_heads, args.head_dim, args.eps);
             int64_t key_bytes = args.num_kv_heads * head_bytes;
             std::memcpy(to + key_bytes, from + key_bytes, key_bytes);
         }

@@ -20,12 +20,18 @@ namespace {  // each file has its own copy
 constexpr Ops make_ops(const char* name) {
     Ops ops{};
     ops.name = name;
-    ops.rms_norm = [](ThreadPool& pool, Dtype dtype, const void* x, const void* weight, void* residual, void* out,
-                      int64_t rows, int64_t size, float eps) {
+    ops.rms_norm = [](ThreadPool& pool, Dtype dtype, const void* x, const void* weight, void* residual, Dtype residual_dtype,
+                      void* out, int64_t rows, int64_t size, float eps) {
         with_type(dtype, [&](auto type) {
             using T = decltype(type);
-            rms_norm(pool, static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<T*>(residual),
-                     static_cast<T*>(out), rows, size, eps);
+            auto norm = [&](auto* residual) {
+                rms_norm(pool, static_cast<const T*>(x), static_cast<const T*>(weight), residual, static_cast<T*>(out), rows, size,
+                         eps);
+            };
+            if (residual_dtype == dtype)
+                norm(static_cast<T*>(residual));
+            else
+                norm(static_cast<float*>(residual));
         });
     };
     ops.silu_and_mul = [](ThreadPool& pool, Dtype dtype, const void* gate_up, void* out, int64_t rows, int64_t size) {

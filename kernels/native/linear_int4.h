@@ -56,7 +56,6 @@ PAGODA_APART void multiply_int4(const QuantizedRows& rows, int64_t first_row, co
         ahead.fetch();
         const uint8_t* x = rows.group(first_row, group);
         const auto* numbers = reinterpret_cast<const uint16_t*>(bytes + GROUP / 2 * PANEL);
-        Floats dots[ROWS][VECTORS];
         PAGODA_UNROLL
         for (int half = 0; half < 2; half++) {
             Ints products[ROWS][VECTORS];
@@ -85,25 +84,21 @@ PAGODA_APART void multiply_int4(const QuantizedRows& rows, int64_t first_row, co
             PAGODA_UNROLL
             for (int i = 0; i < VECTORS; i++) {
                 Floats scale = load_fp16(numbers + half * PANEL + i * LANES);
+                Floats minimum = load_fp16(numbers + (2 + half) * PANEL + i * LANES);
                 PAGODA_UNROLL
                 for (int row = 0; row < ROWS; row++) {
-                    Floats dot = to_floats(total(products[row][i])) * scale;
-                    dots[row][i] = half ? dots[row][i] + dot : dot;
+                    int64_t at = (first_row + row) * rows.groups + group;
+                    sums[row][i] += to_floats(total(products[row][i])) * (scale * broadcast(rows.scales[at]));
+                    sums[row][i] += minimum * broadcast(rows.halves[2 * at + half]);
                 }
             }
         }
         PAGODA_UNROLL
         for (int i = 0; i < VECTORS; i++) {
-            Floats first = load_fp16(numbers + 2 * PANEL + i * LANES), second = load_fp16(numbers + 3 * PANEL + i * LANES);
             Floats offset = load_fp16(numbers + 4 * PANEL + i * LANES);
             PAGODA_UNROLL
-            for (int row = 0; row < ROWS; row++) {
-                int64_t at = (first_row + row) * rows.groups + group;
-                sums[row][i] += dots[row][i] * broadcast(rows.scales[at]);
-                sums[row][i] += first * broadcast(rows.halves[2 * at]);
-                sums[row][i] += second * broadcast(rows.halves[2 * at + 1]);
-                sums[row][i] += offset * broadcast(rows.least[at]);
-            }
+            for (int row = 0; row < ROWS; row++)
+                sums[row][i] += offset * broadcast(rows.least[(first_row + row) * rows.groups + group]);
         }
     }
     PAGODA_UNROLL

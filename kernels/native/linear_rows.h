@@ -47,8 +47,8 @@ void for_each_row(ThreadPool& pool, const LinearArgs& args, const Prepare& prepa
 }
 
 // LANES outputs of a row from `column` of their panel on. The panel has so many columns; what is beyond them is padding.
-template <typename T>
-PAGODA_INLINE void store_outputs(Floats sums, int64_t column, int64_t columns, const T* bias, T* out) {
+template <typename T, typename Out>
+PAGODA_INLINE void store_outputs(Floats sums, int64_t column, int64_t columns, const T* bias, Out* out) {
     if (column + LANES <= columns) {
         store(out + column, bias ? sums + load(bias + column) : sums);
     } else {
@@ -91,7 +91,6 @@ void multiply_panels(ThreadPool& pool, const LinearArgs& args, const void* weigh
     auto multiply_panel = [&](int64_t panel, int64_t block) {
         int64_t end = std::min(args.rows, (block + 1) * block_rows);
         const T* bias = args.bias ? static_cast<const T*>(args.bias) + panel * PANEL : nullptr;
-        T* out = static_cast<T*>(args.out) + panel * PANEL;
         int64_t columns = std::min(PANEL, args.out_size - panel * PANEL);
         // While it computes with one panel it fetches the next, each tile of rows its share; a single tile what it will
         // need soon. Panels follow each other in memory; beyond the last, asking for memory does no harm.
@@ -101,9 +100,15 @@ void multiply_panels(ThreadPool& pool, const LinearArgs& args, const void* weigh
         auto tile = [&](auto rows, int64_t row) {
             Floats sums[rows.value][VECTORS];
             multiply(rows, row, panel, ahead, sums);
-            for (int r = 0; r < rows.value; r++)
-                for (int i = 0; i < VECTORS; i++)
-                    store_outputs(sums[r][i], i * LANES, columns, bias, out + (row + r) * args.out_size);
+            auto save = [&](auto* out) {
+                out += row * args.out_size + panel * PANEL;
+                for (int r = 0; r < rows.value; r++, out += args.out_size)
+                    for (int i = 0; i < VECTORS; i++) store_outputs(sums[r][i], i * LANES, columns, bias, out);
+            };
+            if (args.out_dtype == Dtype::float32)
+                save(static_cast<float*>(args.out));
+            else
+                save(static_cast<bf16*>(args.out));
         };
         int64_t row = block * block_rows;
         for (; row + TILE_ROWS <= end; row += TILE_ROWS) tile(std::integral_constant<int, TILE_ROWS>{}, row);

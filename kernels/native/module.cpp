@@ -59,12 +59,14 @@ PyObject* run(const Arguments& arguments, const Op& op) {
 }
 
 PyObject* rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments next(values, count, 8);
+    Arguments next(values, count, 9);
     Dtype dtype = next.dtype();
-    void *x = next.address(), *weight = next.address(), *residual = next.address(), *out = next.address();
+    void *x = next.address(), *weight = next.address(), *residual = next.address();
+    Dtype residual_dtype = next.dtype();
+    void* out = next.address();
     int64_t rows = next.integer(), size = next.integer();
     float eps = next.real();
-    return run(next, [=] { ops->rms_norm(pool, dtype, x, weight, residual, out, rows, size, eps); });
+    return run(next, [=] { ops->rms_norm(pool, dtype, x, weight, residual, residual_dtype, out, rows, size, eps); });
 }
 
 PyObject* silu_and_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -154,7 +156,7 @@ enum class Scales { apart, inside };  // of the packed weight
 
 template <typename Op>
 PyObject* multiply(PyObject* const* values, Py_ssize_t count, Scales scales, const Op& op) {
-    Arguments next(values, count, scales == Scales::apart ? 10 : 9);
+    Arguments next(values, count, scales == Scales::apart ? 11 : 10);
     Dtype dtype = next.dtype();
     LinearArgs args{};
     args.x = next.address();
@@ -162,6 +164,7 @@ PyObject* multiply(PyObject* const* values, Py_ssize_t count, Scales scales, con
     if (scales == Scales::apart) args.scales = next.address<float>();
     args.bias = next.address();
     args.out = next.address();
+    args.out_dtype = next.dtype();
     args.rows = next.integer();
     args.in = next.integer();
     args.out_size = next.integer();

@@ -36,7 +36,8 @@ struct LinearArgs {
     const void* weight;             // as the op's pack function has packed it
     const float* scales;            // the same of int8
     const void* bias;               // [out] of x's dtype, or null
-    void* out;                      // [rows, out] of x's dtype
+    void* out;                      // [rows, out]
+    Dtype out_dtype;                // x's, or float32
     int64_t rows, in, out_size;
     bool is_gated;                  // the product is of silu(first half of a row) · second half
 };
@@ -52,7 +53,8 @@ struct Int4Args {
 struct Ops {
     const char* name;
     bool pairs_are_limited;         // int8 weights of neighbouring inputs, to |w0| + |w1| <= 128
-    void (*rms_norm)(ThreadPool&, Dtype, const void* x, const void* weight, void* residual, void* out, int64_t rows, int64_t size, float eps);
+    // A residual's dtype is that of the rest, or float32. Without x it is normalised as it is.
+    void (*rms_norm)(ThreadPool&, Dtype, const void* x, const void* weight, void* residual, Dtype residual_dtype, void* out, int64_t rows, int64_t size, float eps);
     void (*silu_and_mul)(ThreadPool&, Dtype, const void* gate_up, void* out, int64_t rows, int64_t size);
     void (*rope_and_store_kv)(ThreadPool&, Dtype, const RopeArgs&);
     void (*paged_attention)(ThreadPool&, Dtype, const AttentionArgs&);
