@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.blocks import BlockPool
-from engine.config import CPU_BLOCK_SIZE
+from engine.config import CPU_BLOCK_SIZE, EngineConfig
 from engine.loop import EngineLoop
 from engine.recorded_steps import DecodeArrays
 from engine.scheduler import Scheduler
@@ -60,6 +60,7 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         token_budget=num_seqs * context_len + 1,
         max_model_len=context_len + steps + 64,
         clock=time.monotonic,
+        target_itl_s=EngineConfig("any").target_itl_s,
     )
     runner, servicer, connection = NoModel(), EngineServer(control_pb2.EngineInfo()), Connection(epoch=1)
     loop = EngineLoop(scheduler, runner, servicer, on_end=lambda: None)

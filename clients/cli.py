@@ -88,9 +88,9 @@ def serve(
         str, typer.Option(rich_help_panel=_ENGINE, help="Shares under fair: NAME=WEIGHT,…; 1 where not named.")
     ] = "",
     target_itl_ms: Annotated[
-        float | None,
-        typer.Option(rich_help_panel=_ENGINE, help="Step time to hold beside decodes.", show_default="token budget"),
-    ] = None,
+        float,
+        typer.Option(rich_help_panel=_ENGINE, help="Longest step beside decodes: limits its prefill; 0: no target."),
+    ] = 100.0,
     max_itl_growth: Annotated[
         float | None,
         typer.Option(

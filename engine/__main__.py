@@ -38,7 +38,9 @@ def main(
     policy: Annotated[PolicyName, typer.Option(help="Who is next in line.")] = "priority",
     priority_ageing_s: Annotated[float, typer.Option(help="Waiting worth one step of priority.")] = 60.0,
     tenant_weights: Annotated[str, typer.Option(help="Tenants' shares under fair: NAME=WEIGHT,….")] = "",
-    target_itl_ms: Annotated[float | None, typer.Option(help="Of a step with decodes: limits its prefill.")] = None,
+    target_itl_ms: Annotated[
+        float, typer.Option(help="Longest step beside decodes, held by its share of prefill; 0: no target.")
+    ] = 100.0,
     max_itl_growth: Annotated[
         float | None, typer.Option(help="Of a step by prompts beside its decodes, as a factor: limits its prefill.")
     ] = None,

@@ -37,7 +37,7 @@ class EngineConfig:
     policy          who is next in line: one of engine/policies/
     priority_ageing_s  seconds of waiting that are worth one step of priority
     tenant_weights  tenants' shares under --policy fair, as NAME=WEIGHT,…; 1 where not named
-    target_itl_ms   of a step that holds decodes: its share of prefill adapts; None: no such target
+    target_itl_ms   a step that holds decodes is to take so long at most: its share of prefill adapts; 0: no such target
     max_itl_growth  of a step by prompts beside its decodes, as a factor: its share of prefill adapts; None: no limit
     schedule        continuous, or one of the modes that it is compared with (engine/schedules.py)
     overlap         launch a step before the tokens of the one before it are read; auto: on a GPU
@@ -58,7 +58,7 @@ class EngineConfig:
     policy: PolicyName = "priority"
     priority_ageing_s: float = 60.0
     tenant_weights: str = ""
-    target_itl_ms: float | None = None
+    target_itl_ms: float = 100.0
     max_itl_growth: float | None = None
     schedule: ScheduleName = "continuous"
     overlap: Overlap = "auto"
@@ -80,8 +80,8 @@ class EngineConfig:
             raise ConfigError(f"--overlap on: --schedule {self.schedule} needs the last step's tokens to plan the next")
         if not 0 < self.priority_ageing_s < math.inf:
             raise ConfigError(f"--priority-ageing-s must be positive, not {self.priority_ageing_s}")
-        if self.target_itl_ms is not None and not 0 < self.target_itl_ms < math.inf:
-            raise ConfigError(f"--target-itl-ms must be positive, not {self.target_itl_ms}")
+        if not 0 <= self.target_itl_ms < math.inf:
+            raise ConfigError(f"--target-itl-ms must be 0 (no target) or more and finite, not {self.target_itl_ms}")
         if self.max_itl_growth is not None and not 1 < self.max_itl_growth < math.inf:
             raise ConfigError(f"--max-itl-growth must be more than 1, not {self.max_itl_growth}")
         if self.weight_of_tenant() and self.policy != "fair":
@@ -96,6 +96,11 @@ class EngineConfig:
             raise ConfigError(f"--max-model-len must be at least 2, not {self.max_model_len}")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"--threads must be at least 1, not {self.threads}")
+
+    @property
+    def target_itl_s(self) -> float | None:
+        """None: no target. The schedules that continuous is compared with compute prompts as they always do."""
+        return self.target_itl_ms / 1e3 if self.target_itl_ms and self.schedule == "continuous" else None
 
     def tokens_a_block(self, device_type: str) -> int:
         """Small ones waste few slots. A GPU's kernels are made for blocks of 16."""

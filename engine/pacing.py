@@ -1,8 +1,13 @@
 """How much of a step is prefill: what holds the targets for a token's time, as far as steps have been measured.
 
 Stall-free batching with a fixed chunk (Sarathi-Serve, Agrawal et al., 2024) bounds a step by its token budget. Here the
-bound is a time: beside decodes, prompts get what the learned step time leaves of it. They get a quarter of the decodes'
-own time in any case, so that a target which decodes alone exceed still lets prompts advance. Standard library only.
+bound is a time: beside decodes, prompts get what the learned step time leaves of it.
+
+A slow machine needs most of that time for its decodes alone. Prompts that got only the rest would fill the batch so
+slowly that throughput collapsed, so a step may grow to a multiple of its decodes' own time whatever the target is. A
+step that takes g times as long as its decodes alone slows decodes down by g and prompts by g / (g - 1). The weighted
+sum over all sequences is least at g = 1 + sqrt(weight * prompts / decodes): many prompts beside few decodes get a
+large share, one beside many a small one. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ from engine.sequence import Chunk, Sequence, StepPlan
 from engine.step_time_model import StepLoad, StepTimeModel
 
 MIN_PREFILL = 4  # prompt tokens of a step, whatever they take
-LEAST_GROWTH = 1.25  # of a step that prompts may take all the same where decodes alone exceed the target
+LEAST_GROWTH = 1.25  # times what its decodes alone would take: a step may take as long, whatever the target
+PROMPT_WEIGHT = 2.0  # how many slowed decodes a slowed prompt is worth: it also keeps its place in the batch empty
 ADVANCE_EVERY = 8  # steps: each prompt that has been admitted advances once in as many
 HELD = 0.99  # part of the steps beside decodes that are to hold the target
 MEASURED = 256  # of them that say how far steps exceed what the model expects of them
@@ -26,7 +32,7 @@ MEASURED = 256  # of them that say how far steps exceed what the model expects o
 class Pacing:
     """
     token_budget  tokens of a step at most
-    target_itl_s  of a step that holds decodes; None: no such target
+    target_itl_s  a step that holds decodes is to take so long at most; None: no such target
     max_growth    a step that holds decodes takes at most this many times what it would without prompts; None: no limit
     """
 
@@ -54,26 +60,34 @@ class Pacing:
         self.likely_time.observe(plan, seconds)
         if self._is_limited:
             load = StepLoad.of_plan(plan)
-            if load.decodes and (expected := self.model.predict(load)) > 0:
-                self._excess.add(seconds / expected)
-            self.model.observe(load, seconds)
+            excess = self.model.observe(load, seconds)
+            if load.decodes and excess is not None:
+                self._excess.add(excess)
 
-    def budget(self, running: list[Sequence]) -> int:
-        """Tokens of the next step, decodes included."""
+    def budget(self, running: list[Sequence], num_startable: int) -> int:
+        """Tokens of the next step, decodes included. `num_startable`: sequences that wait and would find a place."""
         self._goes_on = bool(running)
         if not self._is_limited:
             return self._token_budget
-        decodes = [seq for seq in running if seq.remaining_len == 1]
+        decodes = keys = start = 0
+        prompts = num_startable
+        for seq in running:
+            remaining = len(seq.tokens) + seq.num_pending - seq.num_computed
+            if remaining == 1:
+                decodes += 1
+                keys += seq.num_computed
+            elif remaining > 1:
+                prompts += 1
+                start = max(start, seq.num_computed)
         if not decodes:
             return self._token_budget
-        keys = sum(seq.num_computed for seq in decodes)
-        start = max((seq.num_computed for seq in running if seq.remaining_len > 1), default=0)
-        alone_s = self.model.predict(StepLoad.of(len(decodes), keys))
+        alone_s = self.model.predict(StepLoad.of(decodes, keys))
         # The target is held by a step that exceeds its expected time as others did; growth compares expected times.
-        target_s = max(self._target_itl_s / max(1.0, self._excess.value(1.0)), LEAST_GROWTH * alone_s)
+        growth = max(LEAST_GROWTH, 1 + math.sqrt(PROMPT_WEIGHT * prompts / decodes))
+        target_s = max(self._target_itl_s / max(1.0, self._excess.value(1.0)), growth * alone_s)
         limit_s = min(target_s, self._max_growth * alone_s)
         room = max(MIN_PREFILL, self.model.tokens_within(limit_s - alone_s, start))
-        return min(self._token_budget, len(decodes) + room)
+        return min(self._token_budget, decodes + room)
 
     def cut(self, turn: list[Sequence], budget: int, number: int) -> list[Chunk]:
         """Chunks of these sequences, decodes first. `number`: of this plan.

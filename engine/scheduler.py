@@ -40,7 +40,7 @@ class Scheduler:
     clock          seconds, monotonic
     schedule       one of engine/schedules.py
     policy         one of engine/policies/, with its settings: ageing_s and tenant_weights
-    target_itl_s   of a step that holds decodes; None: no such target
+    target_itl_s   a step that holds decodes is to take so long at most; None: no such target
     max_itl_growth  of a step by prompts beside its decodes, as a factor; None: no such limit
     host           where preempted sequences keep what they have computed; None: nowhere
     """
@@ -124,6 +124,11 @@ class Scheduler:
         return len(self.waiting) + self._tables.num_parked
 
     @property
+    def _num_startable(self) -> int:
+        """Sequences that wait and would find a place."""
+        return min(len(self.waiting), self.max_num_seqs - len(self.running))
+
+    @property
     def num_slots_unused(self) -> int:
         """Slots of running sequences' blocks beyond their tokens, computed or not. Blocks that are shared are full."""
         size = self.pool.block_size
@@ -137,7 +142,7 @@ class Scheduler:
         """What to compute next. A plan that is not empty is to be committed, in the order in which it was made."""
         self._expire()
         self._make_room()
-        self.step_budget = budget = self._pacing.budget(self.running)
+        self.step_budget = budget = self._pacing.budget(self.running, self._num_startable)
         self.hold = self._admit(budget)
         turn = self._schedule.turn(self._unfinished(), budget, self.waiting.rank)
         plan = self._tables.plan(self._pacing.cut(turn, budget, self._num_planned + 1))

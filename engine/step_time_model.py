@@ -13,6 +13,7 @@ in the time in which a decode reads one. The first long context is therefore met
 from __future__ import annotations
 
 import math
+from operator import mul
 from typing import NamedTuple
 
 from engine.sequence import StepPlan
@@ -20,6 +21,7 @@ from engine.sequence import StepPlan
 DRIFT = 0.02  # of itself that a part changes by from one step to the next
 LEAST_PART = 0.1  # of a step's time, in the units of StepLoad: one that is less drifts as if it were this
 NOISE = 0.1  # of a step's time, as a part of it
+SURE = 0.25  # standard deviation of an expected time, as a part of it: a model that knows less was not exceeded
 SPREAD = 30.0  # a part may be this many times the first step's time, in the units of StepLoad
 OWN = 0.15  # and what is expected from another part may differ from it by so much of that
 
@@ -93,21 +95,24 @@ class StepTimeModel:
         self._most = [0.0] * _SIZE  # that a part's variance can grow to
         self._covariance: list[list[float]] = []
 
-    def observe(self, load: StepLoad, seconds: float) -> None:
+    def observe(self, load: StepLoad, seconds: float) -> float | None:
+        """Learn from a step. Returns its time ÷ what was expected; None where too little was known to expect one."""
         if not self._covariance:
             self._expect(seconds)
         expected = self.predict(load)
         shared = [_dot(row, load) for row in self._covariance]
         # Errors are relative. A step that took far longer than was expected has met something else: it tells little.
-        variance = _dot(load, shared) + (NOISE * max(seconds, 1e-9)) ** 2
+        unknown = _dot(load, shared)  # the variance of what was expected
+        variance = unknown + (NOISE * max(seconds, 1e-9)) ** 2
         error = (seconds - expected) / variance
         for row, share in enumerate(shared):
             self.parts[row] += share * error
+            values, told = self._covariance[row], share / variance
             for column in range(row + 1):  # one half, mirrored: rounding that made them differ would grow
-                told = self._covariance[row][column] - share * shared[column] / variance
-                self._covariance[row][column] = self._covariance[column][row] = told
+                values[column] = self._covariance[column][row] = values[column] - told * shared[column]
         self._drift(load, expected)
         self._leave_out_the_negative()
+        return seconds / expected if unknown < (SURE * expected) ** 2 else None
 
     def predict(self, load: StepLoad) -> float:
         """Seconds; 0 before the first step."""
@@ -130,6 +135,7 @@ class StepTimeModel:
     def _expect(self, seconds: float) -> None:
         variance = (SPREAD * max(seconds, 1e-6)) ** 2
         self._covariance = [[variance * (row == column) for column in range(_SIZE)] for row in range(_SIZE)]
+        self._covariance[0][0] = max(seconds, 1e-6) ** 2  # the constant is in every step, and so within the first
         for part, other in _EXPECTED_FROM.items():
             self._covariance[part][part] += (OWN**2) * variance
             self._covariance[part][other] = self._covariance[other][part] = variance
@@ -158,4 +164,5 @@ class StepTimeModel:
 
 
 def _dot(one: list[float] | StepLoad, other: list[float] | StepLoad) -> float:
-    return sum(x * y for x, y in zip(one, other, strict=True))
+    total: float = sum(map(mul, one, other))
+    return total

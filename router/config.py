@@ -42,7 +42,7 @@ class ServeConfig:
     policy             who is next in line: docs/scheduling.md
     priority_ageing_s  seconds of waiting that are worth one step of priority
     tenant_weights     shares of the tenants under --policy fair, NAME=WEIGHT,…; 1 where not named
-    target_itl_ms      of a step that holds decodes, whose share of prefill adapts; None: no such target
+    target_itl_ms      longest step that holds decodes, whose share of prefill adapts; 0: no such target
     max_itl_growth     of a step by prompts beside its decodes, as a factor; None: no such limit
     max_queued_tokens  prompt + max_tokens over all admitted requests; None: eight times what all KV caches hold
     reflection         None: on for loopback and Unix sockets
@@ -75,7 +75,7 @@ class ServeConfig:
     policy: Policy = "priority"
     priority_ageing_s: float = 60.0
     tenant_weights: str = ""
-    target_itl_ms: float | None = None
+    target_itl_ms: float = 100.0
     max_itl_growth: float | None = None
     schedule: Schedule = "continuous"
     overlap: Literal["auto", "on", "off"] = "auto"

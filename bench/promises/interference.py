@@ -15,6 +15,7 @@ from clients import AsyncClient
 
 TARGET_ITL_MS = 80
 MAX_GROWTH = 1.5
+NO_TARGET = ("--target-itl-ms", "0")
 PACED, GROWTH, WHOLE = f"--target-itl-ms {TARGET_ITL_MS}", f"--max-itl-growth {MAX_GROWTH}", "prompts whole"
 
 
@@ -31,9 +32,9 @@ class Interference:
     name: str = "interference"
     variants: tuple[Variant, ...] = (
         Variant(PACED, ("--target-itl-ms", str(TARGET_ITL_MS))),
-        Variant(GROWTH, ("--max-itl-growth", str(MAX_GROWTH))),
-        Variant("neither, prompts cut"),
-        Variant(WHOLE, ("--token-budget", "8192")),
+        Variant(GROWTH, (*NO_TARGET, "--max-itl-growth", str(MAX_GROWTH))),
+        Variant("neither, prompts cut", NO_TARGET),
+        Variant(WHOLE, (*NO_TARGET, "--token-budget", "8192")),
     )
     num_streams: int = 8
     prompt_len: int = 4096
