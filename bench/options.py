@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from bench.errors import BenchError
-from bench.gguf_files import bfloat16_gguf, quantized_gguf
+from bench.gguf_files import COPIES, copied_gguf, quantized_gguf
 from bench.peers.peer import PeerSettings
 from bench.peers.registry import PEERS
 from bench.systems import System, parse_system, peer, running_server
@@ -76,8 +76,7 @@ def choose_systems(
     needs = {PEERS[name].weights for name in names}
     quantized = gguf or (quantized_gguf(model, progress) if needs - {"folder"} else Path())
     weights = {"folder": "", "gguf": str(quantized)}
-    if "gguf-bf16" in needs:
-        weights["gguf-bf16"] = str(bfloat16_gguf(quantized))
+    weights |= {f"gguf-{form}": str(copied_gguf(quantized, form)) for form in COPIES if f"gguf-{form}" in needs}
     settings = {
         kind: PeerSettings(
             model=str(resolve(model)),
