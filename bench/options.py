@@ -26,7 +26,9 @@ Address = Annotated[str, typer.Option(help="Drive the server that runs here inst
 SystemOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--system", help='"NAME:ARGUMENTS of pagoda serve"; again for another. The first is compared with all.'
+        "--system",
+        help='"NAME:ARGUMENTS of pagoda serve", which may begin with environment variables, as in '
+        '"avx2:PAGODA_INSTRUCTION_SET=avx2 --max-num-seqs 8"; again for another. The first is compared with all.',
     ),
 ]
 ServeArgs = Annotated[str, typer.Option(help="Arguments of pagoda serve for every --system.")]
