@@ -86,7 +86,7 @@ def choose_systems(
             threads=threads,
             max_num_seqs=MAX_NUM_SEQS,
             longest=max(workload.longest for workload in workloads),
-            count=max(len(workload.requests) for workload in workloads),
+            count=max(workload.most_at_once for workload in workloads),
             prefix_caching=any(workload.reuses_prefixes for workload in workloads),
         )
         for kind, file in weights.items()

@@ -43,6 +43,7 @@ class System:
     name: str
     command: str
     start: Callable[[], AbstractContextManager[Started]]
+    is_peer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,10 @@ def peer(name: str, settings: PeerSettings) -> System:
     if python is None:
         raise BenchError(f"{name} is not installed: docs/benchmark.md says how")
     return System(
-        name, f"{PEERS[name].module} in a process of its own", functools.partial(_start_peer, name, python, settings)
+        name,
+        f"{PEERS[name].module} in a process of its own",
+        functools.partial(_start_peer, name, python, settings),
+        is_peer=True,
     )
 
 

@@ -82,6 +82,23 @@ def test_compare_is_the_default_and_writes_what_it_measured(tmp_path: Path) -> N
     assert imread(tmp_path / "mixed-latency.png").shape[0] > 100
 
 
+def test_prefill_runs_its_requests_one_after_the_other(tmp_path: Path) -> None:
+    result = bench(
+        *("--workload", "prefill", "--count", "3", "--model", "synthetic", "--repeat", "1", "--output", str(tmp_path)),
+        *("--serve-args", "--step-ms 20"),
+    )
+    assert result.returncode == 0, result.stderr
+    record = json.loads((tmp_path / "prefill.json").read_text(), parse_constant=pytest.fail)  # NaN is not JSON
+    [turn] = record["systems"][0]["turns"]
+    assert turn["itl_ms"] is None
+    ends = [arrivals[-1] for _, _, arrivals in turn["times"]]
+    assert [due for _, due, _ in turn["times"]] == [0.0, *ends[:-1]]
+    [rate] = record["systems"][0]["rates"]
+    assert rate == pytest.approx(512e3 / turn["ttft_ms"]["p50"])
+    assert "prompt tok/s" in (tmp_path / "prefill.md").read_text()
+    assert imread(tmp_path / "prefill-latency.png").shape[0] > 100
+
+
 def test_a_system_may_have_environment_variables_of_its_own() -> None:
     system = parse_system("narrow:FORCED=avx2 EMPTY= --step-ms 1 --max-num-seqs 2", ["--model", "synthetic"])
     assert system.command == "FORCED=avx2 EMPTY='' pagoda serve --model synthetic --step-ms 1 --max-num-seqs 2"
