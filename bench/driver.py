@@ -67,7 +67,7 @@ class _Calls:
 
     async def generate_when_due(self, request: Request) -> RequestTimes:
         await asyncio.sleep(request.arrival_s - (time.perf_counter() - self.started))
-        return RequestTimes(request.arrival_s, await self.generate(request), request.kind)
+        return RequestTimes(request.arrival_s, await self.generate(request), request.kind, len(request.prompt))
 
     async def generate(self, request: Request) -> list[float]:
         """When each token arrived, in seconds since the start."""

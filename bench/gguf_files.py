@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
+from gguf import GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize, quantize
 
 from bench.errors import BenchError
@@ -12,6 +14,25 @@ from checkpoints import DEFAULT_MODEL, Progress
 from checkpoints.cache import Cache
 from checkpoints.default_model import fetch_gguf
 from checkpoints.files import written_whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """What a copy holds its matrices in; norms and biases are float32 everywhere, as every reader wants them."""
+
+    matrices: GGMLQuantizationType
+    embeddings: GGMLQuantizationType  # and the output matrix
+    file_type: LlamaFileType
+
+
+# Q8_0 embeddings beside Q4_0 matrices are what the default model's own file has beside Q4_1: a tied one is the output
+# matrix too, and 4 bits there would give the copy less to read than any 4-bit file that people use.
+COPIES = {
+    "bf16": _Format(GGMLQuantizationType.BF16, GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
+    "q8_0": _Format(GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": _Format(GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q4_0),
+}
+_EMBEDDINGS = ("token_embd.weight", "output.weight")
 
 
 def quantized_gguf(model: str, progress: Progress) -> Path:
@@ -25,9 +46,9 @@ def quantized_gguf(model: str, progress: Progress) -> Path:
     raise BenchError(f"no GGUF file of {model} is known: --gguf names one")
 
 
-def bfloat16_gguf(source: Path) -> Path:
-    """A copy with every matrix dequantised to bfloat16, kept beside the benchmark's other files."""
-    target = Cache.default().root / "bench" / f"{source.stem}-{source.stat().st_size}-bf16.gguf"
+def copied_gguf(source: Path, form: str) -> Path:
+    """A copy in one of the formats of COPIES, kept beside the benchmark's other files."""
+    target = Cache.default().root / "bench" / f"{source.stem}-{source.stat().st_size}-{form}.gguf"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -36,12 +57,13 @@ def bfloat16_gguf(source: Path) -> Path:
         architecture = reader.fields[gguf.Keys.General.ARCHITECTURE].contents()
         writer = gguf.GGUFWriter(partial, architecture)
         _copy_metadata(reader, writer)
+        writer.add_file_type(COPIES[form].file_type)
         for tensor in reader.tensors:
             values = dequantize(tensor.data, tensor.tensor_type)
-            if values.ndim == 1:  # norms and biases, which every reader wants in float32
+            if values.ndim == 1:
                 writer.add_tensor(tensor.name, values)
             else:
-                kind = gguf.GGMLQuantizationType.BF16
+                kind = COPIES[form].embeddings if tensor.name in _EMBEDDINGS else COPIES[form].matrices
                 writer.add_tensor(tensor.name, quantize(values, kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -57,4 +79,3 @@ def _copy_metadata(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
             continue
         element = field.types[-1] if field.types[0] is gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=element)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)

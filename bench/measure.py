@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
 PERCENTILES = (50, 90, 99)
+Rate = Literal["output tok/s", "prompt tok/s"]
+OUTPUT_RATE: Rate = "output tok/s"
+PROMPT_RATE: Rate = "prompt tok/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +25,15 @@ class Targets:
 class RequestTimes:
     """Seconds from the run's start.
 
-    submitted  when the request was due: a driver that falls behind makes the server look slower, never faster
-    arrivals   one entry a token; several tokens may arrive at once
+    submitted   when the request was due: a driver that falls behind makes the server look slower, never faster
+    arrivals    one entry a token; several tokens may arrive at once
+    prompt_len  tokens
     """
 
     submitted: float
     arrivals: list[float]
     kind: str = ""
+    prompt_len: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -69,6 +75,20 @@ class Run:
     kv: KVUse | None = None
     peak_memory_bytes: int | None = None
 
+    @classmethod
+    def in_sequence(cls, runs: list[Run]) -> Run:
+        """Runs of one request each as one, each from the moment when the one before ended. KV use is not told."""
+        times: list[RequestTimes] = []
+        at = 0.0
+        for run in runs:
+            for request in run.times:
+                arrivals = [at + arrival - request.submitted for arrival in request.arrivals]
+                times.append(replace(request, submitted=at, arrivals=arrivals))
+            at = times[-1].arrivals[-1]
+        steps = [run.steps for run in runs if run.steps is not None]
+        peaks = [run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None]
+        return cls(times, sum(steps) or None, None, max(peaks, default=None))
+
     @property
     def output_tokens(self) -> int:
         return sum(len(times.arrivals) for times in self.times)
@@ -81,6 +101,14 @@ class Run:
     @property
     def tokens_per_s(self) -> float:
         return self.output_tokens / self.elapsed_s
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Of the median request, while nothing else runs: its prompt's tokens by its TTFT."""
+        return float(np.median([times.prompt_len / times.ttft_s for times in self.times]))
+
+    def rate(self, name: Rate) -> float:
+        return self.prompt_tokens_per_s if name == PROMPT_RATE else self.tokens_per_s
 
     @property
     def requests_per_s(self) -> float:
@@ -120,11 +148,22 @@ class Turns:
     command: str
     versions: dict[str, str] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
+    is_peer: bool = False
+    rate: Rate = OUTPUT_RATE
+
+    @property
+    def rates(self) -> list[float]:
+        """What systems are compared by, one figure a turn."""
+        return [run.rate(self.rate) for run in self.runs]
 
     def ratios(self, other: Turns) -> Spread:
-        """How many times the other's throughput ours is, turn by turn: what disturbs one turn disturbs both sides."""
-        pairs = zip(self.runs, other.runs, strict=True)
-        return Spread.of([mine.tokens_per_s / its.tokens_per_s for mine, its in pairs])
+        """How many times the other's rate ours is, turn by turn: what disturbs one turn disturbs both sides."""
+        return Spread.of([mine / its for mine, its in zip(self.rates, other.rates, strict=True)])
+
+    def ratios_to_best(self, peers: list[Turns]) -> Spread:
+        """How many times the rate of the turn's best peer ours is. Another peer may be the best in another turn."""
+        best = [max(rates) for rates in zip(*(peer.rates for peer in peers), strict=True)]
+        return Spread.of([mine / its for mine, its in zip(self.rates, best, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)

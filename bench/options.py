@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from bench.errors import BenchError
-from bench.gguf_files import bfloat16_gguf, quantized_gguf
+from bench.gguf_files import COPIES, copied_gguf, quantized_gguf
 from bench.peers.peer import PeerSettings
 from bench.peers.registry import PEERS
 from bench.systems import System, parse_system, peer, running_server
@@ -27,7 +27,9 @@ Address = Annotated[str, typer.Option(help="Drive the server that runs here inst
 SystemOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--system", help='"NAME:ARGUMENTS of pagoda serve"; again for another. The first is compared with all.'
+        "--system",
+        help='"NAME:ARGUMENTS of pagoda serve", which may begin with environment variables, as in '
+        '"avx2:PAGODA_INSTRUCTION_SET=avx2 --max-num-seqs 8"; again for another. The first is compared with all.',
     ),
 ]
 ServeArgs = Annotated[str, typer.Option(help="Arguments of pagoda serve for every --system.")]
@@ -77,8 +79,7 @@ def choose_systems(
     needs = {PEERS[name].weights for name in names}
     quantized = gguf or (quantized_gguf(model, progress) if needs - {"folder"} else Path())
     weights = {"folder": "", "gguf": str(quantized)}
-    if "gguf-bf16" in needs:
-        weights["gguf-bf16"] = str(bfloat16_gguf(quantized))
+    weights |= {f"gguf-{form}": str(copied_gguf(quantized, form)) for form in COPIES if f"gguf-{form}" in needs}
     folder = resolve(model)
     settings = {
         kind: PeerSettings(
@@ -87,7 +88,7 @@ def choose_systems(
             threads=threads,
             max_num_seqs=MAX_NUM_SEQS,
             longest=max(workload.longest for workload in workloads),
-            count=max(len(workload.requests) for workload in workloads),
+            count=max(workload.most_at_once for workload in workloads),
             prefix_caching=any(workload.reuses_prefixes for workload in workloads),
         )
         for kind, file in weights.items()

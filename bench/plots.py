@@ -42,7 +42,9 @@ def latency(systems: Sequence[Turns], title: str, path: Path) -> None:
         names = [turns.name for turns in systems]
         ttfts = [[1e3 * times.ttft_s for run in turns.runs for times in run.times] for turns in systems]
         _cumulative(axes[0], names, [np.array(values) for values in ttfts])
-        _cumulative(axes[1], names, [np.concatenate([run.itls_ms() for run in turns.runs]) for turns in systems])
+        itls = [np.concatenate([run.itls_ms() for run in turns.runs]) for turns in systems]
+        _cumulative(axes[1], names, itls)
+        axes[1].set_visible(any(len(values) for values in itls))
         axes[0].set(
             title="Time to first token", xlabel="TTFT, ms", ylabel="share of requests or tokens", ylim=(0, 1.02)
         )

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -15,14 +15,22 @@ STOP_TIMEOUT_S = 15.0
 
 
 @contextlib.contextmanager
-def spawned(command: list[str], log: Path, stdin: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[str]]:
+def spawned(
+    command: list[str], log: Path, stdin: int = subprocess.DEVNULL, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """A process with standard output on a pipe and standard error in `log`; with the block it ends, children included.
 
     Its session is its own, which keeps a terminal's Ctrl-C from it: we alone are interrupted, and end it here.
     """
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            command, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+            command,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
         )
     try:
         yield process

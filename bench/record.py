@@ -20,6 +20,8 @@ from bench.measure import PERCENTILES, Run, Targets, Turns
 from bench.workloads import Workload
 
 PACKAGES = ("pagoda", "torch", "grpcio", "numpy")
+# Variables that choose the instructions of a system, by which results of two runs on one machine may differ.
+INSTRUCTION_SETS = ("PAGODA_INSTRUCTION_SET", "LLAMA_SERVER", "OV_CPU_MAX_ISA", "ONEDNN_MAX_CPU_ISA")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Setting:
     """Where and how a measurement was made."""
 
     command: str
+    environment: dict[str, str]
     date: str
     cpu: str
     cores: int
@@ -39,6 +42,7 @@ class Setting:
     def here(cls, threads: int) -> Setting:
         return cls(
             command=shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
+            environment={name: os.environ[name] for name in INSTRUCTION_SETS if name in os.environ},
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             cpu=_cpu(),
             cores=usable_cores(),
@@ -56,6 +60,7 @@ def usable_cores() -> int:
 
 
 def document(setting: Setting, workload: Workload, seed: int, targets: Targets, systems: list[Turns]) -> dict[str, Any]:
+    peers = [turns for turns in systems if turns.is_peer]
     return {
         "setting": fields(setting),
         "workload": {
@@ -64,6 +69,7 @@ def document(setting: Setting, workload: Workload, seed: int, targets: Targets, 
             "requests": len(workload.requests),
             "prompt_tokens": workload.prompt_tokens,
             "output_tokens": workload.output_tokens,
+            "rate": workload.rate,
         },
         "targets": asdict(targets),
         "systems": [
@@ -71,7 +77,9 @@ def document(setting: Setting, workload: Workload, seed: int, targets: Targets, 
                 "name": turns.name,
                 "command": turns.command,
                 "versions": turns.versions,
+                "rates": turns.rates,
                 "ratio": asdict(systems[0].ratios(turns)),
+                "ratio_to_best_peer": asdict(turns.ratios_to_best(peers)) if peers and not turns.is_peer else None,
                 "turns": [figures(run, targets) for run in turns.runs],
             }
             for turns in systems
@@ -89,7 +97,7 @@ def figures(run: Run, targets: Targets) -> dict[str, Any]:
         "goodput_per_s": run.goodput(targets),
         "ttft_ms": {f"p{p}": run.ttft_ms(p) for p in PERCENTILES},
         "ttft_ms_by_kind": {kind: {f"p{p}": run.ttft_ms(p, kind) for p in PERCENTILES} for kind in run.kinds()},
-        "itl_ms": {f"p{p}": run.itl_ms(p) for p in PERCENTILES},
+        "itl_ms": {f"p{p}": run.itl_ms(p) for p in PERCENTILES} if len(run.itls_ms()) else None,
         "steps": run.steps,
         "mean_batch": run.mean_batch,
         "kv": asdict(run.kv) if run.kv else None,

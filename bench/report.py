@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -39,11 +40,11 @@ class Cells:
 def throughput(systems: list[Turns], targets: Targets) -> Cells:
     """Medians over the turns; ratios turn by turn, of the first system to each other."""
     first = systems[0]
-    headings = ["system", "output tok/s", f"{first.name} ÷ this", "requests/s", "goodput/s", "mean batch"]
+    headings = ["system", first.rate, f"{first.name} ÷ this", "requests/s", "goodput/s", "mean batch"]
     rows = [
         [
             turns.name,
-            spread(Spread.of([run.tokens_per_s for run in turns.runs]), 0),
+            spread(Spread.of(turns.rates), 0),
             NONE if turns is first else spread(first.ratios(turns), 2),
             f"{median(run.requests_per_s for run in turns.runs):.2f}",
             f"{median(run.goodput(targets) for run in turns.runs):.2f}",
@@ -55,14 +56,23 @@ def throughput(systems: list[Turns], targets: Targets) -> Cells:
     return Cells(f"Throughput: median (min–max); {goal}", headings, rows)
 
 
+def against_the_best(systems: list[Turns]) -> Cells:
+    """One row for each system of ours: its rate over that of the best peer in the same turn."""
+    peers = [turns for turns in systems if turns.is_peer]
+    ours = [turns for turns in systems if not turns.is_peer]
+    best = [max(peers, key=lambda peer: peer.rates[turn]).name for turn in range(len(systems[0].runs))]
+    counts = ", ".join(f"{name} in {count} of {len(best)} turns" for name, count in Counter(best).most_common())
+    rows = [[turns.name, spread(turns.ratios_to_best(peers), 2), counts] for turns in ours]
+    return Cells("Beside the best peer of each turn", ["system", "÷ the best of all peers", "the best"], rows)
+
+
 def latency(systems: list[Turns]) -> Cells:
     """One row a system; one more for each kind of request that the workload tells apart."""
     percentiles = "/".join(f"p{p}" for p in PERCENTILES)
     headings = ["system", f"TTFT {percentiles} ms", f"ITL {percentiles} ms"]
     rows = []
     for turns in systems:
-        itl = " / ".join(f"{median(run.itl_ms(p) for run in turns.runs):.1f}" for p in PERCENTILES)
-        rows.append([turns.name, _ttft(turns.runs, None), itl])
+        rows.append([turns.name, _ttft(turns.runs, None), _itl(turns.runs)])
         rows += [[f"{turns.name}, {kind}", _ttft(turns.runs, kind), ""] for kind in turns.runs[0].kinds()]
     return Cells("Latency: medians over the turns", headings, rows)
 
@@ -83,7 +93,8 @@ def memory(systems: list[Turns]) -> Cells:
 
 
 def tables(systems: list[Turns], targets: Targets) -> list[Cells]:
-    return [throughput(systems, targets), latency(systems), memory(systems)]
+    best = [against_the_best(systems)] if any(turns.is_peer for turns in systems) else []
+    return [throughput(systems, targets), *best, latency(systems), memory(systems)]
 
 
 def describe(workload: Workload) -> str:
@@ -99,7 +110,7 @@ def page(title: str, setting: Setting, parts: list[Cells], systems: list[Turns],
     lines = [
         f"# {title}",
         "",
-        f"    {setting.command}",
+        f"    {''.join(f'{name}={value} ' for name, value in setting.environment.items())}{setting.command}",
         "",
         f"{setting.date}, {setting.cpu}, {setting.cores} cores, {setting.threads} threads, "
         f"{setting.memory_gb:g} GB, {setting.system}; {versions}.",
@@ -127,6 +138,12 @@ def _line(cells: list[str]) -> str:
 
 def _ttft(runs: list[Run], kind: str | None) -> str:
     return " / ".join(f"{median(run.ttft_ms(p, kind) for run in runs):.0f}" for p in PERCENTILES)
+
+
+def _itl(runs: list[Run]) -> str:
+    if not all(len(run.itls_ms()) for run in runs):  # no request has two tokens
+        return NONE
+    return " / ".join(f"{median(run.itl_ms(p) for run in runs):.1f}" for p in PERCENTILES)
 
 
 def _median(runs: list[Run], value: Callable[[Run], float | None], form: str) -> str:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,11 +42,14 @@ def serve_command(arguments: list[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def served(arguments: list[str]) -> Iterator[Server]:
-    """`pagoda serve` on a free port, ready. Raises BenchError with the end of its log if it does not become so."""
+def served(arguments: list[str], environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """`pagoda serve` on a free port, ready. Raises BenchError with the end of its log if it does not become so.
+
+    environment   variables beside this process's own
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with spawned(serve_command(arguments), log) as process:
+        with spawned(serve_command(arguments), log, environment=environment) as process:
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line.startswith("listening on ") or not becomes_ready(line.split()[-1], process):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +24,7 @@ from bench.server import served
 from bench.workloads import Workload
 
 OnTokens = Callable[[int], None]
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=")  # as a shell reads the words before a command
 
 
 class Started(Protocol):
@@ -40,6 +43,7 @@ class System:
     name: str
     command: str
     start: Callable[[], AbstractContextManager[Started]]
+    is_peer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +57,17 @@ class _Pagoda:
         return dataclasses.replace(run, peak_memory_bytes=peak_memory_bytes(self.pid) if self.pid else None)
 
 
-def pagoda_server(name: str, arguments: list[str]) -> System:
-    """A server of our own with these arguments of `pagoda serve`."""
+def pagoda_server(name: str, arguments: list[str], environment: Mapping[str, str] | None = None) -> System:
+    """A server of our own with these arguments of `pagoda serve`, and these variables beside our own."""
+    environment = environment or {}
 
     @contextlib.contextmanager
     def start() -> Iterator[Started]:
-        with served(arguments) as server:
+        with served(arguments, environment) as server:
             yield _Pagoda(server.address, server.pid, driver.versions(server.address))
 
-    return System(name, f"pagoda serve {shlex.join(arguments)}", start)
+    variables = "".join(f"{variable}={shlex.quote(value)} " for variable, value in environment.items())
+    return System(name, f"{variables}pagoda serve {shlex.join(arguments)}", start)
 
 
 def running_server(address: str) -> System:
@@ -80,7 +86,10 @@ def peer(name: str, settings: PeerSettings) -> System:
     if python is None:
         raise BenchError(f"{name} is not installed: docs/benchmark.md says how")
     return System(
-        name, f"{PEERS[name].module} in a process of its own", functools.partial(_start_peer, name, python, settings)
+        name,
+        f"{PEERS[name].module} in a process of its own",
+        functools.partial(_start_peer, name, python, settings),
+        is_peer=True,
     )
 
 
@@ -89,6 +98,9 @@ def _start_peer(name: str, python: str, settings: PeerSettings) -> AbstractConte
 
 
 def parse_system(text: str, common: list[str]) -> System:
-    """From "NAME:ARGUMENTS of pagoda serve"; the common arguments come first, so that its own win."""
-    name, _, arguments = text.partition(":")
-    return pagoda_server(name, common + shlex.split(arguments))
+    """From "NAME:VARIABLE=VALUE … ARGUMENTS of pagoda serve"; the common arguments come first, so that its own win."""
+    name, _, rest = text.partition(":")
+    words = shlex.split(rest)
+    variables = list(itertools.takewhile(_VARIABLE.match, words))
+    environment = dict(variable.split("=", 1) for variable in variables)
+    return pagoda_server(name, common + words[len(variables) :], environment)

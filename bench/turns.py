@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from rich.console import Console
 from rich.progress import (
@@ -16,8 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from bench.measure import Turns
-from bench.systems import System
+from bench.measure import Run, Turns
+from bench.systems import OnTokens, Started, System
 from bench.workloads import Workload
 
 
@@ -57,7 +58,10 @@ def bars(total_tokens: int) -> Iterator[Bars]:
 
 def run_turns(systems: list[System], workloads: list[Workload], repeat: int) -> list[list[Turns]]:
     """One list for each workload, with one entry for each system. A system is started once a turn."""
-    results = [[Turns(system.name, system.command) for system in systems] for _ in workloads]
+    results = [
+        [Turns(system.name, system.command, is_peer=system.is_peer, rate=workload.rate) for system in systems]
+        for workload in workloads
+    ]
     with bars(repeat * len(systems) * sum(workload.output_tokens for workload in workloads)) as shown:
         for turn in range(repeat):
             # Every other turn backwards: a machine that grows hotter, or busier, favours nobody.
@@ -67,6 +71,14 @@ def run_turns(systems: list[System], workloads: list[Workload], repeat: int) -> 
                 with shown.part(f"turn {turn + 1} of {repeat}: {name} starts", 0), systems[at].start() as started:
                     for number, workload in enumerate(workloads):
                         with shown.part(f"turn {turn + 1} of {repeat}: {name}", workload.output_tokens):
-                            results[number][at].runs.append(started.run(workload, shown.add))
+                            results[number][at].runs.append(_run(started, workload, shown.add))
                             results[number][at].versions = started.versions
     return results
+
+
+def _run(started: Started, workload: Workload, on_tokens: OnTokens) -> Run:
+    if not workload.one_at_a_time:
+        return started.run(workload, on_tokens)
+    return Run.in_sequence(
+        [started.run(replace(workload, requests=[request]), on_tokens) for request in workload.requests]
+    )

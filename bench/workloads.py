@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bench.measure import OUTPUT_RATE, PROMPT_RATE, Rate
+
 DEFAULT_RATE = 2.0  # requests a second
 RAG_PROMPT_LEN = 4096
 SHARED_PREFIX_LEN = 512
+PREFILL_PROMPT_LEN = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +31,21 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`reuses_prefixes`: prefix caches are on; in every other workload repetitions are to measure the same work."""
+    """
+    reuses_prefixes   prefix caches are on; in every other workload repetitions are to measure the same work
+    one_at_a_time     each request is sent when the one before is done (closed loop); arrival_s does not count
+    rate              what reports compare systems by
+    """
 
     name: str
     requests: list[Request]
     reuses_prefixes: bool = False
+    one_at_a_time: bool = False
+    rate: Rate = OUTPUT_RATE
+
+    @property
+    def most_at_once(self) -> int:
+        return 1 if self.one_at_a_time else len(self.requests)
 
     @property
     def prompt_tokens(self) -> int:
@@ -78,6 +91,13 @@ def mixed(vocab_size: int, seed: int = 0, count: int = 64) -> Workload:
 def single(vocab_size: int, seed: int = 0) -> Workload:
     """One stream: a prompt of 64 tokens, 128 out."""
     return Workload("single", [Request(Draw(np.random.default_rng(seed), vocab_size).prompt(64), 128)])
+
+
+def prefill(vocab_size: int, seed: int = 0, count: int = 16) -> Workload:
+    """Prompts of 512 tokens one after the other, each with one token out: its TTFT is all there is."""
+    draw = Draw(np.random.default_rng(seed), vocab_size)
+    requests = [Request(draw.prompt(PREFILL_PROMPT_LEN), 1) for _ in range(count)]
+    return Workload("prefill", requests, one_at_a_time=True, rate=PROMPT_RATE)
 
 
 def chat(vocab_size: int, seed: int = 0, count: int = 16) -> Workload:
@@ -147,6 +167,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "chat": chat,
     "rag": rag,
     "single": single,
+    "prefill": prefill,
     "shared-prefix": shared_prefix,
     "burst": burst,
     "poisson": poisson,

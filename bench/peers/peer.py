@@ -75,6 +75,6 @@ class Arrivals:
 
     def times(self) -> list[RequestTimes]:
         return [
-            RequestTimes(request.arrival_s, arrivals, request.kind)
+            RequestTimes(request.arrival_s, arrivals, request.kind, len(request.prompt))
             for request, arrivals in zip(self._requests, self._arrivals, strict=True)
         ]

@@ -28,7 +28,7 @@ class PeerSpec:
     """
 
     module: str
-    weights: Literal["folder", "gguf", "gguf-bf16"]
+    weights: Literal["folder", "gguf", "gguf-bf16", "gguf-q8_0", "gguf-q4_0"]
     packages: tuple[str, ...] = ()
     program: str = ""
     options: dict[str, int] = field(default_factory=dict)
@@ -48,6 +48,8 @@ class PeerSpec:
 PEERS = {
     "openvino-genai": PeerSpec("bench.peers.openvino_genai", "gguf", ("openvino_genai",)),
     "llama.cpp-q4_1": PeerSpec("bench.peers.llama_server", "gguf", program="llama-server"),
+    "llama.cpp-q4_0": PeerSpec("bench.peers.llama_server", "gguf-q4_0", program="llama-server"),
+    "llama.cpp-q8_0": PeerSpec("bench.peers.llama_server", "gguf-q8_0", program="llama-server"),
     "llama.cpp-bf16": PeerSpec("bench.peers.llama_server", "gguf-bf16", program="llama-server"),
     "transformers-generate-batch": PeerSpec("bench.peers.transformers_continuous", "folder", ("torch", "transformers")),
     "transformers-static-32": PeerSpec(

@@ -65,7 +65,10 @@ class Peer:
                     arrivals[at] = [stamp - started for stamp in stamps]
                     on_tokens(len(stamps))
         return PeerRun(
-            [RequestTimes(request.arrival_s, arrivals[at], request.kind) for at, request in enumerate(requests)]
+            [
+                RequestTimes(request.arrival_s, arrivals[at], request.kind, len(request.prompt))
+                for at, request in enumerate(requests)
+            ]
         )
 
 

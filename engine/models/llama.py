@@ -91,7 +91,7 @@ class Llama:
         self._embedding = ops.embedding(parameters.embedding, self._head if config.tie_word_embeddings else None)
 
     def forward(self, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
-        """Logits [num_logits, vocab], in the weights' dtype or float32; keys and values go to `cache`, a PagedKV a layer."""
+        """Logits [num_logits, vocab], in the weights' dtype or float32; fills `cache`, a PagedKV a layer."""
         return self.logits(self.embed(inputs), inputs, cache)
 
     def embed(self, inputs: StepInputs) -> Embedded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from matplotlib.image import imread
 
 from bench import driver
 from bench.errors import BenchError
+from bench.server import served
+from bench.systems import parse_system
 from bench.workloads import Request, Workload, uniform
 from tests.engine.harness import VOCAB_SIZE
 from tests.servers import ROOT, Server
@@ -77,6 +80,33 @@ def test_compare_is_the_default_and_writes_what_it_measured(tmp_path: Path) -> N
     assert record["setting"]["command"].startswith("python -m bench --workload mixed")
     assert "| narrow |" in (tmp_path / "mixed.md").read_text()
     assert imread(tmp_path / "mixed-latency.png").shape[0] > 100
+
+
+def test_prefill_runs_its_requests_one_after_the_other(tmp_path: Path) -> None:
+    result = bench(
+        *("--workload", "prefill", "--count", "3", "--model", "synthetic", "--repeat", "1", "--output", str(tmp_path)),
+        *("--serve-args", "--step-ms 20"),
+    )
+    assert result.returncode == 0, result.stderr
+    record = json.loads((tmp_path / "prefill.json").read_text(), parse_constant=pytest.fail)  # NaN is not JSON
+    [turn] = record["systems"][0]["turns"]
+    assert turn["itl_ms"] is None
+    ends = [arrivals[-1] for _, _, arrivals in turn["times"]]
+    assert [due for _, due, _ in turn["times"]] == [0.0, *ends[:-1]]
+    [rate] = record["systems"][0]["rates"]
+    assert rate == pytest.approx(512e3 / turn["ttft_ms"]["p50"])
+    assert "prompt tok/s" in (tmp_path / "prefill.md").read_text()
+    assert imread(tmp_path / "prefill-latency.png").shape[0] > 100
+
+
+def test_a_system_may_have_environment_variables_of_its_own() -> None:
+    system = parse_system("narrow:FORCED=avx2 EMPTY= --step-ms 1 --max-num-seqs 2", ["--model", "synthetic"])
+    assert system.command == "FORCED=avx2 EMPTY='' pagoda serve --model synthetic --step-ms 1 --max-num-seqs 2"
+    with served(["--model", "synthetic"], {"FORCED": "avx2"}) as server:
+        router = psutil.Process(server.pid)
+        for process in (router, *router.children(recursive=True)):
+            assert process.environ()["FORCED"] == "avx2"
+            assert process.environ()["PATH"] == os.environ["PATH"]
 
 
 def test_concurrency_measures_a_running_server_at_every_level(synthetic_server: Server, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from bench import report
 from bench.kv_watch import kv_use
-from bench.measure import KVUse, RequestTimes, Run, Spread, Targets, Turns
+from bench.measure import PROMPT_RATE, KVUse, RequestTimes, Run, Spread, Targets, Turns
 from protos import control_pb2
 
 # Due at 0 s: tokens at 0.1, 0.2, 0.4 s. Due at 0.5 s: tokens at 1.0 and 2.0 s.
@@ -47,14 +47,47 @@ def test_goodput_takes_requests_that_met_both_targets() -> None:
     assert RUN.goodput(Targets(ttft_ms=99, tpot_ms=149)) == 0
 
 
-def turns(name: str, *tokens_per_s: float) -> Turns:
+def test_runs_in_sequence_are_one_run_without_the_time_between_them() -> None:
+    runs = [Run([RequestTimes(0.5, [1.5, 2.0])], 2, peak_memory_bytes=5), Run([RequestTimes(0.0, [0.25])], 1, None, 7)]
+    joined = Run.in_sequence(runs)
+    assert joined.times == [RequestTimes(0.0, [1.0, 1.5]), RequestTimes(1.5, [1.75])]
+    assert (joined.steps, joined.peak_memory_bytes) == (3, 7)
+    assert joined.elapsed_s == pytest.approx(1.75)
+
+
+def test_prompt_tokens_per_second_are_those_of_the_median_request() -> None:
+    times = [RequestTimes(0.0, [ttft_s], prompt_len=512) for ttft_s in (0.5, 2.0, 8.0)]
+    assert Run(times).prompt_tokens_per_s == pytest.approx(256)
+
+
+def turns(name: str, *tokens_per_s: float, is_peer: bool = False) -> Turns:
     runs = [Run([RequestTimes(0.0, [1 / rate])]) for rate in tokens_per_s]
-    return Turns(name, f"run {name}", {"version": "1"}, runs)
+    return Turns(name, f"run {name}", {"version": "1"}, runs, is_peer)
 
 
 def test_ratios_are_taken_within_a_turn() -> None:
     ratios = turns("ours", 100, 10, 40).ratios(turns("theirs", 50, 10, 10))
     assert ratios == Spread(pytest.approx(1.0), pytest.approx(2.0), pytest.approx(4.0))
+
+
+def test_the_best_peer_is_chosen_anew_in_every_turn() -> None:
+    ours = turns("ours", 100, 60, 20)
+    peers = [turns("one", 50, 40, 5, is_peer=True), turns("two", 40, 10, 10, is_peer=True)]
+    assert ours.ratios_to_best(peers) == Spread(pytest.approx(1.5), pytest.approx(2.0), pytest.approx(2.0))
+    cells = report.against_the_best([ours, turns("variant", 50, 40, 10), *peers])
+    told = "one in 2 of 3 turns, two in 1 of 3 turns"
+    assert cells.rows == [["ours", "2.00 (1.50–2.00)", told], ["variant", "1.00", told]]
+
+
+def test_a_workload_of_prompts_compares_prompt_tokens() -> None:
+    def prompts(name: str, ttft_s: float, is_peer: bool) -> Turns:
+        return Turns(name, "", {}, [Run([RequestTimes(0.0, [ttft_s], prompt_len=512)])], is_peer, PROMPT_RATE)
+
+    throughput, best, latency, _ = report.tables([prompts("ours", 0.5, False), prompts("theirs", 2.0, True)], Targets())
+    assert throughput.headings[1] == "prompt tok/s"
+    assert [row[1:3] for row in throughput.rows] == [["1024", "–"], ["256", "4.00"]]
+    assert best.rows == [["ours", "4.00", "theirs in 1 of 1 turns"]]
+    assert [row[2] for row in latency.rows] == ["–", "–"]  # one token a request: nothing lies between two
 
 
 def test_kv_use_is_of_the_samples_with_sequences_at_work() -> None:

@@ -17,7 +17,7 @@ import torch
 from gguf.quants import dequantize
 
 from bench.errors import BenchError
-from bench.gguf_files import bfloat16_gguf
+from bench.gguf_files import copied_gguf
 from bench.measure import RequestTimes
 from bench.peers import llama_server, transformers_continuous, transformers_static
 from bench.peers.peer import Arrivals, Peer, PeerRun, PeerSettings
@@ -157,15 +157,19 @@ def test_a_peer_is_offered_only_where_its_needs_are_met(monkeypatch: pytest.Monk
     assert PEERS["llama.cpp-bf16"].interpreter() is None
 
 
-def test_the_bfloat16_copy_has_the_same_metadata_and_rounded_matrices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("form", "matrices", "embedding", "error"),
+    [("bf16", "BF16", "BF16", 2**-8), ("q8_0", "Q8_0", "Q8_0", 1 / 127), ("q4_0", "Q4_0", "Q8_0", 0.13)],
+)
+def test_a_copy_has_the_same_metadata_and_rounded_matrices(
+    form: str, matrices: str, embedding: str, error: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGODA_CACHE", str(tmp_path / "cache"))
     source = tmp_path / "tiny.gguf"
     tiny = tiny_model("llama")
     tiny.quantisation = gguf.GGMLQuantizationType.Q8_0
     tiny.write(source)
-    before, after = gguf.GGUFReader(source), gguf.GGUFReader(bfloat16_gguf(source))
+    before, after = gguf.GGUFReader(source), gguf.GGUFReader(copied_gguf(source, form))
     names = [name for name in before.fields if not name.startswith("GGUF.") and name != "general.file_type"]
     assert names
     for name in names:
@@ -175,6 +179,11 @@ def test_the_bfloat16_copy_has_the_same_metadata_and_rounded_matrices(
         copy = ours[tensor.name]
         assert list(copy.shape) == list(tensor.shape)
         exact = dequantize(tensor.data, tensor.tensor_type)
-        matrix = exact.ndim > 1
-        assert copy.tensor_type is (gguf.GGMLQuantizationType.BF16 if matrix else gguf.GGMLQuantizationType.F32)
-        np.testing.assert_allclose(dequantize(copy.data, copy.tensor_type), exact, rtol=2**-8 if matrix else 0)
+        if exact.ndim == 1:
+            assert copy.tensor_type.name == "F32"
+            np.testing.assert_array_equal(copy.data, exact)
+        else:
+            is_embedding = tensor.name in ("token_embd.weight", "output.weight")
+            assert copy.tensor_type.name == (embedding if is_embedding else matrices)
+            allowed = error * np.abs(exact).max(axis=-1, keepdims=True)  # of a row's largest, which bounds its groups'
+            assert np.all(np.abs(dequantize(copy.data, copy.tensor_type) - exact) <= allowed)

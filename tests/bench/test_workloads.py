@@ -3,7 +3,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.workloads import SHARED_PREFIX_LEN, WORKLOADS, Workload, long_tail, mixed, poisson, rag, shared_prefix
+from bench.workloads import (
+    SHARED_PREFIX_LEN,
+    WORKLOADS,
+    Workload,
+    long_tail,
+    mixed,
+    poisson,
+    prefill,
+    rag,
+    shared_prefix,
+)
 
 VOCAB_SIZE = 49152
 
@@ -56,6 +66,15 @@ def test_shared_prefix_has_prompts_that_begin_alike_and_end_apart() -> None:
     assert workload.reuses_prefixes
     assert len({tuple(request.prompt[:SHARED_PREFIX_LEN]) for request in workload.requests}) == 1
     assert len({tuple(request.prompt[SHARED_PREFIX_LEN:]) for request in workload.requests}) == len(workload.requests)
+
+
+def test_prefill_sends_prompts_that_differ_one_at_a_time() -> None:
+    workload = prefill(VOCAB_SIZE, 0)
+    assert {(len(request.prompt), request.output_len) for request in workload.requests} == {(512, 1)}
+    assert len({tuple(request.prompt) for request in workload.requests}) == len(workload.requests) >= 15
+    assert not workload.reuses_prefixes
+    assert workload.most_at_once == 1
+    assert mixed(VOCAB_SIZE, 0).most_at_once == 64
 
 
 def test_burst_comes_in_waves_of_the_same_size() -> None:
