@@ -19,8 +19,6 @@ from engine.weights import stored_dtype
 from kernels import (
     Backend,
     has_native,
-    has_native_int4,
-    has_native_int8,
     has_native_int8_weight,
     instruction_set,
     load_backend,
@@ -149,19 +147,18 @@ def _choose_cpu_backend(dtype: torch.dtype, quantization: Quantization, has_int4
         check_fp8("--quantization", torch.device("cpu"))
     if quantization == "auto":
         quantization = _best_quantization(dtype, has_int4_weights)
-    if quantization in ("int8", "int4") and dtype == torch.float16:
-        raise ConfigError(f"--quantization {quantization}: activations can be bfloat16 or float32, not float16")
+    if quantization in ("int8", "int4"):
+        if dtype == torch.float16:
+            raise ConfigError(f"--quantization {quantization}: activations can be bfloat16 or float32, not float16")
+        if not has_native():
+            raise ConfigError(f"--quantization {quantization} needs Pagoda installed where there is a C++ compiler")
     if quantization == "int4":
         if not has_int4_weights:
             raise ConfigError(
                 "--quantization int4: the checkpoint has no weights in 4 bits, as GGUF's Q4_0 and Q4_1 are"
             )
-        if not has_native_int4():
-            raise ConfigError("--quantization int4 needs Pagoda installed where there is a C++ compiler")
         return "native-int4"
     if quantization == "int8":
-        if not has_native_int8():
-            raise ConfigError("--quantization int8 needs Pagoda installed where there is a C++ compiler")
         return _int8_backend()
     if not has_native():
         return "cpu"

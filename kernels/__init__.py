@@ -8,8 +8,7 @@ from kernels.gumbel import noise_key
 from kernels.host_blocks import bytes_of_block, load_blocks, save_blocks
 from kernels.linear import Linear
 from kernels.linear_int4 import Int4Weight
-from kernels.linear_int4_native import has_native_int4
-from kernels.linear_int8_native import has_native_int8, has_native_int8_weight
+from kernels.linear_int8_native import has_native_int8_weight
 from kernels.linear_whole_native import prefers_whole_native
 from kernels.native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
 from kernels.paged import AttentionPlan, PagedKV
@@ -38,8 +37,6 @@ __all__ = [
     "bytes_of_block",
     "copy_blocks",
     "has_native",
-    "has_native_int4",
-    "has_native_int8",
     "has_native_int8_weight",
     "instruction_set",
     "keep_freed_memory",

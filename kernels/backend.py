@@ -172,9 +172,9 @@ def load_backend(name: str) -> Backend:
     cpu                 torch's own fused and packed operations
     native              compiled code for everything but products; only if `has_native()`
     native-whole        and products with weights as they are; only if `has_native()`
-    native-int8         and products in int8; only if `has_native_int8()`
+    native-int8         and products in int8; only if `has_native()`
     native-int8-weight  and weights in int8, products in bfloat16; only if `has_native_int8_weight()`
-    native-int4         and weights in 4 bits where the checkpoint has such, int8 elsewhere; only if `has_native_int4()`
+    native-int4         and weights in 4 bits where the checkpoint has such, int8 elsewhere; only if `has_native()`
     triton              kernels for a GPU; with -int8 or -fp8, and weights of that
     """
     if name in _TRITON_BACKENDS:

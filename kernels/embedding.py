@@ -36,9 +36,9 @@ def embedding_wide(weight: Tensor, head: Linear | None) -> Embedding:
     return lambda ids: functional.embedding(ids, weight).float()
 
 
-def embedding_int8(weight: Tensor, head: Linear | None) -> Embedding:
+def embedding_int8(weight: Tensor, head: Linear | None, limits_pairs: bool = False) -> Embedding:
     """`embedding_wide` with the table rounded as `linear_int8` rounds it."""
-    return embedding(dequantize_weight(*quantize_weight(weight))[:, : weight.shape[1]], head)
+    return embedding(dequantize_weight(*quantize_weight(weight, limits_pairs))[:, : weight.shape[1]], head)
 
 
 @dataclass(frozen=True, slots=True)

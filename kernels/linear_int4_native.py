@@ -14,11 +14,6 @@ from kernels.linear_int8_native import NativeLinear, gated_linear_int8_native, l
 from kernels.native_module import native
 
 
-def has_native_int4() -> bool:
-    """Whether the module was compiled."""
-    return native is not None
-
-
 def linear_int4_native(weight: Tensor | Int4Weight, bias: Tensor | None) -> Linear:
     return _int4(weight, bias, is_gated=False) if isinstance(weight, Int4Weight) else linear_int8_native(weight, bias)
 

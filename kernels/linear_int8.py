@@ -18,14 +18,18 @@ from kernels.silu_and_mul import silu_and_mul
 GROUP = 64  # elements of the input that share a scale
 
 
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_weight(weight: Tensor, limits_pairs: bool = False) -> tuple[Tensor, Tensor]:
     """To the nearest, ties to even: weight = scale * value.
 
-    weight  [out, in] floating point
+    weight        [out, in] floating point
+    limits_pairs  the values of inputs 2i and 2i + 1 are at most 128 together: AVX2 adds their products in 16 bits
     return  [out, groups, GROUP] int8 in -127…127, zero beyond `in`; [out, groups] float32 scales
     """
     groups = _groups(weight)
     greatest = groups.abs().amax(dim=-1)
+    if limits_pairs:
+        pairs = groups.abs().unflatten(-1, (-1, 2)).sum(dim=-1).amax(dim=-1)
+        greatest = greatest.maximum(pairs * (127 / 127.99))
     inverse = torch.where(greatest > 0, 127 / greatest, 0.0)
     return (groups * inverse[..., None]).round().to(torch.int8), greatest / 127
 
@@ -72,11 +76,11 @@ class _Int8:
         return product.to(x.dtype)
 
 
-def linear_int8(weight: Tensor, bias: Tensor | None) -> Linear:
+def linear_int8(weight: Tensor, bias: Tensor | None, limits_pairs: bool = False) -> Linear:
     """`kernels.linear.linear` in int8: sums of a group are exact, groups are added up in float32, in order."""
-    return _Int8(*quantize_weight(weight), bias, is_gated=False)
+    return _Int8(*quantize_weight(weight, limits_pairs), bias, is_gated=False)
 
 
-def gated_linear_int8(weight: Tensor, bias: Tensor | None) -> Linear:
+def gated_linear_int8(weight: Tensor, bias: Tensor | None, limits_pairs: bool = False) -> Linear:
     """`kernels.linear.gated_linear` in int8; what is gated is not rounded before it is quantized."""
-    return _Int8(*quantize_weight(weight), bias, is_gated=True)
+    return _Int8(*quantize_weight(weight, limits_pairs), bias, is_gated=True)

@@ -58,11 +58,6 @@ class NativeInt8(NativeLinear):
     """packed: the values in panels, and beside them their scales and sums."""
 
 
-def has_native_int8() -> bool:
-    """Whether the module was compiled."""
-    return native is not None
-
-
 def has_native_int8_weight() -> bool:
     """Whether the module was compiled with it, and the processor and the system have AMX for bfloat16."""
     return native is not None and native.instruction_set() == "amx"

@@ -1,13 +1,14 @@
 // Products of int8 activations and 4-bit weights, which stay as their file has them: a scale and a minimum in fp16 for every
 // HALF inputs of an output, weight = scale * value + minimum. No include guard: each instruction set compiles its own copy.
 //
-// Values are taken as value - 8, so that AVX2 can add their products in 16 bits; the minimum grows by 8 scales. For a group
-// of activations x = a * q + least and its two halves of weights,
+// Values are taken as value - 8, so that AVX2 can add their products in 16 bits. Activations are a * q + least; `sum` is that
+// of all activations of a half, as they were quantized. Then a half contributes
 //
-//   sum of x · w = a * (scale0 * dot0 + scale1 * dot1) + minimum0 * sum of x0 + minimum1 * sum of x1 + least * offset
+//   scale * (a * dot + 8 * sum + least * Σ(value - 8)) + minimum * sum
 //
-// where a dot is the exact sum of q · (value - 8), and the offset is scale0 * sum of (value0 - 8) + the same of the other.
-// Groups are added in float32, in the same order whatever rows are computed together.
+// where dot, the sum of q · (value - 8), is exact. What belongs to `least` is the same for both halves of a group: their
+// scale * Σ(value - 8) are stored as one number, the offset. Groups are added in float32, in the same order whatever rows are
+// computed together.
 //
 // Weights lie in panels of PANEL outputs, each group of a panel together: [GROUP / 8][PANEL][4] bytes, whose lower halves
 // are four inputs of an output and whose upper halves the next four; then in fp16 two [PANEL] of scales, two of minimums,
@@ -38,7 +39,7 @@ inline void pack_int4(ThreadPool& pool, const Int4Args& args) {
                     }
                     float scale = from_fp16(args.scales[at]);
                     numbers[half * PANEL + column] = args.scales[at];
-                    numbers[(2 + half) * PANEL + column] = to_fp16(from_fp16(args.minimums[at]) + 8 * scale);
+                    numbers[(2 + half) * PANEL + column] = args.minimums[at];
                     offset += scale * static_cast<float>(sum);
                 }
                 numbers[4 * PANEL + column] = to_fp16(offset);
@@ -88,8 +89,10 @@ PAGODA_APART void multiply_int4(const QuantizedRows& rows, int64_t first_row, co
                 PAGODA_UNROLL
                 for (int row = 0; row < ROWS; row++) {
                     int64_t at = (first_row + row) * rows.groups + group;
-                    sums[row][i] += to_floats(total(products[row][i])) * (scale * broadcast(rows.scales[at]));
-                    sums[row][i] += minimum * broadcast(rows.halves[2 * at + half]);
+                    Floats sum = broadcast(rows.halves[2 * at + half]);
+                    Floats dot = to_floats(total(products[row][i])) * broadcast(rows.scales[at]) + 8.0f * sum;
+                    sums[row][i] += scale * dot;
+                    sums[row][i] += minimum * sum;
                 }
             }
         }

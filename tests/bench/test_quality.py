@@ -27,11 +27,11 @@ from bench.quality import (
     read,
 )
 from engine.runner import ModelRunner
-from kernels import has_native_int8
+from kernels import has_native
 from tests.engine.tiny_models import MODELS, VOCAB_SIZE, load_runner, random_prompt, save_model
 
 TOKENS = random_prompt(150, seed=3)
-needs_int8 = pytest.mark.skipif(not has_native_int8(), reason="needs compiled code for products in int8")
+needs_int8 = pytest.mark.skipif(not has_native(), reason="needs compiled code for products in int8")
 
 
 @pytest.fixture(scope="module")

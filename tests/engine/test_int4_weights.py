@@ -21,7 +21,7 @@ from engine.loaded_model import choose_backend, choose_dtype
 from engine.models import read_config
 from engine.models.parameters import Parameters
 from engine.weights import load_weights, quantized_weights
-from kernels import Backend, Int4Weight, has_native_int4
+from kernels import Backend, Int4Weight, has_native, prefers_whole_native
 from kernels.backend import REFERENCE
 from kernels.linear import gated_linear, linear
 from kernels.linear_int4 import gated_linear_int4, linear_int4
@@ -177,14 +177,16 @@ def test_a_weight_of_another_shape_is_told(whole: Path, keeps_int4: bool) -> Non
         parameters(whole, torch.bfloat16, keeps_int4=keeps_int4)
 
 
+WHOLE = "native-whole" if prefers_whole_native() else "native"
+
+
 def test_auto_takes_4_bits_where_there_are_weights_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.loaded_model.has_native", lambda: True)
-    monkeypatch.setattr("engine.loaded_model.has_native_int4", lambda: True)
-    monkeypatch.setattr("engine.loaded_model.has_native_int8", lambda: True)
     monkeypatch.setattr("engine.loaded_model.has_native_int8_weight", lambda: False)
+    monkeypatch.setattr("engine.loaded_model.instruction_set", lambda: "avx2")
     assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=True) == "native-int4"
     assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=False) == "native-int8"
-    assert choose_backend(CPU, torch.float32, "auto", has_int4_weights=True) == "native"
+    assert choose_backend(CPU, torch.float32, "auto", has_int4_weights=True) == WHOLE
     assert choose_backend(CPU, torch.float32, "int4", has_int4_weights=True) == "native-int4"
     assert choose_backend(CPU, torch.bfloat16, "int8", has_int4_weights=True) == "native-int8"
     with pytest.raises(ConfigError, match="--quantization int4: activations can be bfloat16 or float32, not float16"):
@@ -193,13 +195,13 @@ def test_auto_takes_4_bits_where_there_are_weights_and_kernels(monkeypatch: pyte
         choose_backend(CPU, torch.bfloat16, "int4", has_int4_weights=False)
     with pytest.raises(ConfigError, match="--quantization int4: there are kernels for it on a CPU only, not on cuda"):
         choose_backend(torch.device("cuda"), torch.bfloat16, "int4", has_int4_weights=True)
-    monkeypatch.setattr("engine.loaded_model.has_native_int4", lambda: False)
+    monkeypatch.setattr("engine.loaded_model.has_native", lambda: False)
     with pytest.raises(ConfigError, match="--quantization int4 needs Pagoda installed where there is a C"):
         choose_backend(CPU, torch.bfloat16, "int4", has_int4_weights=True)
-    assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=True) == "native-int8"
+    assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=True) == "cpu"
 
 
-@pytest.mark.skipif(not has_native_int4(), reason="no kernels for products in 4 bits")
+@pytest.mark.skipif(not has_native(), reason="no kernels for products in 4 bits")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compiled_logits_are_near_those_in_float32(folder: Path, dtype: str) -> None:
     def logits(dtype: str, quantization: str) -> Tensor:

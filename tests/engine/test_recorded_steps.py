@@ -13,7 +13,7 @@ import torch
 
 from engine.runner import ModelRunner
 from engine.sequence import SamplingParams, Sequence, StepPlan
-from kernels import Recording, has_native_int8, set_num_threads
+from kernels import Recording, has_native, set_num_threads
 from kernels.native_module import native
 from tests.engine.test_device_runner import Served
 from tests.engine.tiny_models import (
@@ -27,7 +27,7 @@ from tests.engine.tiny_models import (
     step_logits,
 )
 
-pytestmark = pytest.mark.skipif(not has_native_int8(), reason="products do not run in compiled code here")
+pytestmark = pytest.mark.skipif(not has_native(), reason="products do not run in compiled code here")
 
 
 @pytest.fixture(scope="module")

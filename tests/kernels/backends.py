@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
-
 from kernels.backend import CPU, NATIVE, REFERENCE, Backend
 from kernels.native_module import native
 from kernels.processor import NO_COMPILED_CODE, forced_name
@@ -34,16 +32,6 @@ def using(name: str) -> Iterator[None]:
         yield
     finally:
         native.use_instruction_set(previous)
-
-
-def instruction_sets_with(has: Callable[[], bool], needs: str) -> list[Any]:
-    """Parameters of a test: each instruction set in which `has()`; without any, one skip that names what it needs."""
-    found = []
-    for name in INSTRUCTION_SETS:
-        with using(name):
-            if has():
-                found.append(name)
-    return found or [pytest.param("none", marks=pytest.mark.skip(reason=f"needs {needs}"))]
 
 
 def with_instruction_set(name: str, op: Callable[..., Any]) -> Callable[..., Any]:

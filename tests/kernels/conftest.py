@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from kernels import set_num_threads
+from tests.kernels.backends import INSTRUCTION_SETS, using
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +19,10 @@ def _ops_whose_parts_are_shared_out() -> None:
     """Compiled code has more threads than there may be cores; torch has one, as the suite's workers share them."""
     set_num_threads(3)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=INSTRUCTION_SETS or [pytest.param("", marks=pytest.mark.skip(reason="needs compiled code"))])
+def each_instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The test runs once with every instruction set that compiled code may use on this processor."""
+    with using(request.param):
+        yield

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from kernels.linear_int4 import WEIGHT_GROUP, Int4Weight, gated_linear_int4, linear_int4
-from kernels.linear_int4_native import gated_linear_int4_native, has_native_int4, linear_int4_native
+from kernels.linear_int4_native import gated_linear_int4_native, linear_int4_native
 from kernels.linear_int8 import quantize_rows
 from kernels.silu_and_mul import silu_and_mul
 
-needs_native = pytest.mark.skipif(not has_native_int4(), reason="no kernels for products in 4 bits")
+compiled = pytest.mark.usefixtures("each_instruction_set")
 
 
 def random_weight(out_size: int, in_size: int) -> Int4Weight:
@@ -71,7 +71,7 @@ def test_one_row_does_not_touch_the_precision_of_another() -> None:
     assert torch.equal(linear_int4(weight, None)(x)[1:2], alone)
 
 
-@needs_native
+@compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("in_size", "out_size"), [(64, 32), (32, 29), (576, 100), (96, 576)])
@@ -89,7 +89,7 @@ def test_compiled_products_are_those_of_the_reference(
     torch.testing.assert_close(product, expected, atol=0.3, rtol=tolerance)
 
 
-@needs_native
+@compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_size", [32, 64, 96, 576])
 @pytest.mark.parametrize("rows", [0, 1, 9, 97])
@@ -100,7 +100,7 @@ def test_compiled_gated_products_are_those_of_the_reference(dtype: torch.dtype, 
     torch.testing.assert_close(product, expected, atol=0.04 * in_size**0.5, rtol=tolerance)
 
 
-@needs_native
+@compiled
 def test_a_compiled_row_does_not_depend_on_the_rows_beside_it() -> None:
     x, weight = torch.randn(203, 192).bfloat16(), random_weight(70, 192)
     product = linear_int4_native(weight, None)
@@ -110,7 +110,7 @@ def test_a_compiled_row_does_not_depend_on_the_rows_beside_it() -> None:
     assert torch.equal(product(x[100:101]), together[100:101])
 
 
-@needs_native
+@compiled
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_a_broken_row_gives_nan_and_leaves_the_others_alone(poison: float) -> None:
     x, weight = torch.randn(20, 3 * WEIGHT_GROUP), random_weight(40, 3 * WEIGHT_GROUP)

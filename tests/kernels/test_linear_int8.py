@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,18 +9,10 @@ import torch
 from torch import Tensor
 
 from kernels.linear_int8 import GROUP, gated_linear_int8, linear_int8, quantize_rows, quantize_weight
-from kernels.linear_int8_native import gated_linear_int8_native, has_native_int8, linear_int8_native
-from tests.kernels.backends import instruction_sets_with, using
+from kernels.linear_int8_native import gated_linear_int8_native, linear_int8_native
+from kernels.native_module import native
 
-
-@pytest.fixture(params=instruction_sets_with(has_native_int8, "compiled code for products in int8"))
-def compiled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test runs once with every instruction set that has products in int8."""
-    with using(request.param):
-        yield
-
-
-every_instruction_set = pytest.mark.usefixtures("compiled")
+compiled = pytest.mark.usefixtures("each_instruction_set")
 
 
 def test_quantized_values_are_within_half_a_step() -> None:
@@ -50,6 +41,21 @@ def test_a_group_of_one_value_is_exact(level: float) -> None:
         assert (values * scales[..., None] == 0).all()
 
 
+def test_neighbours_can_be_limited() -> None:
+    weight = torch.randn(50, 3 * GROUP)
+    weight[0, :2], weight[1, :2] = 5, torch.tensor([-9, 7.5])
+    values, scales = quantize_weight(weight, limits_pairs=True)
+    pairs = values.int().abs().unflatten(-1, (-1, 2)).sum(dim=-1)
+    assert pairs.max() == 128
+    steps = scales.repeat_interleave(GROUP, dim=1)
+    assert ((values * scales[..., None]).flatten(1) - weight).abs().sub(0.501 * steps).max() <= 0
+
+
+def limits_pairs() -> bool:
+    assert native is not None
+    return bool(native.pairs_are_limited())
+
+
 def test_one_row_does_not_touch_the_precision_of_another() -> None:
     weight, x = torch.randn(40, 2 * GROUP), torch.randn(3, 2 * GROUP)
     alone = linear_int8(weight, None)(x[1:2])
@@ -63,7 +69,7 @@ def test_the_error_is_that_of_the_rounding() -> None:
     assert (product - exact).norm() / exact.norm() < 0.01
 
 
-@every_instruction_set
+@compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("in_size", "out_size"), [(64, 32), (17, 29), (576, 100), (100, 576)])
@@ -73,7 +79,7 @@ def test_compiled_products_are_those_of_the_reference(
 ) -> None:
     x, weight = torch.randn(rows, in_size).to(dtype), torch.randn(out_size, in_size).to(dtype)
     bias = torch.randn(out_size).to(dtype) if has_bias else None
-    product, expected = linear_int8_native(weight, bias)(x), linear_int8(weight, bias)(x)
+    product, expected = linear_int8_native(weight, bias)(x), linear_int8(weight, bias, limits_pairs())(x)
     assert product.dtype == dtype
     # A value half-way between two steps may be rounded to either: then a product is off by a step times a weight.
     tolerance = 1e-5 if dtype == torch.float32 else 0.01
@@ -81,18 +87,18 @@ def test_compiled_products_are_those_of_the_reference(
     torch.testing.assert_close(product, expected, atol=0.2, rtol=tolerance)
 
 
-@every_instruction_set
+@compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_size", [64, 17, 576, 100])
 @pytest.mark.parametrize("rows", [0, 1, 9, 97])
 def test_compiled_gated_products_are_those_of_the_reference(dtype: torch.dtype, in_size: int, rows: int) -> None:
     x, weight = torch.randn(rows, 2 * in_size).to(dtype), torch.randn(40, in_size).to(dtype)
-    product, expected = gated_linear_int8_native(weight, None)(x), gated_linear_int8(weight, None)(x)
+    product, expected = gated_linear_int8_native(weight, None)(x), gated_linear_int8(weight, None, limits_pairs())(x)
     tolerance = 1e-4 if dtype == torch.float32 else 0.01  # a value between two steps may be rounded to either
     torch.testing.assert_close(product, expected, atol=0.02 * in_size**0.5, rtol=tolerance)
 
 
-@every_instruction_set
+@compiled
 def test_a_compiled_row_does_not_depend_on_the_rows_beside_it() -> None:
     x, weight = torch.randn(203, 192).bfloat16(), torch.randn(70, 192).bfloat16()
     product = linear_int8_native(weight, None)
@@ -102,7 +108,7 @@ def test_a_compiled_row_does_not_depend_on_the_rows_beside_it() -> None:
     assert torch.equal(product(x[100:101]), together[100:101])
 
 
-@every_instruction_set
+@compiled
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_a_broken_row_gives_nan_and_leaves_the_others_alone(poison: float) -> None:
     def nan_rows(product: Tensor) -> list[bool]:
@@ -118,7 +124,7 @@ def test_a_broken_row_gives_nan_and_leaves_the_others_alone(poison: float) -> No
     assert torch.equal(broken[kept], clean[kept])
 
 
-@every_instruction_set
+@compiled
 def test_ops_called_from_several_threads_take_turns() -> None:
     x, weight = torch.randn(50, 576).bfloat16(), torch.randn(300, 576).bfloat16()
     product = linear_int8_native(weight, None)
