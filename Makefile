@@ -14,7 +14,7 @@ comma := ,
 define install
 	@$(BIN)/python -m pip install --verbose --no-compile $(1) 2>&1 | tee $(LOG) | awk -v is_terminal="$$(test -t 2 && echo 1)" ' \
 		/^ *Building editable/ { $$0 = "Compiling the CPU kernels" } \
-		/^Installing collected/ { $$0 = "Unpacking " NF - 3 " packages" } \
+		/^Installing collected/ { $$0 = "Unpacking packages: " NF - 3 } \
 		/^ *(Collecting|Downloading|Compiling|Unpacking)/ && $$0 != last { \
 			last = $$0; sub(/^ */, ""); sub(/ \(from.*/, ""); \
 			printf "  %-76.76s%s", $$0, is_terminal ? "\r" : "\n"; fflush() } \

@@ -31,11 +31,12 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         try:
             super().build_extension(ext)
-        except Exception as error:  # told here, and forgiven by the caller since the extension is optional
+        except Exception:  # told here, and forgiven by the caller since the extension is optional
             for left_behind in Path(__file__).parent.glob("kernels/_native.*"):
                 left_behind.unlink()  # compiled from older sources
+            program = getattr(self.compiler, "compiler_so_cxx", ["the C++ compiler"])[0]
             print(
-                f"pagoda: the CPU kernels did not compile ({error}): they need {COMPILERS}."
+                f"pagoda: the CPU kernels did not compile with {program}: they need {COMPILERS}."
                 " Plain torch takes their place and is several times as slow.",
                 file=sys.stderr,
                 flush=True,
