@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.adjust_logits import LogitAdjustments, adjust_logits
 from kernels.embedding import Embedding, embedding, embedding_int8_native, embedding_wide
 from kernels.linear import Linear, gated_linear, gated_linear_cpu, gated_linear_native, linear, linear_cpu
-from kernels.linear_int4_native import gated_linear_int4_native, linear_int4_native
+from kernels.linear_int4_native import gated_linear_int4_native, head_int4_native, linear_int4_native
 from kernels.linear_int8_native import (
     gated_linear_int8_native,
     gated_linear_int8_weight_native,
@@ -147,6 +147,7 @@ NATIVE_INT4 = replace(
     name="native-int4",
     linear=linear_int4_native,
     gated_linear=gated_linear_int4_native,
+    head=head_int4_native,
     takes_int4=True,
 )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.linear import Linear
 from kernels.linear_int4 import Int4Weight
-from kernels.linear_int8_native import NativeLinear, gated_linear_int8_native, linear_int8_native
+from kernels.linear_int8_native import NativeLinear, gated_linear_int8_native, head_int8_native, linear_int8_native
 from kernels.native_module import native
 
 
@@ -24,11 +24,17 @@ def gated_linear_int4_native(weight: Tensor | Int4Weight, bias: Tensor | None) -
     return gated_linear_int8_native(weight, bias)
 
 
-def _int4(weight: Int4Weight, bias: Tensor | None, is_gated: bool) -> Linear:
+def head_int4_native(weight: Tensor | Int4Weight, bias: Tensor | None) -> Linear:
+    if isinstance(weight, Int4Weight):
+        return _int4(weight, bias, is_gated=False, out_dtype=torch.float32)
+    return head_int8_native(weight, bias)
+
+
+def _int4(weight: Int4Weight, bias: Tensor | None, is_gated: bool, out_dtype: torch.dtype | None = None) -> Linear:
     assert native is not None
     out_size, in_size = weight.shape
     parts = weight.values, weight.scales, weight.minimums
     assert all(part.is_contiguous() for part in parts)
     packed = torch.empty(native.int4_bytes(in_size, out_size), dtype=torch.uint8)
     native.pack_int4(*(part.data_ptr() for part in parts), packed.data_ptr(), in_size, out_size)
-    return NativeLinear(in_size, out_size, (packed,), bias, is_gated, native.linear_int4)
+    return NativeLinear(in_size, out_size, (packed,), bias, is_gated, native.linear_int4, out_dtype)

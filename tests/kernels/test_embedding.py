@@ -28,11 +28,14 @@ def test_compiled_rows_of_a_tied_head_are_those_of_the_reference(
 ) -> None:
     assert native is not None
     table, ids = torch.randn(vocab_size, in_size).to(dtype), torch.randint(0, vocab_size, (50,))
+    step = 2 * table.float().abs().amax().item() / 127  # twice as long where neighbours are limited
     rows = embedding_int8_native(table, linear_int8_native(table, None))
     for chosen in (ids, ids[:1], ids[:0]):
         found, expected = rows(chosen), embedding_int8(table, None, bool(native.pairs_are_limited()))(chosen)
         assert found.dtype == torch.float32
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        # A value half-way between two steps may be rounded to either.
+        torch.testing.assert_close(found, expected, atol=1.01 * step, rtol=0)
+        assert ((found - expected).abs() > 1e-5 * step).float().mean() < 0.01 or not len(chosen)
 
 
 def test_a_table_that_is_not_tied_stays_whole() -> None:

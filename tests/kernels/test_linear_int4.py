@@ -84,9 +84,10 @@ def test_compiled_products_are_those_of_the_reference(
     product, expected = linear_int4_native(weight, bias)(x), linear_int4(weight, bias)(x)
     assert product.dtype == dtype
     # A value half-way between two steps may be rounded to either: then a product is off by a step times a weight.
-    tolerance = 1e-5 if dtype == torch.float32 else 0.01
-    assert (product - expected).abs().mean() <= 3 * tolerance * in_size**0.5 or rows == 0
-    torch.testing.assert_close(product, expected, atol=0.3, rtol=tolerance)
+    # The sums of a group's values, which meet the least of its activations, are packed in fp16.
+    tolerance = 1e-3 if dtype == torch.float32 else 0.01
+    assert (product - expected).abs().mean() <= tolerance * in_size**0.5 or rows == 0
+    torch.testing.assert_close(product, expected, atol=0.5, rtol=tolerance)
 
 
 @compiled
