@@ -168,7 +168,7 @@ def quality_command(
     threads: Threads = None,
     output: Output = OUTPUT,
 ) -> None:
-    """What int8 costs: perplexity, likeliest tokens, divergence and greedy continuations, against bfloat16."""
+    """What fewer bits cost: perplexity, likeliest tokens, divergence and greedy continuations, against float32."""
     from bench.quality import quality  # only here: other commands do without torch
 
     quality(resolve(model), text, threads=threads or usable_cores(), output=output)

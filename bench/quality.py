@@ -1,7 +1,7 @@
 """`quality`: what a quantization costs, by what the engine's own runner makes of a text in each precision.
 
-The text is read once in chunks of a step, and the logits after every token are compared with those of bfloat16. Then
-slices of it are continued greedily, as the engine would, all in one batch.
+The text is read once in chunks of a step, and the logits after every token are compared with those of float32, in which
+the checkpoint's weights are whole. Then slices of it are continued greedily, as the engine would, all in one batch.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from bench.turns import bars
 from clients.progress_bars import shown_progress
 from engine.blocks import BlockPool
 from engine.config import DType, EngineConfig, Quantization
+from engine.models import read_config
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.sequence import Chunk, SamplingParams, Sequence
@@ -46,12 +47,19 @@ class Precision:
     quantization: Quantization
 
 
-# The first is what the others are compared with. float32 shows how much of a difference is bfloat16's own rounding.
+# The first is what the others are compared with. bfloat16 shows how much of a difference is its own rounding.
 PRECISIONS = (
+    Precision("float32", "float32", "none"),
     Precision("bfloat16", "bfloat16", "none"),
     Precision("int8", "bfloat16", "int8"),
-    Precision("float32", "float32", "none"),
+    Precision("int4", "bfloat16", "int4"),
 )
+
+
+def precisions_of(folder: Path) -> list[Precision]:
+    """Those that the checkpoint can be read in: int4 only if it has such weights. Raises ConfigError as the engine."""
+    has_int4 = read_config(folder).has_int4_weights
+    return [precision for precision in PRECISIONS if has_int4 or precision.quantization != "int4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +187,7 @@ def measure(folder: Path, tokens: list[int], threads: int) -> dict[str, Quality]
     base: Reading | None = None
     num_tokens = len(tokens) + NUM_CONTINUATIONS * CONTINUATION_LEN
     with shown_progress() as progress:
-        for precision in PRECISIONS:
+        for precision in precisions_of(folder):
             config = EngineConfig(
                 str(folder), dtype=precision.dtype, quantization=precision.quantization, threads=threads
             )
@@ -193,7 +201,7 @@ def measure(folder: Path, tokens: list[int], threads: int) -> dict[str, Quality]
 
 
 def table(found: dict[str, Quality], num_tokens: int) -> Cells:
-    headings = ["precision", "perplexity", "÷ bfloat16's", "same likeliest token", "KL nats", "identical", "in common"]
+    headings = ["precision", "perplexity", "÷ float32's", "same likeliest token", "KL nats", "identical", "in common"]
     rows = []
     for name, quality in found.items():
         is_base = name == PRECISIONS[0].name
