@@ -4,7 +4,7 @@
 // Values are taken as value - 8, so that AVX2 can add their products in 16 bits. Activations are a * q + least; `sum` is that
 // of all activations of a half, as they were quantized. Then a half contributes
 //
-//   scale * (a * dot + 8 * sum + least * Σ(value - 8)) + minimum * sum
+//   scale * (a * dot + least * Σ(value - 8)) + (minimum + 8 * scale) * sum
 //
 // where dot, the sum of q · (value - 8), is exact. What belongs to `least` is the same for both halves of a group: their
 // scale * Σ(value - 8) are stored as one number, the offset. Groups are added in float32, in the same order whatever rows are
@@ -85,14 +85,12 @@ PAGODA_APART void multiply_int4(const QuantizedRows& rows, int64_t first_row, co
             PAGODA_UNROLL
             for (int i = 0; i < VECTORS; i++) {
                 Floats scale = load_fp16(numbers + half * PANEL + i * LANES);
-                Floats minimum = load_fp16(numbers + (2 + half) * PANEL + i * LANES);
+                Floats middle = load_fp16(numbers + (2 + half) * PANEL + i * LANES) + 8.0f * scale;  // of value 8
                 PAGODA_UNROLL
                 for (int row = 0; row < ROWS; row++) {
                     int64_t at = (first_row + row) * rows.groups + group;
-                    Floats sum = broadcast(rows.halves[2 * at + half]);
-                    Floats dot = to_floats(total(products[row][i])) * broadcast(rows.scales[at]) + 8.0f * sum;
-                    sums[row][i] += scale * dot;
-                    sums[row][i] += minimum * sum;
+                    sums[row][i] += to_floats(total(products[row][i])) * (scale * broadcast(rows.scales[at]));
+                    sums[row][i] += middle * broadcast(rows.halves[2 * at + half]);
                 }
             }
         }
