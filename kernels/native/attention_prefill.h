@@ -9,42 +9,45 @@ constexpr int64_t ROW_TILE = 96;  // queries × heads
 #endif
 constexpr int64_t ROW_STEP = 6;   // rows whose sums stay in registers together
 
+// c += a [ROW_STEP, depth] · b [depth, COLUMNS * LANES]; rows of b and c are `stride` apart.
+template <int COLUMNS>
+PAGODA_APART void multiply_add_step(const float* a, int64_t a_stride, const float* b, float* c, int64_t stride, int64_t depth) {
+    Floats sums[ROW_STEP][COLUMNS];
+    PAGODA_UNROLL
+    for (int r = 0; r < ROW_STEP; r++)
+        PAGODA_UNROLL
+        for (int i = 0; i < COLUMNS; i++) sums[r][i] = load(c + r * stride + i * LANES);
+    for (int64_t k = 0; k < depth; k++) {
+        Floats right[COLUMNS];
+        PAGODA_UNROLL
+        for (int i = 0; i < COLUMNS; i++) right[i] = load(b + k * stride + i * LANES);
+        PAGODA_UNROLL
+        for (int r = 0; r < ROW_STEP; r++) {
+            Floats left = broadcast(a[r * a_stride + k]);
+            PAGODA_UNROLL
+            for (int i = 0; i < COLUMNS; i++) {
+                sums[r][i] += left * right[i];
+                if (REGISTERS == 16) PAGODA_KEEP(sums[r][i]);
+            }
+        }
+    }
+    PAGODA_UNROLL
+    for (int r = 0; r < ROW_STEP; r++)
+        PAGODA_UNROLL
+        for (int i = 0; i < COLUMNS; i++) store(c + r * stride + i * LANES, sums[r][i]);
+}
+
 // c [rows, WIDE * LANES] += a [rows, depth] · b [depth, WIDE * LANES], of which the first `columns` times LANES columns;
 // rows is a multiple of ROW_STEP.
 template <int WIDE>
 void multiply_add(const float* a, int64_t a_stride, const float* b, float* c, int64_t rows, int64_t depth, int columns) {
     constexpr int STEP = REGISTERS == 32 ? 4 : 2;  // columns of lanes whose sums stay in registers together
-    for (int column = 0; column < columns; column += STEP) {
-        auto multiply = [&](auto wide) {
-            for (int64_t row = 0; row < rows; row += ROW_STEP) {
-                Floats sums[ROW_STEP][wide.value];
-                float* to = c + row * WIDE * LANES + column * LANES;
-                PAGODA_UNROLL
-                for (int r = 0; r < ROW_STEP; r++)
-                    PAGODA_UNROLL
-                    for (int i = 0; i < wide.value; i++) sums[r][i] = load(to + r * WIDE * LANES + i * LANES);
-                for (int64_t k = 0; k < depth; k++) {
-                    Floats right[wide.value];
-                    PAGODA_UNROLL
-                    for (int i = 0; i < wide.value; i++) right[i] = load(b + k * WIDE * LANES + (column + i) * LANES);
-                    PAGODA_UNROLL
-                    for (int r = 0; r < ROW_STEP; r++) {
-                        Floats left = broadcast(a[(row + r) * a_stride + k]);
-                        PAGODA_UNROLL
-                        for (int i = 0; i < wide.value; i++) {
-                            sums[r][i] += left * right[i];
-                            if (REGISTERS == 16) PAGODA_KEEP(sums[r][i]);
-                        }
-                    }
-                }
-                PAGODA_UNROLL
-                for (int r = 0; r < ROW_STEP; r++)
-                    PAGODA_UNROLL
-                    for (int i = 0; i < wide.value; i++) store(to + r * WIDE * LANES + i * LANES, sums[r][i]);
-            }
-        };
-        with_count<STEP>(std::min(STEP, columns - column), multiply);
-    }
+    for (int column = 0; column < columns; column += STEP)
+        with_count<STEP>(std::min(STEP, columns - column), [&](auto count) {
+            for (int64_t row = 0; row < rows; row += ROW_STEP)
+                multiply_add_step<count.value>(a + row * a_stride, a_stride, b + column * LANES,
+                                               c + (row * WIDE + column) * LANES, WIDE * LANES, depth);
+        });
 }
 
 // Room for one tile of queries; rows are (query, head) pairs.

@@ -13,7 +13,8 @@ import torch
 
 from engine.runner import ModelRunner
 from engine.sequence import SamplingParams, Sequence, StepPlan
-from kernels import Recording, has_native, set_num_threads
+from kernels import Recording, has_native, has_native_int8_weight, load_backend, set_num_threads
+from kernels.backend import _BACKENDS
 from kernels.native_module import native
 from tests.engine.test_device_runner import Served
 from tests.engine.tiny_models import (
@@ -26,6 +27,12 @@ from tests.engine.tiny_models import (
     step,
     step_logits,
 )
+
+COMPILED = [
+    name
+    for name, backend in _BACKENDS.items()
+    if backend.is_compiled and (name != "native-int8-weight" or has_native_int8_weight())
+]
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="products do not run in compiled code here")
 
@@ -93,6 +100,22 @@ def test_logits_have_the_same_bits_with_any_sequences_in_any_order(
     moved.blocks, moved.num_computed = blocks.sequence(moved.tokens, 20).blocks, 0
     step(runner, [next_chunk(moved)])
     check_decodes(runner, seqs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_every_compiled_backend_can_be_recorded(
+    saved: Callable[[str], Path], name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.loaded_model.load_backend", lambda _: load_backend(name))
+    runner = load(saved("qwen3"), dtype)
+    assert runner.info.kernel_backend == name
+    blocks = ShuffledBlocks(runner)
+    seqs = [blocks.sequence(random_prompt(length, seed=length), 20) for length in (1, 9, 30)]
+    step(runner, [next_chunk(seq) for seq in seqs])
+    for batch in (seqs, seqs[1:], seqs):
+        check_decodes(runner, batch)
+        step(runner, [next_chunk(seq) for seq in batch])
 
 
 def test_python_calls_no_op_from_the_second_step_of_a_size_on(
