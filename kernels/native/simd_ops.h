@@ -12,9 +12,13 @@ PAGODA_INLINE Floats load(const float* from) {
 PAGODA_INLINE void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
 
 PAGODA_INLINE Floats load(const bf16* from) {
+#if defined(PAGODA_AVX2)  // GCC 12 widens the two halves one by one
+    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
+#else
     Halves half;
     std::memcpy(&half, from, sizeof half);
     return (Floats)(__builtin_convertvector(half, Words) << 16);
+#endif
 }
 
 // To the nearest, ties to even.
