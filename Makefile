@@ -47,7 +47,9 @@ test-native:              ## every CPU kernel in C++, in every instruction set t
 
 test-arm:                 ## the same for ARM, in an emulator; needs g++-aarch64-linux-gnu and qemu-user
 	@$(MAKE) --no-print-directory -j$$(nproc) build/arm/self_test
-	@qemu-aarch64 -cpu max build/arm/self_test generic
+	@qemu-aarch64 -cpu max build/arm/self_test neon-i8mm neon generic
+	@qemu-aarch64 -cpu cortex-a76 build/arm/self_test neon generic
+	@qemu-aarch64 -cpu cortex-a72 build/arm/self_test generic
 	@headers=-I$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))'); \
 	if echo '#include <Python.h>' | $(ARM_CXX) $$headers -fsyntax-only -x c++ - 2>/dev/null; \
 	then $(ARM_CXX) $(NATIVE) $$headers -fsyntax-only kernels/native/module.cpp; \
