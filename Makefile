@@ -30,7 +30,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test test-gpu test-all test-nightly lint format protos bench bench-gpu simulate bench-peers clean
+.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly lint format protos bench bench-gpu simulate bench-peers clean
 
 demo: $(SERVE)            ## eight prompts at once through a real server, live
 	@$(BIN)/python -m clients.demo
@@ -40,6 +40,20 @@ serve: $(SERVE)           ## a server on 127.0.0.1:50051, until Ctrl-C; ARGS="--
 
 test: $(DEV)              ## the suite without slow, nightly and GPU tests, about 5 minutes on 2 cores
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not nightly and not gpu" $(ARGS)
+
+test-native:              ## every CPU kernel in C++, in every instruction set that this processor has
+	@$(MAKE) --no-print-directory -j$$(nproc) build/host/self_test
+	@build/host/self_test
+
+test-arm:                 ## the same for ARM, in an emulator; needs g++-aarch64-linux-gnu and qemu-user
+	@$(MAKE) --no-print-directory -j$$(nproc) build/arm/self_test
+	@qemu-aarch64 -cpu max build/arm/self_test neon-i8mm neon generic
+	@qemu-aarch64 -cpu cortex-a76 build/arm/self_test neon generic
+	@qemu-aarch64 -cpu cortex-a72 build/arm/self_test generic
+	@headers=-I$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))'); \
+	if echo '#include <Python.h>' | $(ARM_CXX) $$headers -fsyntax-only -x c++ - 2>/dev/null; \
+	then $(ARM_CXX) $(NATIVE) $$headers -fsyntax-only kernels/native/module.cpp; \
+	else echo "Python's headers are not for ARM too: kernels/native/module.cpp was not compiled for it"; fi
 
 test-gpu: $(DEV)          ## kernels, runner and server on the GPU of this machine
 	@TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "not slow" --timeout=600 $(GPU_TESTS) $(ARGS)
@@ -75,6 +89,27 @@ bench-peers: $(DEV)       ## installs peers for `bench` into .venv-peers, apart 
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	@.venv-peers/bin/python -m pip install --quiet --upgrade pip
 	@.venv-peers/bin/python -m pip install --progress-bar on --group peers
+
+# The self-test, compiled for this machine in build/host and for ARM in build/arm.
+SELF_TEST := $(patsubst %.cpp,%.o,$(wildcard tests/kernels/native/*.cpp) $(filter-out %/module.cpp,$(wildcard kernels/native/*.cpp)))
+ARM_CXX   := aarch64-linux-gnu-g++
+NATIVE    := -std=c++17 -O2 -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized
+
+build/host/self_test: $(addprefix build/host/,$(SELF_TEST))
+	@$(CXX) -pthread $^ -o $@
+
+build/arm/self_test: $(addprefix build/arm/,$(SELF_TEST))
+	@$(ARM_CXX) -pthread -static $^ -o $@
+
+build/host/%.o: %.cpp $(wildcard kernels/native/*.h tests/kernels/native/*.h) Makefile
+	@mkdir -p $(@D)
+	@echo "  $<"
+	@$(CXX) $(NATIVE) -c $< -o $@
+
+build/arm/%.o: %.cpp $(wildcard kernels/native/*.h tests/kernels/native/*.h) Makefile
+	@mkdir -p $(@D)
+	@echo "  $< for ARM"
+	@$(ARM_CXX) $(NATIVE) -c $< -o $@
 
 clean:                    ## removes what was installed and built
 	rm -rf $(VENV) .venv-peers build *.egg-info

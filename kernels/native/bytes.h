@@ -28,15 +28,26 @@ PAGODA_INLINE Ints load_ints(const void* from) {
     return value;
 }
 
-// Four bytes in every lane.
-PAGODA_INLINE Ints broadcast_four(const uint8_t* from) {
+// Activations come in vectors of QUADS times four inputs; dot4<QUAD> multiplies one four of them by every lane's weights.
+#if defined(PAGODA_NEON)
+constexpr int QUADS = 4;
+
+PAGODA_INLINE Ints load_activations(const uint8_t* from) { return load_ints(from); }
+#else
+constexpr int QUADS = 1;
+
+PAGODA_INLINE Ints load_activations(const uint8_t* from) {
     int32_t four;
     std::memcpy(&four, from, sizeof four);
     return four - Ints{};
 }
+#endif
+
+constexpr bool KEEPS_SUMS = REGISTERS == 16 || QUADS > 1;  // else GCC moves so many loads ahead that it lacks registers
 
 #if defined(PAGODA_AVX512)
 
+template <int QUAD>
 PAGODA_INLINE Ints dot4(Ints sums, Ints activations, Ints weights) {
     return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)activations, (__m512i)weights);
 }
@@ -50,15 +61,18 @@ PAGODA_INLINE Floats load_fp16(const uint16_t* from) { return (Floats)_mm512_cvt
 #elif defined(PAGODA_AVX2)
 
 #if defined(PAGODA_VNNI)
+template <int QUAD>
 PAGODA_INLINE Ints dot4(Ints sums, Ints activations, Ints weights) {
     return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)activations, (__m256i)weights);
 }
 #else
+template <int QUAD>
 PAGODA_INLINE Ints dot4(Ints sums, Ints activations, Ints weights) {
     __m256i pairs = _mm256_maddubs_epi16((__m256i)activations, (__m256i)weights);
     return sums + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 
+template <int QUAD>
 PAGODA_INLINE Ints dot4_small(Ints sums, Ints activations, Ints weights) {
     return (Ints)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)activations, (__m256i)weights));
 }
@@ -77,11 +91,12 @@ PAGODA_INLINE Floats load_fp16(const uint16_t* from) { return (Floats)_mm256_cvt
 
 #elif defined(PAGODA_NEON)
 
+template <int QUAD>
 PAGODA_INLINE Ints dot4(Ints sums, Ints activations, Ints weights) {
 #if defined(PAGODA_I8MM)
-    return (Ints)vusdotq_s32((int32x4_t)sums, (uint8x16_t)activations, (int8x16_t)weights);
+    return (Ints)vsudotq_laneq_s32((int32x4_t)sums, (int8x16_t)weights, (uint8x16_t)activations, QUAD);
 #else
-    return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)activations, (int8x16_t)weights);
+    return (Ints)vdotq_laneq_s32((int32x4_t)sums, (int8x16_t)weights, (int8x16_t)activations, QUAD);
 #endif
 }
 
@@ -97,6 +112,7 @@ PAGODA_INLINE Floats load_fp16(const uint16_t* from) { return (Floats)vcvt_f32_f
 
 #else
 
+template <int QUAD>
 PAGODA_INLINE Ints dot4(Ints sums, Ints activations, Ints weights) {
     for (int shift = 0; shift < 32; shift += 8)
         sums += (Ints)((Words)activations >> shift & 255) * ((Ints)((Words)weights << (24 - shift)) >> 24);
@@ -120,10 +136,20 @@ PAGODA_INLINE Floats load_fp16(const uint16_t* from) {
 #endif
 
 #if !defined(PAGODA_AVX2) || defined(PAGODA_VNNI)
-PAGODA_INLINE Ints dot4_small(Ints sums, Ints activations, Ints weights) { return dot4(sums, activations, weights); }
+template <int QUAD>
+PAGODA_INLINE Ints dot4_small(Ints sums, Ints activations, Ints weights) { return dot4<QUAD>(sums, activations, weights); }
 
 PAGODA_INLINE Ints total(Ints sums) { return sums; }
 #endif
+
+#define PAGODA_INLINE_LAMBDA __attribute__((always_inline))
+
+// Calls op with 0 to QUADS - 1 as constants.
+template <int QUAD = 0, typename Op>
+PAGODA_INLINE void for_each_quad(const Op& op) {
+    op(std::integral_constant<int, QUAD>{});
+    if constexpr (QUAD + 1 < QUADS) for_each_quad<QUAD + 1>(op);
+}
 
 // The bytes of four bits each: the lower half of every byte, or the upper one, as -8…7.
 PAGODA_INLINE Ints lower_nibbles(Ints bytes) {

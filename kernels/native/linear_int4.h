@@ -62,25 +62,23 @@ PAGODA_APART void multiply_int4(const QuantizedRows& rows, int64_t first_row, co
             Ints products[ROWS][VECTORS];
             clear(products);
             PAGODA_UNROLL
-            for (int64_t k = half * HALF; k < (half + 1) * HALF; k += 8) {
+            for (int64_t k = half * HALF; k < (half + 1) * HALF; k += 4 * QUADS) {
+                Ints w[QUADS][VECTORS];
                 PAGODA_UNROLL
-                for (int upper = 0; upper < 2; upper++) {
-                    Ints w[VECTORS];
-                    PAGODA_UNROLL
-                    for (int i = 0; i < VECTORS; i++) {
-                        Ints both = load_ints(bytes + k / 2 * PANEL + 4 * LANES * i);
-                        w[i] = upper ? upper_nibbles(both) : lower_nibbles(both);
-                    }
-                    PAGODA_UNROLL
-                    for (int row = 0; row < ROWS; row++) {
-                        Ints a = broadcast_four(x + row * rows.groups * GROUP + k + 4 * upper);
+                for (int i = 0; i < QUADS * VECTORS; i++) {
+                    int64_t quad = k / 4 + i / VECTORS;
+                    Ints both = load_ints(bytes + quad / 2 * 4 * PANEL + 4 * LANES * (i % VECTORS));
+                    w[i / VECTORS][i % VECTORS] = quad % 2 ? upper_nibbles(both) : lower_nibbles(both);
+                }
+                PAGODA_UNROLL
+                for (int row = 0; row < ROWS; row++)
+                    for_each_quad([&, a = load_activations(x + row * rows.groups * GROUP + k)](auto quad) PAGODA_INLINE_LAMBDA {
                         PAGODA_UNROLL
                         for (int i = 0; i < VECTORS; i++) {
-                            products[row][i] = dot4_small(products[row][i], a, w[i]);
-                            if (REGISTERS == 16) PAGODA_KEEP(products[row][i]);
+                            products[row][i] = dot4_small<quad.value>(products[row][i], a, w[quad.value][i]);
+                            if (KEEPS_SUMS) PAGODA_KEEP(products[row][i]);
                         }
-                    }
-                }
+                    });
             }
             PAGODA_UNROLL
             for (int i = 0; i < VECTORS; i++) {

@@ -50,19 +50,19 @@ PAGODA_APART void multiply_int8(const QuantizedRows& rows, int64_t first_row, co
         Ints products[ROWS][VECTORS];
         clear(products);
         PAGODA_UNROLL
-        for (int64_t k = 0; k < GROUP; k += 4, bytes += 4 * PANEL) {
-            Ints w[VECTORS];
+        for (int64_t k = 0; k < GROUP; k += 4 * QUADS, bytes += 4 * QUADS * PANEL) {
+            Ints w[QUADS][VECTORS];
             PAGODA_UNROLL
-            for (int i = 0; i < VECTORS; i++) w[i] = load_ints(bytes + 4 * LANES * i);
+            for (int i = 0; i < QUADS * VECTORS; i++) w[i / VECTORS][i % VECTORS] = load_ints(bytes + 4 * LANES * i);
             PAGODA_UNROLL
-            for (int row = 0; row < ROWS; row++) {
-                Ints a = broadcast_four(x + row * rows.groups * GROUP + k);
-                PAGODA_UNROLL
-                for (int i = 0; i < VECTORS; i++) {
-                    products[row][i] = dot4(products[row][i], a, w[i]);
-                    if (REGISTERS == 16) PAGODA_KEEP(products[row][i]);
-                }
-            }
+            for (int row = 0; row < ROWS; row++)
+                for_each_quad([&, a = load_activations(x + row * rows.groups * GROUP + k)](auto quad) PAGODA_INLINE_LAMBDA {
+                    PAGODA_UNROLL
+                    for (int i = 0; i < VECTORS; i++) {
+                        products[row][i] = dot4<quad.value>(products[row][i], a, w[quad.value][i]);
+                        if (KEEPS_SUMS) PAGODA_KEEP(products[row][i]);
+                    }
+                });
         }
         PAGODA_UNROLL
         for (int i = 0; i < VECTORS; i++) {

@@ -71,6 +71,8 @@ struct Ops {
 
 extern const Ops generic_ops, avx2_ops, avx512_ops;
 Ops make_avxvnni_ops();
+Ops make_neon_ops();
+Ops make_neon_i8mm_ops();
 
 // What this processor can run, the fastest first.
 std::vector<const Ops*> usable_ops();

@@ -1,0 +1,53 @@
+// NEON with products of unsigned by signed bytes, the int8 products of Armv8.6: only what multiplies bytes differs from generic code.
+#if defined(__aarch64__)
+
+#include <arm_neon.h>
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#define PAGODA_LANES 4
+#define PAGODA_REGISTERS 32
+#define PAGODA_NEON 1
+#define PAGODA_I8MM 1
+#include "ops.h"
+#include "simd.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("dotprod,i8mm"))), apply_to = function)
+#else
+#pragma GCC target("arch=armv8.2-a+dotprod+i8mm")
+#endif
+
+namespace pagoda {
+namespace {
+
+#include "simd_ops.h"
+
+#include "bytes.h"
+#include "linear_rows.h"
+#include "quantized_rows.h"
+
+#include "linear_int4.h"
+#include "linear_int8.h"
+
+#include "isa_bytes.h"
+
+}  // namespace
+}  // namespace pagoda
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+pagoda::Ops pagoda::make_neon_i8mm_ops() {
+    Ops ops = generic_ops;
+    ops.name = "neon-i8mm";
+    set_byte_ops(ops);
+    return ops;
+}
+
+#endif

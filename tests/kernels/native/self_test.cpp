@@ -1,0 +1,65 @@
+// Checks every op of every instruction set that this processor can run against plain loops in double precision. Needs
+// neither Python nor a framework, so that it can be cross-compiled and run in an emulator. Prints one line for each
+// instruction set, op and dtype; exits with 1 if an error exceeds its bound.
+#include <cstdio>
+
+#include "self_test.h"
+
+namespace {
+
+struct NamedTest {
+    const char* name;
+    Test* run;
+};
+
+const NamedTest TESTS[] = {
+    {"rms_norm", test_rms_norm},
+    {"silu_and_mul", test_silu_and_mul},
+    {"rope_and_store_kv", test_rope_and_store_kv},
+    {"paged_attention, decode", test_decode_attention},
+    {"paged_attention, few queries", test_attention_of_few_queries},
+    {"paged_attention, prefill", test_prefill_attention},
+    {"argmax", test_argmax},
+    {"linear_int8, exact numbers", test_int8_exactly},
+    {"linear_int8, deviations", test_int8},
+    {"linear_int8, odd rows", test_int8_of_odd_rows},
+    {"embedding_int8, steps", test_embedding_int8},
+    {"linear_int4, exact numbers", test_int4_exactly},
+    {"linear_int4, deviations", test_int4},
+    {"linear_whole", test_whole},
+};
+
+}  // namespace
+
+// Arguments, if any: the instruction sets that this processor must turn out to have, the fastest first. That one, which a server
+// would use, is tested; without arguments all are.
+int main(int num_arguments, char** arguments) {
+    std::vector<const Ops*> usable = usable_ops();
+    if (num_arguments > 1) {
+        std::vector<std::string> expected(arguments + 1, arguments + num_arguments), names;
+        for (const Ops* ops : usable) names.emplace_back(ops->name);
+        if (names != expected) {
+            std::printf("This processor does not turn out to have %s", expected[0].c_str());
+            for (size_t i = 1; i < expected.size(); i++) std::printf(", %s", expected[i].c_str());
+            for (size_t i = 0; i < names.size(); i++) std::printf("%s%s", i ? ", " : " but ", names[i].c_str());
+            std::puts(".");
+            return 1;
+        }
+        usable.resize(1);
+    }
+    ThreadPool alone, pool;
+    pool.resize(3);
+    bool passed = true;
+    for (const Ops* ops : usable)
+        for (const NamedTest& test : TESTS)
+            for (Dtype dtype : {Dtype::float32, Dtype::bfloat16}) {
+                Findings found = test.run({*ops, alone, pool, dtype});
+                std::printf("%-10s %-30s %-9s error %8.2g, bound %8.2g  %s\n", ops->name, test.name,
+                            dtype == Dtype::float32 ? "float32" : "bfloat16", found.greatest_error, found.bound, found.passed() ? "ok" : "FAILED");
+                for (const std::string& fault : found.faults) std::printf("           %s\n", fault.c_str());
+                std::fflush(stdout);
+                passed &= found.passed();
+            }
+    std::puts(passed ? "All kernels are right." : "FAILED");
+    return passed ? 0 : 1;
+}

@@ -1,0 +1,165 @@
+// What the self-test's files share: numbers between guards, what a test has found, and the tests' names.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "../../../kernels/native/ops.h"
+
+using namespace pagoda;
+
+// Deterministic: xorshift64*.
+class Random {
+public:
+    explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15 + 1) {}
+
+    uint64_t bits() {
+        state_ ^= state_ >> 12;
+        state_ ^= state_ << 25;
+        state_ ^= state_ >> 27;
+        return state_ * 0x2545f4914f6cdd1d >> 16;
+    }
+
+    int64_t below(int64_t end) { return static_cast<int64_t>(bits() % static_cast<uint64_t>(end)); }
+
+    double normal() {  // nearly: twelve uniform numbers
+        double sum = -6;
+        for (int i = 0; i < 12; i++) sum += static_cast<double>(bits() & 0xffffff) * 0x1p-24;
+        return sum;
+    }
+
+private:
+    uint64_t state_;
+};
+
+// Elements of one type between two guards. All of it starts as poison, which is NaN in either dtype.
+template <typename Element>
+class Room {
+public:
+    // `offset` elements from a multiple of 64 bytes.
+    Room(int64_t size, int64_t offset) : size_(size), bytes_(2 * GUARD + 128 + (size + offset) * sizeof(Element), POISON) {
+        auto address = reinterpret_cast<uintptr_t>(bytes_.data());
+        first_ = GUARD + (64 - address % 64) % 64 + offset * sizeof(Element);
+    }
+
+    Element* data() { return reinterpret_cast<Element*>(bytes_.data() + first_); }
+    const Element* data() const { return reinterpret_cast<const Element*>(bytes_.data() + first_); }
+    int64_t size() const { return size_; }
+
+    bool is_poison(int64_t i) const {
+        for (size_t byte = 0; byte < sizeof(Element); byte++)
+            if (bytes_[first_ + i * sizeof(Element) + byte] != POISON) return false;
+        return true;
+    }
+
+    bool has_whole_guards() const {
+        size_t end = first_ + size_ * sizeof(Element);
+        for (size_t i = 0; i < bytes_.size(); i++)
+            if ((i < first_ || i >= end) && bytes_[i] != POISON) return false;
+        return true;
+    }
+
+private:
+    static constexpr size_t GUARD = 512;
+    static constexpr unsigned char POISON = 0xff;
+    int64_t size_;
+    size_t first_;
+    std::vector<unsigned char> bytes_;
+};
+
+// float32 or bfloat16, one element off alignment, as a row of an odd width is.
+class Tensor {
+public:
+    Tensor(Dtype dtype, int64_t size) : dtype_(dtype), wide_(is_wide() ? size : 0, 1), narrow_(is_wide() ? 0 : size, 1) {}
+
+    Tensor(Dtype dtype, int64_t size, Random& random, double scale = 1.0) : Tensor(dtype, size) {
+        for (int64_t i = 0; i < size; i++) set(i, scale * random.normal());
+    }
+
+    void* data(int64_t from = 0) {
+        return is_wide() ? static_cast<void*>(wide_.data() + from) : static_cast<void*>(narrow_.data() + from);
+    }
+    int64_t size() const { return is_wide() ? wide_.size() : narrow_.size(); }
+    bool is_poison(int64_t i) const { return is_wide() ? wide_.is_poison(i) : narrow_.is_poison(i); }
+    bool has_whole_guards() const { return wide_.has_whole_guards() && narrow_.has_whole_guards(); }
+
+    double at(int64_t i) const {
+        if (is_wide()) return wide_.data()[i];
+        uint32_t bits = uint32_t{narrow_.data()[i]} << 16;
+        float value;
+        std::memcpy(&value, &bits, sizeof value);
+        return value;
+    }
+
+    // Rounds to the nearest, ties to even.
+    void set(int64_t i, double value) {
+        auto as_float = static_cast<float>(value);
+        if (is_wide()) {
+            wide_.data()[i] = as_float;
+            return;
+        }
+        uint32_t bits;
+        std::memcpy(&bits, &as_float, sizeof bits);
+        narrow_.data()[i] = static_cast<uint16_t>(value == value ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0);
+    }
+
+    bool has_bits_of(const Tensor& other, int64_t from, int64_t count) {  // here from 0, there from `from`
+        size_t element = is_wide() ? 4 : 2;
+        return std::memcmp(data(), const_cast<Tensor&>(other).data(from), count * element) == 0;
+    }
+
+private:
+    bool is_wide() const { return dtype_ == Dtype::float32; }
+
+    Dtype dtype_;
+    Room<float> wide_;
+    Room<uint16_t> narrow_;
+};
+
+// What a test of one op has found.
+class Findings {
+public:
+    explicit Findings(double bound) : bound(bound) {}
+
+    const double bound;
+    double greatest_error = 0;
+    std::vector<std::string> faults;
+
+    // `magnitude`: what errors are relative to.
+    void compare(double got, double want, double magnitude) {
+        double error = std::fabs(got - want) / std::max(magnitude, 1e-30);
+        if (std::isnan(error)) error = std::numeric_limits<double>::infinity();
+        greatest_error = std::max(greatest_error, error);
+    }
+
+    void require(bool holds, const char* what) {
+        if (!holds && (faults.empty() || faults.back() != what)) faults.emplace_back(what);
+    }
+
+    void require_guards(const Tensor& tensor) { require(tensor.has_whole_guards(), "wrote beyond its output"); }
+
+    bool passed() const { return greatest_error <= bound && faults.empty(); }
+};
+
+struct Subject {
+    const Ops& ops;
+    ThreadPool &alone, &pool;  // of one thread, and of several
+    Dtype dtype;
+
+    // Of a result to its dtype, relative. That of float32 is part of the bounds.
+    double rounding() const { return dtype == Dtype::float32 ? 0.0 : 0x1p-8; }
+    bool has_matrix_unit() const { return std::strcmp(ops.name, "amx") == 0; }
+};
+
+inline double silu(double x) { return x / (1 + std::exp(-x)); }
+
+using Test = Findings(const Subject&);
+
+Test test_rms_norm, test_silu_and_mul, test_rope_and_store_kv, test_argmax;
+Test test_decode_attention, test_attention_of_few_queries, test_prefill_attention;
+Test test_int8_exactly, test_int8, test_int8_of_odd_rows, test_embedding_int8, test_int4_exactly, test_int4, test_whole;

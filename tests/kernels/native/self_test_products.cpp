@@ -1,0 +1,460 @@
+// Tests of products with weights in int8, in 4 bits and as they are, and of what an embedding reads out of them.
+#include "self_test.h"
+
+namespace {
+
+constexpr int64_t GROUP = 64, HALF = 32;  // inputs that share a scale: of activations and int8 weights, of 4-bit weights
+constexpr int64_t PANEL = 32;             // room is made for a multiple of so many outputs, which suits every instruction set
+
+double from_fp16(uint16_t bits) {
+    int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    double magnitude = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
+    return bits >> 15 ? -magnitude : magnitude;
+}
+
+uint16_t fp16(int whole, int exponent) {  // whole * 2^exponent, |whole| below 2048
+    int magnitude = std::abs(whole), shift = 0;
+    if (magnitude == 0) return 0;
+    while (magnitude << shift < 1024) shift++;
+    return static_cast<uint16_t>((whole < 0) << 15 | (exponent - shift + 25) << 10 | ((magnitude << shift) & 1023));
+}
+
+struct Shape {
+    int64_t rows, in, out;
+    bool is_gated = false;
+};
+
+std::vector<Shape> shapes(int64_t multiple_of) {
+    std::vector<Shape> shapes{{3, 1, 1}, {5, 576, 96}, {2, 63, 31}, {9, 65, 33}, {100, 130, 40}, {64, 64, 1}, {200, 64, 70}};
+    for (int64_t rows = 1; rows <= 17; rows++) shapes.push_back({rows, 72 + 8 * (rows % 3), 70 - rows});
+    for (Shape& shape : shapes) shape.in = ceil_div(shape.in, multiple_of) * multiple_of;
+    return shapes;
+}
+
+std::vector<Shape> plain_and_gated(std::vector<Shape> shapes) {
+    for (size_t i = shapes.size(); i-- > 0;) shapes.push_back({shapes[i].rows, shapes[i].in, shapes[i].out, true});
+    return shapes;
+}
+
+double square(double x) { return x * x; }
+
+// Sums over every `span` inputs of a row.
+class Table {
+public:
+    template <typename Term>
+    Table(int64_t rows, int64_t in, int64_t span, const Term& term) : width_(ceil_div(in, span)), sums_(rows * width_) {
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t i = 0; i < in; i++) sums_[row * width_ + i / span] += term(row, i);
+    }
+
+    double operator()(int64_t row, int64_t number) const { return sums_[row * width_ + number]; }
+
+private:
+    int64_t width_;
+    std::vector<double> sums_;
+};
+
+// A weight packed for an instruction set. How is up to those that derive from it.
+class Weight {
+public:
+    Weight(const Subject& on, const Shape& shape, int64_t num_bytes, int64_t num_scales) : packed_(num_bytes, 0), scales_(num_scales, 0), on_(on), shape_(shape) {}
+
+    virtual ~Weight() = default;
+    virtual double at(int64_t column, int64_t i) const = 0;
+    virtual void pack() = 0;
+    virtual void multiply(ThreadPool& pool, const LinearArgs& args) const = 0;
+
+    bool has_whole_guards() const { return packed_.has_whole_guards() && scales_.has_whole_guards(); }
+    const void* packed() const { return packed_.data(); }
+    const float* scales() const { return scales_.data(); }
+
+protected:
+    Room<uint8_t> packed_;
+    Room<float> scales_;
+    const Subject& on_;
+    const Shape& shape_;
+};
+
+// In int8, or as they are.
+class DenseWeight : public Weight {
+public:
+    DenseWeight(const Subject& on, const Shape& shape, int64_t num_bytes, int64_t num_scales, Random& random)
+        : Weight(on, shape, num_bytes, num_scales), values_(on.dtype, shape.out * shape.in, random) {}
+
+    double at(int64_t column, int64_t i) const override { return values_.at(column * shape_.in + i); }
+    void set(int64_t column, int64_t i, double value) { values_.set(column * shape_.in + i, value); }
+
+protected:
+    Tensor values_;
+};
+
+class Int8Weight : public DenseWeight {
+public:
+    Int8Weight(const Subject& on, const Shape& shape, Random& random)
+        : DenseWeight(on, shape, ceil_div(shape.out, PANEL) * PANEL * ceil_div(shape.in, GROUP) * GROUP,
+                      ceil_div(shape.out, PANEL) * PANEL * ceil_div(shape.in, GROUP) * 2, random) {}
+
+    void pack() override {
+        on_.ops.pack_int8(on_.pool, on_.dtype, values_.data(), reinterpret_cast<int8_t*>(packed_.data()), scales_.data(), shape_.in, shape_.out);
+    }
+    void multiply(ThreadPool& pool, const LinearArgs& args) const override { on_.ops.linear_int8(pool, on_.dtype, args); }
+
+    // Between neighbouring int8 values, in the group from `first` on.
+    double step(int64_t column, int64_t first) const {
+        double most = 0;
+        auto magnitude = [&](int64_t i) { return i < shape_.in ? std::fabs(at(column, i)) : 0.0; };
+        for (int64_t i = first; i < first + GROUP; i += 2) {
+            double one = magnitude(i), other = magnitude(i + 1);
+            most = std::max({most, one, other, on_.ops.pairs_are_limited ? (one + other) * 127 / 127.99 : 0.0});
+        }
+        return most / 127;
+    }
+};
+
+// As it is.
+class WholeWeight : public DenseWeight {
+public:
+    WholeWeight(const Subject& on, const Shape& shape, Random& random)
+        : DenseWeight(on, shape, ceil_div(shape.out, PANEL) * PANEL * shape.in * (on.dtype == Dtype::float32 ? 4 : 2), 0, random) {}
+
+    void pack() override { on_.ops.pack_whole(on_.pool, on_.dtype, values_.data(), packed_.data(), shape_.in, shape_.out); }
+    void multiply(ThreadPool& pool, const LinearArgs& args) const override { on_.ops.linear_whole(pool, on_.dtype, args); }
+};
+
+// weight = scale * value + minimum, with scale and minimum for every HALF inputs of an output.
+class Int4Weight : public Weight {
+public:
+    Int4Weight(const Subject& on, const Shape& shape, Random& random)
+        : Weight(on, shape, on.ops.int4_bytes(shape.in, shape.out), 0), values_(shape.out * shape.in / 2), scales_of_(shape.out * shape.in / HALF),
+          minimums_(scales_of_.size()) {
+        for (uint8_t& two : values_) two = static_cast<uint8_t>(random.below(256));
+        for (size_t i = 0; i < scales_of_.size(); i++) {
+            scales_of_[i] = fp16(static_cast<int>(1024 + random.below(1024)), static_cast<int>(-random.below(5)) - 14);
+            minimums_[i] = fp16(static_cast<int>(random.below(2047)) - 1023, -12);  // as of Q4_1
+            if (i % 3 == 0) minimums_[i] = static_cast<uint16_t>((scales_of_[i] + (3 << 10)) | 1 << 15);  // -8 scales, as of Q4_0
+            if (i % 19 == 5) scales_of_[i] = static_cast<uint16_t>(random.below(1024));  // a denormal
+        }
+    }
+
+    double at(int64_t column, int64_t i) const override { return scale(column, i) * value(column, i) + minimum(column, i); }
+    void pack() override { on_.ops.pack_int4(on_.pool, {values_.data(), scales_of_.data(), minimums_.data(), packed_.data(), shape_.in, shape_.out}); }
+    void multiply(ThreadPool& pool, const LinearArgs& args) const override { on_.ops.linear_int4(pool, on_.dtype, args); }
+
+    double scale(int64_t column, int64_t i) const { return from_fp16(scales_of_[half(column, i)]); }
+    double minimum(int64_t column, int64_t i) const { return from_fp16(minimums_[half(column, i)]); }
+
+    double value(int64_t column, int64_t i) const {  // of HALF inputs the first half below, the others above
+        return values_[half(column, i) * HALF / 2 + i % (HALF / 2)] >> (i % HALF < HALF / 2 ? 0 : 4) & 15;
+    }
+
+    void set_half(int64_t column, int64_t first, uint16_t scale, uint16_t minimum) {
+        scales_of_[half(column, first)] = scale;
+        minimums_[half(column, first)] = minimum;
+    }
+
+private:
+    int64_t half(int64_t column, int64_t i) const { return (column * shape_.in + i) / HALF; }
+
+    std::vector<uint8_t> values_;
+    std::vector<uint16_t> scales_of_, minimums_;
+};
+
+// Steps in which the activations of a group are counted, and the least of them.
+struct Counted {
+    double step, least;
+};
+
+template <typename SomeWeight>
+class Product {
+public:
+    Product(const Subject& on, const Shape& shape, Random& random)
+        : shape(shape), x(on.dtype, shape.rows * shape.in * (shape.is_gated ? 2 : 1), random, 2.0), bias(on.dtype, shape.out, random),
+          weight(on, this->shape, random), on_(on), out_dtype_(shape.rows % 3 == 1 ? Dtype::float32 : on.dtype),
+          out_(out_dtype_, shape.rows * shape.out) {}
+
+    const Shape shape;
+    Tensor x, bias;
+    SomeWeight weight;
+
+    double input(int64_t row, int64_t i) const { return inputs_[row * shape.in + i]; }
+
+    void set_input(int64_t row, int64_t i, double value) { x.set(row * shape.in * (shape.is_gated ? 2 : 1) + i, value); }
+
+    double exact(int64_t row, int64_t column) const {
+        double sum = bias.at(column);
+        for (int64_t i = 0; i < shape.in; i++) sum += input(row, i) * weights_[column * shape.in + i];
+        return sum;
+    }
+
+    double output(int64_t row, int64_t column) const { return out_.at(row * shape.out + column); }
+
+    Counted counted(int64_t row, int64_t first) const { return counted_[row * ceil_div(shape.in, GROUP) + first / GROUP]; }
+
+    // By several threads; then some rows alone, which must get the same bits.
+    void run(Findings& found) {
+        prepare();
+        weight.pack();
+        found.require(weight.has_whole_guards(), "packed beyond its room");
+        multiply(on_.pool, 0, shape.rows, out_);
+        found.require_guards(out_);
+        for (int64_t row = 0; row < shape.rows; row += 1 + shape.rows / 8) {
+            Tensor one(out_dtype_, shape.out);
+            multiply(on_.alone, row, 1, one);
+            found.require(one.has_bits_of(out_, row * shape.out, shape.out), "a row alone has other bits than in a batch");
+            found.require_guards(one);
+        }
+    }
+
+    // Calls magnitude(row, column) for what the error of an output is relative to.
+    template <typename Magnitude>
+    void compare(Findings& found, const Magnitude& magnitude) const {
+        for (int64_t row = 0; row < shape.rows; row++)
+            for (int64_t column = 0; column < shape.out; column++) {
+                double want = exact(row, column);
+                found.compare(output(row, column), want, magnitude(row, column, want));
+            }
+    }
+
+private:
+    void prepare() {
+        for (int64_t row = 0; row < shape.rows; row++) {
+            const int64_t first = row * shape.in;
+            for (int64_t i = 0; i < shape.in; i++)
+                inputs_.push_back(shape.is_gated ? silu(x.at(2 * first + i)) * x.at(2 * first + shape.in + i) : x.at(first + i));
+            for (int64_t group = 0; group < shape.in; group += GROUP) {
+                double low = group + GROUP > shape.in ? 0 : INFINITY, high = -low;  // filled up with zeros
+                for (int64_t i = group; i < std::min(shape.in, group + GROUP); i++) {
+                    low = std::min(low, input(row, i));
+                    high = std::max(high, input(row, i));
+                }
+                counted_.push_back({(high - low) / 255, low});
+            }
+        }
+        for (int64_t column = 0; column < shape.out; column++)
+            for (int64_t i = 0; i < shape.in; i++) weights_.push_back(weight.at(column, i));
+    }
+
+    void multiply(ThreadPool& pool, int64_t row, int64_t rows, Tensor& to) {
+        LinearArgs args{};
+        args.x = x.data(row * shape.in * (shape.is_gated ? 2 : 1));
+        args.weight = weight.packed();
+        args.scales = weight.scales();
+        args.bias = bias.data();
+        args.out = to.data();
+        args.out_dtype = out_dtype_;
+        args.rows = rows;
+        args.in = shape.in;
+        args.out_size = shape.out;
+        args.is_gated = shape.is_gated;
+        weight.multiply(pool, args);
+    }
+
+    const Subject& on_;
+    const Dtype out_dtype_;  // some products' is float32 in any case, as logits are
+    Tensor out_;
+    std::vector<double> inputs_, weights_;  // as they enter the product
+    std::vector<Counted> counted_;          // of each row and group
+};
+
+// Activations that are counted without loss: q + low in steps of a power of two, q from 0 to 255 and both among them. A group
+// that is filled up with zeros has a 0 in any case.
+template <typename SomeWeight>
+void set_exact_input(Product<SomeWeight>& product, Random& random) {
+    const Shape& shape = product.shape;
+    for (int64_t row = 0; row < shape.rows; row++)
+        for (int64_t first = 0; first < shape.in; first += GROUP) {
+            int64_t end = std::min(shape.in, first + GROUP), low = -random.below(256);
+            double step = std::ldexp(1.0, static_cast<int>(random.below(9)) - 6);
+            for (int64_t i = first; i < end; i++) {
+                int64_t q = i == first ? 0 : i == end - 1 ? 255 : random.below(256);
+                product.set_input(row, i, static_cast<double>(q + low) * step);
+            }
+        }
+}
+
+}  // namespace
+
+// Numbers that int8 holds without loss: what remains is the rounding of float32 sums.
+Findings test_int8_exactly(const Subject& on) {
+    Findings found(1e-6 + on.rounding());
+    Random random(6);
+    for (const Shape& shape : shapes(1)) {
+        Product<Int8Weight> product(on, shape, random);
+        set_exact_input(product, random);
+        for (int64_t column = 0; column < shape.out; column++) {
+            double step = 0;
+            int64_t room = 0;  // neighbours' magnitudes sum to 127 at most
+            for (int64_t i = 0; i < shape.in; i++) {
+                if (i % GROUP == 0) step = std::ldexp(column % 2 ? -1.0 : 1.0, static_cast<int>(random.below(9)) - 6);
+                if (i % 2 == 0) room = 127;
+                int64_t whole = i % GROUP == 0 ? 127 : random.below(2 * room + 1) - room;
+                room -= std::abs(whole);
+                product.weight.set(column, i, static_cast<double>(whole) * step);
+            }
+        }
+        product.run(found);
+        Table weights(shape.out, shape.in, 1, [&](int64_t column, int64_t i) { return std::fabs(product.weight.at(column, i)); });
+        product.compare(found, [&](int64_t row, int64_t column, double) {
+            double magnitude = std::fabs(product.bias.at(column));
+            for (int64_t i = 0; i < shape.in; i++)
+                magnitude += weights(column, i) * (std::fabs(product.input(row, i)) + std::fabs(product.counted(row, i).least));
+            return magnitude;
+        });
+    }
+    return found;
+}
+
+// Any numbers. Errors are counted in standard deviations of what rounding to int8 adds.
+Findings test_int8(const Subject& on) {
+    Findings found(6);
+    Random random(7);
+    for (const Shape& shape : plain_and_gated(shapes(1))) {
+        Product<Int8Weight> product(on, shape, random);
+        if (shape.in > 5) {  // an outlier costs its group precision, and no other
+            product.weight.set(0, 5, 30.0);
+            product.set_input(0, shape.in - 1, 100.0);
+        }
+        if (shape.rows > 1)  // the greatest sums of neighbours
+            for (int64_t i = 0; i < shape.in; i++) {
+                product.weight.set(shape.out - 1, i, i / GROUP % 2 ? -1.0 : 1.0);
+                product.set_input(1, i, i % GROUP ? 2.0 : 0.0);
+            }
+        product.run(found);
+        Table w_squares(shape.out, shape.in, GROUP, [&](int64_t column, int64_t i) { return square(product.weight.at(column, i)); });
+        Table x_squares(shape.rows, shape.in, GROUP, [&](int64_t row, int64_t i) { return square(product.input(row, i)); });
+        Table w_steps(shape.out, shape.in, GROUP, [&](int64_t column, int64_t i) { return i % GROUP ? 0 : product.weight.step(column, i); });
+        product.compare(found, [&](int64_t row, int64_t column, double want) {
+            double sum = square(2 * on.rounding() * want + 4e-6 * want);
+            for (int64_t group = 0; group < ceil_div(shape.in, GROUP); group++) {
+                double x_step = product.counted(row, group * GROUP).step;
+                sum += square(x_step) * w_squares(column, group) + square(w_steps(column, group)) * x_squares(row, group);
+            }
+            return std::sqrt(sum / 12);
+        });
+    }
+    return found;
+}
+
+// Groups without a range, and rows that hold what is no number.
+Findings test_int8_of_odd_rows(const Subject& on) {
+    Findings found(1e-2);
+    Random random(8);
+    constexpr int64_t ROWS = 6, IN = 150, OUT = 37;
+    Product<Int8Weight> product(on, {ROWS, IN, OUT}, random);
+    for (int64_t i = 0; i < IN; i++) {
+        product.set_input(0, i, 0.0);
+        product.set_input(1, i, 3.0);
+    }
+    product.set_input(2, 70, std::nan(""));
+    product.set_input(3, IN - 1, INFINITY);
+    product.set_input(4, 0, -INFINITY);
+    product.run(found);
+    for (int64_t row = 0; row < ROWS; row++)
+        for (int64_t column = 0; column < OUT; column++) {
+            double got = product.output(row, column), magnitude = std::fabs(product.bias.at(column));
+            for (int64_t i = 0; i < IN; i++) magnitude += std::fabs(product.input(row, i) * product.weight.at(column, i));
+            if (row >= 2 && row <= 4)
+                found.require(std::isnan(got), "lost what is no number");
+            else
+                found.compare(got, product.exact(row, column), magnitude);
+        }
+    return found;
+}
+
+// Rows of a packed weight: within half a step of what was packed.
+Findings test_embedding_int8(const Subject& on) {
+    Findings found(0.501);
+    Random random(9);
+    for (const Shape& shape : shapes(1)) {
+        Int8Weight weight(on, shape, random);
+        weight.pack();
+        std::vector<int64_t> ids;
+        for (int64_t row = 0; row < shape.rows; row++) ids.push_back(row * 29 % shape.out);
+        Tensor out(on.dtype, shape.rows * shape.in);
+        on.ops.embedding_int8(on.pool, on.dtype, ids.data(), static_cast<const int8_t*>(weight.packed()), weight.scales(), out.data(), shape.rows, shape.in);
+        for (int64_t row = 0; row < shape.rows; row++)
+            for (int64_t i = 0; i < shape.in; i++) {
+                double want = weight.at(ids[row], i), step = weight.step(ids[row], i / GROUP * GROUP);
+                found.compare(out.at(row * shape.in + i), want, step + 2 * on.rounding() * (std::fabs(want) + step));
+            }
+        found.require_guards(out);
+    }
+    return found;
+}
+
+// Scales and minimums with which all but the sums is without loss.
+Findings test_int4_exactly(const Subject& on) {
+    Findings found(1e-6 + on.rounding());
+    Random random(10);
+    for (const Shape& shape : shapes(HALF)) {
+        Product<Int4Weight> product(on, shape, random);
+        set_exact_input(product, random);
+        for (int64_t column = 0; column < shape.out; column++) {
+            int exponent = 0;
+            for (int64_t i = 0; i < shape.in; i += HALF) {
+                exponent = i % GROUP ? exponent + 1 : -static_cast<int>(random.below(5)) - 4;
+                int minimum = column % 2 ? -8 : static_cast<int>(random.below(60)) - 30;
+                product.weight.set_half(column, i, fp16(1, exponent), fp16(minimum, exponent));
+            }
+        }
+        product.run(found);
+        Table parts(shape.out, shape.in, 1, [&](int64_t column, int64_t i) {
+            double scale = product.weight.scale(column, i), value = product.weight.value(column, i) - 8;
+            return std::fabs(scale * value) + std::fabs(product.weight.minimum(column, i) + 8 * scale);
+        });
+        product.compare(found, [&](int64_t row, int64_t column, double) {
+            double magnitude = std::fabs(product.bias.at(column));
+            for (int64_t i = 0; i < shape.in; i++) {
+                auto [step, least] = product.counted(row, i);
+                magnitude += parts(column, i) * (std::fabs(product.input(row, i)) + std::fabs(least) + 128 * step);
+            }
+            return magnitude;
+        });
+    }
+    return found;
+}
+
+// Any numbers. Errors are counted in standard deviations of what rounding adds: the activations to bytes, and to fp16 the sum of
+// weights that goes with their least element and a minimum plus eight scales.
+Findings test_int4(const Subject& on) {
+    constexpr double ULP = 0x1p-10;
+    Findings found(6);
+    Random random(11);
+    for (const Shape& shape : plain_and_gated(shapes(HALF))) {
+        Product<Int4Weight> product(on, shape, random);
+        product.set_input(0, shape.in - 1, 100.0);
+        product.run(found);
+        auto centred = [&](int64_t column, int64_t i) { return product.weight.scale(column, i) * (product.weight.value(column, i) - 8); };
+        auto minimum = [&](int64_t column, int64_t i) { return i % HALF ? 0 : product.weight.minimum(column, i) + 8 * product.weight.scale(column, i); };
+        Table w_squares(shape.out, shape.in, GROUP, [&](int64_t column, int64_t i) { return square(product.weight.at(column, i)); });
+        Table offsets(shape.out, shape.in, GROUP, centred), minimums(shape.out, shape.in, HALF, minimum);
+        Table totals(shape.rows, shape.in, HALF, [&](int64_t row, int64_t i) { return product.input(row, i); });
+        product.compare(found, [&](int64_t row, int64_t column, double want) {
+            double sum = square(2 * on.rounding() * want + 4e-6 * want);
+            for (int64_t first = 0; first < shape.in; first += GROUP) {
+                auto [step, least] = product.counted(row, first);
+                sum += square(step) * w_squares(column, first / GROUP);
+                sum += square(ULP * offsets(column, first / GROUP) * std::max(std::fabs(least), std::fabs(least + 128 * step)));
+                for (int64_t half = first / HALF; half < std::min(shape.in, first + GROUP) / HALF; half++)
+                    sum += square(ULP * minimums(column, half) * totals(row, half));
+            }
+            return std::sqrt(sum / 12);
+        });
+    }
+    return found;
+}
+
+Findings test_whole(const Subject& on) {
+    Findings found(2e-6 + on.rounding());
+    Random random(12);
+    for (const Shape& shape : plain_and_gated(shapes(1))) {
+        Product<WholeWeight> product(on, shape, random);
+        product.run(found);
+        product.compare(found, [&](int64_t row, int64_t column, double) {
+            double magnitude = std::fabs(product.bias.at(column));
+            for (int64_t i = 0; i < shape.in; i++) magnitude += std::fabs(product.input(row, i) * product.weight.at(column, i));
+            return magnitude;
+        });
+    }
+    return found;
+}
