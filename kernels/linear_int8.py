@@ -22,21 +22,23 @@ def quantize_weight(weight: Tensor, limits_pairs: bool = False) -> tuple[Tensor,
     """To the nearest, ties to even: weight = scale * value.
 
     weight        [out, in] floating point
-    limits_pairs  the values of inputs 2i and 2i + 1 are at most 128 together: AVX2 adds their products in 16 bits
-    return  [out, groups, GROUP] int8 in -127…127, zero beyond `in`; [out, groups] float32 scales
+    limits_pairs  the values of inputs 2i and 2i + 1 are at most 128 together: AVX2 adds their products in 16 bits.
+                  Groups of half the size make up for their larger steps.
+    return        [out, groups, GROUP] int8 in -127…127, zero beyond `in`; [out, groups, 1] float32 scales, or 2 a group
     """
-    groups = _groups(weight)
+    groups = _groups(weight).unflatten(-1, (2 if limits_pairs else 1, -1))
     greatest = groups.abs().amax(dim=-1)
     if limits_pairs:
         pairs = groups.abs().unflatten(-1, (-1, 2)).sum(dim=-1).amax(dim=-1)
         greatest = greatest.maximum(pairs * (127 / 127.99))
     inverse = torch.where(greatest > 0, 127 / greatest, 0.0)
-    return (groups * inverse[..., None]).round().to(torch.int8), greatest / 127
+    return (groups * inverse[..., None]).round().to(torch.int8).flatten(2), greatest / 127
 
 
 def dequantize_weight(values: Tensor, scales: Tensor) -> Tensor:
     """[out, groups * GROUP] float32, from what `quantize_weight` returns."""
-    return (values * scales[..., None]).flatten(1)
+    parts: Tensor = values.unflatten(-1, (scales.shape[-1], -1))
+    return (parts * scales[..., None]).flatten(1)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,10 +69,15 @@ class _Int8:
     def __call__(self, x: Tensor, /) -> Tensor:
         values, scales, least = quantize_rows(silu_and_mul(x.float()) if self.is_gated else x)
         product = torch.zeros(len(x), len(self.values))
+        parts = self.scales.shape[-1]
+        values = values.unflatten(-1, (parts, -1)).double()
+        weights = self.values.unflatten(-1, (parts, -1)).double()
         for group in range(scales.shape[1]):
-            whole = values[:, group].double() @ self.values[:, group].double().T  # exact
-            product += whole.float() * scales[:, group, None] * self.scales[:, group]
-            product += least[:, group, None] * self.scales[:, group] * self.values[:, group].sum(dim=-1)
+            for part in range(parts):
+                whole = values[:, group, part] @ weights[:, group, part].T  # exact
+                product += whole.float() * scales[:, group, None] * self.scales[:, group, part]
+            total = (weights[:, group].sum(dim=-1) * self.scales[:, group]).sum(dim=-1)
+            product += least[:, group, None] * total.float()
         if self.bias is not None:
             product += self.bias.float()
         return product.to(x.dtype)

@@ -89,7 +89,8 @@ def _int8(weight: Tensor, bias: Tensor | None, is_gated: bool, out_dtype: torch.
     assert native is not None
     out_size, in_size = weight.shape
     panels, groups = -(-out_size // PANEL), -(-in_size // GROUP)
-    packed = _packed(weight, native.pack_int8, panels * groups * GROUP * PANEL, panels * groups * 2 * PANEL)
+    numbers = 3 if native.pairs_are_limited() else 2  # a group's scales, and its sum
+    packed = _packed(weight, native.pack_int8, panels * groups * GROUP * PANEL, panels * groups * numbers * PANEL)
     return NativeInt8(in_size, out_size, packed, bias, is_gated, native.linear_int8, out_dtype)
 
 

@@ -1,38 +1,46 @@
 // Products of int8 activations and int8 weights. No include guard: each instruction set compiles its own copy.
 //
-// Weights have a scale for every GROUP inputs of each output. The products of a group are summed as integers, exactly; what
-// a row's `least` contributes is least times the group's sum of weights; the groups are added in float32, in the same order
-// whatever rows are computed together.
+// Weights have a scale for every WEIGHT_GROUP inputs of each output. The products of such a group are summed as integers,
+// exactly; what a row's `least` contributes is least times the sum of the weights that belong to its group; the groups are
+// added in float32, in the same order whatever rows are computed together.
 //
 // Weights lie in panels of PANEL outputs, as dot4 wants them: [panel][in / 4][PANEL][4] as bytes, and beside them
-// [panel][in / GROUP][2][PANEL], their scales and their sums.
+// [panel][in / GROUP][SCALES + 1][PANEL], their scales and their sums.
+
+// Neighbours that share 128 have larger steps: shorter groups make up for it.
+constexpr int64_t WEIGHT_GROUP = PAIRS_ARE_LIMITED ? GROUP / 2 : GROUP;
+constexpr int64_t SCALES = GROUP / WEIGHT_GROUP;
 
 template <typename T>
 void pack_int8(ThreadPool& pool, const T* weight, int8_t* packed, float* scales, int64_t in, int64_t out) {
     int64_t groups = ceil_div(in, GROUP);
     pool.run(static_cast<int>(ceil_div(out, PANEL)), [&](int panel) {
         int8_t* bytes = packed + panel * groups * GROUP * PANEL;
-        float* panel_scales = scales + panel * groups * 2 * PANEL;
+        float* panel_scales = scales + panel * groups * (SCALES + 1) * PANEL;
         for (int64_t column = 0; column < PANEL; column++) {
             int64_t row = panel * PANEL + column;
             for (int64_t group = 0; group < groups; group++) {
-                float values[GROUP] = {}, most = 0;
-                for (int64_t i = 0; i < GROUP && row < out && group * GROUP + i < in; i++)
-                    values[i] = to_float(weight[row * in + group * GROUP + i]);
-                for (int64_t i = 0; i < GROUP; i += 2) {
-                    float one = std::fabs(values[i]), other = std::fabs(values[i + 1]);
-                    most = std::max({most, one, other, PAIRS_ARE_LIMITED ? (one + other) * (127.0f / 127.99f) : 0.0f});
+                float* to = panel_scales + group * (SCALES + 1) * PANEL + column;
+                float sum = 0;
+                for (int64_t part = 0; part < SCALES; part++) {
+                    int64_t first = group * GROUP + part * WEIGHT_GROUP;
+                    float values[WEIGHT_GROUP] = {}, most = 0, total = 0;
+                    for (int64_t i = 0; i < WEIGHT_GROUP && row < out && first + i < in; i++)
+                        values[i] = to_float(weight[row * in + first + i]);
+                    for (int64_t i = 0; i < WEIGHT_GROUP; i += 2) {
+                        float one = std::fabs(values[i]), other = std::fabs(values[i + 1]);
+                        most = std::max({most, one, other, PAIRS_ARE_LIMITED ? (one + other) * (127.0f / 127.99f) : 0.0f});
+                    }
+                    float inverse = most > 0 ? 127.0f / most : 0.0f;
+                    for (int64_t i = 0; i < WEIGHT_GROUP; i++) {
+                        float whole = std::nearbyint(values[i] * inverse);
+                        bytes[((first + i) / 4 * PANEL + column) * 4 + i % 4] = static_cast<int8_t>(whole);
+                        total += whole;
+                    }
+                    to[part * PANEL] = most / 127.0f;
+                    sum += most / 127.0f * total;
                 }
-                float scale = most / 127.0f, total = 0;
-                float inverse = most > 0 ? 127.0f / most : 0.0f;
-                for (int64_t i = 0; i < GROUP; i++) {
-                    int64_t at = ((group * GROUP + i) / 4 * PANEL + column) * 4 + i % 4;
-                    float whole = std::nearbyint(values[i] * inverse);
-                    bytes[at] = static_cast<int8_t>(whole);
-                    total += whole;
-                }
-                panel_scales[2 * group * PANEL + column] = scale;
-                panel_scales[(2 * group + 1) * PANEL + column] = scale * total;
+                to[SCALES * PANEL] = sum;
             }
         }
     });
@@ -44,35 +52,44 @@ PAGODA_APART void multiply_int8(const QuantizedRows& rows, int64_t first_row, co
                    Floats (*out)[VECTORS]) {
     Floats sums[ROWS][VECTORS];
     clear(sums);
-    for (int64_t group = 0; group < rows.groups; group++, scales += 2 * PANEL) {
+    for (int64_t group = 0; group < rows.groups; group++, scales += (SCALES + 1) * PANEL) {
         ahead.fetch();
         const uint8_t* x = rows.group(first_row, group);
-        Ints products[ROWS][VECTORS];
-        clear(products);
         PAGODA_UNROLL
-        for (int64_t k = 0; k < GROUP; k += 4 * QUADS, bytes += 4 * QUADS * PANEL) {
-            Ints w[QUADS][VECTORS];
+        for (int part = 0; part < SCALES; part++) {
+            Ints products[ROWS][VECTORS];
+            clear(products);
             PAGODA_UNROLL
-            for (int i = 0; i < QUADS * VECTORS; i++) w[i / VECTORS][i % VECTORS] = load_ints(bytes + 4 * LANES * i);
+            for (int64_t k = part * WEIGHT_GROUP; k < (part + 1) * WEIGHT_GROUP; k += 4 * QUADS, bytes += 4 * QUADS * PANEL) {
+                Ints w[QUADS][VECTORS];
+                PAGODA_UNROLL
+                for (int i = 0; i < QUADS * VECTORS; i++) w[i / VECTORS][i % VECTORS] = load_ints(bytes + 4 * LANES * i);
+                PAGODA_UNROLL
+                for (int row = 0; row < ROWS; row++)
+                    for_each_quad([&, a = load_activations(x + row * rows.groups * GROUP + k)](auto quad) PAGODA_INLINE_LAMBDA {
+                        PAGODA_UNROLL
+                        for (int i = 0; i < VECTORS; i++) {
+                            products[row][i] = dot4<quad.value>(products[row][i], a, w[quad.value][i]);
+                            if (KEEPS_SUMS) PAGODA_KEEP(products[row][i]);
+                        }
+                    });
+            }
             PAGODA_UNROLL
-            for (int row = 0; row < ROWS; row++)
-                for_each_quad([&, a = load_activations(x + row * rows.groups * GROUP + k)](auto quad) PAGODA_INLINE_LAMBDA {
-                    PAGODA_UNROLL
-                    for (int i = 0; i < VECTORS; i++) {
-                        products[row][i] = dot4<quad.value>(products[row][i], a, w[quad.value][i]);
-                        if (KEEPS_SUMS) PAGODA_KEEP(products[row][i]);
-                    }
-                });
+            for (int i = 0; i < VECTORS; i++) {
+                Floats scale = load(scales + part * PANEL + i * LANES);
+                PAGODA_UNROLL
+                for (int row = 0; row < ROWS; row++) {
+                    float row_scale = rows.scales[(first_row + row) * rows.groups + group];
+                    sums[row][i] += to_floats(products[row][i]) * (scale * broadcast(row_scale));
+                }
+            }
         }
         PAGODA_UNROLL
         for (int i = 0; i < VECTORS; i++) {
-            Floats scale = load(scales + i * LANES), total = load(scales + PANEL + i * LANES);
+            Floats total = load(scales + SCALES * PANEL + i * LANES);
             PAGODA_UNROLL
-            for (int row = 0; row < ROWS; row++) {
-                int64_t at = (first_row + row) * rows.groups + group;
-                sums[row][i] += to_floats(products[row][i]) * (scale * broadcast(rows.scales[at]));
-                sums[row][i] += total * broadcast(rows.least[at]);
-            }
+            for (int row = 0; row < ROWS; row++)
+                sums[row][i] += total * broadcast(rows.least[(first_row + row) * rows.groups + group]);
         }
     }
     PAGODA_UNROLL
@@ -90,7 +107,7 @@ void linear_int8(ThreadPool& pool, const LinearArgs& args) {
     int64_t panel_bytes = rows.groups * GROUP * PANEL;
     multiply_panels<TILE_ROWS, 96, T>(
         pool, args, weight, panel_bytes, rows.groups, [&](auto count, int64_t row, int64_t panel, Ahead& ahead, auto* sums) {
-            multiply_int8<count.value>(rows, row, weight + panel * panel_bytes, args.scales + panel * rows.groups * 2 * PANEL,
+            multiply_int8<count.value>(rows, row, weight + panel * panel_bytes, args.scales + panel * rows.groups * (SCALES + 1) * PANEL,
                                        ahead, sums);
         });
 }
@@ -104,9 +121,10 @@ void embedding_int8(ThreadPool& pool, const int64_t* ids, const int8_t* packed, 
         for (int64_t row = part * rows_a_part; row < end; row++) {
             int64_t panel = ids[row] / PANEL, column = ids[row] % PANEL;
             const int8_t* bytes = packed + panel * groups * GROUP * PANEL + 4 * column;
-            const float* panel_scales = scales + panel * groups * 2 * PANEL + column;
+            const float* panel_scales = scales + panel * groups * (SCALES + 1) * PANEL + column;
             for (int64_t i = 0; i < in; i++)
-                round_to(out + row * in + i, panel_scales[i / GROUP * 2 * PANEL] * bytes[i / 4 * 4 * PANEL + i % 4]);
+                round_to(out + row * in + i, panel_scales[(i / GROUP * (SCALES + 1) + i % GROUP / WEIGHT_GROUP) * PANEL] *
+                                                 bytes[i / 4 * 4 * PANEL + i % 4]);
         }
     });
 }

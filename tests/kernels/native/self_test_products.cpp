@@ -75,6 +75,9 @@ protected:
     const Shape& shape_;
 };
 
+// Inputs that share a scale in int8.
+int64_t int8_group(const Subject& on) { return on.ops.pairs_are_limited ? HALF : GROUP; }
+
 // In int8, or as they are.
 class DenseWeight : public Weight {
 public:
@@ -92,7 +95,7 @@ class Int8Weight : public DenseWeight {
 public:
     Int8Weight(const Subject& on, const Shape& shape, Random& random)
         : DenseWeight(on, shape, ceil_div(shape.out, PANEL) * PANEL * ceil_div(shape.in, GROUP) * GROUP,
-                      ceil_div(shape.out, PANEL) * PANEL * ceil_div(shape.in, GROUP) * 2, random) {}
+                      ceil_div(shape.out, PANEL) * PANEL * ceil_div(shape.in, GROUP) * (GROUP / int8_group(on) + 1), random) {}
 
     void pack() override {
         on_.ops.pack_int8(on_.pool, on_.dtype, values_.data(), reinterpret_cast<int8_t*>(packed_.data()), scales_.data(), shape_.in, shape_.out);
@@ -103,7 +106,7 @@ public:
     double step(int64_t column, int64_t first) const {
         double most = 0;
         auto magnitude = [&](int64_t i) { return i < shape_.in ? std::fabs(at(column, i)) : 0.0; };
-        for (int64_t i = first; i < first + GROUP; i += 2) {
+        for (int64_t i = first; i < first + int8_group(on_); i += 2) {
             double one = magnitude(i), other = magnitude(i + 1);
             most = std::max({most, one, other, on_.ops.pairs_are_limited ? (one + other) * 127 / 127.99 : 0.0});
         }
@@ -285,9 +288,9 @@ Findings test_int8_exactly(const Subject& on) {
             double step = 0;
             int64_t room = 0;  // neighbours' magnitudes sum to 127 at most
             for (int64_t i = 0; i < shape.in; i++) {
-                if (i % GROUP == 0) step = std::ldexp(column % 2 ? -1.0 : 1.0, static_cast<int>(random.below(9)) - 6);
+                if (i % int8_group(on) == 0) step = std::ldexp(column % 2 ? -1.0 : 1.0, static_cast<int>(random.below(9)) - 6);
                 if (i % 2 == 0) room = 127;
-                int64_t whole = i % GROUP == 0 ? 127 : random.below(2 * room + 1) - room;
+                int64_t whole = i % int8_group(on) == 0 ? 127 : random.below(2 * room + 1) - room;
                 room -= std::abs(whole);
                 product.weight.set(column, i, static_cast<double>(whole) * step);
             }
@@ -320,13 +323,14 @@ Findings test_int8(const Subject& on) {
                 product.set_input(1, i, i % GROUP ? 2.0 : 0.0);
             }
         product.run(found);
-        Table w_squares(shape.out, shape.in, GROUP, [&](int64_t column, int64_t i) { return square(product.weight.at(column, i)); });
-        Table x_squares(shape.rows, shape.in, GROUP, [&](int64_t row, int64_t i) { return square(product.input(row, i)); });
-        Table w_steps(shape.out, shape.in, GROUP, [&](int64_t column, int64_t i) { return i % GROUP ? 0 : product.weight.step(column, i); });
+        int64_t size = int8_group(on);
+        Table w_squares(shape.out, shape.in, size, [&](int64_t column, int64_t i) { return square(product.weight.at(column, i)); });
+        Table x_squares(shape.rows, shape.in, size, [&](int64_t row, int64_t i) { return square(product.input(row, i)); });
+        Table w_steps(shape.out, shape.in, size, [&](int64_t column, int64_t i) { return i % size ? 0 : product.weight.step(column, i); });
         product.compare(found, [&](int64_t row, int64_t column, double want) {
             double sum = square(2 * on.rounding() * want + 4e-6 * want);
-            for (int64_t group = 0; group < ceil_div(shape.in, GROUP); group++) {
-                double x_step = product.counted(row, group * GROUP).step;
+            for (int64_t group = 0; group < ceil_div(shape.in, size); group++) {
+                double x_step = product.counted(row, group * size).step;
                 sum += square(x_step) * w_squares(column, group) + square(w_steps(column, group)) * x_squares(row, group);
             }
             return std::sqrt(sum / 12);
@@ -374,7 +378,7 @@ Findings test_embedding_int8(const Subject& on) {
         on.ops.embedding_int8(on.pool, on.dtype, ids.data(), static_cast<const int8_t*>(weight.packed()), weight.scales(), out.data(), shape.rows, shape.in);
         for (int64_t row = 0; row < shape.rows; row++)
             for (int64_t i = 0; i < shape.in; i++) {
-                double want = weight.at(ids[row], i), step = weight.step(ids[row], i / GROUP * GROUP);
+                double want = weight.at(ids[row], i), step = weight.step(ids[row], i / int8_group(on) * int8_group(on));
                 found.compare(out.at(row * shape.in + i), want, step + 2 * on.rounding() * (std::fabs(want) + step));
             }
         found.require_guards(out);
