@@ -1,0 +1,89 @@
+"""`python -m bench.step`: how long a step of the default model takes in this process, in milliseconds.
+
+Sequences decode at a context of 128 and more; the prompt step computes the first 512 tokens of a prompt.
+PAGODA_INSTRUCTION_SET chooses another instruction set than the fastest of the processor.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from checkpoints import DEFAULT_MODEL, resolve
+from engine.blocks import BlockPool
+from engine.config import EngineConfig, Quantization
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+from engine.sequence import SamplingParams, Sequence, StepPlan
+
+CONTEXT = 128
+PROMPT = 512
+STEPS = 40
+PROMPTS = 5
+SIZES = (1, 8, 32, 64)
+
+
+def steps(runner: ModelRunner, count: int, prompt_len: int, output_len: int) -> Iterator[tuple[StepPlan, float]]:
+    """Runs `count` sequences with random prompts to their end. Each step with its time in milliseconds."""
+    scheduler = Scheduler(
+        BlockPool(runner.info.num_blocks, runner.info.kv_cache.block_size),
+        max_num_seqs=max(SIZES),
+        token_budget=PROMPT,
+        max_model_len=runner.info.max_model_len,
+        prefix_caching=False,
+        clock=time.monotonic,
+    )
+    params = SamplingParams(max_tokens=output_len)
+    for number in range(count):
+        prompt = torch.randint(0, runner.info.vocab_size, (prompt_len,)).tolist()
+        scheduler.add(Sequence(number, prompt, prompt_len, params, arrived=0.0, deadline=math.inf, bypass_cache=True))
+    while not (plan := scheduler.schedule()).is_empty:
+        started = time.perf_counter()
+        sampled = runner.launch(plan).result()
+        yield plan, 1e3 * (time.perf_counter() - started)
+        scheduler.commit(plan, sampled)
+        scheduler.take_output()
+
+
+def decode_ms(runner: ModelRunner, count: int) -> float:
+    times = [ms for plan, ms in steps(runner, count, CONTEXT, STEPS) if len(plan.chunks) == plan.num_tokens == count]
+    return median(times[1:])  # the first is recorded
+
+
+def prompt_ms(runner: ModelRunner) -> float:
+    return median(next(steps(runner, 1, PROMPT + 1, 1))[1] for _ in range(PROMPTS))
+
+
+def main(
+    quantization: Annotated[list[Quantization], typer.Option(help="Of the weights; may be given again.")] = [  # noqa: B006
+        "int4",
+        "int8",
+        "none",
+    ],
+    threads: Annotated[int, typer.Option(min=1)] = torch.get_num_threads(),
+) -> None:
+    """Milliseconds a step, medians."""
+    table = Table(title=f"Milliseconds a step, {threads} threads")
+    for heading in ("kernels", *(f"{size} decodes" for size in SIZES), f"{PROMPT} prompt tokens"):
+        table.add_column(heading, justify="right")
+    for chosen in quantization:
+        config = EngineConfig(
+            str(resolve(DEFAULT_MODEL)), dtype="bfloat16", device="cpu", quantization=chosen, threads=threads
+        )
+        runner = ModelRunner(config)
+        times = [*(decode_ms(runner, size) for size in SIZES), prompt_ms(runner)]
+        table.add_row(runner.info.kernels, *(f"{ms:.1f}" for ms in times))
+        del runner
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
