@@ -29,6 +29,7 @@ PROMPT = 512
 STEPS = 40
 PROMPTS = 5
 SIZES = (1, 8, 32, 64)
+QUANTIZATIONS: tuple[Quantization, ...] = ("int4", "int8", "none")
 
 
 def steps(runner: ModelRunner, count: int, prompt_len: int, output_len: int) -> Iterator[tuple[StepPlan, float]]:
@@ -62,21 +63,14 @@ def prompt_ms(runner: ModelRunner) -> float:
     return median(next(steps(runner, 1, PROMPT + 1, 1))[1] for _ in range(PROMPTS))
 
 
-def main(
-    quantization: Annotated[list[Quantization], typer.Option(help="Of the weights; may be given again.")] = [  # noqa: B006
-        "int4",
-        "int8",
-        "none",
-    ],
-    threads: Annotated[int, typer.Option(min=1)] = torch.get_num_threads(),
-) -> None:
+def main(threads: Annotated[int, typer.Option(min=1)] = torch.get_num_threads()) -> None:
     """Milliseconds a step, medians."""
     table = Table(title=f"Milliseconds a step, {threads} threads")
     for heading in ("kernels", *(f"{size} decodes" for size in SIZES), f"{PROMPT} prompt tokens"):
         table.add_column(heading, justify="right")
-    for chosen in quantization:
+    for quantization in QUANTIZATIONS:
         config = EngineConfig(
-            str(resolve(DEFAULT_MODEL)), dtype="bfloat16", device="cpu", quantization=chosen, threads=threads
+            str(resolve(DEFAULT_MODEL)), dtype="bfloat16", device="cpu", quantization=quantization, threads=threads
         )
         runner = ModelRunner(config)
         times = [*(decode_ms(runner, size) for size in SIZES), prompt_ms(runner)]
