@@ -223,6 +223,9 @@ def test_threads_can_change_between_a_recording_and_its_replay(saved: Callable[[
         set_num_threads(threads)
 
 
-def test_nothing_is_recorded_where_an_op_is_not_of_the_compiled_module(saved: Callable[[str], Path]) -> None:
+def test_nothing_is_recorded_where_an_op_is_not_of_the_compiled_module(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.loaded_model.prefers_whole_native", lambda: False)
     for settings in ({"dtype": "float16"}, {"dtype": "float32", "quantization": "none"}):
         assert load_runner(saved("smollm"), **settings)._recorded is None
