@@ -25,7 +25,10 @@ def main(
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Option()] = "auto",
     quantization: Annotated[
-        Quantization, typer.Option(help="Of products. auto: int4 or int8 where a CPU is fast at it.")
+        Quantization,
+        typer.Option(
+            help="Bits of weights. int4: where the file has 4, else 8. auto: int4 or int8 where a CPU is fast at it."
+        ),
     ] = "auto",
     kv_cache_dtype: Annotated[KVCacheDType, typer.Option(help="fp8: half the memory, on a GPU.")] = "auto",
     kv_cache_gb: Annotated[float | None, typer.Option(help="Default: what a GPU has free; 0.5 on a CPU.")] = None,

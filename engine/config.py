@@ -25,9 +25,8 @@ MAX_GB = 1_000_000_000  # whatever memory there is; what is counted in bytes fit
 class EngineConfig:
     """
     model           folder of the checkpoint
-    quantization    of weights and activations in products; int4: of the weights that the
-                    checkpoint holds in 4 bits, int8 for the others; auto: int4 or int8 for bfloat16 where a CPU has
-                    kernels for it
+    quantization    of weights and activations in products; int4: weights that the checkpoint holds in 4 bits stay so,
+                    others become int8; auto: int4 or int8 for bfloat16 on a CPU that is fast at it, else none
     kv_cache_dtype  auto: that of the weights; fp8: 8 bits, with a scale for each head of a token, on a GPU
     kv_cache_gb     size of the paged KV cache in 10^9 bytes; None: what is free on a GPU, 0.5 on a CPU
     host_kv_gb      10^9 bytes of host memory for what preempted sequences have computed; 0: it is computed again

@@ -45,9 +45,7 @@ class DecodeArrays:
         )
 
     def fill(self, chunks: list[Chunk]) -> None:
-        """
-        chunks  of one token each
-        """
+        """Write a step of these chunks, each of one token, to the first rows."""
         size, count = self._block_size, len(chunks)
         tokens, starts, slots = [], [], []
         for row, chunk in enumerate(chunks):
@@ -74,7 +72,8 @@ class _Step:
 
 
 class RecordedSteps:
-    """
+    """Decode steps of a model, recorded when a number of sequences is first met, and then replayed.
+
     cache  of pages that the backend can record
     most   sequences of a step
     """

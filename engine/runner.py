@@ -99,6 +99,6 @@ class ModelRunner:
         """Computes a chunk as `execute` would; returns the logits after each of its tokens.
 
         chunk   at most a token budget long; earlier tokens of its sequence are computed
-        return  [chunk.length, vocab], in the dtype of the weights
+        return  [chunk.length, vocab], in the dtype of the weights or float32
         """
         return self._model.forward(replace(self._pack([chunk]), logit_rows=None), self._cache)

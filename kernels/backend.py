@@ -47,7 +47,7 @@ class RopeAndStoreKV(Protocol):
     ) -> Tensor: ...
 
 
-# Of a weight and a bias. The weight is a Tensor; a backend that `takes_int4` takes an Int4Weight as well.
+# Makes a product of a weight and a bias. The weight is a Tensor; a backend that `takes_int4` takes an Int4Weight too.
 LinearMaker = Callable[[Any, Tensor | None], Linear]
 
 

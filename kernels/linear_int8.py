@@ -1,4 +1,6 @@
-"""Matrix products of int8 weights and int8 activations, each with a scale for every 64 elements along the input.
+"""Matrix products of int8 weights and int8 activations, which have a scale for every 64 elements along the input.
+
+Where the values of neighbouring weights are limited (AVX2), weights have one for every 32.
 
 One scale for a whole row of activations costs this project's default model 4 % of perplexity; one for every 64 elements
 costs 0.8 ± 0.5 % (docs/performance.md). Scales belong to a row: no request can touch the precision of another's.

@@ -15,7 +15,7 @@ from kernels.linear_int8 import GROUP
 from kernels.native_module import DTYPES, native, takes
 from kernels.recording import empty
 
-PANEL = 32  # outputs that the packed layouts keep together
+PANEL = 32  # room is made for a multiple of so many outputs: the widest panel of all instruction sets
 DEPTH = 32  # inputs that the layout of AMX is filled up to a multiple of
 
 

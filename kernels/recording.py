@@ -56,7 +56,8 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 class Recording:
-    """
+    """Compiled ops that run again as they were recorded.
+
     result  of what was recorded; its values are those of the last replay, until the recorder's next recording or replay
     """
 

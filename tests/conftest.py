@@ -54,7 +54,7 @@ def default_model_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def plain_model_folder(default_model_folder: Path) -> Path:
-    """The default model for those who read no quantized weights, such as transformers."""
+    """The default model with its weights dequantized, as transformers and others read it."""
     from checkpoints.dequantized import dequantized
 
     return dequantized(default_model_folder)

@@ -84,8 +84,8 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
                             out + first_row * HEAD_DIM);
         }
     };
-    // With work enough, a thread takes several parts and all their heads, and fetches the next while it computes one. Nobody
-    // fetches the first of a run, so runs are long: two a thread, in case another process has taken a core.
+    // With work enough, a thread takes several parts and all their heads, and fetches the next while it computes one. The
+    // first of a run is not fetched ahead, so runs are long: two a thread, in case another process has taken a core.
     int64_t num_decodes = static_cast<int64_t>(decodes.size());
     bool is_plenty = num_decodes >= 4 * pool.size();
     int64_t run_length = is_plenty ? std::max<int64_t>(2, ceil_div(num_decodes, 2 * pool.size())) : 1;

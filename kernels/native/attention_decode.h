@@ -127,7 +127,7 @@ template <int V, typename T, typename Seen>
 void attend_split(const float* queries, int64_t rows, const T* keys, const T* values, const TokenOffsets& split,
                   const Seen& seen, Prefetch<T>& prefetch, float* tops, float* totals, float* out) {
     constexpr int64_t HEAD_DIM = V * LANES;
-    // Whose queries stay in registers; where there are 16 of them, whose sums do.
+    // Rows whose queries stay in registers together; where there are 16 registers, rows whose sums do.
     constexpr int MOST = REGISTERS == 16 ? 4 : V <= 4 ? 4 : V <= 5 ? 3 : V <= 8 ? 2 : 1;
     alignas(64) float scores[MOST * SPLIT];
     for (int64_t row = 0; row < rows;) {

@@ -1,7 +1,7 @@
 // Attention of a chunk of queries in bfloat16 by the matrix unit of AMX, for attention.h: scores and weighted sums of values
 // are its products, and the softmax between them is in float32. A weight meets the values in two parts, its bfloat16 and that
-// of what the rounding left: so an output is as exact as that of a decode, and who continues from cached tokens gets what
-// one gets who computes them.
+// of what the rounding left: so an output is as exact as that of a decode, and a sequence that continues from cached tokens
+// gets what it would get if it computed them.
 
 // Room for one tile of queries; rows are (query, head) pairs. What the unit takes from the right has two of its inputs side
 // by side: dimensions of a key, or a dimension of two values.

@@ -1,13 +1,30 @@
 // Which of the instruction sets that were compiled this processor can run.
 #include "ops.h"
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif
 
-#if defined(__aarch64__)
+#if defined(__x86_64__)
+namespace {
+
+// The __builtin_cpu_supports of older clangs rejects the names of these two.
+bool has_f16c() {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx >> 29 & 1);
+}
+
+bool has_avxvnni() {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
+}
+
+}  // namespace
+#elif defined(__aarch64__)
 namespace {
 
 struct Feature {
@@ -50,9 +67,9 @@ std::vector<const pagoda::Ops*> pagoda::usable_ops() {
 #endif
         usable.push_back(&avx512_ops);
     }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
         static const Ops avxvnni_ops = make_avxvnni_ops();
-        if (__builtin_cpu_supports("avxvnni")) usable.push_back(&avxvnni_ops);
+        if (has_avxvnni()) usable.push_back(&avxvnni_ops);
         usable.push_back(&avx2_ops);
     }
 #elif defined(__aarch64__)

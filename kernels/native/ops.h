@@ -37,13 +37,13 @@ struct LinearArgs {
     const float* scales;            // the same of int8
     const void* bias;               // [out] of x's dtype, or null
     void* out;                      // [rows, out]
-    Dtype out_dtype;                // x's, or float32
+    Dtype out_dtype;                // x's, or float32; linear_int8_weight_amx writes x's in any case
     int64_t rows, in, out_size;
     bool is_gated;                  // the product is of silu(first half of a row) · second half
 };
 
 struct Int4Args {
-    const uint8_t* values;          // [out, in / 32, 16]: of 32 inputs the first half below, the others above
+    const uint8_t* values;          // [out, in / 32, 16]: of 32 inputs the first 16 in low nibbles, the others in high ones
     const uint16_t* scales;         // [out, in / 32], fp16
     const uint16_t* minimums;       // likewise
     uint8_t* packed;                // int4_bytes(in, out)

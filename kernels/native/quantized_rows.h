@@ -12,7 +12,7 @@ struct QuantizedRows {
     float* halves;    // [rows, groups, 2], the sums of the first and the last GROUP / 2 elements; null: not wanted
     int64_t groups;
 
-    // Of a group, for all that is computed from it.
+    // The stored values of a row's group.
     const uint8_t* group(int64_t row, int64_t group) const { return values + (row * groups + group) * GROUP; }
 };
 

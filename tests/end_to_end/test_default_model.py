@@ -245,10 +245,16 @@ def test_sizes_are_those_of_the_model(served_by_default: Server) -> None:
 
 
 def weight_bytes_kept(engine: control_pb2.EngineInfo) -> float:
-    """What a backend keeps of the weights. The embedding stays beside its copy that is packed as the output head."""
+    """What a backend keeps of the weights at most. Products in int8 look the tied embedding up in the packed head."""
     embedding_bytes = engine.vocab_size * 576 * 2
+    int8 = (64 + 12) / 128  # of bfloat16: beside 64 values there are two scales at most and a sum, float32 each
+    if engine.kernel_backend.startswith("native-int8-weight"):
+        return embedding_bytes + engine.weight_bytes * int8
     if engine.kernel_backend.startswith("native-int8"):
-        return embedding_bytes + engine.weight_bytes * (64 + 8) / 128  # scale and sum of 64 values, float32 each
+        return engine.weight_bytes * int8
+    if engine.kernel_backend.startswith("native-int4"):
+        other_bytes = engine.weight_bytes - embedding_bytes
+        return embedding_bytes * int8 + other_bytes * 42 / 40  # beside the 40 bytes of 64 values there is an offset
     has_products_in_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return embedding_bytes + engine.weight_bytes * (1 if has_products_in_bfloat16 else 2)
 

@@ -429,6 +429,7 @@ def test_bfloat16_on_a_cpu_is_served_in_int8_unless_told_otherwise(
     def backend(dtype: str, quantization: str) -> str:
         return load_runner(saved("smollm"), dtype=dtype, quantization=quantization).info.kernel_backend
 
+    monkeypatch.setattr("engine.loaded_model.instruction_set", lambda: "avx2")
     int8 = "native-int8-weight" if has_native_int8_weight() else "native-int8"
     assert backend("bfloat16", "auto") == int8
     assert backend("float32", "int8") == int8
@@ -436,6 +437,8 @@ def test_bfloat16_on_a_cpu_is_served_in_int8_unless_told_otherwise(
     assert backend("bfloat16", "auto") == backend("float32", "int8") == "native-int8"
     whole = "native-whole" if prefers_whole_native() else "native"
     assert backend("bfloat16", "none") == backend("float32", "auto") == backend("float16", "auto") == whole
+    monkeypatch.setattr("engine.loaded_model.instruction_set", lambda: "generic")
+    assert backend("bfloat16", "auto") == whole
 
 
 def test_int8_is_refused_where_there_are_no_kernels_for_it(

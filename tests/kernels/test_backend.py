@@ -9,7 +9,7 @@ import pytest
 from kernels import load_backend
 
 NAMES = [
-    *("reference", "cpu", "native", "native-int8", "native-int8-weight", "native-int4"),
+    *("reference", "cpu", "native", "native-whole", "native-int8", "native-int8-weight", "native-int4"),
     *("triton", "triton-int8", "triton-fp8"),
 ]
 
