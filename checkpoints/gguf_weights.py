@@ -22,6 +22,7 @@ from checkpoints.progress import Progress
 from checkpoints.safetensors_file import SafetensorsWriter, TensorEntry
 
 VALUES_AT_ONCE = 1 << 22
+MAX_SCALE = 127  # of 4-bit weights: kernels keep scale · Σ(value - 8) of 64 weights in fp16, which ends at 65,504
 
 _PROJECTIONS = {
     "attn_q": "self_attn.q_proj",
@@ -158,6 +159,8 @@ def _scales_and_minimums(
         minimums = scales * np.float16(-8) if is_symmetric else header[..., 1]
     if not (np.isfinite(scales).all() and np.isfinite(minimums).all()):
         raise _not_finite(tensor.name)
+    if (greatest := float(np.abs(scales).max(initial=0.0))) > MAX_SCALE:
+        raise CheckpointError(f"{tensor.name} has a scale of {greatest:g}; at most {MAX_SCALE} is supported")
     return scales, minimums
 
 

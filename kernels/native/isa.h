@@ -1,21 +1,13 @@
 // The ops compiled for the instruction set that the including file has chosen. No include guard.
 
+#include "isa_bytes.h"
+
 namespace pagoda {
 namespace {  // each file has its own copy
 
-#include "simd_ops.h"
-
 #include "attention.h"
-#include "bytes.h"
 #include "elementwise.h"
-#include "linear_rows.h"
 #include "linear_whole.h"
-#include "quantized_rows.h"
-
-#include "linear_int4.h"
-#include "linear_int8.h"
-
-#include "isa_bytes.h"
 
 constexpr Ops make_ops(const char* name) {
     Ops ops{};

@@ -22,22 +22,7 @@
 #pragma GCC target("avx2,fma,f16c,avxvnni")
 #endif
 
-namespace pagoda {
-namespace {
-
-#include "simd_ops.h"
-
-#include "bytes.h"
-#include "linear_rows.h"
-#include "quantized_rows.h"
-
-#include "linear_int4.h"
-#include "linear_int8.h"
-
 #include "isa_bytes.h"
-
-}  // namespace
-}  // namespace pagoda
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,5 +1,17 @@
 // The ops on bytes, compiled for the instruction set that the including file has chosen. No include guard.
 
+namespace pagoda {
+namespace {
+
+#include "simd_ops.h"
+
+#include "bytes.h"
+#include "linear_rows.h"
+#include "quantized_rows.h"
+
+#include "linear_int4.h"
+#include "linear_int8.h"
+
 constexpr void set_byte_ops(Ops& ops) {
     ops.pairs_are_limited = PAIRS_ARE_LIMITED;
     ops.pack_int8 = [](ThreadPool& pool, Dtype dtype, const void* weight, int8_t* packed, float* scales, int64_t in,
@@ -21,3 +33,6 @@ constexpr void set_byte_ops(Ops& ops) {
         with_type(dtype, [&](auto type) { linear_int4<decltype(type)>(pool, args); });
     };
 }
+
+}  // namespace
+}  // namespace pagoda

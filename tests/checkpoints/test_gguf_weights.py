@@ -99,10 +99,23 @@ def test_rows_of_4_bits_keep_their_nibbles(family: str, kind: gguf.GGMLQuantizat
     assert torch.equal(model.model.layers[1].mlp.up_proj.weight, whole["model.layers.1.mlp.up_proj.weight"])
 
 
-@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1])
-@pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E00])
-def test_a_scale_of_4_bits_that_is_not_finite_is_refused(
-    kind: gguf.GGMLQuantizationType, bits: int, tmp_path: Path
+NOT_FINITE = r"blk\.1\.ffn_up\.weight has values that are not finite"
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "message"),
+    [
+        *((gguf.GGMLQuantizationType.Q4_0, bits, NOT_FINITE) for bits in (0x7C00, 0xFC00, 0x7E00)),
+        *((gguf.GGMLQuantizationType.Q4_1, bits, NOT_FINITE) for bits in (0x7C00, 0xFC00, 0x7E00)),
+        (
+            gguf.GGMLQuantizationType.Q4_0,
+            0x5800,
+            r"blk\.1\.ffn_up\.weight has a scale of 128; at most 127 is supported",
+        ),
+    ],
+)
+def test_a_scale_or_minimum_of_4_bits_that_kernels_cannot_hold_is_refused(
+    kind: gguf.GGMLQuantizationType, bits: int, message: str, tmp_path: Path
 ) -> None:
     tiny = tiny_model("llama")
     tiny.quantisation = kind
@@ -113,7 +126,7 @@ def test_a_scale_of_4_bits_that_is_not_finite_is_refused(
     at = file_bytes.index(rows[0].tobytes()) + (2 if kind == gguf.GGMLQuantizationType.Q4_1 else 0)
     file_bytes[at : at + 2] = bits.to_bytes(2, "little")
     path.write_bytes(file_bytes)
-    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight has values that are not finite"):
+    with pytest.raises(CheckpointError, match=message):
         import_gguf(path, tmp_path, no_progress)
 
 
