@@ -104,7 +104,7 @@ class Run:
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Of the median request, while nothing else runs: its prompt's tokens by its TTFT."""
+        """Prompt tokens divided by TTFT, for the median request; requests run one at a time."""
         return float(np.median([times.prompt_len / times.ttft_s for times in self.times]))
 
     def rate(self, name: Rate) -> float:

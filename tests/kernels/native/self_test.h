@@ -151,7 +151,7 @@ struct Subject {
     ThreadPool &alone, &pool;  // of one thread, and of several
     Dtype dtype;
 
-    // Of a result to its dtype, relative. That of float32 is part of the bounds.
+    // Relative error of rounding a result to its dtype; for float32 the bounds include it.
     double rounding() const { return dtype == Dtype::float32 ? 0.0 : 0x1p-8; }
     bool has_matrix_unit() const { return std::strcmp(ops.name, "amx") == 0; }
 };
