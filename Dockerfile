@@ -10,7 +10,7 @@ ENV PAGODA_CACHE=/models HF_HOME=/models/huggingface
 RUN useradd --uid 10001 --create-home pagoda && install -d -o pagoda -g pagoda /models
 WORKDIR /app
 COPY pyproject.toml setup.py README.md ./
-COPY protos protos
+COPY src src
 COPY channel channel
 COPY checkpoints checkpoints
 COPY clients clients
@@ -19,7 +19,7 @@ COPY kernels kernels
 COPY engine engine
 
 FROM base AS router
-RUN pip install .
+RUN pip install ./clients/python .
 WORKDIR /home/pagoda
 USER pagoda
 VOLUME /models
@@ -28,20 +28,20 @@ ENTRYPOINT ["pagoda", "serve"]
 
 FROM base AS wheel
 # Compiles the CPU kernels; the compiler stays out of the engine's image.
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ && pip wheel --no-deps --wheel-dir /wheels .
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && pip wheel --no-deps --wheel-dir /wheels ./clients/python .
 
 FROM base AS engine
 # Another package index to take torch from: the default one's build carries CUDA, which an engine on a CPU can do without.
 ARG TORCH_INDEX=
 RUN if [ -n "$TORCH_INDEX" ]; then pip install --index-url "$TORCH_INDEX" "torch>=2.11,<2.14"; fi
 COPY --from=wheel /wheels /wheels
-RUN pip install "$(ls /wheels/*.whl)[engine]"
+RUN pip install /wheels/pagoda_client-*.whl "$(ls /wheels/pagoda_server-*.whl)[engine]"
 # Away from the sources, which have no compiled kernels beside them.
 WORKDIR /home/pagoda
 USER pagoda
 VOLUME /models
 EXPOSE 50052
-ENTRYPOINT ["python", "-m", "engine"]
+ENTRYPOINT ["python", "-m", "pagoda_server.engine"]
 
 FROM engine AS engine-gpu
 USER root

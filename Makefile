@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 SERVE  := $(VENV)/.can-serve
 DEV    := $(VENV)/.can-develop
 LOG    := $(VENV)/install.log
+STUBS  := clients/python
 
 comma := ,
 
@@ -33,7 +34,7 @@ help:                     ## this list
 .PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly lint format protos bench bench-gpu simulate bench-peers clean
 
 demo: $(SERVE)            ## eight prompts at once through a real server, live
-	@$(BIN)/python -m clients.demo
+	@$(BIN)/python -m pagoda_server.cli.demo
 
 serve: $(SERVE)           ## a server on 127.0.0.1:50051, until Ctrl-C; ARGS="--model …"
 	@$(BIN)/pagoda serve $(ARGS)
@@ -74,7 +75,7 @@ format: $(DEV)            ## what ruff can put right
 	@$(BIN)/ruff format .
 
 protos: $(DEV)            ## regenerate the committed stubs
-	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
+	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(STUBS) --pyi_out=$(STUBS) --grpc_python_out=$(STUBS) $$(find protos -name '*.proto')
 
 bench: $(DEV)             ## a workload through gRPC, beside every peer that is installed; ARGS="--workload rag …"
 	@$(BIN)/python -m bench $(ARGS)
@@ -114,16 +115,16 @@ build/arm/%.o: %.cpp $(wildcard kernels/native/*.h tests/kernels/native/*.h) Mak
 clean:                    ## removes what was installed and built
 	rm -rf $(VENV) .venv-peers build *.egg-info
 
-$(SERVE): pyproject.toml setup.py $(wildcard kernels/native/*)
+$(SERVE): pyproject.toml clients/python/pyproject.toml setup.py $(wildcard kernels/native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Pagoda needs Python 3.11 or newer: make PYTHON=python3.12")'
 	@echo "Installing the server into $(VENV), once; torch is by far the largest part:"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
-	$(call install,-e '.[engine]')
+	$(call install,-e clients/python -e '.[engine]')
 	@touch $@
 
 # Of pagoda itself only the extras' requirements are missing: nothing is built again.
 $(DEV): $(SERVE)
 	@echo "Installing what tests, lint and benchmarks need, once:"
-	$(call install,'pagoda[engine$(comma)bench$(comma)dev]')
+	$(call install,'pagoda-server[engine$(comma)bench$(comma)dev]')
 	@touch $@

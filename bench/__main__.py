@@ -21,9 +21,9 @@ from bench.promises.run import SCENARIOS, promises
 from bench.record import usable_cores
 from bench.text import TEXT
 from bench.workloads import DEFAULT_RATE, WORKLOADS, long_tail, uniform
-from checkpoints import DEFAULT_MODEL, CheckpointError, resolve
-from clients.progress_bars import shown_progress
-from engine.errors import ConfigError
+from pagoda_server.checkpoints import DEFAULT_MODEL, CheckpointError, resolve
+from pagoda_server.cli.progress_bars import shown_progress
+from pagoda_server.engine.core.errors import ConfigError
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has ended
 PROMPT_LEN = 16
@@ -138,9 +138,9 @@ def schedules_command(
 ) -> None:
     """Four ways of serving, in the engine's own loop: a table by batch size, and why continuous wins."""
     from bench.schedules import schedules  # only here: other commands run no model in this process
-    from engine.config import EngineConfig
-    from engine.load import load_runner
-    from engine.synthetic import StepTime
+    from pagoda_server.engine.core.config import EngineConfig
+    from pagoda_server.engine.runners.load import load_runner
+    from pagoda_server.engine.runners.synthetic import StepTime
 
     threads = threads or usable_cores()
     vocab_size = options.vocab_size(model)

@@ -1,6 +1,7 @@
 """`python -m bench.bookkeeping`: what a step costs the host around the model, in microseconds.
 
-Every sequence decodes, one token a step; the model is left out. The parts are those of engine/loop.py: schedule, pack
+Every sequence decodes, one token a step; the model is left out. The parts are those of
+engine/loop/loop.py: schedule, pack
 (the arrays of a recorded step), commit (with take_output), the step trace's record, the load snapshot, delivery to the
 router's pending output, and its encoding to bytes.
 """
@@ -18,16 +19,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from engine.blocks import BlockPool
-from engine.config import CPU_BLOCK_SIZE, EngineConfig
-from engine.loop import EngineLoop
-from engine.recorded_steps import DecodeArrays
-from engine.scheduler import Scheduler
-from engine.sequence import Sampled, SamplingParams, Sequence, StepPlan
-from engine.server import Connection, EngineServer
-from engine.step_trace import StepTrace
-from engine.steps_in_flight import Computed
-from protos import control_pb2
+from pagoda.v1 import control_pb2
+from pagoda_server.engine.core.config import CPU_BLOCK_SIZE, EngineConfig
+from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.loop.loop import EngineLoop
+from pagoda_server.engine.loop.step_trace import StepTrace
+from pagoda_server.engine.loop.steps_in_flight import Computed
+from pagoda_server.engine.runners.cpu.recorded_steps import DecodeArrays
+from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.engine.serving.server import Connection, EngineServer
 
 BLOCK_SIZE = CPU_BLOCK_SIZE
 PARTS = ("schedule", "pack", "commit", "trace", "load", "deliver", "encode")

@@ -28,13 +28,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from engine.listen import start_listening
-from engine.loop import Inbox, LoadSnapshot
-from engine.server import EngineServer
-from engine.step_output import Counters, StepOutput
-from engine.tenants import TenantTable
-from protos import control_pb2, engine_pb2, inference_pb2
-from router.channel import EngineChannel
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import control_pb2, inference_pb2
+from pagoda_server.engine.core.output import Counters, StepOutput
+from pagoda_server.engine.loop.loop import Inbox, LoadSnapshot
+from pagoda_server.engine.scheduling.tenants import TenantTable
+from pagoda_server.engine.serving.listen import start_listening
+from pagoda_server.engine.serving.server import EngineServer
+from pagoda_server.router.engines.channel import EngineChannel
 
 WARM_UP_STEPS = 100
 NO_TENANTS = TenantTable()  # the same at every step: told once

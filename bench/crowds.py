@@ -16,10 +16,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from engine.blocks import BlockPool
-from engine.policies import POLICIES, PolicyName
-from engine.scheduler import Scheduler
-from engine.sequence import Sampled, SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence
+from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.scheduling.policies import POLICIES, PolicyName
+from pagoda_server.engine.scheduling.scheduler import Scheduler
 
 RUNNING = 256
 STEP_S = 0.02

@@ -14,7 +14,7 @@ from bench.errors import BenchError
 from bench.kv_watch import KVWatch
 from bench.measure import RequestTimes, Run
 from bench.workloads import Request, Workload
-from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 OnTokens = Callable[[int], None]  # called with the number of tokens that have just arrived
 WARM_UP = Request([1, 2, 3, 4, 5, 6, 7, 8], 4)

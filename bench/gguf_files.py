@@ -10,10 +10,10 @@ from gguf import GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize, quantize
 
 from bench.errors import BenchError
-from checkpoints import DEFAULT_MODEL, Progress
-from checkpoints.cache import Cache
-from checkpoints.default_model import fetch_gguf
-from checkpoints.files import written_whole
+from pagoda_server.checkpoints import DEFAULT_MODEL, Progress
+from pagoda_server.checkpoints.cache import Cache
+from pagoda_server.checkpoints.default_model import fetch_gguf
+from pagoda_server.checkpoints.files import written_whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from bench.measure import KVUse
-from protos import control_pb2, control_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc
 
 INTERVAL_MS = 100
 

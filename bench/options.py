@@ -15,8 +15,8 @@ from bench.peers.peer import PeerSettings
 from bench.peers.registry import PEERS
 from bench.systems import System, parse_system, peer, running_server
 from bench.workloads import WORKLOADS, Workload
-from checkpoints import Progress, resolve
-from checkpoints.dequantized import dequantized
+from pagoda_server.checkpoints import Progress, resolve
+from pagoda_server.checkpoints.dequantized import dequantized
 
 INSTALLED = "installed"
 NOBODY = "none"

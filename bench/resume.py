@@ -15,15 +15,15 @@ from typing import Annotated
 
 import typer
 
-from checkpoints import resolve
-from checkpoints.progress import no_progress
-from engine.blocks import BlockPool
-from engine.config import EngineConfig
-from engine.host_blocks import HostBlocks
-from engine.load import InformedRunner, load_runner
-from engine.scheduler import Scheduler
-from engine.sequence import Sampled, SamplingParams, Sequence, StepPlan
-from engine.steps_in_flight import Launched, StepsInFlight
+from pagoda_server.checkpoints import resolve
+from pagoda_server.checkpoints.progress import no_progress
+from pagoda_server.engine.core.config import EngineConfig
+from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.kv.host_blocks import HostBlocks
+from pagoda_server.engine.loop.steps_in_flight import Launched, StepsInFlight
+from pagoda_server.engine.runners.load import InformedRunner, load_runner
+from pagoda_server.engine.scheduling.scheduler import Scheduler
 
 LENGTHS = (256, 1024, 4096)
 OUTPUT = 8  # tokens before the sequence is preempted; as many follow

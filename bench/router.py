@@ -172,14 +172,24 @@ def _engine(listen: str, max_num_seqs: int, step_ms: float) -> Iterator[psutil.P
     sizes = ["--max-num-seqs", str(max_num_seqs), "--token-budget", str(max_num_seqs + 512)]
     room = ["--max-model-len", str(STEADY_TOKENS + 64), "--kv-cache-gb", "0.4"]
     pace = ["--step-ms", str(step_ms)] if step_ms else []
-    command = [sys.executable, "-m", "engine", "--model", "synthetic", "--listen", listen, "--log-level", "warning"]
+    command = [
+        sys.executable,
+        "-m",
+        "pagoda_server.engine",
+        "--model",
+        "synthetic",
+        "--listen",
+        listen,
+        "--log-level",
+        "warning",
+    ]
     with _stopped_at_end(subprocess.Popen([*command, *sizes, *room, *pace])) as process:
         yield psutil.Process(process.pid)
 
 
 @contextlib.contextmanager
 def _router(engine: str, workers: int) -> Iterator[tuple[psutil.Process, str]]:
-    command = [sys.executable, "-m", "clients.cli", "serve", "--model", "synthetic", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "pagoda_server.cli", "serve", "--model", "synthetic", "--listen", "127.0.0.1:0"]
     limits = ["--max-requests", "4096", "--max-queued-tokens", str(1 << 40), "--log-level", "warning"]
     spread = ["--workers", str(workers)] if workers > 1 else []
     process = subprocess.Popen([*command, "--engine", engine, *limits, *spread], stdout=subprocess.PIPE, text=True)

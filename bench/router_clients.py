@@ -20,8 +20,9 @@ from typing import Any, TypeAlias
 import uvloop
 
 from bench.lean_client import LeanConnection
-from protos import engine_pb2, inference_pb2
-from router.transport import EngineLink, transport_to
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import inference_pb2
+from pagoda_server.router.engines.transport import EngineLink, transport_to
 
 PROMPT_LEN = 8
 STEADY_TOKENS = 1 << 20  # more than a stream gets to

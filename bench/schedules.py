@@ -20,8 +20,8 @@ from bench.stepping import Recording
 from bench.stepping import record as step_through
 from bench.turns import bars
 from bench.workloads import Workload
-from engine.load import InformedRunner
-from engine.schedules import SCHEDULES, ScheduleName
+from pagoda_server.engine.runners.load import InformedRunner
+from pagoda_server.engine.scheduling.schedules import SCHEDULES, ScheduleName
 
 NAME = "schedules"
 BATCHED: tuple[ScheduleName, ...] = ("static", "continuous")  # the others compute one row a step, whatever the size

@@ -31,7 +31,7 @@ def serve_command(arguments: list[str]) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "clients.cli",
+        "pagoda_server.cli.__main__",
         "serve",
         "--listen",
         "127.0.0.1:0",

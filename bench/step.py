@@ -17,12 +17,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from checkpoints import DEFAULT_MODEL, resolve
-from engine.blocks import BlockPool
-from engine.config import EngineConfig, Quantization
-from engine.runner import ModelRunner
-from engine.scheduler import Scheduler
-from engine.sequence import SamplingParams, Sequence, StepPlan
+from pagoda_server.checkpoints import DEFAULT_MODEL, resolve
+from pagoda_server.engine.core.config import EngineConfig, Quantization
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.runners.cpu.runner import ModelRunner
+from pagoda_server.engine.scheduling.scheduler import Scheduler
 
 CONTEXT = 128
 PROMPT = 512

@@ -10,11 +10,11 @@ from enum import Enum
 
 from bench.measure import RequestTimes, Run
 from bench.workloads import Workload
-from engine.blocks import BlockPool
-from engine.load import InformedRunner
-from engine.scheduler import Scheduler
-from engine.schedules import ScheduleName
-from engine.sequence import Chunk, SamplingParams, Sequence, State, StepPlan
+from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, State, StepPlan
+from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.runners.load import InformedRunner
+from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.engine.scheduling.schedules import ScheduleName
 
 TOKEN_BUDGET = 512
 

@@ -12,8 +12,8 @@ import secrets
 import socket
 from collections.abc import Callable
 
-from channel.address import UNIX_PREFIX, host_of, is_unix
-from channel.socket_file import SocketFile, remove_stale
+from pagoda_server.channel.address import UNIX_PREFIX, host_of, is_unix
+from pagoda_server.channel.socket_file import SocketFile, remove_stale
 
 # A host that has vanished does not even close its connections: what it asked for would go on until a write to it
 # stalls, or for ever where there is nothing to write.

@@ -15,7 +15,7 @@ import struct
 import sys
 from collections.abc import Sequence
 
-from channel.ring import Ring
+from pagoda_server.channel.ring import Ring
 
 RING_BYTES = 256 << 10  # of each ring: hundreds of steps. A larger message goes through in pieces.
 

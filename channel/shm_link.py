@@ -13,9 +13,9 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from channel.link import MAX_MESSAGE_BYTES
-from channel.ring import Ring, RingReader, RingWriter
-from channel.ring_pair import RingPair
+from pagoda_server.channel.link import MAX_MESSAGE_BYTES
+from pagoda_server.channel.ring import Ring, RingReader, RingWriter
+from pagoda_server.channel.ring_pair import RingPair
 
 Incoming = TypeVar("Incoming")
 Outgoing = TypeVar("Outgoing", bound=Message)

@@ -8,10 +8,10 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Generic
 
-from channel import shm_socket
-from channel.address import socket_file
-from channel.shm_link import Incoming, Outgoing, ShmLink
-from channel.socket_file import SocketFile
+from pagoda_server.channel import shm_socket
+from pagoda_server.channel.address import socket_file
+from pagoda_server.channel.shm_link import Incoming, Outgoing, ShmLink
+from pagoda_server.channel.socket_file import SocketFile
 
 log = logging.getLogger("pagoda.channel")
 

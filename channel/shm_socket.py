@@ -12,10 +12,10 @@ import socket
 import struct
 from collections.abc import Callable
 
-from channel.address import socket_file, socket_name
-from channel.ring_pair import RingPair
-from channel.shm_link import Incoming, Outgoing, ShmLink
-from channel.socket_file import remove_stale
+from pagoda_server.channel.address import socket_file, socket_name
+from pagoda_server.channel.ring_pair import RingPair
+from pagoda_server.channel.shm_link import Incoming, Outgoing, ShmLink
+from pagoda_server.channel.socket_file import remove_stale
 
 _OFFER_TIMEOUT_S = 5.0
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid

@@ -1,15 +1,15 @@
-"""`python -m checkpoints MODEL` prints the model's folder, imported first where that is needed."""
+"""`python -m pagoda_server.checkpoints MODEL` prints the model's folder, imported first where that is needed."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from checkpoints import DEFAULT_MODEL, CheckpointError, PrintedProgress, resolve, verify
+from pagoda_server.checkpoints import DEFAULT_MODEL, CheckpointError, PrintedProgress, resolve, verify
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m checkpoints", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m pagoda_server.checkpoints", description=__doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="a name, folder, .gguf file or hub name")
     parser.add_argument("--verify", action="store_true", help="read an imported model's files and compare checksums")
     arguments = parser.parse_args()

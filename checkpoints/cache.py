@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoints.errors import CheckpointError
-from checkpoints.files import remove_tree, sync
-from checkpoints.manifest import is_intact, seal
-from checkpoints.progress import Progress
+from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.files import remove_tree, sync
+from pagoda_server.checkpoints.manifest import is_intact, seal
+from pagoda_server.checkpoints.progress import Progress
 
 LOCK_POLL_S = 0.1
 DRAFT = "draft"

@@ -7,15 +7,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoints import default_model, synthetic
-from checkpoints.cache import Cache
-from checkpoints.errors import CheckpointError
-from checkpoints.gguf_import import obtain_gguf_model
-from checkpoints.hub import obtain_hub_model
-from checkpoints.json_file import read_json_object
-from checkpoints.local import check_folder
-from checkpoints.manifest import MANIFEST, read_manifest
-from checkpoints.progress import Progress, no_progress
+from pagoda_server.checkpoints import default_model, synthetic
+from pagoda_server.checkpoints.cache import Cache
+from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.gguf_import import obtain_gguf_model
+from pagoda_server.checkpoints.hub import obtain_hub_model
+from pagoda_server.checkpoints.json_file import read_json_object
+from pagoda_server.checkpoints.local import check_folder
+from pagoda_server.checkpoints.manifest import MANIFEST, read_manifest
+from pagoda_server.checkpoints.progress import Progress, no_progress
 
 DEFAULT_MODEL = default_model.NAME
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")

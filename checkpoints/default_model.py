@@ -9,11 +9,11 @@ import zipfile
 from collections import deque
 from pathlib import Path
 
-from checkpoints.cache import Cache
-from checkpoints.errors import CheckpointError
-from checkpoints.files import PIECE_BYTES, remove_tree, sha256_of, written_whole
-from checkpoints.gguf_import import import_gguf
-from checkpoints.progress import Progress
+from pagoda_server.checkpoints.cache import Cache
+from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.files import PIECE_BYTES, remove_tree, sha256_of, written_whole
+from pagoda_server.checkpoints.gguf_import import import_gguf
+from pagoda_server.checkpoints.progress import Progress
 
 NAME = "smollm2-135m-instruct"
 FAMILY = "llama"

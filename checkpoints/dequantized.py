@@ -10,14 +10,22 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from checkpoints.cache import Cache
-from checkpoints.errors import CheckpointError
-from checkpoints.grouped_weights import GROUP_BYTES, GROUP_SIZE, MINIMUMS, SCALES, VALUES, dequantize, quantized_names
-from checkpoints.json_file import read_json_object, write_json
-from checkpoints.local import WEIGHTS
-from checkpoints.manifest import MANIFEST
-from checkpoints.progress import Progress, no_progress
-from checkpoints.safetensors_file import SafetensorsWriter, TensorEntry, read_entries
+from pagoda_server.checkpoints.cache import Cache
+from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.grouped_weights import (
+    GROUP_BYTES,
+    GROUP_SIZE,
+    MINIMUMS,
+    SCALES,
+    VALUES,
+    dequantize,
+    quantized_names,
+)
+from pagoda_server.checkpoints.json_file import read_json_object, write_json
+from pagoda_server.checkpoints.local import WEIGHTS
+from pagoda_server.checkpoints.manifest import MANIFEST
+from pagoda_server.checkpoints.progress import Progress, no_progress
+from pagoda_server.checkpoints.safetensors_file import SafetensorsWriter, TensorEntry, read_entries
 
 T = TypeVar("T", bound=np.generic)
 

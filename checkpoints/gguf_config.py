@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.gguf_file import GgufFile
+from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.gguf_file import GgufFile
 
 ROPE_FACTORS = "rope_freqs.weight"
 

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.errors import CheckpointError
 
 T = TypeVar("T")
 

@@ -6,11 +6,11 @@ import hashlib
 import re
 from pathlib import Path
 
-from checkpoints.cache import Cache
-from checkpoints.errors import CheckpointError
-from checkpoints.files import sha256_of, written_whole
-from checkpoints.json_file import write_json
-from checkpoints.progress import Progress
+from pagoda_server.checkpoints.cache import Cache
+from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.files import sha256_of, written_whole
+from pagoda_server.checkpoints.json_file import write_json
+from pagoda_server.checkpoints.progress import Progress
 
 
 def obtain_gguf_model(path: Path, cache: Cache, progress: Progress) -> Path:
@@ -29,11 +29,11 @@ def obtain_gguf_model(path: Path, cache: Cache, progress: Progress) -> Path:
 def import_gguf(path: Path, folder: Path, progress: Progress) -> None:
     """Fills an empty folder with config.json, model.safetensors, the tokenizer and its settings."""
     # Here, as reading GGUF takes numpy and the whole quantisation code, which a start from the cache has no use for.
-    from checkpoints.gguf_config import config_of, read_shape
-    from checkpoints.gguf_file import GgufFile
-    from checkpoints.gguf_tokenizer import write_tokenizer
-    from checkpoints.gguf_weights import has_grouped_weights, write_weights
-    from checkpoints.grouped_weights import QUANTIZATION_CONFIG
+    from pagoda_server.checkpoints.gguf_config import config_of, read_shape
+    from pagoda_server.checkpoints.gguf_file import GgufFile
+    from pagoda_server.checkpoints.gguf_tokenizer import write_tokenizer
+    from pagoda_server.checkpoints.gguf_weights import has_grouped_weights, write_weights
+    from pagoda_server.checkpoints.grouped_weights import QUANTIZATION_CONFIG
 
     size_bytes = path.stat().st_size
     progress("Reading the GGUF file", 0, size_bytes)

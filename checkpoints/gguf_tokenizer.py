@@ -9,9 +9,9 @@ from pathlib import Path
 from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from checkpoints.errors import CheckpointError
-from checkpoints.gguf_file import GgufFile
-from checkpoints.json_file import write_json
+from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.gguf_file import GgufFile
+from pagoda_server.checkpoints.json_file import write_json
 
 SPACE = "▁"  # SentencePiece's letter for a space
 

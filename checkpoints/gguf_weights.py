@@ -14,12 +14,12 @@ import numpy as np
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from checkpoints.errors import CheckpointError
-from checkpoints.gguf_config import FAMILIES, ROPE_FACTORS, ModelShape
-from checkpoints.gguf_file import GgufFile
-from checkpoints.grouped_weights import GROUP_BYTES, MINIMUMS, SCALES, VALUES
-from checkpoints.progress import Progress
-from checkpoints.safetensors_file import SafetensorsWriter, TensorEntry
+from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.gguf_config import FAMILIES, ROPE_FACTORS, ModelShape
+from pagoda_server.checkpoints.gguf_file import GgufFile
+from pagoda_server.checkpoints.grouped_weights import GROUP_BYTES, MINIMUMS, SCALES, VALUES
+from pagoda_server.checkpoints.progress import Progress
+from pagoda_server.checkpoints.safetensors_file import SafetensorsWriter, TensorEntry
 
 VALUES_AT_ONCE = 1 << 22
 MAX_SCALE = 127  # of 4-bit weights: kernels keep scale · Σ(value - 8) of 64 weights in fp16, which ends at 65,504

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpoints.errors import CheckpointError
-from checkpoints.local import check_folder
+from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.local import check_folder
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 

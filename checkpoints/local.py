@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpoints.errors import CheckpointError
-from checkpoints.json_file import read_json_object
+from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.json_file import read_json_object
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"

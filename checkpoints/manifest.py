@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from checkpoints.errors import CheckpointError
-from checkpoints.files import sha256_of, sync
-from checkpoints.progress import Progress, no_progress
+from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.files import sha256_of, sync
+from pagoda_server.checkpoints.progress import Progress, no_progress
 
 MANIFEST = "manifest.json"
 # Raised whenever an import would come out differently: folders of an older format are imported again.

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from checkpoints.cache import Cache
-from checkpoints.json_file import write_json
-from checkpoints.progress import Progress
+from pagoda_server.checkpoints.cache import Cache
+from pagoda_server.checkpoints.json_file import write_json
+from pagoda_server.checkpoints.progress import Progress
 
 NAME = "synthetic"
 FAMILY = "synthetic"

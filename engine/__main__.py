@@ -1,4 +1,4 @@
-"""`python -m engine`: an engine alone, for a router that attaches to it."""
+"""`python -m pagoda_server.engine`: an engine alone, for a router that attaches to it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from engine.config import EngineConfig, KVCacheDType, Overlap, Quantization
-from engine.errors import ConfigError
-from engine.listen import check_listen
-from engine.main import EXIT_CONFIG, run
-from engine.policies import PolicyName
-from engine.schedules import ScheduleName
-from engine.synthetic import StepTime
+from pagoda_server.engine.core.config import EngineConfig, KVCacheDType, Overlap, Quantization
+from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.runners.synthetic import StepTime
+from pagoda_server.engine.scheduling.policies import PolicyName
+from pagoda_server.engine.scheduling.schedules import ScheduleName
+from pagoda_server.engine.serving.listen import check_listen
+from pagoda_server.engine.serving.main import EXIT_CONFIG, run
 
 
 def main(

@@ -1,21 +1,27 @@
 """The ops of a model on one device: each with a contract, a plain torch reference and the versions of its backends."""
 
-from kernels.adjust_logits import LogitAdjustments
-from kernels.backend import Backend, load_backend
-from kernels.copy_blocks import copy_blocks
-from kernels.embedding import Embedding
-from kernels.gumbel import noise_key
-from kernels.host_blocks import bytes_of_block, load_blocks, save_blocks
-from kernels.linear import Linear
-from kernels.linear_int4 import Int4Weight
-from kernels.linear_int8_native import has_native_int8_weight
-from kernels.linear_whole_native import prefers_whole_native
-from kernels.native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
-from kernels.paged import AttentionPlan, PagedKV
-from kernels.recording import Recorder, Recording
-from kernels.rope_and_store_kv import HeadNorms
-from kernels.row_sampling import MAX_TOP_LOGPROBS, SampledRows, SamplingRows, allocate_rows, allocate_sampled
-from kernels.sample import Draws
+from pagoda_server.kernels.adjust_logits import LogitAdjustments
+from pagoda_server.kernels.backend import Backend, load_backend
+from pagoda_server.kernels.copy_blocks import copy_blocks
+from pagoda_server.kernels.embedding import Embedding
+from pagoda_server.kernels.gumbel import noise_key
+from pagoda_server.kernels.host_blocks import bytes_of_block, load_blocks, save_blocks
+from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.linear_int4 import Int4Weight
+from pagoda_server.kernels.linear_int8_native import has_native_int8_weight
+from pagoda_server.kernels.linear_whole_native import prefers_whole_native
+from pagoda_server.kernels.native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
+from pagoda_server.kernels.paged import AttentionPlan, PagedKV
+from pagoda_server.kernels.recording import Recorder, Recording
+from pagoda_server.kernels.rope_and_store_kv import HeadNorms
+from pagoda_server.kernels.row_sampling import (
+    MAX_TOP_LOGPROBS,
+    SampledRows,
+    SamplingRows,
+    allocate_rows,
+    allocate_sampled,
+)
+from pagoda_server.kernels.sample import Draws
 
 __all__ = [
     "MAX_TOP_LOGPROBS",

@@ -9,32 +9,32 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from kernels.adjust_logits import LogitAdjustments, adjust_logits
-from kernels.embedding import Embedding, embedding, embedding_int8_native, embedding_wide
-from kernels.linear import Linear, gated_linear, gated_linear_cpu, gated_linear_native, linear, linear_cpu
-from kernels.linear_int4_native import gated_linear_int4_native, head_int4_native, linear_int4_native
-from kernels.linear_int8_native import (
+from pagoda_server.kernels.adjust_logits import LogitAdjustments, adjust_logits
+from pagoda_server.kernels.embedding import Embedding, embedding, embedding_int8_native, embedding_wide
+from pagoda_server.kernels.linear import Linear, gated_linear, gated_linear_cpu, gated_linear_native, linear, linear_cpu
+from pagoda_server.kernels.linear_int4_native import gated_linear_int4_native, head_int4_native, linear_int4_native
+from pagoda_server.kernels.linear_int8_native import (
     gated_linear_int8_native,
     gated_linear_int8_weight_native,
     head_int8_native,
     linear_int8_native,
     linear_int8_weight_native,
 )
-from kernels.linear_whole_native import gated_linear_whole_native, head_whole_native, linear_whole_native
-from kernels.paged import AttentionPlan, PagedKV
-from kernels.paged_attention import paged_attention, plan_attention
-from kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
-from kernels.paged_attention_native import is_read_in_place, paged_attention_native, plan_attention_native
-from kernels.rms_norm import rms_norm, rms_norm_cpu, rms_norm_native
-from kernels.rope_and_store_kv import (
+from pagoda_server.kernels.linear_whole_native import gated_linear_whole_native, head_whole_native, linear_whole_native
+from pagoda_server.kernels.paged import AttentionPlan, PagedKV
+from pagoda_server.kernels.paged_attention import paged_attention, plan_attention
+from pagoda_server.kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
+from pagoda_server.kernels.paged_attention_native import is_read_in_place, paged_attention_native, plan_attention_native
+from pagoda_server.kernels.rms_norm import rms_norm, rms_norm_cpu, rms_norm_native
+from pagoda_server.kernels.rope_and_store_kv import (
     HeadNorms,
     rope_and_store_kv,
     rope_and_store_kv_cpu,
     rope_and_store_kv_native,
 )
-from kernels.row_sampling import SampledRows, SamplingRows, sample_rows
-from kernels.sample import Draws, sample
-from kernels.sample_cpu import sample_cpu, sample_native
+from pagoda_server.kernels.row_sampling import SampledRows, SamplingRows, sample_rows
+from pagoda_server.kernels.sample import Draws, sample
+from pagoda_server.kernels.sample_cpu import sample_cpu, sample_native
 
 
 class RmsNorm(Protocol):
@@ -179,7 +179,7 @@ def load_backend(name: str) -> Backend:
     triton              kernels for a GPU; with -int8 or -fp8, and weights of that
     """
     if name in _TRITON_BACKENDS:
-        from kernels.triton.backend import BACKENDS  # where there is no GPU nothing loads Triton
+        from pagoda_server.kernels.triton.backend import BACKENDS  # where there is no GPU nothing loads Triton
 
         return BACKENDS[name]
     if name not in _BACKENDS:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from kernels.paged import PagedKV
+from pagoda_server.kernels.paged import PagedKV
 
 
 def copy_blocks(layers: Iterable[PagedKV], sources: Tensor, targets: Tensor) -> None:

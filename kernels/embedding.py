@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.linear import Linear
-from kernels.linear_int8 import dequantize_weight, quantize_weight
-from kernels.linear_int8_native import NativeInt8
-from kernels.native_module import DTYPES, native
+from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.linear_int8 import dequantize_weight, quantize_weight
+from pagoda_server.kernels.linear_int8_native import NativeInt8
+from pagoda_server.kernels.native_module import DTYPES, native
 
 
 class Embedding(Protocol):

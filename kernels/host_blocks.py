@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kernels.paged import PagedKV
+from pagoda_server.kernels.paged import PagedKV
 
 _AT_ONCE = 16  # blocks that are gathered before they are moved: the room for that is taken beside the cache
 

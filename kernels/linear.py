@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.silu_and_mul import silu_and_mul, silu_and_mul_cpu, silu_and_mul_native
+from pagoda_server.kernels.silu_and_mul import silu_and_mul, silu_and_mul_cpu, silu_and_mul_native
 
 
 class Linear(Protocol):

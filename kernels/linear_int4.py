@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.linear import Linear
-from kernels.linear_int8 import GROUP, quantize_rows
-from kernels.silu_and_mul import silu_and_mul
+from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.linear_int8 import GROUP, quantize_rows
+from pagoda_server.kernels.silu_and_mul import silu_and_mul
 
 WEIGHT_GROUP = 32  # inputs that share a scale and a minimum
 

@@ -8,10 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.linear import Linear
-from kernels.linear_int4 import Int4Weight
-from kernels.linear_int8_native import NativeLinear, gated_linear_int8_native, head_int8_native, linear_int8_native
-from kernels.native_module import native
+from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.linear_int4 import Int4Weight
+from pagoda_server.kernels.linear_int8_native import (
+    NativeLinear,
+    gated_linear_int8_native,
+    head_int8_native,
+    linear_int8_native,
+)
+from pagoda_server.kernels.native_module import native
 
 
 def linear_int4_native(weight: Tensor | Int4Weight, bias: Tensor | None) -> Linear:

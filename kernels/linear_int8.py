@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.linear import Linear
-from kernels.silu_and_mul import silu_and_mul
+from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.silu_and_mul import silu_and_mul
 
 GROUP = 64  # elements of the input that share a scale
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.linear import Linear
-from kernels.linear_int8 import GROUP
-from kernels.native_module import DTYPES, native, takes
-from kernels.recording import empty
+from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.linear_int8 import GROUP
+from pagoda_server.kernels.native_module import DTYPES, native, takes
+from pagoda_server.kernels.recording import empty
 
 PANEL = 32  # room is made for a multiple of so many outputs: the widest panel of all instruction sets
 DEPTH = 32  # inputs that the layout of AMX is filled up to a multiple of

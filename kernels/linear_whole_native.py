@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.linear import Linear, gated_linear_native, linear_cpu
-from kernels.linear_int8_native import PANEL, NativeLinear
-from kernels.native_module import DTYPES, native, takes
+from pagoda_server.kernels.linear import Linear, gated_linear_native, linear_cpu
+from pagoda_server.kernels.linear_int8_native import PANEL, NativeLinear
+from pagoda_server.kernels.native_module import DTYPES, native, takes
 
 _TORCH_IS_FAST = ("amx", "avx512")  # oneDNN multiplies in bfloat16 there
 

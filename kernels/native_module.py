@@ -11,11 +11,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kernels.processor import force_instruction_set
+from pagoda_server.kernels.processor import force_instruction_set
 
 _compiled: ModuleType | None
 try:
-    from kernels import _native as _compiled  # type: ignore[attr-defined,no-redef]
+    from pagoda_server.kernels import _native as _compiled  # type: ignore[attr-defined,no-redef]
 except ImportError:  # no compiler at installation, or a processor that plain torch serves as well
     _compiled = None
 native = force_instruction_set(_compiled)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.paged import AttentionPlan, PagedKV
+from pagoda_server.kernels.paged import AttentionPlan, PagedKV
 
 
 def plan_attention(

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.paged import AttentionPlan, DecodeGroup, PagedKV, PrefillChunk
-from kernels.paged_attention import visible
+from pagoda_server.kernels.paged import AttentionPlan, DecodeGroup, PagedKV, PrefillChunk
+from pagoda_server.kernels.paged_attention import visible
 
 # A softmax sums its terms in vectors. With lengths that are multiples of a vector, a row's result is the same to the
 # last bit whatever padding its group needs: alone and in any batch.

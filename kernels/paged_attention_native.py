@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.native_module import DTYPES, native, takes
-from kernels.paged import AttentionPlan, PagedKV
-from kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
-from kernels.recording import empty
+from pagoda_server.kernels.native_module import DTYPES, native, takes
+from pagoda_server.kernels.paged import AttentionPlan, PagedKV
+from pagoda_server.kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
+from pagoda_server.kernels.recording import empty
 
 HEAD_DIMS = frozenset((16, 32, 64, 80, 96, 128, 256))
 

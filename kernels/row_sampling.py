@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.adjust_logits import LogitAdjustments, adjust_logits
-from kernels.gumbel import noise_keys
-from kernels.sample import Draws, sample
+from pagoda_server.kernels.adjust_logits import LogitAdjustments, adjust_logits
+from pagoda_server.kernels.gumbel import noise_keys
+from pagoda_server.kernels.sample import Draws, sample
 
 MAX_TOP_LOGPROBS = 20
 IN_PROMPT = 1 << 30  # of a count: the prompt holds the token

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.gumbel import gumbel
+from pagoda_server.kernels.gumbel import gumbel
 
 
 @dataclass(frozen=True, slots=True)

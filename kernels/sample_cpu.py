@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.gumbel import gumbel
-from kernels.native_module import DTYPES, native, takes
-from kernels.sample import Draws, find_cutoff, scale
+from pagoda_server.kernels.gumbel import gumbel
+from pagoda_server.kernels.native_module import DTYPES, native, takes
+from pagoda_server.kernels.sample import Draws, find_cutoff, scale
 
 # Tokens to look at, first and at the second attempt; a row that keeps more of them is sorted whole.
 LEADING_TOKENS = (256, 4096)

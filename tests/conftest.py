@@ -16,7 +16,7 @@ import pytest
 if TYPE_CHECKING:
     import grpc
 
-    from protos import control_pb2_grpc, inference_pb2_grpc
+    from pagoda.v1 import control_pb2_grpc, inference_pb2_grpc
     from tests.servers import Server
 
 # Where the suite is a script's background job, SIGINT is ignored and every process started here would inherit that; the
@@ -33,7 +33,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # An instruction set that is forced limits torch in the tests' processes too, before its first operation.
 if os.environ.get("PAGODA_INSTRUCTION_SET"):
-    importlib.import_module("kernels")
+    importlib.import_module("pagoda_server.kernels")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -47,7 +47,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session")
 def default_model_folder() -> Path:
     """The default model, imported into the cache on first use; later runs find it there."""
-    from checkpoints import DEFAULT_MODEL, resolve
+    from pagoda_server.checkpoints import DEFAULT_MODEL, resolve
 
     return resolve(DEFAULT_MODEL)
 
@@ -55,7 +55,7 @@ def default_model_folder() -> Path:
 @pytest.fixture(scope="session")
 def plain_model_folder(default_model_folder: Path) -> Path:
     """The default model with its weights dequantized, as transformers and others read it."""
-    from checkpoints.dequantized import dequantized
+    from pagoda_server.checkpoints.dequantized import dequantized
 
     return dequantized(default_model_folder)
 
@@ -79,13 +79,13 @@ def channel(synthetic_server: Server) -> Iterator[grpc.Channel]:
 
 @pytest.fixture
 def inference(channel: grpc.Channel) -> inference_pb2_grpc.InferenceStub:
-    from protos import inference_pb2_grpc
+    from pagoda.v1 import inference_pb2_grpc
 
     return inference_pb2_grpc.InferenceStub(channel)
 
 
 @pytest.fixture
 def control(channel: grpc.Channel) -> control_pb2_grpc.ControlStub:
-    from protos import control_pb2_grpc
+    from pagoda.v1 import control_pb2_grpc
 
     return control_pb2_grpc.ControlStub(channel)

@@ -1,4 +1,4 @@
-"""Real servers for the tests: `pagoda serve` and `python -m engine` as their own processes."""
+"""Real servers for the tests: `pagoda serve` and `python -m pagoda_server.engine` as their own processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Server:
         engines = [
             child
             for child in psutil.Process(self.process.pid).children()
-            if child.status() != psutil.STATUS_ZOMBIE and "engine" in child.cmdline()
+            if child.status() != psutil.STATUS_ZOMBIE and "pagoda_server.engine" in child.cmdline()
         ]
         assert len(engines) == 1, f"{len(engines)} engines"
         return engines[0]
@@ -69,7 +69,7 @@ def running_server(*arguments: str, ready: bool = True) -> Iterator[Server]:
     listen = () if "--listen" in arguments else ("--listen", "127.0.0.1:0")
     with (
         tempfile.TemporaryDirectory() as folder,
-        _spawned(Path(folder) / "log", "-m", "clients.cli", "serve", *listen, *arguments) as (process, log),
+        _spawned(Path(folder) / "log", "-m", "pagoda_server.cli", "serve", *listen, *arguments) as (process, log),
     ):
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -82,10 +82,10 @@ def running_server(*arguments: str, ready: bool = True) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def running_engine(listen: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """`python -m engine` with these arguments."""
+    """`python -m pagoda_server.engine` with these arguments."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        _spawned(Path(folder) / "log", "-m", "engine", "--listen", listen, *arguments) as (process, _),
+        _spawned(Path(folder) / "log", "-m", "pagoda_server.engine", "--listen", listen, *arguments) as (process, _),
     ):
         yield process
 

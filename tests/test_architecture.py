@@ -10,13 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = {"protos", "channel", "router", "engine", "kernels", "checkpoints", "clients", "bench", "tests"}
-SCHEDULING = {
-    "scheduler", "schedules", "policies", "pacing", "step_time_model", "least_time", "likely_time", "running_quantile",
-    "deadlines", "victims", "blocks", "block_copies", "block_heads", "block_tables", "eviction", "free_blocks",
-    "prefix_cache", "shared_prompts", "host_blocks", "host_copy_times", "beam_search", "beams", "sequence",
-    "step_output", "tenants",
-}  # fmt: skip
+ROOMS = {"channel", "router", "engine", "kernels", "checkpoints", "cli"}
+SCHEDULING = ["core", "kv", "scheduling", "timing"]  # rooms of the engine
 
 
 def imports_of(path: Path) -> set[str]:
@@ -30,48 +25,66 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-def packages_of(package: str) -> set[str]:
-    """Top-level names that a package's files import, itself excepted."""
-    files = list((ROOT / package).rglob("*.py"))
+def folder(room: str) -> Path:
+    return (ROOT / "src" / "pagoda_server" / room).resolve()
+
+
+def imports_of_room(room: str) -> set[str]:
+    files = list(folder(room).rglob("*.py"))
     assert files
-    return {name.split(".")[0] for path in files for name in imports_of(path)} - {package}
+    return {name for path in files for name in imports_of(path)}
+
+
+def rooms_of(room: str) -> set[str]:
+    """Other rooms of the server that a room's files import; `pagoda` is the client with the protocol's stubs."""
+    parts = [name.split(".") for name in imports_of_room(room)]
+    ours = {part[1] for part in parts if part[0] == "pagoda_server" and len(part) > 1}
+    return (ours | {"pagoda"} & {part[0] for part in parts}) - {room}
+
+
+def packages_of(room: str) -> set[str]:
+    return {name.split(".")[0] for name in imports_of_room(room)}
 
 
 @pytest.mark.parametrize(
-    ("package", "allowed"),
+    ("room", "allowed"),
     [
         ("channel", set()),
-        ("router", {"protos", "channel", "checkpoints"}),
-        ("engine", {"protos", "channel", "checkpoints", "kernels"}),
+        ("router", {"pagoda", "channel", "checkpoints"}),
+        ("engine", {"pagoda", "channel", "checkpoints", "kernels"}),
         ("kernels", set()),
         ("checkpoints", set()),
-        ("clients", {"protos", "channel", "checkpoints", "router"}),  # router: `pagoda serve` starts it
+        ("cli", {"pagoda", "channel", "checkpoints", "router"}),  # router: `pagoda serve` starts it
     ],
 )
-def test_a_package_imports_only_what_its_place_allows(package: str, allowed: set[str]) -> None:
-    assert packages_of(package) & PACKAGES <= allowed
+def test_a_room_imports_only_what_its_place_allows(room: str, allowed: set[str]) -> None:
+    assert rooms_of(room) <= allowed
 
 
-@pytest.mark.parametrize("package", ["channel", "router", "checkpoints", "clients"])
-def test_the_text_side_never_imports_torch(package: str) -> None:
-    assert not packages_of(package) & {"torch", "transformers"}
+def test_the_client_imports_nothing_of_the_server() -> None:
+    names = {name for path in (ROOT / "clients" / "python").rglob("*.py") for name in imports_of(path)}
+    assert "pagoda_server" not in {name.split(".")[0] for name in names}
 
 
-@pytest.mark.parametrize("module", sorted(SCHEDULING))
-def test_the_scheduler_needs_the_standard_library_alone(module: str) -> None:
-    path = ROOT / "engine" / module
-    files = list(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-    names = {name for file in files for name in imports_of(file)}
-    assert {name.split(".")[0] for name in names} - {"engine"} <= sys.stdlib_module_names
-    ours = {name for name in names if name.startswith("engine.")}
-    assert {name.split(".")[1] for name in ours} <= SCHEDULING
+@pytest.mark.parametrize("room", ["channel", "router", "checkpoints", "cli"])
+def test_the_text_side_never_imports_torch(room: str) -> None:
+    assert not packages_of(room) & {"torch", "transformers"}
+
+
+@pytest.mark.parametrize("room", SCHEDULING)
+def test_the_scheduler_needs_the_standard_library_alone(room: str) -> None:
+    names = imports_of_room(f"engine/{room}")
+    assert {name.split(".")[0] for name in names} - {"pagoda_server"} <= sys.stdlib_module_names
+    ours = [name.split(".") for name in names if name.startswith("pagoda_server.")]
+    assert {part[2] for part in ours} <= set(SCHEDULING)
 
 
 def test_nothing_unpickles() -> None:
-    for package in ("channel", "router", "engine", "kernels", "checkpoints", "clients"):
-        assert not packages_of(package) & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    for room in ROOMS:
+        assert not packages_of(room) & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 
 
 def test_a_running_router_has_loaded_no_torch() -> None:
-    check = "import router.main, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    heavy = "{'torch', 'transformers'} & sys.modules.keys()"
+    check = f"import pagoda_server.router.process.main, sys; sys.exit(bool({heavy}))"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0

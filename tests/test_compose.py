@@ -46,7 +46,7 @@ def test_the_file_is_valid_by_the_compose_specification() -> None:
 
 @pytest.mark.parametrize(
     ("service", "command"),
-    [("router", ("clients.cli", "serve")), ("engine", ("engine",)), ("engine-gpu", ("engine",))],
+    [("router", ("pagoda_server.cli.__main__", "serve")), ("engine", ("engine",)), ("engine-gpu", ("engine",))],
 )
 def test_every_flag_exists(service: str, command: tuple[str, ...]) -> None:
     flags = flags_of(service)
@@ -56,12 +56,12 @@ def test_every_flag_exists(service: str, command: tuple[str, ...]) -> None:
 
 def test_entrypoints_and_health_checks_are_real_commands() -> None:
     assert 'ENTRYPOINT ["pagoda", "serve"]' in DOCKERFILE
-    assert 'ENTRYPOINT ["python", "-m", "engine"]' in DOCKERFILE
-    assert SERVICES["model"]["entrypoint"] == ["python", "-m", "checkpoints"]
+    assert 'ENTRYPOINT ["python", "-m", "pagoda_server.engine"]' in DOCKERFILE
+    assert SERVICES["model"]["entrypoint"] == ["python", "-m", "pagoda_server.checkpoints"]
     for service in ("router", "engine", "engine-gpu"):
         _, program, command, flag, _ = SERVICES[service]["healthcheck"]["test"]
         assert (program, command) == ("pagoda", "health")
-        assert flag in options_of("clients.cli", "health")
+        assert flag in options_of("pagoda_server.cli.__main__", "health")
 
 
 def test_every_path_that_the_images_copy_exists() -> None:

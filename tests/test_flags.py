@@ -9,10 +9,10 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from clients.cli import serve
-from engine.__main__ import main as engine
-from engine.config import EngineConfig
-from router.config import ENGINE_SETTINGS, ServeConfig
+from pagoda_server.cli.__main__ import serve
+from pagoda_server.engine.__main__ import main as engine
+from pagoda_server.engine.core.config import EngineConfig
+from pagoda_server.router.process.config import ENGINE_SETTINGS, ServeConfig
 
 NOT_PASSED_ON = {"context", "model", "listen", "log_level", "allow_insecure", "exit_with_parent"}
 

@@ -10,31 +10,39 @@ import google.protobuf
 import pytest
 
 ROOT = Path(__file__).parent.parent
-STUBS = sorted(path.name for path in (ROOT / "protos").glob("*_pb2*"))
+PYTHON = ROOT / "clients" / "python"
+STUBS = sorted(str(path.relative_to(PYTHON)) for path in PYTHON.rglob("*_pb2*") if "__pycache__" not in path.parts)
 
 
 @pytest.fixture(scope="module")
 def regenerated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("stubs")
-    protos = [f"protos/{path.name}" for path in sorted((ROOT / "protos").glob("*.proto"))]
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", f"--python_out={out}", f"--pyi_out={out}"]
+    protos = sorted(str(path) for path in (ROOT / "protos").rglob("*.proto"))
+    command = [
+        sys.executable,
+        "-m",
+        "grpc_tools.protoc",
+        f"-I{ROOT / 'protos'}",
+        f"--python_out={out}",
+        f"--pyi_out={out}",
+    ]
     subprocess.run([*command, f"--grpc_python_out={out}", *protos], cwd=ROOT, check=True)
-    return out / "protos"
+    return out
 
 
 def test_every_proto_has_its_stubs(regenerated: Path) -> None:
-    assert sorted(path.name for path in regenerated.iterdir()) == STUBS
+    assert sorted(str(path.relative_to(regenerated)) for path in regenerated.rglob("*_pb2*")) == STUBS
 
 
 @pytest.mark.parametrize("name", STUBS)
 def test_stubs_are_fresh(regenerated: Path, name: str) -> None:
-    committed = (ROOT / "protos" / name).read_text()
-    assert committed == (regenerated / name).read_text(), f"protos/{name} is stale: make protos"
+    committed = (PYTHON / name).read_text()
+    assert committed == (regenerated / name).read_text(), f"{name} is stale: make protos"
 
 
 def test_stubs_are_of_the_oldest_supported_protobuf_so_that_6_and_7_run_them() -> None:
     # protobuf runs stubs of its own major version and of the one before; 6 is what it says in each stub.
-    generated = {line for name in STUBS if name.endswith("_pb2.py") for line in _version_lines(ROOT / "protos" / name)}
+    generated = {line for name in STUBS if name.endswith("_pb2.py") for line in _version_lines(PYTHON / name)}
     assert generated == {"# Protobuf Python Version: 6.31.1"}
     assert int(google.protobuf.__version__.split(".")[0]) in (6, 7)
 

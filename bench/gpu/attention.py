@@ -13,11 +13,11 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from bench.gpu.rows import Bar, Bench, Row, Work, measure, relative_error
-from kernels.paged import PagedKV
-from kernels.paged_attention import paged_attention
-from kernels.triton.inputs import LLAMA_1B, LLAMA_8B, ModelShape, attention_plan, normal, random_pages
-from kernels.triton.paged_attention import paged_attention_triton
-from kernels.triton.timing import num_copies
+from pagoda_server.kernels.paged import PagedKV
+from pagoda_server.kernels.paged_attention import paged_attention
+from pagoda_server.kernels.triton.inputs import LLAMA_1B, LLAMA_8B, ModelShape, attention_plan, normal, random_pages
+from pagoda_server.kernels.triton.paged_attention import paged_attention_triton
+from pagoda_server.kernels.triton.timing import num_copies
 
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-2}
 TINY = ModelShape("tiny", 2, 8, 2, 32, 64, 96, 300)

@@ -10,15 +10,15 @@ from torch.nn import functional
 
 from bench.gpu.attention import TINY
 from bench.gpu.rows import Bar, Bench, Row, Work, measure, relative_error
-from kernels.paged import PagedKV
-from kernels.rms_norm import rms_norm
-from kernels.rope_and_store_kv import rope_and_store_kv
-from kernels.silu_and_mul import silu_and_mul
-from kernels.triton.inputs import LLAMA_8B, ModelShape, normal, random_pages
-from kernels.triton.rms_norm import rms_norm_triton
-from kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
-from kernels.triton.silu_and_mul import silu_and_mul_triton
-from kernels.triton.timing import num_copies
+from pagoda_server.kernels.paged import PagedKV
+from pagoda_server.kernels.rms_norm import rms_norm
+from pagoda_server.kernels.rope_and_store_kv import rope_and_store_kv
+from pagoda_server.kernels.silu_and_mul import silu_and_mul
+from pagoda_server.kernels.triton.inputs import LLAMA_8B, ModelShape, normal, random_pages
+from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
+from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
+from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
+from pagoda_server.kernels.triton.timing import num_copies
 
 EPS = 1e-5
 TOLERANCE = 1e-2

@@ -22,7 +22,7 @@ class Part:
     def rows(self, bench: Bench) -> Iterator[Row]:
         """Imports it only now: a module that is broken is this part's failure alone."""
         function = getattr(import_module(self.module), self.function)
-        arguments = [getattr(import_module("kernels.triton.inputs"), self.shape)] if self.shape else []
+        arguments = [getattr(import_module("pagoda_server.kernels.triton.inputs"), self.shape)] if self.shape else []
         yield from function(bench, *arguments)
 
 

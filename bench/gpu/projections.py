@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from bench.gpu.attention import TINY
 from bench.gpu.rows import Bar, Bench, Row, Work, measure, relative_error
-from kernels.linear import Linear
-from kernels.triton.inputs import LLAMA_8B, normal
-from kernels.triton.linear import linear_triton
-from kernels.triton.linear_quantized import linear_fp8_weight_triton, linear_int8_weight_triton
-from kernels.triton.timing import num_copies
+from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.triton.inputs import LLAMA_8B, normal
+from pagoda_server.kernels.triton.linear import linear_triton
+from pagoda_server.kernels.triton.linear_quantized import linear_fp8_weight_triton, linear_int8_weight_triton
+from pagoda_server.kernels.triton.timing import num_copies
 
 FAST = Bar(fraction=0.85)
 ROWS = (1, 16, 64)

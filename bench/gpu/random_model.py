@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from checkpoints import resolve
-from kernels.triton.inputs import ModelShape
+from pagoda_server.checkpoints import resolve
+from pagoda_server.kernels.triton.inputs import ModelShape
 
 MAX_POSITIONS = 16384
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import grpc
 import torch
 
-from kernels.triton.timing import Timer
+from pagoda_server.kernels.triton.timing import Timer
 
 TERA = 1e12
 RPC_ERRORS = (grpc.Call, grpc.aio.AioRpcError)  # those that know a status

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from bench.gpu.rows import Bar, Bench, Row, Work, measure
-from kernels.row_sampling import SampledRows, SamplingRows, allocate_sampled, sample_rows
-from kernels.triton.inputs import sampling_rows
-from kernels.triton.row_sampling import sample_rows_triton
-from kernels.triton.timing import num_copies
+from pagoda_server.kernels.row_sampling import SampledRows, SamplingRows, allocate_sampled, sample_rows
+from pagoda_server.kernels.triton.inputs import sampling_rows
+from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
+from pagoda_server.kernels.triton.timing import num_copies
 
 PART = "sampling"
 VOCAB = 131072

@@ -13,7 +13,7 @@ from bench.measure import Run
 from bench.peers.peer import PeerSettings
 from bench.systems import System, pagoda_server, peer
 from bench.workloads import Workload, mixed
-from kernels.triton.inputs import LLAMA_8B
+from pagoda_server.kernels.triton.inputs import LLAMA_8B
 
 PART = "serving"
 PEER = "transformers-generate-batch"

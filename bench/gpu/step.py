@@ -19,17 +19,17 @@ from bench.gpu.attention import TINY
 from bench.gpu.idle import idle_fraction, start_profiler
 from bench.gpu.random_model import write_model
 from bench.gpu.rows import Bar, Bench, Row, explain
-from checkpoints.progress import no_progress
-from engine.blocks import BlockPool
-from engine.config import EngineConfig
-from engine.load import InformedRunner, load_runner
-from engine.loop import Abort, Add, EngineLoop, LoadSnapshot
-from engine.runner_info import RunnerInfo
-from engine.scheduler import Scheduler
-from engine.sequence import Sampled, SamplingParams, Sequence, StepPlan
-from engine.step_output import StepOutput
-from engine.steps_in_flight import Launched
-from kernels.triton.inputs import LLAMA_1B, LLAMA_8B, ModelShape
+from pagoda_server.checkpoints.progress import no_progress
+from pagoda_server.engine.core.config import EngineConfig
+from pagoda_server.engine.core.output import StepOutput
+from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.loop.loop import Abort, Add, EngineLoop, LoadSnapshot
+from pagoda_server.engine.loop.steps_in_flight import Launched
+from pagoda_server.engine.runners.load import InformedRunner, load_runner
+from pagoda_server.engine.runners.runner_info import RunnerInfo
+from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.kernels.triton.inputs import LLAMA_1B, LLAMA_8B, ModelShape
 
 PART = "decode step"
 SKIPPED, MEASURED = 8, 32  # steps of each batch size

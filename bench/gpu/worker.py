@@ -23,7 +23,7 @@ import triton
 from bench.gpu import ceilings
 from bench.gpu.parts import CEILINGS, CHECKS, PARTS
 from bench.gpu.rows import Bench, Ceilings, Row, explain
-from kernels.triton.timing import cuda_timer, host_timer
+from pagoda_server.kernels.triton.timing import cuda_timer, host_timer
 
 GRACE_S = 20.0  # for what this process has started to be ended
 

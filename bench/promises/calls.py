@@ -12,9 +12,9 @@ from typing import Any, TypeAlias, Unpack
 import numpy as np
 
 from bench.measure import RequestTimes
-from clients import AsyncClient
-from clients.errors import DeadlineExceeded, Overloaded
-from clients.request import GenerateOptions
+from pagoda import AsyncClient
+from pagoda.errors import DeadlineExceeded, Overloaded
+from pagoda.request import GenerateOptions
 
 
 @dataclass(slots=True)

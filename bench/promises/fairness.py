@@ -12,8 +12,8 @@ import numpy as np
 from bench.promises.calls import Call, Send, cancelled, closed_loop, generate
 from bench.promises.scenario import Bound, Figures, Turn, Variant
 from bench.workloads import Draw
-from clients import AsyncClient
-from engine.tenants import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from pagoda import AsyncClient
+from pagoda_server.engine.scheduling.tenants import OUTPUT_WEIGHT, PROMPT_WEIGHT
 
 LIGHT, HEAVY = "light", "heavy"
 SEQUENCES = ("--max-num-seqs", "8")  # few, so that a few dozen calls saturate the engine

@@ -11,7 +11,7 @@ import numpy as np
 from bench.promises.calls import Call, cancelled, gaps_ms, generate, percentile
 from bench.promises.scenario import Bound, Figures, Turn, Variant
 from bench.workloads import Draw
-from clients import AsyncClient
+from pagoda import AsyncClient
 
 TARGET_ITL_MS = 80
 MAX_GROWTH = 1.5

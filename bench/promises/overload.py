@@ -13,7 +13,7 @@ from bench.measure import Targets
 from bench.promises.calls import Call, cancelled, generate
 from bench.promises.scenario import Bound, Figures, Turn, Variant
 from bench.workloads import Draw, Request
-from clients import AsyncClient
+from pagoda import AsyncClient
 
 NUM_SEQUENCES = 16
 SEQUENCES = ("--max-num-seqs", str(NUM_SEQUENCES))

@@ -10,7 +10,7 @@ import numpy as np
 from bench.promises.calls import generate
 from bench.promises.scenario import Bound, Figures, Turn, Variant
 from bench.workloads import Draw
-from clients import AsyncClient
+from pagoda import AsyncClient
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 from bench.promises.calls import Call, Send, cancelled, closed_loop, generate
 from bench.promises.scenario import Bound, Figures, Turn, Variant
 from bench.workloads import Draw
-from clients import AsyncClient
+from pagoda import AsyncClient
 
 AGEING_S = 4.0
 HIGH, LOW = 1, -1

@@ -22,7 +22,7 @@ from bench.promises.scenario import Bound, Figures, Scenario, Turn, Variant
 from bench.record import Setting
 from bench.report import Cells, spread
 from bench.server import served
-from clients.errors import PagodaError
+from pagoda.errors import PagodaError
 
 NAME = "promises"
 SCENARIOS: dict[str, type[Scenario]] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bench.promises.calls import generate
 from bench.promises.scenario import Bound, Figures, Turn, Variant
 from bench.text import TEXT
-from clients import AsyncClient
+from pagoda import AsyncClient
 
 SEED = 1234
 TEMPERATURE = 0.8

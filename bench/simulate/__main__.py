@@ -19,10 +19,10 @@ from bench.simulate import report
 from bench.simulate.arrivals import Arrivals, draw
 from bench.simulate.simulator import Outcome, Server, System, simulate
 from bench.simulate.step_times import DEFAULT, measure
-from checkpoints import DEFAULT_MODEL
-from engine.errors import ConfigError
-from engine.policies import POLICIES
-from engine.synthetic import StepTime
+from pagoda_server.checkpoints import DEFAULT_MODEL
+from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.runners.synthetic import StepTime
+from pagoda_server.engine.scheduling.policies import POLICIES
 
 NAME = "simulate"
 BASELINES = [

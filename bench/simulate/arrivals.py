@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.synthetic import StepTime
+from pagoda_server.engine.runners.synthetic import StepTime
 
 CALM_S, BURST_S = 40.0, 8.0  # mean lengths; a burst's rate is BURST times that of a calm
 BURST = 4.0

@@ -16,7 +16,7 @@ from bench.plots import COLORS, DPI, MARKERS, STYLE
 from bench.report import Cells
 from bench.simulate.arrivals import HOSTILE, URGENT, Arrivals
 from bench.simulate.simulator import Outcome, System
-from engine.policies import POLICIES
+from pagoda_server.engine.scheduling.policies import POLICIES
 
 
 def table(outcomes: Sequence[Outcome], arrivals: Arrivals, load: float, targets: Targets) -> Cells:

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from bench.measure import Targets
 from bench.simulate.arrivals import Arrivals
-from engine.blocks import BlockPool
-from engine.policies import PolicyName
-from engine.scheduler import Scheduler
-from engine.schedules import ScheduleName
-from engine.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan
-from engine.synthetic import StepTime
+from pagoda_server.engine.core.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.runners.synthetic import StepTime
+from pagoda_server.engine.scheduling.policies import PolicyName
+from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.engine.scheduling.schedules import ScheduleName
 
 REFUSED = "refused"  # by admission, before the scheduler
 FLUSH_AT = 1 << 16  # gaps between tokens that are binned at once

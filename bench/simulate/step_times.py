@@ -9,14 +9,14 @@ from statistics import median
 
 import numpy as np
 
-from checkpoints import resolve
-from checkpoints.progress import no_progress
-from engine.blocks import BlockPool
-from engine.config import EngineConfig
-from engine.load import load_runner
-from engine.scheduler import Scheduler
-from engine.sequence import SamplingParams, Sequence
-from engine.synthetic import StepTime
+from pagoda_server.checkpoints import resolve
+from pagoda_server.checkpoints.progress import no_progress
+from pagoda_server.engine.core.config import EngineConfig
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence
+from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.runners.load import load_runner
+from pagoda_server.engine.runners.synthetic import StepTime
+from pagoda_server.engine.scheduling.scheduler import Scheduler
 
 # Of SmolLM2-135M-Instruct with the native-int8 kernels on 2 shared cores of an AMD EPYC (AVX512-VNNI), 2026-11-21: each
 # of the twenty steps that it was fitted to, from 7 to 260 ms, took within 17 % of what it says.

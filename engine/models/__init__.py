@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from checkpoints.progress import Progress, no_progress
-from engine.errors import ConfigError
-from engine.models.config import ConfigFile, ModelConfig
-from engine.models.inputs import StepInputs
-from engine.models.llama import Embedded, Llama, configure_llama, configure_mistral
-from engine.models.parameters import Parameters
-from engine.models.qwen2 import configure_qwen2
-from engine.models.qwen3 import configure_qwen3
-from engine.weights import draw_weights, load_weights, quantized_weights
-from kernels import Backend
+from pagoda_server.checkpoints.progress import Progress, no_progress
+from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.models.config import ConfigFile, ModelConfig
+from pagoda_server.engine.models.inputs import StepInputs
+from pagoda_server.engine.models.llama import Embedded, Llama, configure_llama, configure_mistral
+from pagoda_server.engine.models.parameters import Parameters
+from pagoda_server.engine.models.qwen2 import configure_qwen2
+from pagoda_server.engine.models.qwen3 import configure_qwen3
+from pagoda_server.engine.models.weights import draw_weights, load_weights, quantized_weights
+from pagoda_server.kernels import Backend
 
 __all__ = ["Embedded", "Llama", "ModelConfig", "StepInputs", "load_model", "read_config"]
 

@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoints.grouped_weights import QUANTIZATION_CONFIG
-from engine.errors import ConfigError
-from engine.models.rope import RopeConfig
+from pagoda_server.checkpoints.grouped_weights import QUANTIZATION_CONFIG
+from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.models.rope import RopeConfig
 
 DEFAULT_ROPE_THETA = 10_000.0
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels import AttentionPlan
+from pagoda_server.kernels import AttentionPlan
 
 
 @dataclass(frozen=True, slots=True)

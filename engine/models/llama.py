@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.models.config import ConfigFile, ModelConfig, read_llama_like
-from engine.models.inputs import StepInputs
-from engine.models.parameters import LayerParameters, Parameters
-from engine.models.rope import Rope
-from kernels import Backend, HeadNorms, Linear, PagedKV
+from pagoda_server.engine.models.config import ConfigFile, ModelConfig, read_llama_like
+from pagoda_server.engine.models.inputs import StepInputs
+from pagoda_server.engine.models.parameters import LayerParameters, Parameters
+from pagoda_server.engine.models.rope import Rope
+from pagoda_server.kernels import Backend, HeadNorms, Linear, PagedKV
 
 # What transformers assumes where config.json is silent.
 MISTRAL_SLIDING_WINDOW = 4096

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.models.config import ModelConfig
-from kernels import Int4Weight
+from pagoda_server.engine.models.config import ModelConfig
+from pagoda_server.kernels import Int4Weight
 
 Weight = Tensor | Int4Weight
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.errors import ConfigError
-from engine.models.config import ConfigFile, ModelConfig, read_llama_like
+from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.models.config import ConfigFile, ModelConfig, read_llama_like
 
 # What transformers assumes where config.json is silent.
 _SLIDING_WINDOW = 4096

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.models.config import ConfigFile, ModelConfig, read_llama_like
-from engine.models.qwen2 import qwen_sliding_window
+from pagoda_server.engine.models.config import ConfigFile, ModelConfig, read_llama_like
+from pagoda_server.engine.models.qwen2 import qwen_sliding_window
 
 _HEAD_DIM = 128  # what transformers assumes where config.json is silent
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
+from pagoda_server.engine.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kernels.adjust_logits import adjust_logits
-from kernels.backend import Backend
-from kernels.embedding import embedding
-from kernels.sample import sample
-from kernels.triton.linear import gated_linear_triton, linear_triton
-from kernels.triton.linear_quantized import (
+from pagoda_server.kernels.adjust_logits import adjust_logits
+from pagoda_server.kernels.backend import Backend
+from pagoda_server.kernels.embedding import embedding
+from pagoda_server.kernels.sample import sample
+from pagoda_server.kernels.triton.linear import gated_linear_triton, linear_triton
+from pagoda_server.kernels.triton.linear_quantized import (
     gated_linear_fp8_weight_triton,
     gated_linear_int8_weight_triton,
     linear_fp8_weight_triton,
     linear_int8_weight_triton,
 )
-from kernels.triton.paged_attention import paged_attention_triton, plan_attention_triton
-from kernels.triton.rms_norm import rms_norm_triton
-from kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
-from kernels.triton.row_sampling import sample_rows_triton
+from pagoda_server.kernels.triton.paged_attention import paged_attention_triton, plan_attention_triton
+from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
+from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
+from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
 
 TRITON = Backend(
     name="triton",

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.linear import Linear
-from kernels.rope_and_store_kv import HeadNorms
-from kernels.row_sampling import allocate_sampled
-from kernels.triton.inputs import (
+from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.rope_and_store_kv import HeadNorms
+from pagoda_server.kernels.row_sampling import allocate_sampled
+from pagoda_server.kernels.triton.inputs import (
     LLAMA_1B,
     LLAMA_8B,
     SMOLLM2,
@@ -22,17 +22,17 @@ from kernels.triton.inputs import (
     random_pages,
     sampling_rows,
 )
-from kernels.triton.linear_quantized import (
+from pagoda_server.kernels.triton.linear_quantized import (
     gated_linear_fp8_weight_triton,
     gated_linear_int8_weight_triton,
     linear_fp8_weight_triton,
     linear_int8_weight_triton,
 )
-from kernels.triton.paged_attention import paged_attention_triton
-from kernels.triton.rms_norm import rms_norm_triton
-from kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
-from kernels.triton.row_sampling import sample_rows_triton
-from kernels.triton.silu_and_mul import silu_and_mul_triton
+from pagoda_server.kernels.triton.paged_attention import paged_attention_triton
+from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
+from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
+from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
+from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
 
 META = torch.device("meta")
 ROWS = 24  # no multiple of 16: kernels must not depend on how many rows there are

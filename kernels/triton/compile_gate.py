@@ -1,4 +1,4 @@
-"""`python -m kernels.triton.compile_gate`: every kernel that is launched, compiled for each GPU generation.
+"""`python -m pagoda_server.kernels.triton.compile_gate`: every kernel compiled for each GPU generation.
 
 Registers, spills, shared memory, the widest accesses and waits for matrix instructions are compared with compiled.json.
 With another release of Triton than the one named there only the rules hold: no spills, shared memory within the limit,
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import triton
 
-from kernels.triton.cases import Case, cases
-from kernels.triton.configs import IS_INTERPRETED
-from kernels.triton.launches import SHARED_LIMITS, Compiled, Launch, compile_launch, record
+from pagoda_server.kernels.triton.cases import Case, cases
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED
+from pagoda_server.kernels.triton.launches import SHARED_LIMITS, Compiled, Launch, compile_launch, record
 
 TABLE = Path(__file__).with_name("compiled.json")
 NUM_PROCESSES = 2

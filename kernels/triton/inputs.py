@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.paged import AttentionPlan, PagedKV
-from kernels.row_sampling import SamplingRows, allocate_rows
+from pagoda_server.kernels.paged import AttentionPlan, PagedKV
+from pagoda_server.kernels.row_sampling import SamplingRows, allocate_rows
 
 BLOCK_SIZE = 16
 MAX_STOPS, MAX_BIASES = 8, 32

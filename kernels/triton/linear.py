@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.linear import Linear
-from kernels.triton.product import NO_KERNEL, Config, DefaultConfig, Weight, choose, multiply
-from kernels.triton.silu_and_mul import silu_and_mul_triton
+from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.triton.product import NO_KERNEL, Config, DefaultConfig, Weight, choose, multiply
+from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
 
 MOST_ROWS = 64  # with more, a product is bound by arithmetic, which the library has optimised
 

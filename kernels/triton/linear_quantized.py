@@ -8,10 +8,10 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.linear import Linear
-from kernels.linear_quantized import quantize_to_fp8, quantize_to_int8
-from kernels.triton.linear import GatedLinear
-from kernels.triton.product import NO_KERNEL, Config, Weight, choose, multiply
+from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.linear_quantized import quantize_to_fp8, quantize_to_int8
+from pagoda_server.kernels.triton.linear import GatedLinear
+from pagoda_server.kernels.triton.product import NO_KERNEL, Config, Weight, choose, multiply
 
 FP8_CAPABILITY = (8, 9)
 FUSED_ROWS = 16  # every program computes the gates of all its rows: with more, once for all programs is less work

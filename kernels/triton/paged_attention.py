@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.paged import AttentionPlan, PagedKV
-from kernels.triton.paged_decode import paged_decode_triton
-from kernels.triton.paged_prefill import paged_prefill_triton
+from pagoda_server.kernels.paged import AttentionPlan, PagedKV
+from pagoda_server.kernels.triton.paged_decode import paged_decode_triton
+from pagoda_server.kernels.triton.paged_prefill import paged_prefill_triton
 
 ALIGNMENT = 4  # int32s: where arrays that share a copy begin
 

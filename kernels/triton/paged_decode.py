@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.paged import AttentionPlan, PagedKV
-from kernels.triton.attention_tile import (
+from pagoda_server.kernels.paged import AttentionPlan, PagedKV
+from pagoda_server.kernels.triton.attention_tile import (
     METADATA,
     SEQS,
     attend_tile,
@@ -26,8 +26,8 @@ from kernels.triton.attention_tile import (
     table_row,
     tile_dim,
 )
-from kernels.triton.configs import IS_INTERPRETED, tuned
-from kernels.triton.parts import find_part, part_limit, visible_len
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED, tuned
+from pagoda_server.kernels.triton.parts import find_part, part_limit, visible_len
 
 ROWS_LIMIT = 64  # query heads of a tile; more that share a KV head have several
 MERGE_SPLITS = tl.constexpr(16)  # parts that are merged together

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.paged import AttentionPlan, PagedKV
-from kernels.triton.attention_tile import (
+from pagoda_server.kernels.paged import AttentionPlan, PagedKV
+from pagoda_server.kernels.triton.attention_tile import (
     METADATA,
     SEQS,
     attend_tile,
@@ -23,7 +23,7 @@ from kernels.triton.attention_tile import (
     table_row,
     tile_dim,
 )
-from kernels.triton.configs import IS_INTERPRETED, tuned
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED, tuned
 
 
 @dataclass(frozen=True, slots=True)

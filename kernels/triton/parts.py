@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.attention_tile import SEQS
+from pagoda_server.kernels.triton.attention_tile import SEQS
 
 MIN_TILES = tl.constexpr(4)  # a part has: a shorter one would not pay for its merge
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.configs import IS_INTERPRETED, remembered, tuned
-from kernels.triton.silu_and_mul import gate
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED, remembered, tuned
+from pagoda_server.kernels.triton.silu_and_mul import gate
 
 REDUCED = 1024  # sums that a program adds up
 

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.paged import PagedKV
-from kernels.rope_and_store_kv import FP8_MAX, HeadNorms
-from kernels.triton.configs import IS_INTERPRETED, tuned
+from pagoda_server.kernels.paged import PagedKV
+from pagoda_server.kernels.rope_and_store_kv import FP8_MAX, HeadNorms
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED, tuned
 
 
 @dataclass(frozen=True, slots=True)

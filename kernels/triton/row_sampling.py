@@ -8,10 +8,10 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.row_sampling import MAX_TOP_LOGPROBS, SampledRows, SamplingRows
-from kernels.triton.configs import tuned
-from kernels.triton.row_sampling_choice import choice_kernel
-from kernels.triton.row_sampling_scan import scan_kernel
+from pagoda_server.kernels.row_sampling import MAX_TOP_LOGPROBS, SampledRows, SamplingRows
+from pagoda_server.kernels.triton.configs import tuned
+from pagoda_server.kernels.triton.row_sampling_choice import choice_kernel
+from pagoda_server.kernels.triton.row_sampling_scan import scan_kernel
 
 GROUP = 64  # adjacent tokens that are looked at together or not at all
 

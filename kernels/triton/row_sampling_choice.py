@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.gumbel import gumbel, noise_key
-from kernels.triton.row_sampling_logprobs import note_logprobs
-from kernels.triton.row_sampling_scan import LOG2_E, distance, draws_of
-from kernels.triton.row_sampling_search import (
+from pagoda_server.kernels.triton.gumbel import gumbel, noise_key
+from pagoda_server.kernels.triton.row_sampling_logprobs import note_logprobs
+from pagoda_server.kernels.triton.row_sampling_scan import LOG2_E, distance, draws_of
+from pagoda_server.kernels.triton.row_sampling_search import (
     GREATEST,
     LEAST,
     PIVOTS,

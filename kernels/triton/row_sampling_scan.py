@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.row_sampling import IN_PROMPT, SMALLEST_TEMPERATURE
-from kernels.triton.gumbel import gumbel, noise_key
+from pagoda_server.kernels.row_sampling import IN_PROMPT, SMALLEST_TEMPERATURE
+from pagoda_server.kernels.triton.gumbel import gumbel, noise_key
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _SMALLEST_TEMPERATURE = tl.constexpr(SMALLEST_TEMPERATURE)

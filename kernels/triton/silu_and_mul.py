@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.configs import tuned
+from pagoda_server.kernels.triton.configs import tuned
 
 
 @dataclass(frozen=True, slots=True)

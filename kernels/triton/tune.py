@@ -1,4 +1,4 @@
-"""`python -m kernels.triton.tune [FILE]`: finds launch configurations on this machine's GPU and writes their table.
+"""`python -m pagoda_server.kernels.triton.tune [FILE]`: measures launch configurations on a GPU.
 
 From an op's default, one field after the other is halved and doubled, and what is faster is kept, until nothing is. A
 configuration that does not compile, or whose result is another, is passed over.
@@ -19,9 +19,9 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.triton.configs import table_path, trying
-from kernels.triton.timing import Timer, cuda_timer
-from kernels.triton.tuning_spaces import Call, Space, spaces
+from pagoda_server.kernels.triton.configs import table_path, trying
+from pagoda_server.kernels.triton.timing import Timer, cuda_timer
+from pagoda_server.kernels.triton.tuning_spaces import Call, Space, spaces
 
 LIMIT_S = 330.0
 WORTH_IT = 0.97  # of the time before: less of a gain may be noise

@@ -10,10 +10,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kernels.linear import Linear
-from kernels.paged import AttentionPlan, PagedKV
-from kernels.row_sampling import allocate_sampled
-from kernels.triton.inputs import (
+from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.paged import AttentionPlan, PagedKV
+from pagoda_server.kernels.row_sampling import allocate_sampled
+from pagoda_server.kernels.triton.inputs import (
     LLAMA_1B,
     LLAMA_8B,
     SMOLLM2,
@@ -23,20 +23,20 @@ from kernels.triton.inputs import (
     random_pages,
     sampling_rows,
 )
-from kernels.triton.linear import gated_linear_triton, linear_triton
-from kernels.triton.linear_quantized import (
+from pagoda_server.kernels.triton.linear import gated_linear_triton, linear_triton
+from pagoda_server.kernels.triton.linear_quantized import (
     default_config,
     gated_linear_fp8_weight_triton,
     gated_linear_int8_weight_triton,
     linear_fp8_weight_triton,
     linear_int8_weight_triton,
 )
-from kernels.triton.paged_attention import paged_attention_triton
-from kernels.triton.rms_norm import rms_norm_triton
-from kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
-from kernels.triton.row_sampling import sample_rows_triton
-from kernels.triton.silu_and_mul import silu_and_mul_triton
-from kernels.triton.timing import num_copies
+from pagoda_server.kernels.triton.paged_attention import paged_attention_triton
+from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
+from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
+from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
+from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
+from pagoda_server.kernels.triton.timing import num_copies
 
 Call: TypeAlias = Callable[[], object]
 Prepare: TypeAlias = Callable[[Tensor, Tensor | None], Linear]

@@ -8,7 +8,7 @@ from rich.console import Console
 from bench import report
 from bench.kv_watch import kv_use
 from bench.measure import PROMPT_RATE, KVUse, RequestTimes, Run, Spread, Targets, Turns
-from protos import control_pb2
+from pagoda.v1 import control_pb2
 
 # Due at 0 s: tokens at 0.1, 0.2, 0.4 s. Due at 0.5 s: tokens at 1.0 and 2.0 s.
 RUN = Run(

@@ -25,9 +25,9 @@ from bench.quality import (
     quality,
     read,
 )
-from engine.runner import ModelRunner
-from kernels import has_native
-from kernels.native_module import native
+from pagoda_server.engine.runners.cpu.runner import ModelRunner
+from pagoda_server.kernels import has_native
+from pagoda_server.kernels.native_module import native
 from tests.engine.tiny_models import MODELS, VOCAB_SIZE, load_runner, random_prompt, save_model
 
 TOKENS = random_prompt(150, seed=3)

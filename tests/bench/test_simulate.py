@@ -12,8 +12,8 @@ from bench.simulate import report
 from bench.simulate.arrivals import HOSTILE, HUGE_PROMPT, Arrivals, draw
 from bench.simulate.simulator import Outcome, Server, System, simulate
 from bench.simulate.step_times import DEFAULT
-from engine.policies import POLICIES
-from engine.synthetic import StepTime
+from pagoda_server.engine.runners.synthetic import StepTime
+from pagoda_server.engine.scheduling.policies import POLICIES
 
 ONE_SECOND_A_TOKEN = Server(StepTime(base_s=10.0, per_token_s=1.0), timeout_s=1e6)
 FCFS = System("fcfs")

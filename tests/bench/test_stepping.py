@@ -12,7 +12,7 @@ from bench import timeline
 from bench.schedules import schedules
 from bench.stepping import Recording, Work, record
 from bench.workloads import long_tail, uniform
-from engine.schedules import SCHEDULES, ScheduleName
+from pagoda_server.engine.scheduling.schedules import SCHEDULES, ScheduleName
 from tests.engine.harness import VOCAB_SIZE, synthetic_runner
 
 TAIL = long_tail(VOCAB_SIZE, count=8, short_len=2, long_len=10, one_in=4)  # two of ten tokens, six of two

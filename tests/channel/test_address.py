@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from channel.address import check_address, is_local
+from pagoda_server.channel.address import check_address, is_local
 
 
 @pytest.mark.parametrize(

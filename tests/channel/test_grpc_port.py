@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from channel.grpc_port import GrpcPort
+from pagoda_server.channel.grpc_port import GrpcPort
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from channel.ring import Ring, RingReader, RingWriter
+from pagoda_server.channel.ring import Ring, RingReader, RingWriter
 
 
 @contextmanager

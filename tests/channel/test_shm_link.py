@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from channel import ring_pair, shm_socket
-from channel.link import Link
-from channel.ring_pair import RING_BYTES, RingPair
-from channel.shm_link import ShmLink
-from channel.shm_server import ShmServer
-from protos import engine_pb2
+from pagoda.engine.v1 import engine_pb2
+from pagoda_server.channel import ring_pair, shm_socket
+from pagoda_server.channel.link import Link
+from pagoda_server.channel.ring_pair import RING_BYTES, RingPair
+from pagoda_server.channel.shm_link import ShmLink
+from pagoda_server.channel.shm_server import ShmServer
 
 Message = engine_pb2.Ended  # any message with a string
 AnyLink = Link[Message, Message]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from checkpoints import (
+from pagoda_server.checkpoints import (
     DEFAULT_MODEL,
     AvailableModel,
     CheckpointError,
@@ -23,8 +23,8 @@ from checkpoints import (
     resolve,
     verify,
 )
-from checkpoints.cache import Cache
-from checkpoints.dequantized import dequantized
+from pagoda_server.checkpoints.cache import Cache
+from pagoda_server.checkpoints.dequantized import dequantized
 from tests.checkpoints.tiny_gguf import tiny_model
 
 
@@ -213,7 +213,7 @@ def test_a_folder_that_may_not_be_looked_into_is_one_clear_error(
 
 def test_a_hub_name_without_a_network_is_a_clear_error(own_cache: Path, tmp_path: Path) -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
-    command = [sys.executable, "-m", "checkpoints", "some-org/some-model"]
+    command = [sys.executable, "-m", "pagoda_server.checkpoints", "some-org/some-model"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stderr.startswith("error: some-org/some-model is no folder here and could not be had")
@@ -221,7 +221,7 @@ def test_a_hub_name_without_a_network_is_a_clear_error(own_cache: Path, tmp_path
 
 
 def test_the_command_prints_the_folder_alone_on_standard_output(own_cache: Path) -> None:
-    command = [sys.executable, "-m", "checkpoints", "synthetic", "--verify"]
+    command = [sys.executable, "-m", "pagoda_server.checkpoints", "synthetic", "--verify"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout == f"{own_cache / 'models' / 'synthetic'}\n"
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from checkpoints import CheckpointError
-from checkpoints.gguf_import import import_gguf
-from checkpoints.gguf_tokenizer import WORD_SPLITS
-from checkpoints.progress import no_progress
+from pagoda_server.checkpoints import CheckpointError
+from pagoda_server.checkpoints.gguf_import import import_gguf
+from pagoda_server.checkpoints.gguf_tokenizer import WORD_SPLITS
+from pagoda_server.checkpoints.progress import no_progress
 from tests.checkpoints.tiny_gguf import CHAT_TEMPLATE, bpe_vocabulary, tiny_model
 
 TINY = tiny_model("llama", vocab_size=400)

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from checkpoints import CheckpointError
-from checkpoints.dequantized import write_dequantized
-from checkpoints.gguf_import import import_gguf
-from checkpoints.gguf_weights import to_bfloat16
-from checkpoints.progress import no_progress
-from kernels import Int4Weight
+from pagoda_server.checkpoints import CheckpointError
+from pagoda_server.checkpoints.dequantized import write_dequantized
+from pagoda_server.checkpoints.gguf_import import import_gguf
+from pagoda_server.checkpoints.gguf_weights import to_bfloat16
+from pagoda_server.checkpoints.progress import no_progress
+from pagoda_server.kernels import Int4Weight
 from tests.checkpoints.tiny_gguf import MODELS, TinyModel, gguf_tensors, tiny_model
 
 

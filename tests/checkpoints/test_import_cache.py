@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import CheckpointError, default_model, resolve, verify
-from checkpoints.cache import Cache
-from checkpoints.progress import no_progress
+from pagoda_server.checkpoints import CheckpointError, default_model, resolve, verify
+from pagoda_server.checkpoints.cache import Cache
+from pagoda_server.checkpoints.progress import no_progress
 from tests.checkpoints.tiny_gguf import tiny_model
 
 # Resolves the model and dies by SIGKILL at the first report whose description begins with the second argument.
 DIE_AT = """
 import os, signal, sys
-from checkpoints import resolve
+from pagoda_server.checkpoints import resolve
 def progress(description, done, total, /):
     if description.startswith(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)

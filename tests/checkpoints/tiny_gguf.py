@@ -11,7 +11,7 @@ import torch
 from gguf.constants import TokenType
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from checkpoints.synthetic import letters_of_bytes
+from pagoda_server.checkpoints.synthetic import letters_of_bytes
 
 SIZES = {
     "vocab_size": 264,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clients import AsyncClient, Chunk, Client
+from pagoda import AsyncClient, Chunk, Client
 from tests.clients.fake_server import FakeServer, running
 
 

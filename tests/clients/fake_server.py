@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 Behaviour = Callable[[Message, grpc.ServicerContext], Iterator[Message]]
 

@@ -16,12 +16,12 @@ import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
-from clients.cli import app
-from protos import inference_pb2
-from router.config import ServeConfig
+from pagoda.v1 import inference_pb2
+from pagoda_server.cli.__main__ import app
+from pagoda_server.router.process.config import ServeConfig
 from tests.clients.fake_server import FakeServer, answer, answer_without_end, fail
 
-COMMAND = [sys.executable, "-m", "clients.cli"]
+COMMAND = [sys.executable, "-m", "pagoda_server.cli"]
 
 
 @contextmanager
@@ -294,7 +294,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
         configs.append(config)
         return 2
 
-    monkeypatch.setattr("router.main.serve", serve)
+    monkeypatch.setattr("pagoda_server.router.process.main.serve", serve)
     return configs
 
 
@@ -337,8 +337,8 @@ def test_a_setting_that_cannot_be_is_one_line_and_exit_code_2(served: list[Serve
 
 def test_help_loads_neither_the_server_nor_numerics() -> None:
     code = (
-        "import sys; from typer.testing import CliRunner; from clients.cli import app; "
+        "import sys; from typer.testing import CliRunner; from pagoda_server.cli.__main__ import app; "
         "assert 'generate' in CliRunner().invoke(app, ['--help']).output; "
-        "assert not {'torch', 'numpy', 'router.main', 'gguf', 'uvloop'} & sys.modules.keys()"
+        "assert not {'torch', 'numpy', 'pagoda_server.router.process.main', 'gguf', 'uvloop'} & sys.modules.keys()"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -16,7 +16,7 @@ import pytest
 import trustme
 from google.rpc import error_details_pb2
 
-from clients import (
+from pagoda import (
     AlreadyExists,
     AsyncClient,
     Cancelled,
@@ -36,7 +36,7 @@ from clients import (
     Unimplemented,
     Usage,
 )
-from protos import inference_pb2
+from pagoda.v1 import inference_pb2
 from tests.clients.conftest import Asyncio, Blocking
 from tests.clients.fake_server import FakeServer, answer, answer_without_end, fail, retry_after, running, silence
 

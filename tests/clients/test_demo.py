@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from clients.demo import CHATS, TEXTS
+from pagoda_server.cli.demo import CHATS, TEXTS
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -30,7 +30,7 @@ def mark() -> str:
 @pytest.fixture
 def start(mark: str) -> Start:
     def start(*options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "clients.demo", "synthetic", "--hang-timeout-s", mark, *options]
+        command = [sys.executable, "-m", "pagoda_server.cli.demo", "synthetic", "--hang-timeout-s", mark, *options]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     return start
@@ -85,7 +85,7 @@ def test_demo_streams_eight_prompts_interleaved_and_reports_figures(start: Start
 
 
 def test_demo_on_the_default_model_knows_the_capital_of_sweden(default_model_folder: Path) -> None:
-    demo = subprocess.run([sys.executable, "-m", "clients.demo"], capture_output=True, text=True, check=False)
+    demo = subprocess.run([sys.executable, "-m", "pagoda_server.cli.demo"], capture_output=True, text=True, check=False)
     assert demo.returncode == 0, demo.stderr
     answer = demo.stdout[demo.stdout.rindex(f"chat › {CHATS[0]}") :].splitlines()[1]
     assert "Stockholm" in answer

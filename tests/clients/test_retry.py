@@ -5,8 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from clients import Overloaded, Unavailable
-from clients.retry import Attempts
+from pagoda import Overloaded, Unavailable
+from pagoda.retry import Attempts
 
 
 def unavailable(retry_after_s: float | None = None) -> Unavailable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protos import inference_pb2, inference_pb2_grpc
+from pagoda.v1 import inference_pb2, inference_pb2_grpc
 
 
 def request(

@@ -11,8 +11,8 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from engine.synthetic import expected_tokens
-from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import ask, request
 
 Request = inference_pb2.GenerateRequest

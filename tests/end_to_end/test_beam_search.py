@@ -10,11 +10,11 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
-from clients.cli import app
-from clients.client import Client
-from engine.beam_search import BeamParams, EarlyStopping
-from engine.synthetic import expected_tokens
-from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.client import Client
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda_server.cli.__main__ import app
+from pagoda_server.engine.core.beam_search import BeamParams, EarlyStopping
+from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import Answer, ask, request
 from tests.engine.beam_reference import Expected, expected_beams
 from tests.servers import Server

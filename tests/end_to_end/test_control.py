@@ -14,7 +14,7 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2
 
-from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.end_to_end.asking import Answer, ask, request
 from tests.servers import Server, running_server
 

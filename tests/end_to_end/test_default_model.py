@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.end_to_end.asking import Answer, ask, chat, request
 from tests.servers import Server, running_server
 

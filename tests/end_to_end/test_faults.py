@@ -21,9 +21,9 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
 from grpc_status import rpc_status
 
-from checkpoints import resolve
-from engine.synthetic import expected_tokens
-from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda_server.checkpoints import resolve
+from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import Answer, ask, request
 from tests.servers import ROOT, Server, running_engine, running_server
 
@@ -534,7 +534,7 @@ def test_a_wrong_setting_is_one_clear_line_and_exit_code_two(arguments: tuple[st
     command = [
         sys.executable,
         "-m",
-        "clients.cli",
+        "pagoda_server.cli.__main__",
         "serve",
         "--model",
         "synthetic",
@@ -559,7 +559,7 @@ def test_a_wrong_setting_is_one_clear_line_and_exit_code_two(arguments: tuple[st
 def test_a_unix_socket_in_use_is_refused_and_goes_on_being_served(tmp_path: Path) -> None:
     listen = ("--listen", f"unix:{tmp_path / 's'}")
     with running_server(*SYNTHETIC, *listen) as server:
-        command = [sys.executable, "-m", "clients.cli", "serve", *SYNTHETIC, *listen]
+        command = [sys.executable, "-m", "pagoda_server.cli", "serve", *SYNTHETIC, *listen]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
         assert result.returncode == 2
         assert f"cannot bind {listen[1]}: Address already in use" in result.stderr
@@ -572,7 +572,7 @@ def test_a_port_in_use_is_refused(synthetic_server: Server) -> None:
     command = [
         sys.executable,
         "-m",
-        "clients.cli",
+        "pagoda_server.cli.__main__",
         "serve",
         "--model",
         "synthetic",

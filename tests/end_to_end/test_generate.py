@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.synthetic import expected_tokens
-from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import Answer, ask, request
 
 VOCAB_SIZE = 258

@@ -9,9 +9,9 @@ import grpc
 import pytest
 
 from bench.gpu.random_model import write_model
-from checkpoints import DEFAULT_MODEL, CheckpointError, resolve
-from kernels.triton.inputs import ModelShape
-from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda_server.checkpoints import DEFAULT_MODEL, CheckpointError, resolve
+from pagoda_server.kernels.triton.inputs import ModelShape
 from tests.end_to_end.asking import ask, request
 from tests.servers import running_server
 

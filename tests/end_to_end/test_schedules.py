@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from engine.synthetic import expected_tokens
-from protos import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import ask, request
 from tests.servers import running_server
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.synthetic import expected_tokens
-from protos import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import Answer, ask, request
 from tests.servers import Server, running_server
 
@@ -33,7 +33,9 @@ def server() -> Iterator[Server]:
 def routers(server: Server) -> list[psutil.Process]:
     children = psutil.Process(server.process.pid).children()
     return [
-        child for child in children if child.status() != psutil.STATUS_ZOMBIE and "router.worker" in child.cmdline()
+        child
+        for child in children
+        if child.status() != psutil.STATUS_ZOMBIE and "pagoda_server.router.process.worker" in child.cmdline()
     ]
 
 

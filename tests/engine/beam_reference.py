@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.beam_search import BeamParams, EarlyStopping
-from engine.synthetic import advance, expected_logprobs
+from pagoda_server.engine.core.beam_search import BeamParams, EarlyStopping
+from pagoda_server.engine.runners.synthetic import advance, expected_logprobs
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol, TypedDict, Unpack
 
-from engine.beam_search import BeamParams
-from engine.blocks import BlockPool, chain_root
-from engine.host_blocks import HostBlocks
-from engine.policies import PolicyName
-from engine.runner_info import KVCacheSpec, RunnerInfo
-from engine.scheduler import Scheduler
-from engine.schedules import ScheduleName
-from engine.sequence import Sampled, SamplingParams, Sequence, StepPlan
-from engine.step_output import Ended
-from engine.steps_in_flight import StepsInFlight
-from engine.synthetic import SyntheticRunner, advance, expected_tokens
+from pagoda_server.engine.core.beam_search import BeamParams
+from pagoda_server.engine.core.output import Ended
+from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.kv.blocks import BlockPool, chain_root
+from pagoda_server.engine.kv.host_blocks import HostBlocks
+from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
+from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo
+from pagoda_server.engine.runners.synthetic import SyntheticRunner, advance, expected_tokens
+from pagoda_server.engine.scheduling.policies import PolicyName
+from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.engine.scheduling.schedules import ScheduleName
 
 VOCAB_SIZE = 258
 

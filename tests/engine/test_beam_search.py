@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.beam_search import BeamParams, BeamSearch, EarlyStopping
-from engine.sequence import EndReason, SamplingParams, Sequence
-from engine.steps_in_flight import Runner
+from pagoda_server.engine.core.beam_search import BeamParams, BeamSearch, EarlyStopping
+from pagoda_server.engine.core.sequence import EndReason, SamplingParams, Sequence
+from pagoda_server.engine.loop.steps_in_flight import Runner
 from tests.engine.test_device_runner import Served, device_runner
 from tests.engine.tiny_models import MODELS, VOCAB_SIZE, load_runner, random_prompt, save_model
 

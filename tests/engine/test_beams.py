@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.beam_search import BeamParams
-from engine.schedules import SCHEDULES, ScheduleName
-from engine.sequence import EndReason, Sequence, State, StepPlan
-from engine.steps_in_flight import Computed, Runner, StepsInFlight
+from pagoda_server.engine.core.beam_search import BeamParams
+from pagoda_server.engine.core.sequence import EndReason, Sequence, State, StepPlan
+from pagoda_server.engine.loop.steps_in_flight import Computed, Runner, StepsInFlight
+from pagoda_server.engine.scheduling.schedules import SCHEDULES, ScheduleName
 from tests.engine.beam_reference import Expected, expected_beams
 from tests.engine.harness import VOCAB_SIZE, Rules, SteppedEngine
 from tests.engine.test_scheduler import prompt

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.blocks import BlockPool, chain_hash, chain_root
+from pagoda_server.engine.kv.blocks import BlockPool, chain_hash, chain_root
 
 
 def chain(*blocks: list[int], salt: str = "") -> list[bytes]:

@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.blocks import BlockPool
-from engine.config import EngineConfig
-from engine.device import DeviceRunner
-from engine.device.graphs import bucket_sizes
-from engine.device.rehearsal import prompts_of_all_sizes
-from engine.host_blocks import HostBlocks
-from engine.loaded_model import load_for_serving
-from engine.scheduler import Scheduler
-from engine.schedules import ScheduleName
-from engine.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan, TokenLogprobs
-from engine.step_output import Ended
-from engine.steps_in_flight import Launched, Runner, StepsInFlight
-from kernels.triton.configs import IS_INTERPRETED
+from pagoda_server.engine.core.config import EngineConfig
+from pagoda_server.engine.core.output import Ended
+from pagoda_server.engine.core.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan, TokenLogprobs
+from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.kv.host_blocks import HostBlocks
+from pagoda_server.engine.loop.steps_in_flight import Launched, Runner, StepsInFlight
+from pagoda_server.engine.runners.cuda import DeviceRunner
+from pagoda_server.engine.runners.cuda.graphs import bucket_sizes
+from pagoda_server.engine.runners.cuda.rehearsal import prompts_of_all_sizes
+from pagoda_server.engine.runners.loaded_model import load_for_serving
+from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.engine.scheduling.schedules import ScheduleName
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from tests.engine.tiny_models import VOCAB_SIZE, load_runner, random_prompt, saved_model
 from tests.kernels.triton.device import DEVICE
 
@@ -247,7 +247,9 @@ def test_parameters_are_checked_when_a_sequence_starts_and_not_at_every_step(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, checked = Served(device_runner(llama), 36), []
-    monkeypatch.setattr("engine.device.row_parameters.find_fault", lambda params, _: checked.append(params))
+    monkeypatch.setattr(
+        "pagoda_server.engine.runners.cuda.row_parameters.find_fault", lambda params, _: checked.append(params)
+    )
     served.add(random_prompt(9, seed=1), SamplingParams(max_tokens=10))
     served.step()
     at_start = len(checked)

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from bench.gpu.parts import PARTS
 from bench.gpu.rows import Bench, Ceilings
-from checkpoints.progress import no_progress
-from engine import load, loaded_model
-from engine.config import EngineConfig
-from engine.device.outcomes import DeviceStep
-from engine.errors import ConfigError
-from engine.sequence import SamplingParams, StepPlan
-from kernels import Backend, HeadNorms, PagedKV, load_backend
-from kernels.triton import timing
+from pagoda_server.checkpoints.progress import no_progress
+from pagoda_server.engine.core.config import EngineConfig
+from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.core.sequence import SamplingParams, StepPlan
+from pagoda_server.engine.runners import load, loaded_model
+from pagoda_server.engine.runners.cuda.outcomes import DeviceStep
+from pagoda_server.kernels import Backend, HeadNorms, PagedKV, load_backend
+from pagoda_server.kernels.triton import timing
 from tests.engine import test_device_runner
 from tests.engine.test_device_runner import *  # noqa: F403
 from tests.engine.test_device_runner import PARAMS, Served, ask, device_runner, one_by_one, outputs
@@ -169,7 +169,7 @@ def test_memory_that_runs_out_beside_torch_names_the_flags_too(llama: Path, monk
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`")
 
-    monkeypatch.setattr("engine.device.runner.HostCopies", fails)
+    monkeypatch.setattr("pagoda_server.engine.runners.cuda.runner.HostCopies", fails)
     with pytest.raises(ConfigError, match=r"not enough device memory for the blocks of host memory .*--host-kv-gb"):
         device_runner(llama, host_kv_gb=1e-4)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.errors import ConfigError
-from engine.host_blocks import HostBlocks
-from engine.host_copy_times import HostCopyTimes
-from engine.prefix_cache import Prefix
-from engine.sequence import Chunk, SamplingParams, Sequence, State, StepPlan
-from engine.steps_in_flight import StepsInFlight
-from engine.synthetic import StepTime
+from pagoda_server.engine.core.config import EngineConfig
+from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, State, StepPlan
+from pagoda_server.engine.kv.host_blocks import HostBlocks
+from pagoda_server.engine.kv.prefix_cache import Prefix
+from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
+from pagoda_server.engine.runners.synthetic import StepTime
+from pagoda_server.engine.timing.host_copy_times import HostCopyTimes
 from tests.engine.harness import SteppedEngine
 from tests.engine.test_scheduler import prompt
 from tests.engine.unreliable import UnreliableRunner

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ConfigError
-from engine.runner import ModelRunner
+from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from tests.engine.test_device_runner import BACKEND, FailsAt, Served, ask, device_runner, one_by_one, outputs
 from tests.engine.tiny_models import load_runner, saved_model
 

@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints.dequantized import write_dequantized
-from checkpoints.gguf_import import import_gguf
-from checkpoints.progress import no_progress
-from engine.errors import ConfigError
-from engine.loaded_model import choose_backend, choose_dtype
-from engine.models import read_config
-from engine.models.parameters import Parameters
-from engine.weights import load_weights, quantized_weights
-from kernels import Backend, Int4Weight, has_native, prefers_whole_native
-from kernels.backend import REFERENCE
-from kernels.linear import gated_linear, linear
-from kernels.linear_int4 import gated_linear_int4, linear_int4
+from pagoda_server.checkpoints.dequantized import write_dequantized
+from pagoda_server.checkpoints.gguf_import import import_gguf
+from pagoda_server.checkpoints.progress import no_progress
+from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.models import read_config
+from pagoda_server.engine.models.parameters import Parameters
+from pagoda_server.engine.models.weights import load_weights, quantized_weights
+from pagoda_server.engine.runners.loaded_model import choose_backend, choose_dtype
+from pagoda_server.kernels import Backend, Int4Weight, has_native, prefers_whole_native
+from pagoda_server.kernels.backend import REFERENCE
+from pagoda_server.kernels.linear import gated_linear, linear
+from pagoda_server.kernels.linear_int4 import gated_linear_int4, linear_int4
 from tests.checkpoints.tiny_gguf import tiny_model
 from tests.engine.tiny_models import ShuffledBlocks, load_runner, next_chunk, random_prompt, step_logits
 
@@ -104,7 +104,7 @@ def parameters(folder: Path, dtype: torch.dtype, *, keeps_int4: bool) -> dict[st
 def test_weights_are_dequantized_for_a_backend_that_takes_none(
     whole: Path, dtype: torch.dtype, rows_at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.weights.VALUES_AT_ONCE", rows_at_once)
+    monkeypatch.setattr("pagoda_server.engine.models.weights.VALUES_AT_ONCE", rows_at_once)
     write_dequantized(whole, tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
     found = parameters(whole, dtype, keeps_int4=False)
@@ -139,12 +139,12 @@ def test_logits_with_weights_in_4_bits_are_near_those_in_float32(folder: Path, m
         return step_logits(runner, [next_chunk(ShuffledBlocks(runner).sequence(random_prompt(40, seed=5), 1))])[0]
 
     exact = logits()
-    monkeypatch.setattr("engine.loaded_model.load_backend", lambda name: reference_int4())
+    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.load_backend", lambda name: reference_int4())
     assert 0 < (logits() - exact).norm() / exact.norm() < 0.05  # only activations are rounded
 
 
 def test_the_weights_take_the_bytes_that_they_take_in_the_file(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.loaded_model.load_backend", lambda name: reference_int4())
+    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.load_backend", lambda name: reference_int4())
     stored = load_file(whole / "model.safetensors")
     embedding = sum(tensor.nbytes for name, tensor in stored.items() if "embed_tokens" in name)
     unpacked = 264 * 64 * 2
@@ -181,9 +181,9 @@ WHOLE = "native-whole" if prefers_whole_native() else "native"
 
 
 def test_auto_takes_4_bits_where_there_are_weights_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.loaded_model.has_native", lambda: True)
+    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.has_native", lambda: True)
     monkeypatch.setattr("engine.loaded_model.has_native_int8_weight", lambda: False)
-    monkeypatch.setattr("engine.loaded_model.instruction_set", lambda: "avx2")
+    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.instruction_set", lambda: "avx2")
     assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=True) == "native-int4"
     assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=False) == "native-int8"
     assert choose_backend(CPU, torch.float32, "auto", has_int4_weights=True) == WHOLE
@@ -195,7 +195,7 @@ def test_auto_takes_4_bits_where_there_are_weights_and_kernels(monkeypatch: pyte
         choose_backend(CPU, torch.bfloat16, "int4", has_int4_weights=False)
     with pytest.raises(ConfigError, match="--quantization int4: there are kernels for it on a CPU only, not on cuda"):
         choose_backend(torch.device("cuda"), torch.bfloat16, "int4", has_int4_weights=True)
-    monkeypatch.setattr("engine.loaded_model.has_native", lambda: False)
+    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.has_native", lambda: False)
     with pytest.raises(ConfigError, match="--quantization int4 needs Pagoda installed where there is a C"):
         choose_backend(CPU, torch.bfloat16, "int4", has_int4_weights=True)
     assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=True) == "cpu"

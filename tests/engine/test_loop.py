@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from engine.blocks import BlockPool
-from engine.loop import Abort, Add, EngineLoop, LoadSnapshot
-from engine.scheduler import Scheduler
-from engine.sequence import Chunk, EndReason, SamplingParams, Sequence, State, StepPlan
-from engine.step_output import StepOutput
-from engine.steps_in_flight import Launched, compute_one_by_one
-from engine.synthetic import expected_tokens
+from pagoda_server.engine.core.output import StepOutput
+from pagoda_server.engine.core.sequence import Chunk, EndReason, SamplingParams, Sequence, State, StepPlan
+from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.loop.loop import Abort, Add, EngineLoop, LoadSnapshot
+from pagoda_server.engine.loop.steps_in_flight import Launched, compute_one_by_one
+from pagoda_server.engine.runners.synthetic import expected_tokens
+from pagoda_server.engine.scheduling.scheduler import Scheduler
 from tests.engine.harness import VOCAB_SIZE, synthetic_runner
 
 

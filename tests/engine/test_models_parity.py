@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.runner import ModelRunner
+from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from tests.engine.tiny_models import (
     MODELS,
     ShuffledBlocks,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.runner import ModelRunner
-from kernels import Backend, Linear, load_backend
-from kernels.backend import REFERENCE
-from kernels.linear_quantized import (
+from pagoda_server.engine.runners.cpu.runner import ModelRunner
+from pagoda_server.kernels import Backend, Linear, load_backend
+from pagoda_server.kernels.backend import REFERENCE
+from pagoda_server.kernels.linear_quantized import (
     gated_linear_fp8_weight,
     gated_linear_int8_weight,
     linear_fp8_weight,
@@ -34,7 +34,7 @@ MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
 def runner_on(backend: Backend, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
-    monkeypatch.setattr("engine.loaded_model.load_backend", lambda _: backend)
+    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.load_backend", lambda _: backend)
     runner = load_runner(folder, device=DEVICE)
     for kv in runner._cache:
         kv.keys.fill_(torch.nan)

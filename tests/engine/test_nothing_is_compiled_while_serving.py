@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.triton.configs import IS_INTERPRETED
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.errors import ConfigError
-from engine.sequence import SamplingParams
+from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.core.sequence import SamplingParams
 from tests.engine.test_device_runner import Served, ask, device_runner, outputs
 from tests.engine.tiny_models import MODELS, random_prompt, save_model, saved_model
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import queue
 import time
 
-from engine.blocks import BlockPool
-from engine.loop import Add, EngineLoop, LoadSnapshot
-from engine.scheduler import Scheduler
-from engine.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan
-from engine.step_output import StepOutput
-from engine.steps_in_flight import Launched
-from engine.synthetic import expected_tokens
+from pagoda_server.engine.core.output import StepOutput
+from pagoda_server.engine.core.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.loop.loop import Add, EngineLoop, LoadSnapshot
+from pagoda_server.engine.loop.steps_in_flight import Launched
+from pagoda_server.engine.runners.synthetic import expected_tokens
+from pagoda_server.engine.scheduling.scheduler import Scheduler
 from tests.engine.harness import VOCAB_SIZE, SteppedEngine, synthetic_runner
 from tests.engine.test_scheduler import prompt
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.errors import ConfigError
-from engine.pacing import ADVANCE_EVERY, LEAST_GROWTH, MIN_PREFILL
-from engine.running_quantile import RunningQuantile
-from engine.schedules import SCHEDULES
-from engine.sequence import Chunk, SamplingParams, Sequence, StepPlan
-from engine.step_time_model import StepLoad, StepTimeModel
-from engine.synthetic import StepTime
+from pagoda_server.engine.core.config import EngineConfig
+from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.runners.synthetic import StepTime
+from pagoda_server.engine.scheduling.pacing import ADVANCE_EVERY, LEAST_GROWTH, MIN_PREFILL
+from pagoda_server.engine.scheduling.schedules import SCHEDULES
+from pagoda_server.engine.timing.running_quantile import RunningQuantile
+from pagoda_server.engine.timing.step_time_model import StepLoad, StepTimeModel
 from tests.engine.harness import SteppedEngine, TakesTime
 from tests.engine.test_scheduler import prompt
 

@@ -9,13 +9,13 @@ from itertools import islice
 
 import pytest
 
-from engine.deadlines import LEAVING
-from engine.policies import PolicyName
-from engine.policies.deadline import LATE_EVERY, Deadline
-from engine.policies.fair import MAX_IDLE_TENANTS, OUTPUT_WEIGHT, Fair
-from engine.policies.policy import PolicySettings
-from engine.sequence import EndReason, SamplingParams, Sequence, State
-from engine.synthetic import StepTime
+from pagoda_server.engine.core.sequence import EndReason, SamplingParams, Sequence, State
+from pagoda_server.engine.runners.synthetic import StepTime
+from pagoda_server.engine.scheduling.deadlines import LEAVING
+from pagoda_server.engine.scheduling.policies import PolicyName
+from pagoda_server.engine.scheduling.policies.deadline import LATE_EVERY, Deadline
+from pagoda_server.engine.scheduling.policies.fair import MAX_IDLE_TENANTS, OUTPUT_WEIGHT, Fair
+from pagoda_server.engine.scheduling.policies.policy import PolicySettings
 from tests.engine.harness import SteppedEngine
 from tests.engine.test_scheduler import prompt
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.blocks import BlockPool
-from engine.steps_in_flight import StepsInFlight
+from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from tests.engine.harness import SteppedEngine
 from tests.engine.test_scheduler import prompt
 from tests.engine.unreliable import UnreliableRunner

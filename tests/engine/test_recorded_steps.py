@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.runner import ModelRunner
-from engine.sequence import SamplingParams, Sequence, StepPlan
-from kernels import Recording, has_native, has_native_int8_weight, load_backend, set_num_threads
-from kernels.backend import _BACKENDS
-from kernels.native_module import native
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.runners.cpu.runner import ModelRunner
+from pagoda_server.kernels import Recording, has_native, has_native_int8_weight, load_backend, set_num_threads
+from pagoda_server.kernels.backend import _BACKENDS
+from pagoda_server.kernels.native_module import native
 from tests.engine.test_device_runner import Served
 from tests.engine.tiny_models import (
     MODELS,
@@ -107,7 +107,7 @@ def test_logits_have_the_same_bits_with_any_sequences_in_any_order(
 def test_every_compiled_backend_can_be_recorded(
     saved: Callable[[str], Path], name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.loaded_model.load_backend", lambda _: load_backend(name))
+    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.load_backend", lambda _: load_backend(name))
     runner = load(saved("qwen3"), dtype)
     assert runner.info.kernel_backend == name
     blocks = ShuffledBlocks(runner)
@@ -226,6 +226,6 @@ def test_threads_can_change_between_a_recording_and_its_replay(saved: Callable[[
 def test_nothing_is_recorded_where_an_op_is_not_of_the_compiled_module(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.loaded_model.prefers_whole_native", lambda: False)
+    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.prefers_whole_native", lambda: False)
     for settings in ({"dtype": "float16"}, {"dtype": "float32", "quantization": "none"}):
         assert load_runner(saved("smollm"), **settings)._recorded is None

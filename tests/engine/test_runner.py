@@ -16,17 +16,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import resolve
-from checkpoints.progress import no_progress
-from engine import load
-from engine.config import EngineConfig
-from engine.device.rehearsal import largest_plan
-from engine.errors import ConfigError
-from engine.runner import ModelRunner
-from engine.sequence import Chunk, SamplingParams, StepPlan
-from engine.step_arrays import attended_parts
-from engine.synthetic import StepTime
-from kernels import has_native, has_native_int8_weight, load_backend, prefers_whole_native
+from pagoda_server.checkpoints import resolve
+from pagoda_server.checkpoints.progress import no_progress
+from pagoda_server.engine.core.config import EngineConfig
+from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.core.sequence import Chunk, SamplingParams, StepPlan
+from pagoda_server.engine.runners import load
+from pagoda_server.engine.runners.cpu.runner import ModelRunner
+from pagoda_server.engine.runners.cpu.step_arrays import attended_parts
+from pagoda_server.engine.runners.cuda.rehearsal import largest_plan
+from pagoda_server.engine.runners.synthetic import StepTime
+from pagoda_server.kernels import has_native, has_native_int8_weight, load_backend, prefers_whole_native
 from tests.engine.tiny_models import (
     MODELS,
     VOCAB_SIZE,
@@ -39,6 +39,8 @@ from tests.engine.tiny_models import (
     step,
     step_logits,
 )
+
+LOADED_MODEL = "pagoda_server.engine.runners.loaded_model"
 
 needs_int8 = pytest.mark.skipif(not has_native(), reason="needs compiled code for products in int8")
 
@@ -366,7 +368,7 @@ def test_the_reference_backend_generates_the_same_tokens(
     for name in ("mistral with a sliding window", "qwen3"):
         monkeypatch.undo()
         here = load_runner(saved(name))
-        monkeypatch.setattr("engine.loaded_model.load_backend", lambda _: load_backend("reference"))
+        monkeypatch.setattr(f"{LOADED_MODEL}.load_backend", lambda _: load_backend("reference"))
         there = load_runner(saved(name))
         assert there.info.kernel_backend == "reference" != here.info.kernel_backend
         tokens = [
@@ -429,7 +431,7 @@ def test_bfloat16_on_a_cpu_is_served_in_int8_unless_told_otherwise(
     def backend(dtype: str, quantization: str) -> str:
         return load_runner(saved("smollm"), dtype=dtype, quantization=quantization).info.kernel_backend
 
-    monkeypatch.setattr("engine.loaded_model.instruction_set", lambda: "avx2")
+    monkeypatch.setattr(f"{LOADED_MODEL}.instruction_set", lambda: "avx2")
     int8 = "native-int8-weight" if has_native_int8_weight() else "native-int8"
     assert backend("bfloat16", "auto") == int8
     assert backend("float32", "int8") == int8
@@ -437,7 +439,7 @@ def test_bfloat16_on_a_cpu_is_served_in_int8_unless_told_otherwise(
     assert backend("bfloat16", "auto") == backend("float32", "int8") == "native-int8"
     whole = "native-whole" if prefers_whole_native() else "native"
     assert backend("bfloat16", "none") == backend("float32", "auto") == backend("float16", "auto") == whole
-    monkeypatch.setattr("engine.loaded_model.instruction_set", lambda: "generic")
+    monkeypatch.setattr(f"{LOADED_MODEL}.instruction_set", lambda: "generic")
     assert backend("bfloat16", "auto") == whole
 
 
@@ -446,7 +448,7 @@ def test_int8_is_refused_where_there_are_no_kernels_for_it(
 ) -> None:
     with pytest.raises(ConfigError, match="can be bfloat16 or float32, not float16"):
         load_runner(saved("smollm"), dtype="float16", quantization="int8")
-    monkeypatch.setattr("engine.loaded_model.has_native", lambda: False)
+    monkeypatch.setattr(f"{LOADED_MODEL}.has_native", lambda: False)
     with pytest.raises(ConfigError, match="--quantization int8 needs Pagoda installed where there is a C"):
         load_runner(saved("smollm"), quantization="int8")
     assert load_runner(saved("smollm"), dtype="bfloat16").info.kernel_backend == "cpu"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.sampler import Choice, Sampler
-from engine.sequence import SamplingParams, Sequence
-from kernels import load_backend
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence
+from pagoda_server.engine.runners.cpu.sampler import Choice, Sampler
+from pagoda_server.kernels import load_backend
 
 VOCAB_SIZE = 40
 

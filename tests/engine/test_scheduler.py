@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.sequence import EndReason, State
+from pagoda_server.engine.core.sequence import EndReason, State
 from tests.engine.harness import SteppedEngine
 
 

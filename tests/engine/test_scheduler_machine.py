@@ -6,13 +6,13 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.beam_search import BeamParams, EarlyStopping
-from engine.deadlines import LEAVING
-from engine.policies import PolicyName
-from engine.schedules import ScheduleName
-from engine.sequence import EndReason, State
-from engine.steps_in_flight import StepsInFlight
-from engine.synthetic import StepTime
+from pagoda_server.engine.core.beam_search import BeamParams, EarlyStopping
+from pagoda_server.engine.core.sequence import EndReason, State
+from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
+from pagoda_server.engine.runners.synthetic import StepTime
+from pagoda_server.engine.scheduling.deadlines import LEAVING
+from pagoda_server.engine.scheduling.policies import PolicyName
+from pagoda_server.engine.scheduling.schedules import ScheduleName
 from tests.engine.harness import SteppedEngine
 from tests.engine.test_beams import expected as expected_of
 from tests.engine.test_beams import found

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from engine.scheduler import Scheduler
+from pagoda_server.engine.scheduling.scheduler import Scheduler
 from tests.engine import test_scheduler_machine as machines
 
 OPERATIONS = 1_000_000  # schedule, commit, add, abort, over all machines

@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
-from engine.schedules import SCHEDULES, ScheduleName
-from engine.sequence import EndReason, Sequence, State, StepPlan
+from pagoda_server.engine.core.sequence import EndReason, Sequence, State, StepPlan
+from pagoda_server.engine.scheduling.schedules import SCHEDULES, ScheduleName
 from tests.engine.harness import SteppedEngine
 
 ALL = get_args(ScheduleName)

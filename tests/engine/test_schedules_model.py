@@ -7,11 +7,11 @@ from typing import get_args
 
 import pytest
 
-from engine.blocks import BlockPool
-from engine.runner import ModelRunner
-from engine.scheduler import Scheduler
-from engine.schedules import ScheduleName
-from engine.sequence import SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence
+from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.runners.cpu.runner import ModelRunner
+from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.engine.scheduling.schedules import ScheduleName
 from tests.engine.tiny_models import (
     BLOCK_SIZE,
     MODELS,

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.synthetic import expected_tokens
-from protos import engine_pb2, inference_pb2
-from router.transport import EngineLink, transport_to
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import inference_pb2
+from pagoda_server.engine.runners.synthetic import expected_tokens
+from pagoda_server.router.engines.transport import EngineLink, transport_to
 from tests.engine.harness import VOCAB_SIZE
 from tests.servers import running_engine
 
@@ -191,19 +192,19 @@ async def test_flush_reports_how_many_blocks_became_free(session: Session) -> No
 
 def test_pagoda_health_asks_an_engine_over_either_transport(address: str) -> None:
     for asked, expected in ((address, ("SERVING\n", 0)), (f"{address}.nobody", ("UNAVAILABLE\n", 1))):
-        command = [sys.executable, "-m", "clients.cli", "health", "--address", asked]
+        command = [sys.executable, "-m", "pagoda_server.cli", "health", "--address", asked]
         result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
         assert (result.stdout, result.returncode) == expected
 
 
 def test_another_engine_on_its_socket_is_refused_and_it_serves_on(address: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "engine", "--listen", address, "--model", "synthetic"],
+        [sys.executable, "-m", "pagoda_server.engine", "--listen", address, "--model", "synthetic"],
         capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
     assert result.returncode == 2
     assert f"cannot bind {address}: Address already in use" in result.stderr
-    command = [sys.executable, "-m", "clients.cli", "health", "--address", address]
+    command = [sys.executable, "-m", "pagoda_server.cli", "health", "--address", address]
     assert subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
 
 
@@ -237,7 +238,7 @@ def test_a_wrong_setting_is_one_clear_line_and_exit_code_two(
     tmp_path: Path, flags: tuple[str, ...], complaint: str
 ) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "engine", "--listen", f"unix:{tmp_path / 's'}", *flags],
+        [sys.executable, "-m", "pagoda_server.engine", "--listen", f"unix:{tmp_path / 's'}", *flags],
         capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
     assert result.returncode == 2
@@ -247,7 +248,7 @@ def test_a_wrong_setting_is_one_clear_line_and_exit_code_two(
 
 def test_a_public_address_is_refused_unless_forced() -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "engine", "--listen", "0.0.0.0:0", "--model", "synthetic"],
+        [sys.executable, "-m", "pagoda_server.engine", "--listen", "0.0.0.0:0", "--model", "synthetic"],
         capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
     assert result.returncode == 2

@@ -7,12 +7,13 @@ import logging
 
 import pytest
 
-from engine import server as engine_server
-from engine.loop import Inbox, LoadSnapshot
-from engine.server import EngineServer
-from engine.step_output import Counters, StepOutput
-from engine.tenants import TenantTable
-from protos import control_pb2, engine_pb2, inference_pb2
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import control_pb2, inference_pb2
+from pagoda_server.engine.core.output import Counters, StepOutput
+from pagoda_server.engine.loop.loop import Inbox, LoadSnapshot
+from pagoda_server.engine.scheduling.tenants import TenantTable
+from pagoda_server.engine.serving import server as engine_server
+from pagoda_server.engine.serving.server import EngineServer
 
 LOAD = LoadSnapshot(
     Counters(),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.schedules import SCHEDULES, ScheduleName
-from engine.sequence import EndReason
+from pagoda_server.engine.core.sequence import EndReason
+from pagoda_server.engine.scheduling.schedules import SCHEDULES, ScheduleName
 from tests.engine.harness import SteppedEngine
 from tests.engine.test_scheduler import prompt
 

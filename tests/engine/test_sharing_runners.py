@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.sequence import SamplingParams, Sequence
-from engine.steps_in_flight import Runner
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence
+from pagoda_server.engine.loop.steps_in_flight import Runner
 from tests.engine.test_device_runner import Served, device_runner, outputs
 from tests.engine.tiny_models import load_runner, random_prompt, saved_model
 

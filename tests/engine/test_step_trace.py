@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine import step_trace
-from engine.sequence import EndReason
-from engine.step_trace import TraceSnapshot
-from engine.trace_codec import trace_messages
+from pagoda_server.engine.core.sequence import EndReason
+from pagoda_server.engine.loop import step_trace
+from pagoda_server.engine.loop.step_trace import TraceSnapshot
+from pagoda_server.engine.serving.trace_codec import trace_messages
 from tests.engine.harness import SteppedEngine
 
 

@@ -2,9 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from engine.sequence import SamplingParams, Sequence, State
-from engine.synthetic import StepTime
-from engine.tenants import MAX_IDLE, MAX_LISTED, NUM_SLICES, REFRESH_S, SLICE_S, TenantLoad, Tenants, TenantTable
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence, State
+from pagoda_server.engine.runners.synthetic import StepTime
+from pagoda_server.engine.scheduling.tenants import (
+    MAX_IDLE,
+    MAX_LISTED,
+    NUM_SLICES,
+    REFRESH_S,
+    SLICE_S,
+    TenantLoad,
+    Tenants,
+    TenantTable,
+)
 from tests.engine.harness import SteppedEngine
 
 

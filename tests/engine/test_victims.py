@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.policies import PolicyName
-from engine.sequence import State
+from pagoda_server.engine.core.sequence import State
+from pagoda_server.engine.scheduling.policies import PolicyName
 from tests.engine.harness import SteppedEngine
 from tests.engine.test_scheduler import prompt
 

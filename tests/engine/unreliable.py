@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.sequence import Sampled, StepPlan
-from engine.steps_in_flight import Launched, Runner
+from pagoda_server.engine.core.sequence import Sampled, StepPlan
+from pagoda_server.engine.loop.steps_in_flight import Launched, Runner
 from tests.engine.harness import ContentCheckingRunner
 
 

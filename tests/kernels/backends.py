@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kernels.backend import CPU, NATIVE, REFERENCE, Backend
-from kernels.native_module import native
-from kernels.processor import NO_COMPILED_CODE, forced_name
+from pagoda_server.kernels.backend import CPU, NATIVE, REFERENCE, Backend
+from pagoda_server.kernels.native_module import native
+from pagoda_server.kernels.processor import NO_COMPILED_CODE, forced_name
 
 
 def _instruction_sets() -> list[str]:

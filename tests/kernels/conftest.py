@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels import set_num_threads
+from pagoda_server.kernels import set_num_threads
 from tests.kernels.backends import INSTRUCTION_SETS, using
 
 

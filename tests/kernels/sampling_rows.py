@@ -8,8 +8,15 @@ from typing import Any
 
 import torch
 
-from engine.sequence import SamplingParams, Sequence
-from kernels.row_sampling import IN_PROMPT, MAX_TOP_LOGPROBS, SampledRows, SamplingRows, allocate_rows, allocate_sampled
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence
+from pagoda_server.kernels.row_sampling import (
+    IN_PROMPT,
+    MAX_TOP_LOGPROBS,
+    SampledRows,
+    SamplingRows,
+    allocate_rows,
+    allocate_sampled,
+)
 
 MAX_STOPS = 5
 MAX_BIASES = 11

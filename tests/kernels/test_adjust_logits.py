@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels import LogitAdjustments
-from kernels.adjust_logits import adjust_logits
+from pagoda_server.kernels import LogitAdjustments
+from pagoda_server.kernels.adjust_logits import adjust_logits
 
 
 def adjustments(

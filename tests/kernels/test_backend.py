@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels import load_backend
+from pagoda_server.kernels import load_backend
 
 NAMES = [
     *("reference", "cpu", "native", "native-whole", "native-int8", "native-int8-weight", "native-int4"),

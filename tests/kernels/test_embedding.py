@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.embedding import embedding_int8, embedding_int8_native, embedding_wide
-from kernels.linear_int8_native import linear_int8_native
-from kernels.native_module import native
+from pagoda_server.kernels.embedding import embedding_int8, embedding_int8_native, embedding_wide
+from pagoda_server.kernels.linear_int8_native import linear_int8_native
+from pagoda_server.kernels.native_module import native
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from kernels.gumbel import gumbel, noise_key
+from pagoda_server.kernels.gumbel import gumbel, noise_key
 
 
 def finalize(x: int) -> int:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import PagedKV, bytes_of_block, load_blocks, save_blocks
+from pagoda_server.kernels import PagedKV, bytes_of_block, load_blocks, save_blocks
 from tests.kernels.test_copy_blocks import pages_of
 from tests.kernels.triton.device import DEVICE
 

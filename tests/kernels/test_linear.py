@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.backend import CPU, Backend
+from pagoda_server.kernels.backend import CPU, Backend
 from tests.kernels.backends import BACKENDS
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear_int4 import WEIGHT_GROUP, Int4Weight, gated_linear_int4, linear_int4
-from kernels.linear_int4_native import gated_linear_int4_native, linear_int4_native
-from kernels.linear_int8 import quantize_rows
-from kernels.silu_and_mul import silu_and_mul
+from pagoda_server.kernels.linear_int4 import WEIGHT_GROUP, Int4Weight, gated_linear_int4, linear_int4
+from pagoda_server.kernels.linear_int4_native import gated_linear_int4_native, linear_int4_native
+from pagoda_server.kernels.linear_int8 import quantize_rows
+from pagoda_server.kernels.silu_and_mul import silu_and_mul
 
 compiled = pytest.mark.usefixtures("each_instruction_set")
 

@@ -8,9 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear_int8 import GROUP, dequantize_weight, gated_linear_int8, linear_int8, quantize_rows, quantize_weight
-from kernels.linear_int8_native import gated_linear_int8_native, linear_int8_native
-from kernels.native_module import native
+from pagoda_server.kernels.linear_int8 import (
+    GROUP,
+    dequantize_weight,
+    gated_linear_int8,
+    linear_int8,
+    quantize_rows,
+    quantize_weight,
+)
+from pagoda_server.kernels.linear_int8_native import gated_linear_int8_native, linear_int8_native
+from pagoda_server.kernels.native_module import native
 
 compiled = pytest.mark.usefixtures("each_instruction_set")
 

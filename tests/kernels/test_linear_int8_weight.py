@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kernels.linear_int8_native import (
+from pagoda_server.kernels.linear_int8_native import (
     gated_linear_int8_weight_native,
     has_native_int8_weight,
     linear_int8_weight_native,
 )
-from kernels.linear_quantized import gated_linear_int8_weight, linear_int8_weight
-from kernels.silu_and_mul import silu_and_mul
+from pagoda_server.kernels.linear_quantized import gated_linear_int8_weight, linear_int8_weight
+from pagoda_server.kernels.silu_and_mul import silu_and_mul
 
 pytestmark = pytest.mark.skipif(
     not has_native_int8_weight(), reason="needs a processor with AMX for bfloat16, and compiled code"

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import Linear
-from kernels.linear import gated_linear, linear
-from kernels.linear_quantized import (
+from pagoda_server.kernels import Linear
+from pagoda_server.kernels.linear import gated_linear, linear
+from pagoda_server.kernels.linear_quantized import (
     gated_linear_fp8_weight,
     gated_linear_int8_weight,
     linear_fp8_weight,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.linear_whole_native import gated_linear_whole_native, head_whole_native, linear_whole_native
-from kernels.silu_and_mul import silu_and_mul
+from pagoda_server.kernels.linear_whole_native import gated_linear_whole_native, head_whole_native, linear_whole_native
+from pagoda_server.kernels.silu_and_mul import silu_and_mul
 
 pytestmark = pytest.mark.usefixtures("each_instruction_set")
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import AttentionPlan, PagedKV
-from kernels.backend import CPU, NATIVE, REFERENCE, Backend
-from kernels.paged_attention_cpu import GROUP_COST_SLOTS, GROUP_LIMIT_SLOTS
+from pagoda_server.kernels import AttentionPlan, PagedKV
+from pagoda_server.kernels.backend import CPU, NATIVE, REFERENCE, Backend
+from pagoda_server.kernels.paged_attention_cpu import GROUP_COST_SLOTS, GROUP_LIMIT_SLOTS
 from tests.kernels.backends import BACKENDS
 
 SPLIT = 256  # tokens after which compiled code splits the context of a decode

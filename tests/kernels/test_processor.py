@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.native_module import native
+from pagoda_server.kernels.native_module import native
 from tests.kernels.backends import BACKENDS, INSTRUCTION_SETS
 
 ROOT = Path(__file__).parent.parent.parent
 REPORT = """
-import kernels, torch
+import pagoda_server.kernels, torch
 print(kernels.instruction_set(), kernels.has_native(), torch.backends.cpu.get_cpu_capability())
 """
 CAPABILITIES = {"generic": "DEFAULT", "avx2": "AVX2", "avxvnni": "AVX2", "avx512": "AVX512", "amx": "AVX512"}
@@ -70,7 +70,15 @@ def test_ops_are_tested_with_every_instruction_set() -> None:
 
 
 def test_an_engine_refuses_a_wrong_name_in_one_line(default_model_folder: Path) -> None:
-    command = [sys.executable, "-m", "engine", "--model", str(default_model_folder), "--listen", "127.0.0.1:0"]
+    command = [
+        sys.executable,
+        "-m",
+        "pagoda_server.engine",
+        "--model",
+        str(default_model_folder),
+        "--listen",
+        "127.0.0.1:0",
+    ]
     environment = os.environ | {"PAGODA_INSTRUCTION_SET": "sse9"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 2

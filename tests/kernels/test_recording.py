@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import Recorder, set_num_threads
-from kernels.native_module import native
-from kernels.recording import empty
-from kernels.rms_norm import rms_norm_native
-from kernels.silu_and_mul import silu_and_mul_native
+from pagoda_server.kernels import Recorder, set_num_threads
+from pagoda_server.kernels.native_module import native
+from pagoda_server.kernels.recording import empty
+from pagoda_server.kernels.rms_norm import rms_norm_native
+from pagoda_server.kernels.silu_and_mul import silu_and_mul_native
 
 pytestmark = pytest.mark.skipif(native is None, reason="no compiler at installation")
 

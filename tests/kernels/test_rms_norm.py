@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.backend import REFERENCE, Backend
+from pagoda_server.kernels.backend import REFERENCE, Backend
 from tests.kernels.backends import BACKENDS
 
 SHAPES = [(1, 1), (3, 7), (5, 48), (2, 3, 17), (1, 576)]

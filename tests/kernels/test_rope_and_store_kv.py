@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import HeadNorms, PagedKV
-from kernels.backend import REFERENCE, Backend
-from kernels.rope_and_store_kv import quantize_heads
+from pagoda_server.kernels import HeadNorms, PagedKV
+from pagoda_server.kernels.backend import REFERENCE, Backend
+from pagoda_server.kernels.rope_and_store_kv import quantize_heads
 from tests.kernels.backends import BACKENDS
 
 NUM_BLOCKS, BLOCK_SIZE = 5, 4

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from engine.sampler import Sampler
-from kernels import load_backend, noise_key
-from kernels.gumbel import noise_keys
-from kernels.row_sampling import sample_rows
+from pagoda_server.engine.runners.cpu.sampler import Sampler
+from pagoda_server.kernels import load_backend, noise_key
+from pagoda_server.kernels.gumbel import noise_keys
+from pagoda_server.kernels.row_sampling import sample_rows
 from tests.kernels.sampling_rows import any_sequence, poisoned, rows_for, sequence, write_row
 
 VOCAB = 333

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import Draws, noise_key
-from kernels.backend import CPU, REFERENCE, Backend
-from kernels.sample_cpu import LEADING_TOKENS
+from pagoda_server.kernels import Draws, noise_key
+from pagoda_server.kernels.backend import CPU, REFERENCE, Backend
+from pagoda_server.kernels.sample_cpu import LEADING_TOKENS
 from tests.kernels.backends import BACKENDS
 
 BOTH = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)

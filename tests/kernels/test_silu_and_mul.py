@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.silu_and_mul import silu_and_mul, silu_and_mul_cpu, silu_and_mul_native
+from pagoda_server.kernels.silu_and_mul import silu_and_mul, silu_and_mul_cpu, silu_and_mul_native
 from tests.kernels.backends import INSTRUCTION_SETS, with_instruction_set
 
 IMPLEMENTATIONS = [

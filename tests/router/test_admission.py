@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.admission import Admission
-from router.errors import ResourceExhausted, Unavailable
+from pagoda_server.router.errors import ResourceExhausted, Unavailable
+from pagoda_server.router.request.admission import Admission
 
 
 def test_what_is_given_back_can_be_reserved_again() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from protos import engine_pb2, inference_pb2
-from protos.inference_pb2 import GenerateRequest, GenerateResponse, Sampling
-from router.engine_stream import SequenceInbox
-from router.errors import DeadlineExceeded
-from router.inference import GenerateCall
-from router.limits import Limits
-from router.validation import validate_generate
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import inference_pb2
+from pagoda.v1.inference_pb2 import GenerateRequest, GenerateResponse, Sampling
+from pagoda_server.router.engines.engine_stream import SequenceInbox
+from pagoda_server.router.errors import DeadlineExceeded
+from pagoda_server.router.request.inference import GenerateCall
+from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.validation import validate_generate
 
 LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)
 

@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 
-from router.chat_template import Chat, ChatTemplate, Message
-from router.errors import ConfigError, InvalidArgument
+from pagoda_server.router.errors import ConfigError, InvalidArgument
+from pagoda_server.router.text.chat_template import Chat, ChatTemplate, Message
 
 HELLO = Chat((Message("user", "Hello"),))
 

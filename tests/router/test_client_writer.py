@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 
-from protos import inference_pb2
-from router.client_writer import ClientWriter, GenerateContext
-from router.errors import ResourceExhausted
+from pagoda.v1 import inference_pb2
+from pagoda_server.router.errors import ResourceExhausted
+from pagoda_server.router.request.client_writer import ClientWriter, GenerateContext
 
 RESPONSE = inference_pb2.GenerateResponse()
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from router.config import ENGINE_SETTINGS, ServeConfig
-from router.errors import ConfigError
+from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.process.config import ENGINE_SETTINGS, ServeConfig
 
 
 @pytest.mark.parametrize(

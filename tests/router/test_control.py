@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from protos import control_pb2, engine_pb2
-from router.admission import Admission
-from router.control import ControlServicer, watch_interval_s
-from router.dispatch import Dispatcher
-from router.errors import InvalidArgument
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import control_pb2
+from pagoda_server.router.engines.dispatch import Dispatcher
+from pagoda_server.router.errors import InvalidArgument
+from pagoda_server.router.request.admission import Admission
+from pagoda_server.router.request.control import ControlServicer, watch_interval_s
 
 
 def engine(is_ready: bool = True, **load: float) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.detokenizer import Detokenization
+from pagoda_server.router.text.detokenizer import Detokenization
 from tests.router.tokenizers_for_tests import TEXT, byte_level, sentence_piece, unigram, with_decoder
 
 REPLACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}

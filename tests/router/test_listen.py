@@ -9,9 +9,9 @@ import grpc
 import pytest
 import trustme
 
-from router.config import ServeConfig
-from router.errors import ConfigError
-from router.listen import auth_token, bind, check_exposure
+from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.process.config import ServeConfig
+from pagoda_server.router.process.listen import auth_token, bind, check_exposure
 
 
 @pytest.fixture(autouse=True)

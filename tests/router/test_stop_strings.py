@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.stop_strings import StopMatcher
+from pagoda_server.router.text.stop_strings import StopMatcher
 
 # Few letters, so that stop strings overlap each other and themselves.
 letters = "ab\n😀"

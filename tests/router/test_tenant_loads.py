@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from protos import control_pb2, engine_pb2
-from router.tenant_loads import MAX_LISTED, add_tenants
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import control_pb2
+from pagoda_server.router.engines.tenant_loads import MAX_LISTED, add_tenants
 
 
 def engine(count: int = 0, **services: int) -> engine_pb2.Tenants:

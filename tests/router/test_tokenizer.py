@@ -17,9 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from router.chat_template import Chat, Message
-from router.errors import ConfigError, InvalidArgument
-from router.tokenizer import Tokenizer
+from pagoda_server.router.errors import ConfigError, InvalidArgument
+from pagoda_server.router.text.chat_template import Chat, Message
+from pagoda_server.router.text.tokenizer import Tokenizer
 from tests.router.tokenizers_for_tests import (
     CHATML,
     LLAMA_2,

@@ -14,10 +14,9 @@ from google.protobuf import any_pb2
 from google.protobuf.json_format import ParseDict
 from google.rpc import error_details_pb2, status_pb2
 
-from protos import inference_pb2
-from protos.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenizeRequest
-from router.chat_template import Chat, Message
-from router.errors import (
+from pagoda.v1 import inference_pb2
+from pagoda.v1.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from pagoda_server.router.errors import (
     INTERNAL_MESSAGE,
     Internal,
     InvalidArgument,
@@ -27,8 +26,8 @@ from router.errors import (
     Unavailable,
     to_status,
 )
-from router.limits import Limits
-from router.validation import (
+from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.validation import (
     GenerateParams,
     check_prompt,
     to_submit,
@@ -36,6 +35,7 @@ from router.validation import (
     validate_generate,
     validate_tokenize,
 )
+from pagoda_server.router.text.chat_template import Chat, Message
 
 LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)
 SERVED = "served"

@@ -1,3 +1,3 @@
-from kernels.triton.configs import IS_INTERPRETED
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.cases import Case
-from kernels.triton.compile_gate import main
+from pagoda_server.kernels.triton.cases import Case
+from pagoda_server.kernels.triton.compile_gate import main
 
 
 @triton.jit

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kernels.triton.compile_gate import Item, Outcome, violations
-from kernels.triton.configs import IS_INTERPRETED
-from kernels.triton.launches import Compiled
+from pagoda_server.kernels.triton.compile_gate import Item, Outcome, violations
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED
+from pagoda_server.kernels.triton.launches import Compiled
 
 # A minute of compiling for other GPUs than the one at hand, by the release of Triton that the table was made with.
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="a gate for machines without a GPU")
@@ -30,7 +30,7 @@ def python(cache: Path | None, *arguments: str) -> subprocess.CompletedProcess[s
 
 
 def test_every_kernel_compiles_for_every_generation_as_recorded() -> None:
-    result = python(None, "kernels.triton.compile_gate")
+    result = python(None, "pagoda_server.kernels.triton.compile_gate")
     assert result.returncode == 0, result.stderr
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.triton.configs
-from kernels.linear import gated_linear, linear
-from kernels.triton import product
-from kernels.triton.linear import gated_linear_triton, linear_triton
-from kernels.triton.product import Config, Weight, bucket, multiply
+from pagoda_server.kernels.linear import gated_linear, linear
+from pagoda_server.kernels.triton import configs, product
+from pagoda_server.kernels.triton.linear import gated_linear_triton, linear_triton
+from pagoda_server.kernels.triton.product import Config, Weight, bucket, multiply
 from tests.kernels.triton.device import DEVICE
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
@@ -32,7 +31,7 @@ def table() -> Iterator[dict[str, dict[str, dict[str, int]]]]:
     """What was measured on this GPU, to be filled by the test."""
     entries: dict[str, dict[str, dict[str, int]]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels.triton.configs, "_table", lambda: entries)
+        patch.setattr(configs, "_table", lambda: entries)
         product._choose.cache_clear()
         yield entries
     product._choose.cache_clear()
@@ -80,7 +79,9 @@ def test_a_product_is_the_same_in_every_run_and_in_every_batch_of_a_configuratio
 def test_the_library_multiplies_where_nothing_was_measured(
     table: dict[str, dict[str, dict[str, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kernels.triton.linear.multiply", lambda *_, **__: pytest.fail("a kernel was launched"))
+    monkeypatch.setattr(
+        "pagoda_server.kernels.triton.linear.multiply", lambda *_, **__: pytest.fail("a kernel was launched")
+    )
     weight, bias = random(24, 40), random(24)
     for rows in (0, 1, 7, 100):
         x, gate_up = random(rows, 40), random(rows, 80)
@@ -97,7 +98,7 @@ def test_the_kernel_multiplies_where_it_was_measured_to_be_faster(
         chosen.append((len(x), config, is_gated))
         return multiply(x, weight, bias, config, is_gated=is_gated)
 
-    monkeypatch.setattr("kernels.triton.linear.multiply", noting)
+    monkeypatch.setattr("pagoda_server.kernels.triton.linear.multiply", noting)
     one, many, gated = config(splits=2), config(rows=32), config(inputs=64)
     table["linear"] = {"1x40x24 float32": asdict(one), "32x40x24 float32": asdict(many)}
     table["gated_linear"] = {"16x40x24 float32": asdict(gated)}

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import Linear
-from kernels.linear_quantized import (
+from pagoda_server.kernels import Linear
+from pagoda_server.kernels.linear_quantized import (
     gated_linear_fp8_weight,
     gated_linear_int8_weight,
     linear_fp8_weight,
     linear_int8_weight,
 )
-from kernels.triton.linear_quantized import (
+from pagoda_server.kernels.triton.linear_quantized import (
     MOST_SPLITS,
     default_config,
     gated_linear_fp8_weight_triton,
@@ -59,7 +59,7 @@ def test_products_are_those_of_the_reference(
 def test_defaults_occupy_the_gpu_and_leave_every_split_enough_to_read(
     rows: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kernels.triton.linear_quantized._processors", lambda _: 132)
+    monkeypatch.setattr("pagoda_server.kernels.triton.linear_quantized._processors", lambda _: 132)
     config = default_config(rows, sizes, torch.device("cuda"))
     tiles = -(-sizes[1] // config.inputs)
     programs = -(-rows // config.rows) * -(-sizes[0] // config.outputs) * config.splits

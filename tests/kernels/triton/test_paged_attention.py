@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import AttentionPlan, PagedKV
-from kernels.backend import REFERENCE
-from kernels.triton import paged_decode, paged_prefill, parts
-from kernels.triton.attention_tile import SEQS
-from kernels.triton.configs import IS_INTERPRETED
-from kernels.triton.paged_attention import paged_attention_triton, plan_attention_triton
-from kernels.triton.parts import MIN_TILES, find_part
+from pagoda_server.kernels import AttentionPlan, PagedKV
+from pagoda_server.kernels.backend import REFERENCE
+from pagoda_server.kernels.triton import paged_decode, paged_prefill, parts
+from pagoda_server.kernels.triton.attention_tile import SEQS
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED
+from pagoda_server.kernels.triton.paged_attention import paged_attention_triton, plan_attention_triton
+from pagoda_server.kernels.triton.parts import MIN_TILES, find_part
 from tests.kernels.test_paged_attention import BATCHES, Batch
 from tests.kernels.triton.device import DEVICE
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import HeadNorms, PagedKV
-from kernels.rope_and_store_kv import rope_and_store_kv
-from kernels.triton.configs import IS_INTERPRETED
-from kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
+from pagoda_server.kernels import HeadNorms, PagedKV
+from pagoda_server.kernels.rope_and_store_kv import rope_and_store_kv
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED
+from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
 from tests.kernels.triton.device import DEVICE
 
 NUM_BLOCKS, BLOCK_SIZE = 5, 4

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sequence import Sequence
-from kernels import noise_key
-from kernels.gumbel import gumbel
-from kernels.row_sampling import SampledRows, SamplingRows, sample_rows
-from kernels.triton import row_sampling
-from kernels.triton.row_sampling import Config, sample_rows_triton
+from pagoda_server.engine.core.sequence import Sequence
+from pagoda_server.kernels import noise_key
+from pagoda_server.kernels.gumbel import gumbel
+from pagoda_server.kernels.row_sampling import SampledRows, SamplingRows, sample_rows
+from pagoda_server.kernels.triton import row_sampling
+from pagoda_server.kernels.triton.row_sampling import Config, sample_rows_triton
 from tests.kernels.sampling_rows import any_sequence, poisoned, rows_for, sequence, write_row
 from tests.kernels.triton.device import DEVICE
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.triton.silu_and_mul import silu_and_mul_triton
+from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
 from tests.kernels.triton.device import DEVICE
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.triton import configs
-from kernels.triton.configs import remembered, table_path, trying, tuned
-from kernels.triton.inputs import ModelShape
-from kernels.triton.linear import gated_linear_triton, linear_triton
-from kernels.triton.timing import num_copies
-from kernels.triton.tune import table, tune, tune_all
-from kernels.triton.tuning_spaces import (
+from pagoda_server.kernels.triton import configs
+from pagoda_server.kernels.triton.configs import remembered, table_path, trying, tuned
+from pagoda_server.kernels.triton.inputs import ModelShape
+from pagoda_server.kernels.triton.linear import gated_linear_triton, linear_triton
+from pagoda_server.kernels.triton.timing import num_copies
+from pagoda_server.kernels.triton.tune import table, tune, tune_all
+from pagoda_server.kernels.triton.tuning_spaces import (
     Space,
     decode_space,
     layer_spaces,

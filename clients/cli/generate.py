@@ -1,0 +1,125 @@
+"""`pagoda generate`: one answer, streamed to standard output."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pagoda_server.cli.stream_meter import StreamMeter
+from pagoda_server.cli.terminal import (
+    DEFAULT_ADDRESS,
+    Address,
+    MaxTokens,
+    Seed,
+    Temperature,
+    Tenant,
+    Timeout,
+    Tls,
+    TlsCa,
+    Token,
+    TopK,
+    TopP,
+    connect,
+    errors_reported,
+    print_ending,
+)
+
+if TYPE_CHECKING:
+    from pagoda.chunk import Chunk, FinishReason
+    from pagoda.request import GenerateOptions
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text; - reads it from standard input.")],
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it stands, without a chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="System message, for a model that chats.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
+    seed: Seed = None,
+    beams: Annotated[
+        int | None, typer.Option(help="Search for the best answer with so many beams.", show_default=False)
+    ] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="Of --beams: above 0 favours long answers.", show_default=False)
+    ] = None,
+    priority: Annotated[int, typer.Option(help="Higher runs earlier.")] = 0,
+    ttft_ms: Annotated[float | None, typer.Option(help="Target for the first token.", show_default=False)] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Target for each token after it.", show_default=False)] = None,
+    tenant: Tenant = None,
+    timeout: Timeout = None,
+    address: Address = DEFAULT_ADDRESS,
+    token: Token = None,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+) -> None:
+    """Stream one answer to standard output; figures go to standard error."""
+    if system is not None and raw:
+        raise typer.BadParameter("raw text has no system message", param_hint="--system")
+    if length_penalty is not None and beams is None:
+        raise typer.BadParameter("is of a beam search: give --beams too", param_hint="--length-penalty")
+    text = read_standard_input() if prompt == "-" else prompt
+    options: GenerateOptions = {
+        "raw": raw,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "stop": stop,
+        "seed": seed,
+        "beams": beams,
+        "length_penalty": length_penalty,
+        "priority": priority,
+        "ttft_ms": ttft_ms,
+        "tpot_ms": tpot_ms,
+    }
+
+    async def answer() -> tuple[StreamMeter, FinishReason | None]:
+        async with connect(address, token, tls, tls_ca, timeout, tenant) as client:
+            if system is None:
+                chunks = client.generate(text, **options)
+            else:
+                conversation = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+                chunks = client.chat(conversation, **options)
+            return await write_stream(chunks)
+
+    with errors_reported(address):
+        meter, reason = asyncio.run(answer())
+    print_ending(reason)
+    typer.secho(str(meter), dim=True, err=True)
+
+
+def read_standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise typer.BadParameter(
+            f"standard input is no {error.encoding}: byte {byte:#x}", param_hint="PROMPT"
+        ) from None
+
+
+async def write_stream(chunks: AsyncIterator[Chunk]) -> tuple[StreamMeter, FinishReason | None]:
+    """Writes each delta to standard output as it comes, and ends the line, also where the answer breaks off."""
+    meter, reason, has_text = StreamMeter(), None, False
+    try:
+        async for chunk in chunks:
+            meter.add(len(chunk.tokens))
+            reason = chunk.finish_reason or reason
+            has_text = has_text or bool(chunk.text)
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+    except BaseException:
+        if has_text:
+            print(flush=True)
+        raise
+    print()
+    return meter, reason

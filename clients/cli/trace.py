@@ -1,0 +1,77 @@
+"""`pagoda trace`: where the time of a running server's last seconds went."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pagoda_server.cli.terminal import (
+    DEFAULT_ADDRESS,
+    Address,
+    Tls,
+    TlsCa,
+    Token,
+    connect,
+    errors_reported,
+    print_error,
+)
+
+if TYPE_CHECKING:
+    from pagoda.v1 import control_pb2
+
+MOST_S = 60.0  # what an engine keeps
+
+
+def trace(
+    seconds: Annotated[float, typer.Option(help="How far back.", min=0.001, max=MOST_S)] = 10.0,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Trace JSON, for ui.perfetto.dev or chrome://tracing.")
+    ] = Path("trace.json"),
+    picture: Annotated[Path | None, typer.Option(help="Draw it too: .png, .svg or .pdf.")] = None,
+    address: Address = DEFAULT_ADDRESS,
+    token: Token = None,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+) -> None:
+    """Write what a server's last steps did: who ran, how many tokens each, and why the others did not run."""
+    from pagoda_server.cli.trace_json import trace_document
+    from pagoda_server.cli.trace_timeline import timelines
+
+    if picture is not None:
+        _check_drawable(picture)
+    with errors_reported(address):
+        parts = asyncio.run(_take(seconds, address, token, tls, tls_ca))
+        engines = timelines(parts)
+        output.write_text(json.dumps(trace_document(engines)))
+        num_steps = sum(len(timeline.steps) for timeline in engines)
+        num_sequences = sum(len(timeline.tracks) for timeline in engines)
+        typer.echo(f"{output}: {num_steps} steps, {num_sequences} sequences")
+        if picture is not None:
+            from pagoda_server.cli.trace_picture import draw
+
+            for timeline in engines:
+                path = picture if len(engines) == 1 else picture.with_stem(f"{picture.stem}-{timeline.engine}")
+                draw(timeline, f"{address}, {len(timeline.steps):,} steps in {timeline.end_s:.1f} s", path)
+                typer.echo(str(path))
+
+
+async def _take(
+    seconds: float, address: str, token: str | None, tls: bool, tls_ca: Path | None
+) -> list[control_pb2.TracePart]:
+    async with connect(address, token, tls, tls_ca, timeout_s=30.0) as client:
+        return [part async for part in client.trace(seconds)]
+
+
+def _check_drawable(picture: Path) -> None:
+    """Before anything is asked of the server."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print_error("--picture needs matplotlib: pip install 'pagoda[bench]'")
+        raise typer.Exit(1) from None
+    if picture.suffix not in (".png", ".svg", ".pdf"):
+        raise typer.BadParameter(f"{picture.suffix or 'no suffix'} is none of .png, .svg, .pdf", param_hint="--picture")

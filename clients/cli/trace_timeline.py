@@ -1,0 +1,231 @@
+"""A step trace as spans of time: what each sequence was doing, and each step.
+
+Times are seconds from the first step on. What one sequence did in steps that follow on each other is one span.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pagoda.v1 import control_pb2
+
+HoldReason = control_pb2.HoldReason
+MoveKind = control_pb2.MoveKind
+
+
+# Moves of a sequence that has run, if its tokens are in the cache then.
+_LEAVES_RUNNING = (
+    MoveKind.MOVE_KIND_PREEMPTED,
+    MoveKind.MOVE_KIND_FINISHED,
+    MoveKind.MOVE_KIND_ABORTED,
+    MoveKind.MOVE_KIND_EXPIRED,
+    MoveKind.MOVE_KIND_FAILED,
+)
+
+
+class Doing(StrEnum):
+    """What a sequence does for a while; a step does the last three of them."""
+
+    WAITING = "waiting"
+    PREEMPTED = "preempted"
+    HELD = "held"  # it runs, but a step goes by without it
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PADDING = "padding"  # computed and dropped: a static batch's rows, and those of who has ended meanwhile
+
+
+@dataclass(slots=True)
+class Span:
+    """tokens: computed meanwhile; why: of those that do not compute."""
+
+    doing: Doing
+    start_s: float
+    end_s: float
+    tokens: int = 0
+    steps: int = 0
+    why: str = ""
+
+
+@dataclass(slots=True)
+class Track:
+    """One sequence. `moves`: when it was preempted or ended, and which of the two."""
+
+    sequence: int
+    request_id: str = ""
+    prompt_tokens: int = 0
+    spans: list[Span] = field(default_factory=list)
+    moves: list[tuple[float, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    start_s: float
+    end_s: float
+    decode_tokens: int
+    prefill_tokens: int
+    sequences: int
+    running: int
+    waiting: int
+    next_in_line: int | None
+    hold: str
+    blocks_free: int
+    blocks_evictable: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One engine's trace. Tracks are in the order in which sequences began."""
+
+    engine: int
+    token_budget: int
+    blocks_total: int
+    steps: list[Step]
+    tracks: list[Track]
+
+    @property
+    def end_s(self) -> float:
+        return self.steps[-1].end_s if self.steps else 0.0
+
+
+def timelines(parts: Iterable[control_pb2.TracePart]) -> list[Timeline]:
+    """One for each engine that the parts are of."""
+    by_engine: dict[int, list[control_pb2.TracePart]] = {}
+    for part in parts:
+        by_engine.setdefault(part.engine, []).append(part)
+    return [_Reader(parts).timeline() for _, parts in sorted(by_engine.items())]
+
+
+def hold_name(reason: control_pb2.HoldReason) -> str:
+    """As one says it: "no blocks". Empty where nothing holds."""
+    return "" if not reason else HoldReason.Name(reason).removeprefix("HOLD_REASON_").lower().replace("_", " ")
+
+
+class _Reader:
+    def __init__(self, parts: Sequence[control_pb2.TracePart]) -> None:
+        self._first = parts[0]
+        self._steps = [step for part in parts for step in part.steps]
+        self._moves = [move for part in parts for move in part.moves]
+        starts = [step.start_s for step in self._steps[:1]] or [self._first.taken_at_s]
+        self._origin = starts[0]
+        self._tracks: dict[int, Track] = {}
+        self._ends: dict[int, float] = {}  # when sequences ended
+        self._running: dict[int, tuple[int, Span]] = {}  # the last step in which a sequence ran, and its span
+
+    def timeline(self) -> Timeline:
+        self._read_moves()
+        steps = [self._read_step(at, step, ids) for at, (step, ids) in enumerate(self._with_ids())]
+        tracks = [track for track in self._tracks.values() if track.spans or track.moves]
+        for track in tracks:
+            track.spans = _in_order(track.spans)
+        tracks.sort(key=lambda track: (track.spans[0].start_s if track.spans else track.moves[0][0], track.sequence))
+        return Timeline(self._first.engine, self._first.token_budget, self._first.blocks_total, steps, tracks)
+
+    def _track(self, id: int) -> Track:
+        return self._tracks.setdefault(id, Track(id))
+
+    # -- those that wait --------------------------------------------------------------------------------------------
+
+    def _read_moves(self) -> None:
+        holds = _Holds(self._steps, self._origin)
+        end_s = (self._steps[-1].end_s if self._steps else self._first.taken_at_s) - self._origin
+        waiting: dict[int, tuple[Doing, float]] = {}
+        for move in self._moves:
+            at = max(0.0, move.at_s - self._origin)
+            if move.sequence not in self._tracks and not (move.computed_tokens and move.kind in _LEAVES_RUNNING):
+                waiting[move.sequence] = (Doing.WAITING, max(0.0, move.arrived_s - self._origin))
+            track = self._track(move.sequence)
+            track.request_id, track.prompt_tokens = move.request_id, move.prompt_tokens
+            if move.kind == MoveKind.MOVE_KIND_WAITS:
+                continue
+            if since := waiting.pop(move.sequence, None):
+                track.spans += holds.spans(*since, at)
+            if move.kind == MoveKind.MOVE_KIND_STARTED:
+                continue
+            if move.kind == MoveKind.MOVE_KIND_PREEMPTED:
+                waiting[move.sequence] = (Doing.PREEMPTED, at)
+            else:
+                self._ends[move.sequence] = at
+            track.moves.append((at, MoveKind.Name(move.kind).removeprefix("MOVE_KIND_").lower()))
+        for id, since in waiting.items():
+            self._tracks[id].spans += holds.spans(*since, end_s)
+
+    # -- those that run ---------------------------------------------------------------------------------------------
+
+    def _with_ids(self) -> Iterator[tuple[control_pb2.TracedStep, Sequence[int]]]:
+        ids: Sequence[int] = ()
+        for step in self._steps:
+            ids = step.sequences or ids
+            yield step, ids
+
+    def _read_step(self, at: int, step: control_pb2.TracedStep, ids: Sequence[int]) -> Step:
+        start, end = step.start_s - self._origin, step.end_s - self._origin
+        num_decodes = len(ids) - len(step.chunk_lengths)
+        for id in ids[:num_decodes]:
+            self._extend(id, at, Doing.DECODE, start, end, 1)
+        for id, length in zip(ids[num_decodes:], step.chunk_lengths, strict=True):
+            self._extend(id, at, Doing.PREFILL, start, end, length)
+        for id, reason in zip(step.idle, step.idle_reasons, strict=True):
+            self._extend(id, at, Doing.HELD, start, end, 0, hold_name(reason))
+        return Step(
+            start_s=start,
+            end_s=end,
+            decode_tokens=num_decodes,
+            prefill_tokens=sum(step.chunk_lengths),
+            sequences=len(ids),
+            running=step.running,
+            waiting=step.waiting,
+            next_in_line=step.next_in_line if step.HasField("next_in_line") else None,
+            hold=hold_name(step.hold),
+            blocks_free=step.blocks_free,
+            blocks_evictable=step.blocks_evictable,
+        )
+
+    def _extend(self, id: int, at: int, doing: Doing, start: float, end: float, tokens: int, why: str = "") -> None:
+        if id < 0:  # a static batch's padding has no track
+            return
+        if start >= self._ends.get(id, end):
+            doing = Doing.PADDING
+        last, span = self._running.get(id, (-1, None))
+        if span is None or last != at - 1 or (span.doing, span.why) != (doing, why):
+            span = Span(doing, start, end, why=why)
+            self._track(id).spans.append(span)
+        span.end_s = end
+        span.tokens += tokens
+        span.steps += 1
+        self._running[id] = (at, span)
+
+
+def _in_order(spans: list[Span]) -> list[Span]:
+    """Who gives up its blocks while its last step is under way waits from that step's end on."""
+    ordered: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.start_s):
+        if ordered:
+            span.start_s = min(max(span.start_s, ordered[-1].end_s), span.end_s)
+        if span.end_s > span.start_s or span.steps:
+            ordered.append(span)
+    return ordered
+
+
+class _Holds:
+    """What held the next in line, and so all that waited, at any time."""
+
+    def __init__(self, steps: Iterable[control_pb2.TracedStep], origin: float) -> None:
+        self._since: list[float] = []
+        self._why: list[str] = []
+        for step in steps:
+            why = hold_name(step.hold)
+            if not self._why or self._why[-1] != why:
+                self._since.append(step.start_s - origin)
+                self._why.append(why)
+
+    def spans(self, doing: Doing, start: float, end: float) -> Iterator[Span]:
+        """A wait from `start` to `end`, in as many spans as it had reasons."""
+        at = max(0, bisect.bisect_right(self._since, start) - 1)
+        while start < end:
+            until = min(end, self._since[at + 1]) if at + 1 < len(self._since) else end
+            if until > start:
+                yield Span(doing, start, until, why=self._why[at] if self._why else "")
+            start, at = until, at + 1

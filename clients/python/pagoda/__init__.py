@@ -1,0 +1,39 @@
+"""The Python client: `Client` blocks, `AsyncClient` is for asyncio; both stream tokens and raise typed errors."""
+
+from pagoda.aio import AsyncClient
+from pagoda.chunk import Chunk, FinishReason, Timing, TokenLogprob, Usage
+from pagoda.client import Client
+from pagoda.errors import (
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    PagodaError,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
+
+__all__ = [
+    "AlreadyExists",
+    "AsyncClient",
+    "Cancelled",
+    "Chunk",
+    "Client",
+    "DeadlineExceeded",
+    "FinishReason",
+    "InvalidArgument",
+    "NotFound",
+    "Overloaded",
+    "PagodaError",
+    "PermissionDenied",
+    "Timing",
+    "TokenLogprob",
+    "Unauthenticated",
+    "Unavailable",
+    "Unimplemented",
+    "Usage",
+]

@@ -1,0 +1,146 @@
+"""What arrives on a stream, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pagoda.v1 import inference_pb2
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    OTHER = "other"  # a reason that a newer server has and this client does not know
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithms. top: (id, logprob) of the most likely tokens, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """completion_tokens: over all sequences of the request; cached_tokens: of the prompt, not computed again."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """As the server measured it, of the request's slowest sequence.
+
+    preempted_s    waiting to run again after its blocks went to others; no part of prefill and decode
+    saved_tokens   of those that it had computed by then: copied to host memory
+    loaded_tokens  and copied back
+    """
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    preempted_s: float
+    time_to_first_token_s: float
+    total_s: float
+    preemptions: int
+    recomputed_tokens: int
+    preempted_tokens: int
+    saved_tokens: int
+    loaded_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One message of a stream: new tokens of one sequence, or its end.
+
+    index          which of the request's n sequences
+    text           what the tokens add; joined over the stream it is the full text
+    tokens         new ids; often one, more where the reader is slower than the server
+    logprobs       one an id where asked for, else empty
+    prompt_ids     what the prompt became, on the first chunk where asked for
+    finish_reason  set when the sequence ends
+    matched        the stop string or token id that ended it
+    score          of a beam search's hypothesis
+    usage, timing  on the last chunk of the stream
+    """
+
+    request_id: str
+    index: int = 0
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_ids: tuple[int, ...] | None = None
+    finish_reason: FinishReason | None = None
+    matched: str | int | None = None
+    score: float | None = None
+    usage: Usage | None = None
+    timing: Timing | None = None
+
+
+_REASONS = {
+    inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    inference_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+}
+
+
+def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:
+    usage = _usage(response.usage) if response.HasField("usage") else None
+    timing = _timing(response.timing) if response.HasField("timing") else None
+    match response.WhichOneof("event"):
+        case "tokens":
+            event = response.tokens
+            return Chunk(
+                response.request_id,
+                index=event.index,
+                text=event.text,
+                tokens=tuple(token.id for token in event.tokens),
+                logprobs=tuple(_logprob(token) for token in event.tokens if token.HasField("logprob")),
+                usage=usage,
+                timing=timing,
+            )
+        case "finished":
+            end = response.finished
+            matched = end.WhichOneof("matched")
+            return Chunk(
+                response.request_id,
+                index=end.index,
+                finish_reason=_REASONS.get(end.reason, FinishReason.OTHER),
+                matched=None if matched is None else getattr(end, matched),
+                score=end.score if end.HasField("score") else None,
+                usage=usage,
+                timing=timing,
+            )
+        case "prompt":
+            prompt_ids = tuple(response.prompt.token_ids)
+            return Chunk(response.request_id, prompt_ids=prompt_ids, usage=usage, timing=timing)
+    return Chunk(response.request_id, usage=usage, timing=timing)
+
+
+def _logprob(token: inference_pb2.Token) -> TokenLogprob:
+    return TokenLogprob(token.logprob, tuple((top.id, top.logprob) for top in token.top))
+
+
+def _usage(usage: inference_pb2.Usage) -> Usage:
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+
+
+def _timing(timing: inference_pb2.Timing) -> Timing:
+    return Timing(
+        queue_s=timing.queue_s,
+        prefill_s=timing.prefill_s,
+        decode_s=timing.decode_s,
+        preempted_s=timing.preempted_s,
+        time_to_first_token_s=timing.time_to_first_token_s,
+        total_s=timing.total_s,
+        preemptions=timing.preemptions,
+        recomputed_tokens=timing.recomputed_tokens,
+        preempted_tokens=timing.preempted_tokens,
+        saved_tokens=timing.saved_tokens,
+        loaded_tokens=timing.loaded_tokens,
+    )

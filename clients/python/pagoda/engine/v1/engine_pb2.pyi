@@ -1,0 +1,189 @@
+from pagoda.v1 import control_pb2 as _control_pb2
+from pagoda.v1 import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class EndReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    END_REASON_UNSPECIFIED: _ClassVar[EndReason]
+    END_REASON_STOP: _ClassVar[EndReason]
+    END_REASON_LENGTH: _ClassVar[EndReason]
+    END_REASON_ABORTED: _ClassVar[EndReason]
+    END_REASON_DEADLINE: _ClassVar[EndReason]
+    END_REASON_REJECTED: _ClassVar[EndReason]
+    END_REASON_FAILED: _ClassVar[EndReason]
+END_REASON_UNSPECIFIED: EndReason
+END_REASON_STOP: EndReason
+END_REASON_LENGTH: EndReason
+END_REASON_ABORTED: EndReason
+END_REASON_DEADLINE: EndReason
+END_REASON_REJECTED: EndReason
+END_REASON_FAILED: EndReason
+
+class RouterMessage(_message.Message):
+    __slots__ = ("submit", "abort", "flush_cache", "take_trace")
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
+    TAKE_TRACE_FIELD_NUMBER: _ClassVar[int]
+    submit: Submit
+    abort: Abort
+    flush_cache: FlushCache
+    take_trace: TakeTrace
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., take_trace: _Optional[_Union[TakeTrace, _Mapping]] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("first_sequence", "prompt", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "cache", "priority", "timeout_s", "tenant", "slo", "request_id")
+    FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SLO_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    first_sequence: int
+    prompt: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _inference_pb2.Sampling
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: int
+    cache: _inference_pb2.Cache
+    priority: int
+    timeout_s: float
+    tenant: str
+    slo: _inference_pb2.Slo
+    request_id: str
+    def __init__(self, first_sequence: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., cache: _Optional[_Union[_inference_pb2.Cache, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., tenant: _Optional[str] = ..., slo: _Optional[_Union[_inference_pb2.Slo, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("sequences",)
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequences: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FlushCache(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TakeTrace(_message.Message):
+    __slots__ = ("number", "request")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    request: _control_pb2.TraceRequest
+    def __init__(self, number: _Optional[int] = ..., request: _Optional[_Union[_control_pb2.TraceRequest, _Mapping]] = ...) -> None: ...
+
+class EngineMessage(_message.Message):
+    __slots__ = ("epoch", "hello", "step", "cache_flushed", "trace")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FLUSHED_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    hello: _control_pb2.EngineInfo
+    step: StepOutput
+    cache_flushed: CacheFlushed
+    trace: Trace
+    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
+
+class StepOutput(_message.Message):
+    __slots__ = ("sequences", "tokens", "logprobs", "ended", "load", "tenants")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[Logprobs]
+    ended: _containers.RepeatedCompositeFieldContainer[Ended]
+    load: _control_pb2.Load
+    tenants: Tenants
+    def __init__(self, sequences: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., load: _Optional[_Union[_control_pb2.Load, _Mapping]] = ..., tenants: _Optional[_Union[Tenants, _Mapping]] = ...) -> None: ...
+
+class Tenants(_message.Message):
+    __slots__ = ("listed", "count", "recent_service")
+    LISTED_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    RECENT_SERVICE_FIELD_NUMBER: _ClassVar[int]
+    listed: _containers.RepeatedCompositeFieldContainer[_control_pb2.TenantLoad]
+    count: int
+    recent_service: int
+    def __init__(self, listed: _Optional[_Iterable[_Union[_control_pb2.TenantLoad, _Mapping]]] = ..., count: _Optional[int] = ..., recent_service: _Optional[int] = ...) -> None: ...
+
+class Logprobs(_message.Message):
+    __slots__ = ("at", "logprob", "top_ids", "top_logprobs")
+    AT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    at: int
+    logprob: float
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, at: _Optional[int] = ..., logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Ended(_message.Message):
+    __slots__ = ("sequence", "reason", "matched", "cached_tokens", "preemptions", "recomputed_tokens", "queue_s", "prefill_s", "decode_s", "detail", "preempted_tokens", "preempted_s", "saved_tokens", "loaded_tokens", "score")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_S_FIELD_NUMBER: _ClassVar[int]
+    SAVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    reason: EndReason
+    matched: int
+    cached_tokens: int
+    preemptions: int
+    recomputed_tokens: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    detail: str
+    preempted_tokens: int
+    preempted_s: float
+    saved_tokens: int
+    loaded_tokens: int
+    score: float
+    def __init__(self, sequence: _Optional[int] = ..., reason: _Optional[_Union[EndReason, str]] = ..., matched: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., detail: _Optional[str] = ..., preempted_tokens: _Optional[int] = ..., preempted_s: _Optional[float] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
+
+class CacheFlushed(_message.Message):
+    __slots__ = ("freed_blocks",)
+    FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    freed_blocks: int
+    def __init__(self, freed_blocks: _Optional[int] = ...) -> None: ...
+
+class Trace(_message.Message):
+    __slots__ = ("number", "part", "is_last")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    part: _control_pb2.TracePart
+    is_last: bool
+    def __init__(self, number: _Optional[int] = ..., part: _Optional[_Union[_control_pb2.TracePart, _Mapping]] = ..., is_last: bool = ...) -> None: ...

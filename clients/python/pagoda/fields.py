@@ -1,0 +1,61 @@
+"""Python's values into the fields of messages; one that does not fit is an InvalidArgument with the field's path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from pagoda.errors import InvalidArgument
+
+_RANGES = {
+    FieldDescriptor.TYPE_UINT32: (0, (1 << 32) - 1),
+    FieldDescriptor.TYPE_UINT64: (0, (1 << 64) - 1),
+    FieldDescriptor.TYPE_SINT32: (-(1 << 31), (1 << 31) - 1),
+}
+
+
+def assign(message: Message, path: str, value: object, *, called: str | None = None) -> None:
+    """Sets the field at a path such as `sampling.top_k`. Raises InvalidArgument.
+
+    called  the path as the caller knows it, where the message is to be a part of another
+    """
+    *parents, name = path.split(".")
+    for parent in parents:
+        message = getattr(message, parent)
+    try:
+        match value:
+            case str() | bytes() | int() | float():
+                if hasattr(getattr(message, name), "append"):  # one stop string needs no list around it
+                    getattr(message, name).append(value)
+                else:
+                    setattr(message, name, value)
+            case Mapping():
+                getattr(message, name).update(value)
+            case _:
+                getattr(message, name).extend(value)
+    except (TypeError, ValueError, AttributeError) as error:
+        description = _complaint(message.DESCRIPTOR.fields_by_name[name], value, error)
+        raise wrong(called or path, description) from error
+
+
+def wrong(field: str, description: str) -> InvalidArgument:
+    return InvalidArgument(f"{field}: {description}", field)
+
+
+def _complaint(field: Any, value: object, error: Exception) -> str:
+    """What is wrong with the value in words of its own where protobuf's would not tell."""
+    if isinstance(error, UnicodeEncodeError):
+        return f"is no text: what stands at position {error.start} is no character of Unicode"
+    if isinstance(value, Mapping) and field.message_type is not None:
+        field, value = field.message_type.fields_by_name["key"], list(value)
+    if field.type in _RANGES:
+        low, high = _RANGES[field.type]
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, int) and not low <= each <= high:
+                return f"is {each}, must be from {low} to {high}"
+    if field.type == FieldDescriptor.TYPE_STRING and isinstance(error, TypeError):
+        return f"is {value!r}, must be a text"
+    return str(error)

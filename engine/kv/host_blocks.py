@@ -1,0 +1,246 @@
+"""What preempted sequences have computed, until they run again: in their old blocks as long as nobody writes over them,
+then in blocks of host memory. Standard library only.
+
+Nothing is copied when a sequence gives up its blocks. Each is noted; when it is handed out to be written, the next plan
+first saves what it holds. The sequence then starts from what is left on the device and what is loaded from the host,
+where loading is expected to take less time than computing (engine/timing/host_copy_times.py). Where host blocks run
+out, what cannot be saved is computed again.
+
+Only what committed steps have computed is kept. A save cannot be made twice, as the step that fails may have written
+over its block: what a failed step saved is worth nothing, and who has started from it starts again. A load can be made
+twice: host blocks are held until a step of their sequence is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from pagoda_server.engine.core.sequence import Chunk, Sequence, State, StepPlan
+from pagoda_server.engine.kv.prefix_cache import Prefix
+from pagoda_server.engine.timing.host_copy_times import HostCopyTimes
+
+
+@dataclass(frozen=True, slots=True)
+class HostLoad:
+    """How much is kept on the host now, and the tokens that were copied there, and back, since the start."""
+
+    blocks_total: int = 0
+    blocks_used: int = 0
+    saved_tokens: int = 0
+    loaded_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """The first `num_tokens` of a sequence: each of their blocks is on the device or on the host, by its position."""
+
+    seq: Sequence
+    num_tokens: int
+    on_device: dict[int, int]
+    on_host: dict[int, int]
+
+
+_Users = list[tuple[_Kept, int]]  # who keeps something in a block, and at which position of its table
+
+
+class HostBlocks:
+    """
+    num_blocks  of host memory; 0: nothing is kept
+    block_size  tokens of a block
+    clock       seconds, monotonic
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, clock: Callable[[], float]) -> None:
+        self.num_blocks = num_blocks
+        self.times = HostCopyTimes(clock)
+        self._block_size = block_size
+        self._saved_tokens = 0
+        self._loaded_tokens = 0
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._kept: dict[int, _Kept] = {}  # by sequence; of one that runs only until a step of it is committed
+        self._noted: dict[int, _Users] = {}  # by block on the device
+        self._held: dict[int, _Users] = {}  # by block on the host
+        self._saves: dict[int, int] = {}  # host block → block, of the next plan
+        self._loads: dict[int, list[tuple[int, int]]] = {}  # of sequences whose first chunk is not planned
+
+    def load(self) -> HostLoad:
+        return HostLoad(self.num_blocks, len(self._held), self._saved_tokens, self._loaded_tokens)
+
+    # -- a sequence is preempted, starts, computes and ends -----------------------------------------------------------
+
+    def keep(self, seq: Sequence) -> None:
+        """A sequence is about to give up its blocks, and will want their content again."""
+        if not self.num_blocks:
+            return
+        self._loads.pop(seq.id, None)
+        if not seq.num_committed:  # nothing is new since it started, and what it started from is still kept
+            return
+        if not self.times.is_worth_saving(seq, seq.num_committed, self._block_size):
+            return
+        blocks = seq.blocks[: -(-seq.num_committed // self._block_size)]
+        kept = self._kept[seq.id] = _Kept(seq, seq.num_committed, dict(enumerate(blocks)), {})
+        for at, block in enumerate(blocks):
+            self._noted.setdefault(block, []).append((kept, at))
+
+    def taken(self, blocks: Iterable[int]) -> None:
+        """These were handed out and will be written from the next plan on: what is noted of them is to be saved."""
+        if not self._noted:
+            return
+        for block in blocks:
+            users = self._noted.get(block)
+            if users is None:
+                continue
+            if not self._free:
+                for kept, at in list(users):
+                    self._cut(kept, at)
+                continue
+            host = self._free.pop()
+            self._held[host] = self._noted.pop(block)
+            self._saves[host] = block
+            for kept, at in users:
+                del kept.on_device[at]
+                kept.on_host[at] = host
+
+    def num_kept(self, seq: Sequence) -> int:
+        """Leading tokens of a waiting sequence that need not be computed."""
+        kept = self._kept.get(seq.id)
+        return kept.num_tokens if kept else 0
+
+    def extend(self, seq: Sequence, prefix: Prefix) -> Prefix:
+        """A waiting sequence's prefix with what is kept behind it, unless it is faster to compute that."""
+        kept = self._kept.get(seq.id)
+        if kept is None:
+            return prefix
+        num_tokens = min(kept.num_tokens, seq.num_tokens - 1)
+        if num_tokens <= prefix.num_tokens:
+            return prefix
+        positions = range(len(prefix.blocks), -(-num_tokens // self._block_size))
+        loads = [(at, kept.on_host[at]) for at in positions if at in kept.on_host]
+        if loads and not self.times.is_worth_loading(seq, len(loads), prefix.num_tokens, num_tokens):
+            return prefix
+        own = [kept.on_device[at] for at in positions if at in kept.on_device]
+        return replace(
+            prefix,
+            num_tokens=num_tokens,
+            blocks=prefix.blocks + own,
+            partial=None,
+            loads=loads,
+            num_found=len(prefix.blocks),
+        )
+
+    def started(self, seq: Sequence, prefix: Prefix) -> None:
+        """A sequence has its blocks, with this prefix: what it keeps stays until that is computed."""
+        kept = self._kept.get(seq.id)
+        if kept is None:
+            return
+        if prefix.num_found is None:
+            self._drop(kept)
+            return
+        self._cut(kept, -(-prefix.num_tokens // self._block_size))
+        kept.num_tokens = prefix.num_tokens
+        for at in range(prefix.num_found):  # these others have: whatever becomes of its own
+            self._forget(kept, at)
+            kept.on_device[at] = seq.blocks[at]
+            self._noted.setdefault(seq.blocks[at], []).append((kept, at))
+        self._loads[seq.id] = [(host, seq.blocks[at]) for at, host in prefix.loads]
+        num_loaded = sum(self._num_tokens(kept, at) for at, _ in prefix.loads)
+        seq.loaded_tokens += num_loaded
+        self._loaded_tokens += num_loaded
+
+    def computed(self, seq: Sequence) -> None:
+        """A step of a running sequence is committed: its content is in its own blocks."""
+        if kept := self._kept.get(seq.id):
+            self._drop(kept)
+
+    def ended(self, seq: Sequence) -> None:
+        self._loads.pop(seq.id, None)
+        if kept := self._kept.get(seq.id):
+            self._drop(kept)
+
+    # -- plans --------------------------------------------------------------------------------------------------------
+
+    def saves(self) -> list[tuple[int, int]]:
+        """For a plan that is not empty: blocks and the host blocks that take their content."""
+        if not self._saves:
+            return []
+        for host in self._saves:
+            users = self._held[host]
+            for kept, at in users:
+                kept.seq.saved_tokens += self._num_tokens(kept, at)
+            self._saved_tokens += max(self._num_tokens(kept, at) for kept, at in users)  # shared ones are copied once
+        pairs = [(block, host) for host, block in self._saves.items()]
+        self._saves.clear()
+        return pairs
+
+    def loads(self, chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
+        """Host blocks and the blocks that take their content, for these chunks."""
+        if not self._loads:
+            return []
+        return [pair for chunk in chunks for pair in self._loads.pop(chunk.seq.id, ())]
+
+    def distrust(self, plan: StepPlan) -> list[Sequence]:
+        """The plan's step failed: what it saved is lost. Returns those running that have started from that."""
+        misled: dict[int, Sequence] = {}
+        for _, host in plan.saves:
+            for kept, at in list(self._held.get(host, ())):
+                self._cut(kept, at)
+                if kept.seq.state is State.RUNNING:
+                    misled[kept.seq.id] = kept.seq
+        return list(misled.values())
+
+    # -- bookkeeping --------------------------------------------------------------------------------------------------
+
+    def _num_tokens(self, kept: _Kept, at: int) -> int:
+        return min(self._block_size, kept.num_tokens - at * self._block_size)
+
+    def _cut(self, kept: _Kept, count: int) -> None:
+        """Only the first `count` blocks are kept: what follows a gap is of no use."""
+        for at in [at for places in (kept.on_device, kept.on_host) for at in places if at >= count]:
+            self._forget(kept, at)
+        kept.num_tokens = min(kept.num_tokens, count * self._block_size)
+
+    def _drop(self, kept: _Kept) -> None:
+        self._cut(kept, 0)
+        del self._kept[kept.seq.id]
+
+    def _forget(self, kept: _Kept, at: int) -> None:
+        places, users_of = (kept.on_device, self._noted) if at in kept.on_device else (kept.on_host, self._held)
+        block = places.pop(at)
+        users_of[block].remove((kept, at))
+        if not users_of[block]:
+            del users_of[block]
+            if users_of is self._held:
+                self._saves.pop(block, None)
+                self._free.append(block)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless free + used == total and every used host block is kept for a live sequence."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a host block is free twice"
+        assert free.isdisjoint(self._held), "a host block that is in use is free"
+        assert len(free) + len(self._held) == self.num_blocks, (
+            f"{len(free)} free + {len(self._held)} used != {self.num_blocks} host blocks"
+        )
+        for users_of, places_of in ((self._noted, _on_device), (self._held, _on_host)):
+            listed = [(kept.seq.id, at, block) for block, users in users_of.items() for kept, at in users]
+            kept_at = [(id, at, block) for id, kept in self._kept.items() for at, block in places_of(kept)]
+            assert sorted(listed) == sorted(kept_at), "a block is kept for nobody, or by nobody"
+        for id, kept in self._kept.items():
+            seq, count = kept.seq, -(-kept.num_tokens // self._block_size)
+            assert id == seq.id, "what is kept is another sequence's"
+            assert seq.state is not State.FINISHED, f"sequence {id} has ended and keeps blocks"
+            assert sorted([*kept.on_device, *kept.on_host]) == list(range(count)), f"sequence {id} keeps parts"
+            if seq.state is State.RUNNING:
+                assert all(seq.blocks[at] == block for at, block in kept.on_device.items())
+        assert self._saves.keys() <= self._held.keys(), "a save for nobody"
+        running = {id for id, kept in self._kept.items() if kept.seq.state is State.RUNNING}
+        assert self._loads.keys() <= running, "a load for who does not run"
+
+
+def _on_device(kept: _Kept) -> Iterator[tuple[int, int]]:
+    yield from kept.on_device.items()
+
+
+def _on_host(kept: _Kept) -> Iterator[tuple[int, int]]:
+    yield from kept.on_host.items()

@@ -1,0 +1,187 @@
+"""The one thread that owns all model state: scheduler, blocks and runner. Others leave messages in its inbox."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from pagoda_server.engine.core.output import Counters, StepOutput
+from pagoda_server.engine.core.sequence import Sequence
+from pagoda_server.engine.kv.host_blocks import HostLoad
+from pagoda_server.engine.loop.step_trace import TraceSnapshot
+from pagoda_server.engine.loop.steps_in_flight import Runner, StepsInFlight
+from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.engine.scheduling.tenants import TenantTable
+
+log = logging.getLogger("pagoda.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """A request's sequences, `siblings` being all but its first: they arrive together, to share what they can."""
+
+    seq: Sequence
+    siblings: tuple[Sequence, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCache:
+    """`reply` is called on the loop's thread with the number of freed blocks."""
+
+    reply: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TakeTrace:
+    """`reply` is called on the loop's thread with what was recorded of the last so many seconds."""
+
+    last_s: float
+    reply: Callable[[TraceSnapshot], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+Message = Add | Abort | FlushCache | TakeTrace | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSnapshot:
+    """How busy the engine is after a step."""
+
+    counters: Counters
+    waiting: int
+    running: int
+    blocks_total: int
+    blocks_free: int
+    blocks_evictable: int
+    block_size: int
+    kv_slots_unused: int
+    step_s: float
+    tenants: TenantTable
+    host: HostLoad = field(default_factory=HostLoad)
+
+
+class Outbox(Protocol):
+    """Takes a step's output to the routers; called on the loop's thread and never blocks it."""
+
+    def send(self, output: StepOutput, load: LoadSnapshot) -> None: ...
+
+
+class Inbox:
+    """Messages for the loop, from any thread."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def put(self, message: Message) -> None:
+        self._queue.put(message)
+
+    def take(self, timeout_s: float | None = 0.0) -> list[Message]:
+        """All messages there are; with a timeout (None: forever) waits for the first."""
+        messages: list[Message] = []
+        try:
+            messages.append(self._queue.get(block=timeout_s != 0.0, timeout=timeout_s))
+            while True:
+                messages.append(self._queue.get_nowait())
+        except queue.Empty:
+            return messages
+
+
+class EngineLoop(threading.Thread):
+    """`on_end` is called on this thread when the loop ends, for whatever reason; `failure` then tells which.
+
+    lookahead  how many steps are launched before the first of them is read: at most the runner's
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, outbox: Outbox, on_end: Callable[[], None], lookahead: int = 0
+    ) -> None:
+        super().__init__(name="engine-loop", daemon=True)
+        self.inbox = Inbox()
+        self.failure: BaseException | None = None  # what ended the loop, if anything but stop() did
+        self._scheduler = scheduler
+        self._steps = StepsInFlight(scheduler, runner)
+        self._lookahead = lookahead
+        self._outbox = outbox
+        self._on_end = on_end
+        self._stopping = False
+
+    def stop(self) -> None:
+        self.inbox.put(Stop())
+
+    def run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            log.critical("the engine loop died", exc_info=True)
+            self.failure = error
+        finally:
+            self._on_end()
+
+    def _loop(self) -> None:
+        timeout_s: float | None = 0.0
+        self._outbox.send(StepOutput(), self._load())  # so that routers know an engine which has not worked yet
+        while True:
+            for message in self.inbox.take(timeout_s):
+                self._handle(message)
+            if self._stopping:
+                return
+            plan = self._scheduler.schedule()
+            if not plan.is_empty:
+                self._steps.launch(plan)
+            commits = len(self._steps) > (0 if plan.is_empty else self._lookahead)
+            if commits:
+                self._steps.commit_oldest()
+            output = self._scheduler.take_output()
+            self._steps.trace.note(output)
+            if commits or not output.is_empty:
+                self._outbox.send(output, self._load())
+            is_idle = plan.is_empty and not self._steps and not commits
+            timeout_s = self._idle_timeout_s() if is_idle else 0.0
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Add(seq, siblings):
+                for each in (seq, *siblings):
+                    self._scheduler.add(each)
+            case Abort(ids):
+                self._scheduler.abort(ids)
+            case FlushCache(reply):
+                reply(self._scheduler.flush_cache())
+            case TakeTrace(last_s, reply_trace):
+                reply_trace(self._steps.trace.take(last_s))
+            case Stop():
+                self._stopping = True
+
+    def _idle_timeout_s(self) -> float | None:
+        """Nothing can run: sleep until a message comes or a queued deadline passes."""
+        until = self._scheduler.next_deadline - self._scheduler.clock()
+        return min(max(until, 0.001), threading.TIMEOUT_MAX) if until < float("inf") else None
+
+    def _load(self) -> LoadSnapshot:
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        return LoadSnapshot(
+            counters=replace(scheduler.counters),
+            waiting=scheduler.num_waiting,
+            running=len(scheduler.running),
+            blocks_total=pool.num_blocks,
+            blocks_free=pool.num_free,
+            blocks_evictable=pool.num_evictable,
+            block_size=pool.block_size,
+            kv_slots_unused=scheduler.num_slots_unused,
+            step_s=self._steps.step_s,
+            tenants=scheduler.tenants.table(scheduler.running),
+            host=scheduler.host.load(),
+        )

@@ -1,0 +1,161 @@
+"""What the last steps did, and why: recorded in every step, told when somebody asks.
+
+Entries are plain tuples of numbers, strings and tuples of those, which the garbage collector stops tracking. A step in
+which the same sequences run as in the one before it shares their numbers with that one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from pagoda_server.engine.core.output import Hold, StepOutput
+from pagoda_server.engine.core.sequence import EndReason, Sequence, State, StepPlan
+from pagoda_server.engine.scheduling.scheduler import Scheduler
+
+KEEP_S = 60.0
+MAX_MOVES = 1 << 16
+MAX_NUMBERS = 1 << 20  # of sequences and chunks, over all steps: 8 MB and what their integers take
+
+MoveKind: TypeAlias = Literal["waits", "started", "preempted"] | EndReason
+
+# ids, chunk starts, chunk lengths, idle ids, their holds, waiting, next in line (-1: nobody), its hold, running,
+# blocks free, blocks evictable. The chunks are those of the last ids; all before them compute one token.
+Sketch: TypeAlias = tuple[
+    tuple[int, ...],
+    tuple[int, ...],
+    tuple[int, ...],
+    tuple[int, ...],
+    tuple[Hold, ...],
+    int,
+    int,
+    Hold | None,
+    int,
+    int,
+    int,
+]
+# from, until, what was planned
+Step: TypeAlias = tuple[float, float, Sketch]
+# at, kind, id, request id, arrived, prompt length, tokens, computed tokens
+Move: TypeAlias = tuple[float, MoveKind, int, str, float, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSnapshot:
+    """Oldest first. A live sequence whose last move was before `steps` has it before the others, at its time."""
+
+    taken_at: float
+    token_budget: int
+    max_num_seqs: int
+    blocks_total: int
+    steps: list[Step]
+    moves: list[Move]
+
+
+class StepTrace:
+    """A scheduler's steps of the last KEEP_S seconds, or fewer where they hold too much. The loop's thread owns it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._steps: deque[Step] = deque()
+        self._moves: deque[Move] = deque(maxlen=MAX_MOVES)
+        self._ids: tuple[int, ...] = ()
+        self._num_numbers = 0
+        self._forgotten_until = -math.inf
+
+    def sketch(self, plan: StepPlan) -> Sketch:
+        """What the plan that was just scheduled computes, and what keeps the others from it."""
+        scheduler, chunks = self._scheduler, plan.chunks
+        ids = tuple([chunk.seq.id for chunk in chunks])
+        if ids == self._ids:
+            ids = self._ids
+        self._ids = ids
+        starts: tuple[int, ...] = ()
+        lengths: tuple[int, ...] = ()
+        if not chunks[-1].is_decode:  # decodes come first
+            prompts = [chunk for chunk in chunks if not chunk.is_decode]
+            starts = tuple([chunk.start for chunk in prompts])
+            lengths = tuple([chunk.length for chunk in prompts])
+        idle: tuple[int, ...] = ()
+        holds: tuple[Hold, ...] = ()
+        if len(scheduler.running) > len(chunks):
+            idle, holds = self._idle(ids, plan)
+        waiting, pool = scheduler.waiting, scheduler.pool
+        return (
+            ids,
+            starts,
+            lengths,
+            idle,
+            holds,
+            len(waiting),
+            next(waiting.in_line()).id if waiting else -1,
+            scheduler.hold,
+            len(scheduler.running),
+            pool.num_free,
+            pool.num_evictable,
+        )
+
+    def add(self, sketch: Sketch, started: float, ended: float) -> None:
+        """The step is over."""
+        steps = self._steps
+        self._num_numbers += _size(sketch, steps[-1][2] if steps else None)
+        steps.append((started, ended, sketch))
+        while (steps[0][1] < ended - KEEP_S or self._num_numbers > MAX_NUMBERS) and len(steps) > 1:
+            _, self._forgotten_until, oldest = steps.popleft()
+            self._num_numbers -= _size(oldest, steps[0][2])
+
+    def note(self, output: StepOutput) -> None:
+        """Takes in who started, was preempted or ended."""
+        for move in output.moves:
+            kind: MoveKind = "started" if move.to is State.RUNNING else "preempted"
+            self._moves.append(_move(move.seq, kind, move.at, move.num_computed))
+        for ended in output.ended:
+            self._moves.append(_move(ended.seq, ended.reason, ended.at, ended.seq.num_computed))
+
+    def take(self, last_s: float = math.inf) -> TraceSnapshot:
+        """What is kept of the last so many seconds."""
+        scheduler = self._scheduler
+        now = scheduler.clock()
+        since = max(now - min(last_s, KEEP_S), self._forgotten_until)
+        recent = [move for move in self._moves if move[0] >= since]
+        moved = {move[2] for move in recent}
+        return TraceSnapshot(
+            taken_at=now,
+            token_budget=scheduler.token_budget,
+            max_num_seqs=scheduler.max_num_seqs,
+            blocks_total=scheduler.pool.num_blocks,
+            steps=[step for step in self._steps if step[1] >= since],
+            moves=[*self._standing(moved), *recent],
+        )
+
+    def _idle(self, ids: tuple[int, ...], plan: StepPlan) -> tuple[tuple[int, ...], tuple[Hold, ...]]:
+        busy = set(ids)
+        idle = [seq for seq in self._scheduler.running if seq.id not in busy and seq.state is State.RUNNING]
+        others: Hold = "no budget" if plan.num_tokens >= self._scheduler.step_budget else "not its turn"
+        holds: list[Hold] = ["token pending" if seq.awaits_token else others for seq in idle]
+        return tuple([seq.id for seq in idle]), tuple(holds)
+
+    def _standing(self, moved: set[int]) -> Iterator[Move]:
+        """The last move of each live sequence that has made none of these."""
+        for seq in [*self._scheduler.running, *self._scheduler.waiting]:
+            if seq.id in moved or seq.state is State.FINISHED:
+                continue
+            if seq.state is State.RUNNING:
+                yield _move(seq, "started", seq.accounted_until, seq.num_computed)
+            elif seq.first_scheduled is None:
+                yield _move(seq, "waits", seq.arrived, 0)
+            else:
+                yield _move(seq, "preempted", seq.accounted_until, seq.num_lost)
+
+
+def _move(seq: Sequence, kind: MoveKind, at: float, num_computed: int) -> Move:
+    return (at, kind, seq.id, seq.request_id, seq.arrived, seq.prompt_len, len(seq.tokens), num_computed)
+
+
+def _size(sketch: Sketch, neighbour: Sketch | None) -> int:
+    """Numbers that it holds and its neighbour does not."""
+    own = 0 if neighbour is not None and neighbour[0] is sketch[0] else len(sketch[0])
+    return own + 2 * len(sketch[1]) + 2 * len(sketch[3])

@@ -1,0 +1,170 @@
+"""Steps that are launched and not read yet, and what happens when one fails."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from pagoda_server.engine.core.errors import EngineError
+from pagoda_server.engine.core.sequence import Chunk, Sampled, State, StepPlan, TokenLogprobs
+from pagoda_server.engine.loop.step_trace import Sketch, StepTrace
+from pagoda_server.engine.scheduling.scheduler import Scheduler
+
+log = logging.getLogger("pagoda.engine")
+
+
+class Launched(Protocol):
+    """A step that a runner is computing."""
+
+    def result(self) -> Sampled:
+        """Waits for its outcome. Raises what the step raised."""
+
+
+class Runner(Protocol):
+    """Computes plans in the order in which they are launched.
+
+    A sequence's last token may be pending when a plan is launched: the runner knows it from the step before. Computing
+    the same chunk twice writes the same cache and chooses the same token, so a failed step may be run again.
+
+    lookahead  how many steps can be launched before the first of them is read; 0: `launch` computes the step at once
+    """
+
+    @property
+    def lookahead(self) -> int: ...
+
+    def launch(self, plan: StepPlan) -> Launched: ...
+
+    def recover(self) -> None:
+        """Nothing is in flight, and something failed: chunks are computed again, whose tokens are all known.
+
+        Raises if nothing can be computed any more: the engine is to be started again.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step that was computed when it was launched."""
+
+    sampled: Sampled
+
+    def result(self) -> Sampled:
+        return self.sampled
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    plan: StepPlan
+    launched: Launched
+    sketch: Sketch
+    started: float
+
+
+class StepsInFlight:
+    """A queue of launched steps, which are committed to the scheduler in order."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self.step_s = 0.0  # of the last step: from its launch, or the end of the one before if that is later
+        self.trace = StepTrace(scheduler)
+        self._clock = scheduler.clock
+        self._scheduler = scheduler
+        self._runner = runner
+        self._steps: deque[_Step] = deque()
+        self._last_end = -math.inf
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def launch(self, plan: StepPlan) -> None:
+        started = self._clock()
+        try:
+            launched = self._runner.launch(plan)
+        except Exception:
+            launched = None
+            log.exception("a step of %d sequences could not be launched", len(plan.chunks))
+        if launched is not None:
+            self._steps.append(_Step(plan, launched, self.trace.sketch(plan), started))
+            return
+        # Not above: an exception that is being handled keeps what the step had allocated.
+        while self._steps:
+            self.commit_oldest()
+        self._compute_again([plan])
+
+    def commit_oldest(self) -> None:
+        """Waits for it. If it fails, it and those launched after it are computed again, chunk by chunk."""
+        step = self._steps.popleft()
+        try:
+            sampled = step.launched.result()
+        except Exception:
+            sampled = None
+            log.exception("a step of %d sequences failed", len(step.plan.chunks))
+        if sampled is not None:
+            self._scheduler.commit(step.plan, sampled)
+        else:
+            self._compute_again([step.plan, *self._abandon_all()])
+        started, self._last_end = max(step.started, self._last_end), self._clock()
+        self.step_s = self._last_end - started
+        self.trace.add(step.sketch, started, self._last_end)
+
+    def _abandon_all(self) -> list[StepPlan]:
+        """The plans in flight, when they are over: what they made of a failed step's tokens is worth nothing."""
+        plans = []
+        while self._steps:
+            step = self._steps.popleft()
+            plans.append(step.plan)
+            with suppress(Exception):
+                step.launched.result()
+        return plans
+
+    def _compute_again(self, plans: list[StepPlan]) -> None:
+        for plan in plans:
+            self._runner.recover()
+            self._scheduler.distrust(plan)
+            self._scheduler.commit(plan, compute_one_by_one(self._runner, plan))
+
+
+def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
+    """Computes each chunk of a failed step alone, so that only those at fault fail. All before the plan is committed.
+
+    Raises what the runner raised if no chunk can be computed: that is not one request's fault.
+    """
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs | None] = []
+    faults: dict[int, str] = {}
+    failed: list[Exception] = []
+    for at, chunk in enumerate(plan.chunks):
+        try:
+            alone = _compute_alone(runner, chunk, plan)
+        except Exception as error:
+            log.exception("sequence %d fails alone", chunk.seq.id)
+            reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__} while computing"
+            alone = Sampled([-1], [None], {0: reason})
+            failed.append(_without_frames(error))
+        tokens += alone.tokens
+        logprobs += alone.logprobs
+        if alone.faults:
+            faults[at] = alone.faults[0]
+    if len(failed) == len(plan.chunks) > 1:
+        raise failed[0]
+    return Sampled(tokens, logprobs, faults)
+
+
+def _without_frames(error: Exception) -> Exception:
+    """What a step had allocated lives as long as the frames that its error remembers, those of the causes included."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
+def _compute_alone(runner: Runner, chunk: Chunk, plan: StepPlan) -> Sampled:
+    """With the copies and loads that are its own. Saves are not made again: their blocks may have been written over."""
+    if chunk.seq.state is not State.RUNNING:  # it ended, or gave up its blocks, after the step was scheduled
+        return Sampled([-1], [None])
+    own = set(chunk.seq.blocks) if plan.copies or plan.loads else set()
+    copies = [pair for pair in plan.copies if pair[1] in own]
+    return runner.launch(StepPlan([chunk], copies, loads=[pair for pair in plan.loads if pair[1] in own])).result()

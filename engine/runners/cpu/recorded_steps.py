@@ -1,0 +1,109 @@
+"""Decode steps on a CPU, recorded once for each number of sequences: from then on a step is one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Layers
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagoda_server.engine.core.sequence import Chunk
+from pagoda_server.engine.models import Embedded, Llama, StepInputs
+from pagoda_server.kernels import Backend, PagedKV, Recorder, Recording
+
+
+class DecodeArrays:
+    """One token of each of up to `most` sequences, at addresses that never change.
+
+    The block table keeps what it has of a sequence as long as that has the same place in the steps.
+    """
+
+    def __init__(self, most: int, max_model_len: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._token_ids = np.zeros(most, dtype=np.int64)
+        self._positions = np.zeros(most, dtype=np.int64)
+        self._slots = np.zeros(most, dtype=np.int64)
+        self._query_start = np.arange(most + 1, dtype=np.int32)
+        self._context_len = np.zeros(most, dtype=np.int32)
+        self._block_table = np.zeros((most, -(-max_model_len // block_size)), dtype=np.int32)
+        self._blocks: list[list[int]] = [[]] * most  # of each row; a sequence's list only grows until it is replaced
+        self._num_written = [0] * most
+
+    def inputs(self, count: int, ops: Backend, kv: PagedKV, sliding_window: int | None) -> StepInputs:
+        """Views of the first `count` rows; logits are wanted after each."""
+        return StepInputs(
+            token_ids=torch.from_numpy(self._token_ids[:count]),
+            positions=torch.from_numpy(self._positions[:count]),
+            slots=torch.from_numpy(self._slots[:count]),
+            logit_rows=None,
+            attention=ops.plan_attention(
+                self._query_start[: count + 1], self._context_len[:count], self._block_table[:count], kv, sliding_window
+            ),
+        )
+
+    def fill(self, chunks: list[Chunk]) -> None:
+        """Write a step of these chunks, each of one token, to the first rows."""
+        size, count = self._block_size, len(chunks)
+        tokens, starts, slots = [], [], []
+        for row, chunk in enumerate(chunks):
+            start, blocks = chunk.start, chunk.seq.blocks
+            tokens.append(chunk.seq.tokens[start])
+            starts.append(start)
+            slots.append(blocks[start // size] * size + start % size)
+            if self._blocks[row] is not blocks:
+                self._blocks[row], self._num_written[row] = blocks, 0
+            if (written := self._num_written[row]) < len(blocks):
+                self._block_table[row, written : len(blocks)] = blocks[written:]
+                self._num_written[row] = len(blocks)
+        self._token_ids[:count] = tokens
+        self._positions[:count] = starts
+        self._slots[:count] = slots
+        np.add(self._positions[:count], 1, out=self._context_len[:count], casting="same_kind")
+
+
+@dataclass(slots=True)
+class _Step:
+    inputs: StepInputs
+    embedded: Embedded
+    recording: Recording | None = None
+
+
+class RecordedSteps:
+    """Decode steps of a model, recorded when a number of sequences is first met, and then replayed.
+
+    cache  of pages that the backend can record
+    most   sequences of a step
+    """
+
+    def __init__(
+        self, model: Llama, ops: Backend, cache: Layers[PagedKV], most: int, max_model_len: int, block_size: int
+    ) -> None:
+        self._model, self._ops, self._cache, self._most = model, ops, cache, most
+        self._arrays = DecodeArrays(most, max_model_len, block_size)
+        self._embedded = model.embed(self._inputs(most))  # room for any step's
+        self._recorder = Recorder()
+        self._steps: dict[int, _Step] = {}
+
+    def has_room_for(self, chunks: list[Chunk]) -> bool:
+        """Whether a step is one of these: every sequence computes one token and samples."""
+        return len(chunks) <= self._most and all(chunk.length == 1 and chunk.samples for chunk in chunks)
+
+    def logits(self, chunks: list[Chunk]) -> Tensor:
+        """`Llama.forward` of these chunks, to the last bit. Valid until the next call."""
+        count = len(chunks)
+        self._arrays.fill(chunks)
+        step = self._steps.get(count)
+        if step is None:
+            room = Embedded(*(part[:count] for part in self._embedded))
+            step = self._steps[count] = _Step(self._inputs(count), room)
+        for part, new in zip(step.embedded, self._model.embed(step.inputs), strict=True):
+            part.copy_(new)
+        if step.recording is None or not step.recording.replay():
+            step.recording = self._recorder.record(partial(self._model.logits, step.embedded, step.inputs, self._cache))
+        return step.recording.result
+
+    def _inputs(self, count: int) -> StepInputs:
+        return self._arrays.inputs(count, self._ops, self._cache[0], self._model.config.sliding_window)

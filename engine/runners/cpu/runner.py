@@ -1,0 +1,104 @@
+"""From a step plan to tokens, one step at a time: the only place that touches tensors on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pagoda_server.checkpoints.progress import Progress, no_progress
+from pagoda_server.engine.core.config import EngineConfig
+from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.core.sequence import Chunk, Sampled, StepPlan, TokenLogprobs
+from pagoda_server.engine.loop.steps_in_flight import Computed
+from pagoda_server.engine.models import StepInputs
+from pagoda_server.engine.runners.cpu.host_memory import HostMemory
+from pagoda_server.engine.runners.cpu.recorded_steps import RecordedSteps
+from pagoda_server.engine.runners.cpu.sampler import Sampler
+from pagoda_server.engine.runners.cpu.step_arrays import StepArrays
+from pagoda_server.engine.runners.kv_cache import DEFAULT_CPU_BYTES, allocate
+from pagoda_server.engine.runners.loaded_model import check_fp8, enough_memory, load_for_serving
+from pagoda_server.engine.runners.runner_info import count_blocks
+from pagoda_server.kernels import copy_blocks, keep_freed_memory, set_num_threads
+
+
+class ModelRunner:
+    """A model with its paged KV cache on a CPU, which has computed a step when `launch` returns.
+
+    Raises ConfigError if the checkpoint cannot be served with these settings.
+    """
+
+    lookahead = 0
+
+    def __init__(self, config: EngineConfig, progress: Progress = no_progress) -> None:
+        if config.overlap == "on":
+            raise ConfigError("--overlap on: a CPU has computed a step when it is launched")
+        if config.kv_cache_dtype == "fp8":
+            check_fp8("--kv-cache-dtype", torch.device("cpu"))
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        set_num_threads(torch.get_num_threads())
+        loaded = load_for_serving(config, torch.device("cpu"), progress)
+        keep_freed_memory()
+
+        self._ops = loaded.ops
+        self._model = loaded.model
+        self._sampler = Sampler(loaded.ops, loaded.model.config.vocab_size, loaded.device)
+        self._arrays = StepArrays(config.token_budget, loaded.longest, loaded.spec.block_size)
+        budget = DEFAULT_CPU_BYTES if config.kv_cache_gb is None else int(config.kv_cache_gb * 1e9)
+        num_blocks = count_blocks(loaded.spec, budget)
+        with enough_memory("the KV cache", "--kv-cache-gb"):
+            self._cache = allocate(loaded.spec, num_blocks, loaded.device, loaded.dtype)
+        self._recorded: RecordedSteps | None = None
+        if loaded.ops.can_record(self._cache[0]):
+            self._recorded = RecordedSteps(
+                loaded.model, loaded.ops, self._cache, config.max_num_seqs, loaded.longest, loaded.spec.block_size
+            )
+        self.info = loaded.info(num_blocks, config)
+        with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
+            self._host = HostMemory(self._cache, self.info.num_host_blocks)  # of none by default
+
+    def launch(self, plan: StepPlan) -> Computed:
+        return Computed(self.execute(plan))
+
+    def recover(self) -> None:
+        """Nothing is kept that a sequence's tokens do not tell."""
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> Sampled:
+        """Computes a plan. Doing so twice writes the same cache and chooses the same tokens."""
+        copied_s = self._host.copy(plan)
+        if plan.copies:
+            sources, targets = torch.tensor(plan.copies).T
+            copy_blocks(self._cache, sources, targets)
+        logits = self._forward(plan.chunks)
+        sampling = [at for at, chunk in enumerate(plan.chunks) if chunk.samples]
+        choices = self._sampler.sample([plan.chunks[at].seq for at in sampling], logits)
+
+        tokens = [-1] * len(plan.chunks)
+        logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
+        faults: dict[int, str] = {}
+        for at, choice in zip(sampling, choices, strict=True):
+            tokens[at], logprobs[at] = choice.token, choice.logprobs
+            if choice.fault is not None:
+                faults[at] = choice.fault
+        return Sampled(tokens, logprobs, faults, copied_s)
+
+    def _forward(self, chunks: list[Chunk]) -> Tensor:
+        """Logits after the chunks that sample."""
+        if self._recorded is not None and self._recorded.has_room_for(chunks):
+            return self._recorded.logits(chunks)
+        return self._model.forward(self._pack(chunks), self._cache)
+
+    def _pack(self, chunks: list[Chunk]) -> StepInputs:
+        return self._arrays.pack(chunks, self._ops, self._cache[0], self._model.config.sliding_window)
+
+    @torch.inference_mode()
+    def logits(self, chunk: Chunk) -> Tensor:
+        """Computes a chunk as `execute` would; returns the logits after each of its tokens.
+
+        chunk   at most a token budget long; earlier tokens of its sequence are computed
+        return  [chunk.length, vocab], in the dtype of the weights or float32
+        """
+        return self._model.forward(replace(self._pack([chunk]), logit_rows=None), self._cache)

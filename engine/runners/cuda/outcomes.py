@@ -1,0 +1,101 @@
+"""What steps chose, on its way back to the host: one copy a step, for which only who reads the outcome waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pagoda_server.engine.core.sequence import Sampled, Sequence, TokenLogprobs
+from pagoda_server.engine.runners.cuda.staging import Layout, all_launched, host_bytes
+from pagoda_server.kernels import MAX_TOP_LOGPROBS, SampledRows
+
+_BROKEN = "the model's logits hold NaN or infinity, or leave no token to choose"
+_IN_FLIGHT = 3  # steps whose outcomes are copied and not read, and one that is launched
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """A step on the device.
+
+    places  chunk position → sequence and its entry among the outcomes
+    faults  as in Sampled
+    copied_s  tells the same of Sampled, once the step is computed
+    """
+
+    num_chunks: int
+    places: dict[int, tuple[Sequence, int]]
+    faults: dict[int, str]
+    arrays: dict[str, np.ndarray]
+    wait: Callable[[], None]
+    copied_s: Callable[[], float]
+
+    def result(self) -> Sampled:
+        self.wait()
+        chosen = self.arrays["tokens"].tolist()
+        tokens = [-1] * self.num_chunks
+        logprobs: list[TokenLogprobs | None] = [None] * self.num_chunks
+        faults = dict(self.faults)
+        for at, (seq, entry) in self.places.items():
+            if at in faults:
+                continue
+            tokens[at] = chosen[entry]
+            if tokens[at] < 0:
+                faults[at] = _BROKEN
+            elif seq.params.logprobs is not None:
+                logprobs[at] = self._logprobs(entry, seq.params.logprobs)
+        return Sampled(tokens, logprobs, faults, self.copied_s())
+
+    def _logprobs(self, entry: int, count: int) -> TokenLogprobs:
+        first = entry * MAX_TOP_LOGPROBS
+        return TokenLogprobs(
+            float(self.arrays["chosen"][entry]),
+            self.arrays["top_ids"][first : first + count].tolist(),
+            self.arrays["top"][first : first + count].tolist(),
+        )
+
+
+class Outcomes:
+    """Room on the device for what a step of `size` sampling sequences chooses, and on the host for those in flight."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        layout = Layout(
+            {
+                "tokens": (torch.int32, size),
+                "chosen": (torch.float32, size),
+                "top_ids": (torch.int32, size * MAX_TOP_LOGPROBS),
+                "top": (torch.float32, size * MAX_TOP_LOGPROBS),
+            }
+        )
+        self._device = device
+        self._source = torch.zeros(layout.size, dtype=torch.uint8, device=device)
+        self._views = layout.views(self._source)
+        self._targets = [host_bytes(layout.size, device) for _ in range(_IN_FLIGHT)]
+        self._arrays = [{name: view.numpy() for name, view in layout.views(t).items()} for t in self._targets]
+        self._tokens_end = size * torch.int32.itemsize
+        self._turn = 0
+
+    def rows(self, start: int, end: int) -> SampledRows:
+        """Some of the entries, as the kernels write them."""
+        return SampledRows(
+            tokens=self._views["tokens"][start:end],
+            chosen=self._views["chosen"][start:end],
+            top_ids=self._views["top_ids"].view(-1, MAX_TOP_LOGPROBS)[start:end],
+            top=self._views["top"].view(-1, MAX_TOP_LOGPROBS)[start:end],
+        )
+
+    def read(
+        self,
+        num_chunks: int,
+        places: dict[int, tuple[Sequence, int]],
+        faults: dict[int, str],
+        copied_s: Callable[[], float],
+    ) -> DeviceStep:
+        """Starts the copy of the step that was launched last; without log-probabilities if nobody asks for them."""
+        asks = any(seq.params.logprobs is not None for seq, _ in places.values())
+        end = self._source.shape[0] if asks else self._tokens_end
+        self._turn = (self._turn + 1) % _IN_FLIGHT
+        self._targets[self._turn][:end].copy_(self._source[:end], non_blocking=True)
+        return DeviceStep(num_chunks, places, faults, self._arrays[self._turn], all_launched(self._device), copied_s)

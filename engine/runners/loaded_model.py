@@ -1,0 +1,203 @@
+"""A checkpoint with the settings that it is served with: its weights on a device, and the ops that compute it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pagoda_server.checkpoints.progress import Progress, no_progress
+from pagoda_server.engine.core.config import EngineConfig, Quantization
+from pagoda_server.engine.core.errors import ConfigError, EngineError
+from pagoda_server.engine.models import Llama, load_model, read_config
+from pagoda_server.engine.models.weights import stored_dtype
+from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
+from pagoda_server.kernels import (
+    Backend,
+    has_native,
+    has_native_int8_weight,
+    instruction_set,
+    load_backend,
+    prefers_whole_native,
+)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # in lower case
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """
+    longest      tokens of a sequence, prompt and output, that the model was trained for or that are wanted of it
+    spec         the KV cache that it needs
+    cache_dtype  of its pages
+    """
+
+    name: str
+    model: Llama
+    ops: Backend
+    device: torch.device
+    dtype: torch.dtype
+    longest: int
+    spec: KVCacheSpec
+    cache_dtype: torch.dtype
+
+    def info(self, num_blocks: int, settings: EngineConfig) -> RunnerInfo:
+        """What there is to say of it with a cache of this size. Raises ConfigError if that is too small."""
+        wanted_len = settings.max_model_len
+        config = self.model.config
+        return RunnerInfo(
+            model=self.name,
+            architecture=config.family,
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            kernel_backend=self.ops.name,
+            vocab_size=config.vocab_size,
+            max_model_len=longest_cached(self.longest, num_blocks * self.spec.block_size, wanted_len),
+            weight_bytes=self.model.weight_bytes,
+            kv_cache=self.spec,
+            num_blocks=num_blocks,
+            num_host_blocks=count_host_blocks(self.spec, settings.host_kv_gb),
+            instruction_set=instruction_set() if self.device.type == "cpu" else "",
+        )
+
+
+def load_for_serving(
+    config: EngineConfig, device: torch.device, progress: Progress = no_progress, backend: str | None = None
+) -> LoadedModel:
+    """
+    backend  of kernels; None: the best for this device
+
+    Raises ConfigError if the checkpoint cannot be served with these settings.
+    """
+    folder = Path(config.model)
+    dtype = choose_dtype(config.dtype, folder)
+    model = read_config(folder)
+    longest = longest_trained(model.max_position_embeddings, config.max_model_len)
+    ops = load_backend(backend or choose_backend(device, dtype, config.quantization, model.has_int4_weights))
+    with enough_memory("the weights", "--quantization"):
+        loaded = load_model(folder, ops, device, dtype, progress)
+    cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+    spec = KVCacheSpec(
+        model.num_layers,
+        model.num_kv_heads,
+        model.head_dim,
+        cache_dtype.itemsize,
+        config.tokens_a_block(device.type),
+        scale_bytes=torch.float32.itemsize if config.kv_cache_dtype == "fp8" else 0,
+    )
+    return LoadedModel(folder.name, loaded, ops, device, dtype, longest, spec, cache_dtype)
+
+
+@contextmanager
+def enough_memory(purpose: str, *flags: str, error: type[EngineError] = ConfigError) -> Iterator[None]:
+    """Raises `error` with the flags that help if the device's memory runs out inside."""
+    try:
+        yield
+    except RuntimeError as cause:
+        if not _is_out_of_memory(cause):
+            raise
+        reason = str(cause).splitlines()[0].rpartition("DefaultCPUAllocator: ")[2].partition(". ")[0]
+        raise error(f"not enough device memory for {purpose} ({reason}); {', '.join(flags)} can help") from cause
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Torch has a class for its GPU allocator only: not for the host's, graphs, cuBLAS, and kernels being loaded."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or any(part in text for part in _OUT_OF_MEMORY)
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def choose_dtype(name: str, folder: Path) -> torch.dtype:
+    """auto: bfloat16, but float32 for a checkpoint of float32."""
+    if name != "auto":
+        return _DTYPES[name]
+    is_float32 = stored_dtype(folder, "model.embed_tokens.weight") == torch.float32
+    return torch.float32 if is_float32 else torch.bfloat16
+
+
+def choose_backend(
+    device: torch.device, dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool = False
+) -> str:
+    """The name of a kernel backend. Raises ConfigError if there is none with these properties."""
+    if device.type == "cpu":
+        return _choose_cpu_backend(dtype, quantization, has_int4_weights)
+    if quantization == "fp8":
+        check_fp8("--quantization", device)
+    if quantization == "int4":
+        raise ConfigError(f"--quantization int4: there are kernels for it on a CPU only, not on {device}")
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(f"--device {device} needs Triton: pip install 'pagoda[gpu]'")
+    return "triton" if quantization in ("auto", "none") else f"triton-{quantization}"
+
+
+def _choose_cpu_backend(dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool) -> str:
+    if quantization == "fp8":
+        check_fp8("--quantization", torch.device("cpu"))
+    if quantization == "auto":
+        quantization = _best_quantization(dtype, has_int4_weights)
+    if quantization in ("int8", "int4"):
+        if dtype == torch.float16:
+            raise ConfigError(f"--quantization {quantization}: activations can be bfloat16 or float32, not float16")
+        if not has_native():
+            raise ConfigError(f"--quantization {quantization} needs Pagoda installed where there is a C++ compiler")
+    if quantization == "int4":
+        if not has_int4_weights:
+            raise ConfigError(
+                "--quantization int4: the checkpoint has no weights in 4 bits, as GGUF's Q4_0 and Q4_1 are"
+            )
+        return "native-int4"
+    if quantization == "int8":
+        return _int8_backend()
+    if not has_native():
+        return "cpu"
+    return "native-whole" if prefers_whole_native() else "native"
+
+
+def _best_quantization(dtype: torch.dtype, has_int4_weights: bool) -> Quantization:
+    """What auto means on a CPU: what took the least time where it was measured (docs/performance.md).
+
+    Weights in 4 bits are computed with as the checkpoint holds them, so they lose less than they do in int8. With AMX
+    products of int8 weights are the fastest; without instructions for bytes those of whole weights are.
+    """
+    if dtype != torch.bfloat16 or not has_native() or instruction_set() == "generic":
+        return "none"
+    return "int4" if has_int4_weights and not has_native_int8_weight() else "int8"
+
+
+def _int8_backend() -> str:
+    """Where products of bfloat16 are as fast, activations stay as they are."""
+    return "native-int8-weight" if has_native_int8_weight() else "native-int8"
+
+
+def check_fp8(flag: str, device: torch.device) -> None:
+    """Raises ConfigError if the device does not convert from float8."""
+    if device.type != "cuda":
+        raise ConfigError(f"{flag} fp8: there are kernels for it on a GPU only")
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(f"{flag} fp8 needs a GPU of compute capability 8.9 or above (Ada, Hopper, Blackwell)")
+
+
+def longest_trained(max_position_embeddings: int, wanted: int | None) -> int:
+    """The context that the model was trained for, or what is wanted of it."""
+    if wanted is not None and wanted > max_position_embeddings:
+        raise ConfigError(f"--max-model-len {wanted} exceeds the model's {max_position_embeddings} positions")
+    return wanted or max_position_embeddings
+
+
+def longest_cached(longest: int, token_capacity: int, wanted: int | None) -> int:
+    """The context as far as the cache holds it."""
+    if wanted is not None and wanted > token_capacity:
+        raise ConfigError(f"--max-model-len {wanted} exceeds the {token_capacity} tokens that the KV cache holds")
+    return min(longest, token_capacity)

@@ -1,0 +1,81 @@
+"""What a runner says of itself: its model, its device and how much its KV cache holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagoda_server.engine.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """The size of a paged KV cache. One token takes 2 · layers · kv_heads · (head_dim · element_bytes + scale_bytes).
+
+    scale_bytes  of the scale that each head's key, and each value, of a token has; 0: there is none
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    element_bytes: int
+    block_size: int
+    scale_bytes: int = 0
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self.element_bytes + self.scale_bytes)
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.bytes_per_token * self.block_size
+
+
+def count_blocks(spec: KVCacheSpec, budget_bytes: int) -> int:
+    """Blocks that fit. Raises ConfigError if none does."""
+    num_blocks = budget_bytes // spec.bytes_per_block
+    if num_blocks < 1:
+        raise ConfigError(
+            f"--kv-cache-gb: a KV cache of {budget_bytes} bytes holds no block: "
+            f"one of {spec.block_size} tokens takes {spec.bytes_per_block} bytes"
+        )
+    return num_blocks
+
+
+def count_host_blocks(spec: KVCacheSpec, host_kv_gb: float) -> int:
+    """Blocks that fit into so much host memory; none for 0. Raises ConfigError if there is some and it holds none."""
+    num_blocks = int(host_kv_gb * 1e9) // spec.bytes_per_block
+    if host_kv_gb > 0 and num_blocks < 1:
+        raise ConfigError(f"--host-kv-gb {host_kv_gb} holds no block: one takes {spec.bytes_per_block} bytes")
+    return num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """
+    vocab_size     rows of the embedding: valid token ids are below it
+    max_model_len  longest prompt + output
+    num_host_blocks  of host memory, for what preempted sequences have computed
+    instruction_set  that a CPU computes with; empty on other devices
+    """
+
+    model: str
+    architecture: str
+    device: str
+    dtype: str
+    kernel_backend: str
+    vocab_size: int
+    max_model_len: int
+    weight_bytes: int
+    kv_cache: KVCacheSpec
+    num_blocks: int
+    num_host_blocks: int = 0
+    instruction_set: str = ""
+
+    @property
+    def kernels(self) -> str:
+        """The kernel backend for people to read, with its instruction set."""
+        return f"{self.kernel_backend} ({self.instruction_set})" if self.instruction_set else self.kernel_backend
+
+    @property
+    def token_capacity(self) -> int:
+        return self.num_blocks * self.kv_cache.block_size

@@ -1,0 +1,162 @@
+"""What each tenant has of the engine: who waits, who runs, and what it was served. Standard library only.
+
+Service is counted as in "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024): one for a token of a
+prompt that is computed, two for one of an output, under every policy. A token costs nothing here: outputs are counted
+when somebody looks, and when a sequence moves or ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from pagoda_server.engine.core.sequence import Sequence, State
+
+PROMPT_WEIGHT = 1  # of a token that is computed; those of the prefix cache, or of a sibling, cost nothing
+OUTPUT_WEIGHT = 2
+SLICE_S = 1.0
+NUM_SLICES = 10  # of the window of `recent_service`, which moves by one of them
+REFRESH_S = 0.25  # while sequences live, a table is at most this old
+MAX_LISTED = 64  # tenants of a table: names are the clients' to choose, and there may be one for every sequence
+MAX_IDLE = 1024  # tenants without a sequence whose service is remembered
+
+
+def prompt_service(seq: Sequence) -> int:
+    """Of a sequence that starts for the first time. What it loses to others later is not computed at its cost.
+
+    The prompt of a beam search is computed once, at the cost of its first row.
+    """
+    return 0 if seq.is_led else PROMPT_WEIGHT * (seq.prompt_len - seq.num_computed)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLoad:
+    """
+    service         of prompts and outputs; since the engine started, or since the tenant was forgotten
+    recent_service  and of the last ten seconds
+    """
+
+    name: str
+    waiting: int
+    running: int
+    service: int
+    recent_service: int
+
+
+@dataclass(frozen=True, slots=True)
+class TenantTable:
+    """
+    listed          those of the `count` tenants that were served most lately, or have sequences: at most 64
+    count           tenants that have sequences or were served in the last ten seconds
+    recent_service  of all tenants, in the last ten seconds
+    """
+
+    listed: tuple[TenantLoad, ...] = ()
+    count: int = 0
+    recent_service: int = 0
+
+
+@dataclass(slots=True)
+class _Tenant:
+    live: int = 0
+    running: int = 0
+    service: int = 0
+
+
+class Tenants:
+    """Memory is bounded by the sequences that live, the tenants served within ten seconds, and MAX_IDLE."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._live: dict[str, _Tenant] = {}
+        self._idle: dict[str, _Tenant] = {}  # without a sequence; who has been so for longest comes first
+        self._recent: dict[str, int] = {}  # service within the window: the sum of the slices
+        self._slices: deque[dict[str, int]] = deque([{}])
+        self._slice_ends = clock() + SLICE_S
+        self._table = TenantTable()
+        self._table_is_good_until = 0.0
+
+    def arrived(self, seq: Sequence) -> None:
+        tenant = self._live.get(seq.tenant)
+        if tenant is None:
+            tenant = self._live[seq.tenant] = self._idle.pop(seq.tenant, _Tenant())
+        tenant.live += 1
+
+    def moves(self, seq: Sequence, to: State) -> None:
+        """It starts, or gives up its blocks."""
+        if to is State.RUNNING and seq.first_scheduled is None:
+            self._charge(seq, prompt_service(seq))
+        self._count_output(seq)
+        self._live[seq.tenant].running += 1 if to is State.RUNNING else -1
+
+    def ends(self, seq: Sequence) -> None:
+        """Before it does, in whatever state."""
+        self._count_output(seq)
+        tenant = self._live[seq.tenant]
+        tenant.live -= 1
+        tenant.running -= seq.state is State.RUNNING
+        if not tenant.live:
+            self._idle[seq.tenant] = self._live.pop(seq.tenant)
+            if len(self._idle) > MAX_IDLE:
+                del self._idle[next(iter(self._idle))]
+
+    def table(self, running: Iterable[Sequence]) -> TenantTable:
+        """Who has what. The same object until there is a new one."""
+        now = self._clock()
+        if self._live and now < self._table_is_good_until:
+            return self._table
+        for seq in running:
+            self._count_output(seq)
+        self._move_window()
+        self._table_is_good_until = now + REFRESH_S
+        names = heapq.nlargest(MAX_LISTED, self._recent, key=self._recent.__getitem__)
+        for name in self._live:
+            if len(names) == MAX_LISTED:
+                break
+            if name not in self._recent:
+                names.append(name)
+        count = len(self._recent.keys() | self._live.keys())
+        self._table = TenantTable(tuple(map(self._load, names)), count, sum(self._recent.values()))
+        return self._table
+
+    def check_integrity(self, live: Iterable[Sequence]) -> None:
+        """Raises AssertionError unless exactly these sequences are counted, each under its tenant and its state."""
+        counted = {name: (tenant.live, tenant.running) for name, tenant in self._live.items()}
+        expected: dict[str, tuple[int, int]] = {}
+        for seq in live:
+            num_live, running = expected.get(seq.tenant, (0, 0))
+            expected[seq.tenant] = (num_live + 1, running + (seq.state is State.RUNNING))
+        assert counted == expected, f"sequences of tenants: {counted}, not {expected}"
+        assert not self._live.keys() & self._idle.keys()
+
+    def _load(self, name: str) -> TenantLoad:
+        tenant = self._live.get(name) or self._idle.get(name) or _Tenant()
+        recent = self._recent.get(name, 0)
+        return TenantLoad(name, tenant.live - tenant.running, tenant.running, max(tenant.service, recent), recent)
+
+    def _count_output(self, seq: Sequence) -> None:
+        if new := seq.output_len - seq.num_charged:
+            seq.num_charged += new
+            self._charge(seq, OUTPUT_WEIGHT * new)
+
+    def _charge(self, seq: Sequence, service: int) -> None:
+        self._move_window()
+        self._live[seq.tenant].service += service
+        self._recent[seq.tenant] = self._recent.get(seq.tenant, 0) + service
+        latest = self._slices[-1]
+        latest[seq.tenant] = latest.get(seq.tenant, 0) + service
+
+    def _move_window(self) -> None:
+        now = self._clock()
+        while self._slice_ends <= now and self._recent:
+            self._slice_ends += SLICE_S
+            self._slices.append({})
+            if len(self._slices) > NUM_SLICES:
+                for name, service in self._slices.popleft().items():
+                    self._recent[name] -= service
+                    if not self._recent[name]:
+                        del self._recent[name]
+        if self._slice_ends <= now:
+            self._slice_ends = now + SLICE_S

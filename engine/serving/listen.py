@@ -1,0 +1,44 @@
+"""Where the engine listens: the address chooses the transport."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pagoda.engine.v1 import engine_pb2
+from pagoda_server.channel.address import HAS_SHM, check_address, is_local, is_shm
+from pagoda_server.channel.shm_server import ShmServer
+from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.serving.grpc_server import GrpcServer
+from pagoda_server.engine.serving.server import EngineServer
+
+
+class Listener(Protocol):
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+def check_listen(listen: str, allow_insecure: bool) -> None:
+    """Raises ConfigError for what is no address, or for one that others reach though that is not allowed."""
+    try:
+        check_address(listen, can_be_shm=True, lowest_port=0)
+    except ValueError as error:
+        raise ConfigError(f"--listen: {error}") from None
+    if not (is_local(listen) or allow_insecure):
+        raise ConfigError(f"--listen {listen} is reachable by others: --allow-insecure if the network is guarded")
+
+
+async def start_listening(server: EngineServer, listen: str) -> Listener:
+    """On unix:PATH, shm:PATH, shm:@NAME or HOST:PORT. Raises ConfigError if it cannot."""
+    listener: Listener
+    if is_shm(listen):
+        if not HAS_SHM:
+            raise ConfigError(f"--listen {listen}: shared memory needs Linux; unix:PATH works here")
+        listener = ShmServer(listen, engine_pb2.RouterMessage.FromString, server.serve)
+    else:
+        listener = GrpcServer(listen, server.serve)
+    try:
+        await listener.start()
+    except OSError as error:
+        raise ConfigError(f"--listen: cannot bind {listen}: {error.strerror or error}") from error
+    return listener

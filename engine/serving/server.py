@@ -1,0 +1,224 @@
+"""The engine's end of the channel: a session for each router, over whatever link it came; one message a step out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TypeAlias
+
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import control_pb2
+from pagoda_server.channel.link import Link
+from pagoda_server.engine.core.output import StepOutput
+from pagoda_server.engine.loop import loop as engine_loop
+from pagoda_server.engine.loop.step_trace import TraceSnapshot
+from pagoda_server.engine.scheduling.tenants import TenantTable
+from pagoda_server.engine.serving.codec import PendingOutput, sequence_from_submit, tenants_message
+from pagoda_server.engine.serving.trace_codec import trace_messages
+
+log = logging.getLogger("pagoda.engine")
+
+STALL_TIMEOUT_S = 30.0  # a router that takes no message for this long is dropped
+
+RouterLink: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
+
+
+class Connection:
+    """One router. Lives on the event loop's thread."""
+
+    def __init__(self, epoch: int) -> None:
+        self.pending = PendingOutput()
+        self.link: RouterLink | None = None  # once it is greeted
+        self._epoch = epoch
+        self._unsent: engine_pb2.EngineMessage | None = None  # made, and found no room
+        self._tenants: TenantTable | None = None  # as last told
+        self.flushed: list[int] = []
+        self.traces: list[Iterator[engine_pb2.Trace]] = []
+        self.wake = asyncio.Event()
+        self.ids: dict[int, int] = {}  # the router's sequence numbers → ours
+
+    def tell(self, load: engine_loop.LoadSnapshot) -> None:
+        """Of what is pending: within this call where the link allows it, else when it has room again."""
+        self.pending.load = load
+        if self.link is None or self.wake.is_set() or not self.link.is_free:
+            self.wake.set()
+            return
+        message = self.take()
+        if not self.link.try_write(message):
+            self._unsent = message
+            self.wake.set()
+
+    @property
+    def has_output(self) -> bool:
+        return self._unsent is not None or not self.pending.is_empty
+
+    def take(self) -> engine_pb2.EngineMessage:
+        if self._unsent is not None:
+            message, self._unsent = self._unsent, None
+            self.wake.set()  # for what has become pending since
+            return message
+        taken, self.pending = self.pending, PendingOutput()
+        step = taken.to_message()
+        if taken.load and taken.load.tenants is not self._tenants:
+            self._tenants = taken.load.tenants
+            step.tenants.CopyFrom(tenants_message(self._tenants))
+        return self.message(step=step)
+
+    def message(self, **message: object) -> engine_pb2.EngineMessage:
+        return engine_pb2.EngineMessage(epoch=self._epoch, **message)  # type: ignore[arg-type]
+
+
+class EngineServer:
+    """Names each router's sequences for the loop, and sorts each step's output by router."""
+
+    def __init__(self, info: control_pb2.EngineInfo, clock: Callable[[], float] = time.monotonic) -> None:
+        self._info = info
+        self._clock = clock
+        self._inbox: engine_loop.Inbox | None = None
+        self._events = asyncio.get_running_loop()
+        self._next_id = itertools.count()
+        self._routes: dict[int, tuple[Connection, int]] = {}  # our sequence id → router, its number
+        self._connections: set[Connection] = set()
+        self._load: engine_loop.LoadSnapshot | None = None  # as of the last step
+
+    def attach(self, inbox: engine_loop.Inbox) -> None:
+        self._inbox = inbox
+
+    # -- from the loop ----------------------------------------------------------------------------------------------
+
+    def send(self, output: StepOutput, load: engine_loop.LoadSnapshot) -> None:
+        with suppress(RuntimeError):  # the event loop has closed: nobody is left to tell
+            self._events.call_soon_threadsafe(self._deliver, output, load)
+
+    def _deliver(self, output: StepOutput, load: engine_loop.LoadSnapshot) -> None:
+        for id, token, logprobs in zip(output.sequences, output.tokens, output.logprobs, strict=True):
+            if route := self._routes.get(id):
+                pending = route[0].pending
+                if logprobs is not None:
+                    pending.logprobs.append((len(pending.tokens), logprobs))
+                pending.sequences.append(route[1])
+                pending.tokens.append(token)
+        for ended in output.ended:
+            if route := self._routes.pop(ended.seq.id, None):
+                connection, number = route
+                del connection.ids[number]
+                connection.pending.ended.append((number, ended))
+        self._load = load
+        for connection in self._connections:
+            connection.tell(load)
+
+    # -- from a router ----------------------------------------------------------------------------------------------
+
+    async def serve(self, link: RouterLink) -> None:
+        """A session: until the router is gone, or breaks the rules, or takes no message for too long."""
+        connection = Connection(self._info.epoch)
+        self._connections.add(connection)
+        if self._load is not None:
+            connection.tell(self._load)
+        log.info("router connected")
+        tasks = [asyncio.create_task(self._read(connection, link)), asyncio.create_task(self._write(connection, link))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._drop(connection)
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Exception):
+                    log.warning("dropped a router: %s", result or type(result).__name__)
+            log.info("router disconnected")
+
+    async def _read(self, connection: Connection, link: RouterLink) -> None:
+        while (message := await link.read()) is not None:
+            match message.WhichOneof("message"):
+                case "submit":
+                    self._submit(connection, message.submit)
+                case "abort":
+                    known = [connection.ids[number] for number in message.abort.sequences if number in connection.ids]
+                    self._put(engine_loop.Abort(known))
+                case "flush_cache":
+                    self._put(engine_loop.FlushCache(lambda freed: self._reply_flushed(connection, freed)))
+                case "take_trace":
+                    self._take_trace(connection, message.take_trace)
+
+    def _submit(self, connection: Connection, submit: engine_pb2.Submit) -> None:
+        now = self._clock()
+        seqs = []
+        is_search = submit.sampling.HasField("beam_search")
+        numbers = range(submit.first_sequence, submit.first_sequence + (submit.sampling.n or 1))
+        if live := connection.ids.keys() & numbers:
+            log.warning("the router used a live sequence number again; dropped")
+            if is_search:
+                return
+        for index, number in enumerate(numbers):
+            if number in live:
+                continue
+            id = next(self._next_id)
+            self._routes[id] = (connection, number)
+            connection.ids[number] = id
+            seqs.append(sequence_from_submit(submit, index, id, now))
+        for seq in seqs:
+            if is_search:
+                seq.peers = tuple(seqs)
+            elif len(seqs) > 1:
+                seq.request = seqs[0].id
+        if seqs:
+            self._put(engine_loop.Add(seqs[0], tuple(seqs[1:])))
+
+    def _reply_flushed(self, connection: Connection, freed: int) -> None:
+        def reply() -> None:
+            connection.flushed.append(freed)
+            connection.wake.set()
+
+        self._events.call_soon_threadsafe(reply)
+
+    def _take_trace(self, connection: Connection, take: engine_pb2.TakeTrace) -> None:
+        def reply(snapshot: TraceSnapshot) -> None:
+            self._events.call_soon_threadsafe(write, snapshot)
+
+        def write(snapshot: TraceSnapshot) -> None:
+            connection.traces.append(trace_messages(take.number, snapshot))
+            connection.wake.set()
+
+        self._put(engine_loop.TakeTrace(take.request.last_s if take.request.HasField("last_s") else math.inf, reply))
+
+    async def _write(self, connection: Connection, link: RouterLink) -> None:
+        async def write(message: engine_pb2.EngineMessage) -> None:
+            try:
+                async with asyncio.timeout(STALL_TIMEOUT_S):
+                    await link.write(message)
+            except TimeoutError:
+                raise TimeoutError(f"it took no message for {STALL_TIMEOUT_S:.0f} s") from None
+
+        await write(connection.message(hello=self._info))
+        connection.link = link
+        while True:
+            await connection.wake.wait()
+            connection.wake.clear()
+            if connection.has_output:
+                await write(connection.take())
+            while connection.flushed:
+                freed_blocks = connection.flushed.pop(0)
+                await write(connection.message(cache_flushed=engine_pb2.CacheFlushed(freed_blocks=freed_blocks)))
+            if connection.traces:  # one part at a time: tokens do not wait for a whole trace
+                if (part := next(connection.traces[0], None)) is None:
+                    del connection.traces[0]
+                else:
+                    await write(connection.message(trace=part))
+                connection.wake.set()
+
+    def _drop(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._put(engine_loop.Abort(list(connection.ids.values())))
+        for id in connection.ids.values():
+            del self._routes[id]
+        connection.ids.clear()
+
+    def _put(self, message: engine_loop.Message) -> None:
+        assert self._inbox is not None, "attach() comes before serving"
+        self._inbox.put(message)

@@ -1,0 +1,285 @@
+"""The router's end of the channel: one long-lived stream to an engine, every request multiplexed on it.
+
+The stream is opened again whenever it closes. What an engine of an older epoch says is never mixed with the new one's:
+a stream that closes fails everything it carried, and sequence numbers are not used twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import control_pb2
+from pagoda_server.router.engines.engine_stream import EngineStream
+from pagoda_server.router.engines.transport import EngineLink, transport_to
+from pagoda_server.router.errors import Unavailable
+
+log = logging.getLogger("pagoda.router")
+
+WRONG_ENGINE_PAUSE_S = 5.0  # it answers, so each attempt costs both ends a connection
+RECONNECT_S = 0.1  # a Unix socket or a neighbour: trying is cheap, and a restarted engine is picked up at once
+
+
+class WrongEngine(Exception):
+    """What answers is an engine, but not one for this router's model. One that is, may take its place."""
+
+
+class EngineChannel:
+    """
+    address         shm:PATH, shm:@NAME, unix:PATH or HOST:PORT
+    hang_timeout_s  with work under way and no word from the engine for this long, it counts as dead
+    patience_s      nobody answers for this long: then the log says so
+    check           of what the engine says of itself; raises WrongEngine, or what is to end `run`
+    on_change       called when the engine becomes ready and when it is lost
+    on_hang         called when it hangs: whoever started it may end it
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        hang_timeout_s: float,
+        patience_s: float = math.inf,
+        check: Callable[[control_pb2.EngineInfo], None] = lambda info: None,
+        on_change: Callable[[], Awaitable[None]],
+        on_hang: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.address = address
+        self.info: control_pb2.EngineInfo | None = None
+        self.load = control_pb2.Load()
+        self.tenants = engine_pb2.Tenants()
+        self._hang_timeout_s = hang_timeout_s
+        self._patience_s = patience_s
+        self._check = check
+        self._on_change = on_change
+        self._on_hang = on_hang
+        self._next_sequence = itertools.count(1)
+        self._routes: dict[int, tuple[EngineStream, int]] = {}
+        self._link: EngineLink | None = None
+        self._outgoing: asyncio.Queue[engine_pb2.RouterMessage] = asyncio.Queue()
+        self._flushes: list[asyncio.Future[int]] = []
+        self._tracing = asyncio.Lock()  # one at a time: a trace may take megabytes
+        self._next_trace = itertools.count()
+        self._traces: dict[int, asyncio.Queue[engine_pb2.Trace | None]] = {}  # None: the engine is lost
+        self._last_word = time.monotonic()
+        self._away_since = time.monotonic()
+        self._told = ""  # of why it is away
+
+    @property
+    def is_ready(self) -> bool:
+        return self.info is not None
+
+    @property
+    def num_live_sequences(self) -> int:
+        return len(self._routes)
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, submit: engine_pb2.Submit) -> EngineStream:
+        """Sends a request; `first_sequence` is filled in here. Raises Unavailable unless the engine is ready."""
+        if not self.is_ready:
+            raise Unavailable("the engine is not ready")
+        count = submit.sampling.n
+        numbers = [next(self._next_sequence) for _ in range(count)]
+        stream = EngineStream(self, numbers[0], count)
+        if not self._routes:
+            self._last_word = time.monotonic()
+        for index, number in enumerate(numbers):
+            self._routes[number] = (stream, index)
+        submit.first_sequence = numbers[0]
+        self._post(engine_pb2.RouterMessage(submit=submit))
+        return stream
+
+    def abort(self, sequences: list[int]) -> None:
+        known = [number for number in sequences if number in self._routes]
+        if known and self.is_ready:
+            self._post(engine_pb2.RouterMessage(abort=engine_pb2.Abort(sequences=known)))
+
+    def forget(self, stream: EngineStream) -> None:
+        for index in range(len(stream.inboxes)):
+            self._routes.pop(stream.first_sequence + index, None)
+
+    async def flush_cache(self) -> int:
+        """Blocks that became free. Raises Unavailable unless the engine is ready."""
+        if not self.is_ready:
+            raise Unavailable("the engine is not ready")
+        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._flushes.append(reply)
+        self._post(engine_pb2.RouterMessage(flush_cache=engine_pb2.FlushCache()))
+        return await reply
+
+    def _post(self, message: engine_pb2.RouterMessage) -> None:
+        """Only once the engine is ready. What the link cannot take at once waits, bounded by admission."""
+        assert self._link is not None, "an engine that is ready has a link"
+        if not (self._outgoing.empty() and self._link.is_free and self._link.try_write(message)):
+            self._outgoing.put_nowait(message)
+
+    async def trace(self, request: control_pb2.TraceRequest) -> list[control_pb2.TracePart]:
+        """The engine's step trace. Raises Unavailable unless the engine is ready and stays so."""
+        async with self._tracing:
+            if not self.is_ready:
+                raise Unavailable("the engine is not ready")
+            number = next(self._next_trace)
+            traces = self._traces[number] = asyncio.Queue()
+            try:
+                take = engine_pb2.TakeTrace(number=number, request=request)
+                self._post(engine_pb2.RouterMessage(take_trace=take))
+                parts: list[control_pb2.TracePart] = []
+                while (trace := await traces.get()) is not None:
+                    parts.append(trace.part)
+                    if trace.is_last:
+                        return parts
+                raise Unavailable("the engine was lost")
+            finally:
+                del self._traces[number]
+
+    # -- the stream -------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keeps the stream open until cancelled. Raises ConfigError for an address that cannot work here."""
+        transport = transport_to(self.address)
+        try:
+            while True:
+                pause_s = RECONNECT_S
+                try:
+                    await self._converse(await transport.connect())
+                    self._tell_away(ConnectionError("it has closed the connection"))
+                except OSError as error:
+                    self._tell_away(error)
+                except WrongEngine as error:
+                    self._tell_refused(error)
+                    pause_s = WRONG_ENGINE_PAUSE_S
+                finally:
+                    await self._lose()
+                await asyncio.sleep(pause_s)
+        finally:
+            await transport.close()
+
+    def _tell_away(self, error: OSError) -> None:
+        """Attempts follow each other closely, so each reason is told once."""
+        if self.is_ready:
+            log.warning("lost the engine at %s: %s", self.address, error)
+            return
+        is_absent = isinstance(error, (ConnectionRefusedError, FileNotFoundError))
+        if is_absent and time.monotonic() - self._away_since < self._patience_s:
+            return
+        reason = "absent" if is_absent else str(error)
+        if reason != self._told:
+            log.warning("no engine at %s: %s", self.address, error)
+        self._told = reason
+
+    def _tell_refused(self, error: WrongEngine) -> None:
+        if str(error) != self._told:
+            log.error("the engine at %s is not used: %s", self.address, error)
+        self._told = str(error)
+
+    async def _converse(self, link: EngineLink) -> None:
+        helpers = [asyncio.create_task(self._watch(link))]
+        try:
+            while (message := await link.read()) is not None:
+                self._last_word = time.monotonic()
+                match message.WhichOneof("message"):
+                    case "step":
+                        self._deliver(message.step)
+                    case "hello":
+                        self._check(message.hello)
+                        self._tell_ready(message.hello)
+                        self.info = message.hello
+                        self._link = link
+                        self._outgoing = asyncio.Queue()
+                        helpers.append(asyncio.create_task(self._send(link, self._outgoing)))
+                        await self._on_change()
+                    case "cache_flushed":
+                        if self._flushes and not (flush := self._flushes.pop(0)).done():  # its call may be cancelled
+                            flush.set_result(message.cache_flushed.freed_blocks)
+                    case "trace":
+                        if parts := self._traces.get(message.trace.number):
+                            parts.put_nowait(message.trace)
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            link.close()
+
+    def _tell_ready(self, info: control_pb2.EngineInfo) -> None:
+        cache = info.kv_cache
+        self._told = ""
+        log.info(
+            "engine ready at %s, epoch %x: %s on %s, %s; "
+            "KV cache %.2f GB: %d blocks of %d tokens, %d tokens in all, %d bytes a token",
+            self.address, info.epoch, info.model, info.device, info.dtype,
+            cache.total_bytes / 1e9, cache.num_blocks, cache.block_size, cache.token_capacity, cache.bytes_per_token,
+        )  # fmt: skip
+
+    async def _send(self, link: EngineLink, outgoing: asyncio.Queue[engine_pb2.RouterMessage]) -> None:
+        try:
+            while True:
+                await link.write(await outgoing.get())
+        except ConnectionError as error:
+            log.warning("cannot write to the engine at %s: %s", self.address, error)
+            link.close()
+
+    async def _watch(self, link: EngineLink) -> None:
+        """Closes the link and returns once the engine hangs."""
+        while True:
+            await asyncio.sleep(min(1.0, self._hang_timeout_s / 4))
+            if self._routes and time.monotonic() - self._last_word > self._hang_timeout_s:
+                log.error(
+                    "the engine at %s has made no step for %.0f s: giving it up", self.address, self._hang_timeout_s
+                )
+                self._on_hang()
+                link.close()
+                return
+
+    def _deliver(self, step: engine_pb2.StepOutput) -> None:
+        self.load = step.load
+        if step.HasField("tenants"):
+            self.tenants = step.tenants
+        logprobs = {entry.at: entry for entry in step.logprobs}
+        running: list[EngineStream] = []
+        for at, (number, token) in enumerate(zip(step.sequences, step.tokens, strict=True)):
+            if route := self._routes.get(number):
+                stream, index = route
+                stream.inboxes[index].tokens.append(token)
+                if logprobs and at in logprobs:
+                    stream.inboxes[index].logprobs.append(logprobs[at])
+                if stream.has_begun:
+                    running.append(stream)
+                else:  # who waits for a first token is served before those who have theirs
+                    stream.has_begun = True
+                    stream.wake.set()
+        asyncio.get_running_loop().call_soon(_wake, running)  # by then first tokens are written
+        for ended in step.ended:
+            if route := self._routes.pop(ended.sequence, None):
+                stream, index = route
+                stream.inboxes[index].ended = ended
+                stream.live.discard(index)
+                stream.wake.set()
+
+    async def _lose(self) -> None:
+        """The stream has closed: everything it carried fails, and nobody waits for a word that cannot come."""
+        was_ready, self.info, self._link = self.is_ready, None, None
+        if was_ready:
+            self._away_since = time.monotonic()
+        self.load, self.tenants = control_pb2.Load(), engine_pb2.Tenants()
+        for stream, _ in self._routes.values():
+            stream.error = Unavailable("the engine was lost while the request ran")
+            stream.wake.set()
+        self._routes.clear()
+        for flush in self._flushes:
+            if not flush.done():
+                flush.set_exception(Unavailable("the engine was lost"))
+        self._flushes.clear()
+        for parts in self._traces.values():
+            parts.put_nowait(None)
+        if was_ready:
+            await self._on_change()
+
+
+def _wake(streams: Sequence[EngineStream]) -> None:
+    for stream in streams:
+        stream.wake.set()

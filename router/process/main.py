@@ -1,0 +1,317 @@
+"""The router process: from a configuration to a served address, and back down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import math
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import grpc
+import uvloop
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda_server.channel.address import is_local
+from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress, find_model
+from pagoda_server.router.engines.channel import EngineChannel, WrongEngine
+from pagoda_server.router.engines.dispatch import Dispatcher
+from pagoda_server.router.engines.engine_address import spawn_address
+from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.process.config import SPAWN, ServeConfig
+from pagoda_server.router.process.interceptors import StatusInterceptor, TokenInterceptor
+from pagoda_server.router.process.listen import MAX_MESSAGE_BYTES, auth_token, bind, check_exposure, server_options
+from pagoda_server.router.process.parent_link import ParentLink
+from pagoda_server.router.process.shared_control import SharedControl
+from pagoda_server.router.process.state import ServingState
+from pagoda_server.router.process.supervisor import ChildFailedError, EngineKeeper, Supervisor, engine_supervisor
+from pagoda_server.router.process.worker_config import WorkerConfig
+from pagoda_server.router.process.workers import Workers
+from pagoda_server.router.request.admission import Admission
+from pagoda_server.router.request.control import ControlServicer
+from pagoda_server.router.request.inference import InferenceServicer
+from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.live import LiveRequests
+from pagoda_server.router.text.tokenizer import Tokenizer
+
+log = logging.getLogger("pagoda.router")
+
+QUEUE_IN_CACHES = 8  # default of max_queued_tokens, in KV caches of all engines: what waits beyond that waits too long
+PATIENCE_S = 5.0  # an engine that is started together with this router may load for longer; then it is one line more
+EXIT_CONFIG = 2
+GC_THRESHOLD = 20_000  # objects more than freed; a request in flight holds about a hundred
+
+
+def serve(config: ServeConfig, progress: Progress | None = None) -> int:
+    """Serves until SIGTERM or SIGINT. Returns the process's exit code: 0, 1 for a failure, 2 for a wrong setting."""
+
+    def run() -> None:
+        config.check_engine_is_ours()
+        check_exposure(config)
+        model = find_model(config.model, progress or PrintedProgress())
+        named = replace(config, served_model_name=config.served_model_name or model.name)
+        if config.workers > 1:
+            uvloop.run(Workers(named, model.folder).run())
+        else:
+            _run(Router(named, model.folder, Tokenizer(model.folder)))
+
+    return _exit_code_of(run, config)
+
+
+def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
+    """Serves beside other routers on one port, until SIGTERM or the parent's death. Returns the exit code."""
+    folder = Path(config.folder)
+
+    def run() -> None:
+        _run(Router(config.serve, folder, Tokenizer(folder), parent, config.sockets, config.spawned))
+
+    return _exit_code_of(run, config.serve)
+
+
+def _exit_code_of(run: Callable[[], None], config: ServeConfig) -> int:
+    logging.basicConfig(
+        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
+    try:
+        run()
+    except (ConfigError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except ChildFailedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _run(router: Router) -> None:
+    """What is in memory by now stays, and tokens come and go without cycles: garbage is looked for less often.
+
+    With Python's own thresholds a collection held up the streams for 10 ms and more.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD, 50, 50)
+    uvloop.run(router.run())
+
+
+class Router:
+    """The parts of a router and the order in which they start and stop.
+
+    config   with the name that the model is served under
+    parent   where it is one of several: who has started it
+    sockets  where it is one of several: of all routers' private Control services, its own first
+    spawned  where the engine listens that the parent has spawned; None: it has not
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        folder: Path,
+        tokenizer: Tokenizer,
+        parent: ParentLink | None = None,
+        sockets: Sequence[str] = (),
+        spawned: str | None = None,
+    ) -> None:
+        self._config = config
+        self._name = config.served_model_name or folder.name
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._sockets = sockets
+        self._spawned = spawned
+        self._supervisor: Supervisor | None = None  # of an engine of our own
+        self._keeper: EngineKeeper | None = parent
+        self._shared_control: SharedControl | None = None
+        self._live = LiveRequests()
+        self._admission = Admission(config.max_requests, config.max_queued_tokens or (1 << 62) // config.workers)
+        self._has_served = False  # an engine has been ready
+        self._stop = asyncio.Event()
+        self._failure: Exception | None = None
+
+    async def run(self) -> None:
+        """Until told to stop. Raises ConfigError, ChildFailedError."""
+        self._stop_on_signals()
+        with contextlib.ExitStack() as stack:
+            addresses = self._engine_addresses(stack)
+            channels = [
+                EngineChannel(
+                    address,
+                    hang_timeout_s=self._config.hang_timeout_s,
+                    patience_s=math.inf if self._is_engine_ours else PATIENCE_S,
+                    check=partial(self._check_engine, address),
+                    on_change=self._on_engine_change,
+                    on_hang=self._keeper.kill if self._keeper else lambda: None,
+                )
+                for address in addresses
+            ]
+            self._dispatcher = Dispatcher(channels)
+            self._state = ServingState(self._dispatcher, self._admission)
+            server = await self._start_server()
+            parts: list[Callable[[], Awaitable[None]]] = [channel.run for channel in channels]
+            if self._supervisor:
+                parts.append(self._supervisor.run)
+            async with self._running(parts):
+                await self._stop.wait()
+                if self._failure is None:
+                    await self._drain()
+                self._port.close()
+                await server.stop(grace=0.5)
+        if self._failure is not None:
+            raise self._failure
+
+    def _engine_addresses(self, stack: contextlib.ExitStack) -> list[str]:
+        if self._spawned:
+            return [self._spawned]
+        if self._config.engine != SPAWN:
+            return self._config.engine_addresses
+        address = stack.enter_context(spawn_address(self._config))
+        self._keeper = self._supervisor = engine_supervisor(self._config.engine_arguments(str(self._folder), address))
+        return [address]
+
+    async def _start_server(self) -> grpc.aio.Server:
+        config = self._config
+        token = auth_token(config)
+        guards = [TokenInterceptor(token)] if token else []
+        server = grpc.aio.server(
+            options=server_options(bool(self._sockets)), interceptors=[*guards, StatusInterceptor()]
+        )
+        limits = Limits(
+            max_model_len=config.max_model_len or 1 << 31,
+            vocab_size=self._tokenizer.vocab_size,
+            kv_token_capacity=1 << 62,
+            max_text_bytes=config.max_text_bytes,
+        )
+        self._inference = InferenceServicer(
+            model=self._name,
+            tokenizer=self._tokenizer,
+            limits=limits,
+            admission=self._admission,
+            dispatcher=self._dispatcher,
+            live=self._live,
+            stall_timeout_s=config.stall_timeout_s,
+        )
+        control = ControlServicer(
+            model=self._name,
+            tokenizer=self._tokenizer,
+            limits=lambda: self._inference.limits,
+            admission=self._admission,
+            dispatcher=self._dispatcher,
+            live=self._live,
+            state=self._state,
+            engine_restarts=lambda: self._keeper.restarts if self._keeper else 0,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+        )
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
+        control_pb2_grpc.add_ControlServicer_to_server(await self._shared(control), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._state.health, server)
+        if is_local(config.listen) if config.reflection is None else config.reflection:
+            services = [
+                inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+                control_pb2.DESCRIPTOR.services_by_name["Control"].full_name,
+                "grpc.health.v1.Health",
+                reflection.SERVICE_NAME,
+            ]
+            reflection.enable_server_reflection(services, server)
+        await self._state.refresh()
+        self._port = bind(server, config)
+        await server.start()
+        print(f"listening on {self._port.address}", flush=True)
+        return server
+
+    async def _shared(self, control: ControlServicer) -> control_pb2_grpc.ControlServicer:
+        """One of several routers on a port answers for all of them."""
+        if not self._sockets:
+            return control
+        self._shared_control = SharedControl(control, self._sockets)
+        await self._shared_control.start()
+        if await self._shared_control.are_others_draining():
+            await self._state.drain()
+        return self._shared_control
+
+    @property
+    def _is_engine_ours(self) -> bool:
+        """Somebody looks after it: this process or its parent."""
+        return self._config.engine == SPAWN
+
+    def _check_engine(self, address: str, info: control_pb2.EngineInfo) -> None:
+        """Raises WrongEngine if others may serve or it may become another, else ConfigError."""
+        if info.tokenizer_sha256 == self._tokenizer.fingerprint:
+            return
+        fault = f"serves {info.model} with another tokenizer"
+        if len(self._dispatcher.channels) == 1 and not self._has_served:
+            raise ConfigError(f"the engine at {address} {fault}")
+        raise WrongEngine(f"it {fault}")
+
+    async def _on_engine_change(self) -> None:
+        if infos := [channel.info for channel in self._dispatcher.ready if channel.info]:
+            self._has_served = True
+            if self._keeper:
+                self._keeper.mark_ready()
+            self._adopt(infos)
+        await self._state.refresh()
+
+    def _adopt(self, engines: Sequence[control_pb2.EngineInfo]) -> None:
+        """Any of the engines may get a request, so it may ask for what each of them can hold."""
+        self._inference.limits = replace(
+            self._inference.limits,
+            max_model_len=min(info.max_model_len for info in engines),
+            vocab_size=min(info.vocab_size for info in engines),
+            kv_token_capacity=min(info.kv_cache.token_capacity for info in engines),
+        )
+        if self._config.max_queued_tokens is None:
+            capacity = sum(info.kv_cache.token_capacity for info in engines)
+            self._admission.max_tokens = QUEUE_IN_CACHES * capacity // self._config.workers
+
+    async def _drain(self) -> None:
+        """Health says so first; then nothing new; then what runs may finish within the grace period."""
+        if self._shared_control:
+            await self._shared_control.leave()  # or the router that takes this one's place would drain with it
+        await self._state.drain()
+        if not self._live:
+            return
+        log.info("draining: %d requests, up to %.0f s", len(self._live), self._config.grace_s)
+        self._stop.clear()  # a second signal ends the wait
+        idle = asyncio.create_task(self._live.wait_idle())
+        again = asyncio.create_task(self._stop.wait())
+        _, pending = await asyncio.wait(
+            {idle, again}, timeout=self._config.grace_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in pending:
+            task.cancel()
+        if self._live:
+            log.warning("ending %d requests unfinished", len(self._live))
+            self._live.abort_all()
+
+    @contextlib.asynccontextmanager
+    async def _running(self, parts: list[Callable[[], Awaitable[None]]]) -> AsyncIterator[None]:
+        """Runs the parts beside the body. One that fails stops the router."""
+
+        async def guarded(part: Callable[[], Awaitable[None]]) -> None:
+            try:
+                await part()
+            except Exception as error:
+                self._fail(error)
+
+        tasks = [asyncio.create_task(guarded(part)) for part in parts]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        self._stop.set()
+
+    def _stop_on_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)

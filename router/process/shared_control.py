@@ -1,0 +1,150 @@
+"""The Control service where several routers share a port: whichever of them is asked answers for all.
+
+Each also serves its own Control on a private socket; a router that does not answer there is dead and holds nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import grpc
+
+from pagoda.v1 import control_pb2, control_pb2_grpc
+from pagoda_server.router.errors import NotFound
+from pagoda_server.router.process.interceptors import StatusInterceptor
+from pagoda_server.router.process.listen import server_options
+from pagoda_server.router.request.control import ControlServicer, watch_interval_s
+
+ASK_TIMEOUT_S = 2.0
+_NEW_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+_DEAD = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+Answer = TypeVar("Answer")
+
+
+class SharedControl(control_pb2_grpc.ControlServicer):
+    """
+    own      this router's
+    sockets  where all routers serve their own: this one's, then the others'
+    """
+
+    def __init__(self, own: ControlServicer, sockets: Sequence[str]) -> None:
+        self._own = own
+        self._socket = sockets[0]
+        self._others = sockets[1:]
+        self._private = grpc.aio.server(options=server_options(shares_port=False), interceptors=[StatusInterceptor()])
+        control_pb2_grpc.add_ControlServicer_to_server(own, self._private)
+
+    async def start(self) -> None:
+        """Answers the others from now on."""
+        self._private.add_insecure_port(self._socket)
+        await self._private.start()
+
+    async def leave(self) -> None:
+        """The others hear nothing more of this router."""
+        await self._private.stop(grace=None)
+
+    async def are_others_draining(self) -> bool:
+        """Then a router that starts is to drain too."""
+        request = control_pb2.GetServerInfoRequest()
+        infos = await self._ask(lambda stub: stub.GetServerInfo(request, timeout=ASK_TIMEOUT_S))
+        return any(info.engine_state == control_pb2.ENGINE_STATE_DRAINING for info in infos)
+
+    async def GetServerInfo(
+        self,
+        request: control_pb2.GetServerInfoRequest,
+        context: grpc.aio.ServicerContext[control_pb2.GetServerInfoRequest, control_pb2.ServerInfo],
+    ) -> control_pb2.ServerInfo:
+        info = await self._own.GetServerInfo(request, context)
+        for other in await self._ask(lambda stub: stub.GetServerInfo(request, timeout=ASK_TIMEOUT_S)):
+            info.limits.max_requests += other.limits.max_requests
+            info.limits.max_queued_tokens += other.limits.max_queued_tokens
+        return info
+
+    async def GetModelInfo(
+        self,
+        request: control_pb2.GetModelInfoRequest,
+        context: grpc.aio.ServicerContext[control_pb2.GetModelInfoRequest, control_pb2.ModelInfo],
+    ) -> control_pb2.ModelInfo:
+        return await self._own.GetModelInfo(request, context)
+
+    async def GetLoad(
+        self,
+        request: control_pb2.GetLoadRequest,
+        context: grpc.aio.ServicerContext[control_pb2.GetLoadRequest, control_pb2.Load],
+    ) -> control_pb2.Load:
+        return await self._load()
+
+    async def WatchLoad(
+        self,
+        request: control_pb2.WatchLoadRequest,
+        context: grpc.aio.ServicerContext[control_pb2.WatchLoadRequest, control_pb2.Load],
+    ) -> None:
+        interval_s = watch_interval_s(request)
+        while True:
+            await context.write(await self._load())
+            await asyncio.sleep(interval_s)
+
+    async def Abort(
+        self,
+        request: control_pb2.AbortRequest,
+        context: grpc.aio.ServicerContext[control_pb2.AbortRequest, control_pb2.AbortResponse],
+    ) -> control_pb2.AbortResponse:
+        """Any router may hold the request, and each of them one if a client used its id twice."""
+        ended = await self._ask(lambda stub: stub.Abort(request, timeout=ASK_TIMEOUT_S))
+        try:
+            return await self._own.Abort(request, context)
+        except NotFound:
+            if not ended:
+                raise
+            return control_pb2.AbortResponse()
+
+    async def Drain(
+        self,
+        request: control_pb2.DrainRequest,
+        context: grpc.aio.ServicerContext[control_pb2.DrainRequest, control_pb2.DrainResponse],
+    ) -> control_pb2.DrainResponse:
+        # This one first: a router that is just starting learns of it from here, if the call does not reach it any more.
+        await self._own.start_draining()
+        await self._ask(lambda stub: stub.Drain(request))
+        return await self._own.Drain(request, context)
+
+    async def FlushCache(
+        self,
+        request: control_pb2.FlushCacheRequest,
+        context: grpc.aio.ServicerContext[control_pb2.FlushCacheRequest, control_pb2.FlushCacheResponse],
+    ) -> control_pb2.FlushCacheResponse:
+        return await self._own.FlushCache(request, context)  # the engines are everybody's
+
+    async def Trace(
+        self,
+        request: control_pb2.TraceRequest,
+        context: grpc.aio.ServicerContext[control_pb2.TraceRequest, control_pb2.TracePart],
+    ) -> None:
+        await self._own.Trace(request, context)
+
+    async def _load(self) -> control_pb2.Load:
+        request = control_pb2.GetLoadRequest()
+        load = self._own.load()
+        for other in await self._ask(lambda stub: stub.GetLoad(request, timeout=ASK_TIMEOUT_S)):
+            load.requests += other.requests
+            load.reserved_tokens += other.reserved_tokens
+        return load
+
+    async def _ask(self, call: Callable[[control_pb2_grpc.ControlStub], Awaitable[Answer]]) -> list[Answer]:
+        """The answers of those others that live and have found what was asked for."""
+
+        async def ask(socket: str) -> Answer | None:
+            try:
+                # A new connection each time: one that had failed would be tried again only after a while.
+                async with grpc.aio.insecure_channel(socket, options=_NEW_CONNECTION) as channel:
+                    return await call(control_pb2_grpc.ControlStub(channel))
+            except grpc.aio.AioRpcError as error:
+                if error.code() in (*_DEAD, grpc.StatusCode.NOT_FOUND):
+                    return None
+                raise
+
+        answers = await asyncio.gather(*(ask(socket) for socket in self._others))
+        return [answer for answer in answers if answer is not None]

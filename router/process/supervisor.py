@@ -1,0 +1,178 @@
+"""Runs a child process and starts it again when it dies: the engine, or one router of several."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+log = logging.getLogger("pagoda.router")
+
+CONFIG_ERROR = 2  # a child's exit code for what no restart mends; it has said why
+BACKOFF_S = (0.2, 10.0)
+HEALTHY_AFTER_S = 60.0  # a child that lived this long died of something new: the backoff starts over
+MAX_FAILED_STARTS = 5
+STOP_TIMEOUT_S = 5.0
+
+
+class ChildFailedError(Exception):
+    """A child cannot be kept running; `exit_code` is for this process to leave with."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class EngineKeeper(Protocol):
+    """Whoever has started the engine that a router uses."""
+
+    @property
+    def restarts(self) -> int: ...
+
+    def mark_ready(self) -> None:
+        """The engine has answered."""
+
+    def kill(self) -> None:
+        """The engine hangs."""
+
+
+class Supervisor:
+    """
+    name            of the child, for the log
+    command         what to run; the child's standard input is a pipe from here: when this process ends, however it
+                    ends, the child reads end-of-file and exits too
+    first_line      to the child's standard input when it starts
+    on_line         gets each line that the child prints, on the event loop; None: standard output is shared
+    stop_timeout_s  from SIGTERM to SIGKILL
+
+    A child is in a process group of its own: what a terminal's Ctrl-C means to it is for this process to decide.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        first_line: str = "",
+        on_line: Callable[[str], None] | None = None,
+        stop_timeout_s: float = STOP_TIMEOUT_S,
+    ) -> None:
+        self.restarts = 0
+        self._name = name
+        self._command = command
+        self._first_line = first_line
+        self._on_line = on_line
+        self._stop_timeout_s = stop_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix=name)  # not the loop's, which many children would fill
+        self._failed_starts = 0
+        self._has_been_ready = False
+
+    def mark_ready(self) -> None:
+        """What kills the child from now on is not its start."""
+        self._failed_starts = 0
+        self._has_been_ready = True
+
+    async def run(self) -> None:
+        """Until cancelled, which stops the child. Raises ChildFailedError when starting it again is no use."""
+        backoff_s = BACKOFF_S[0]
+        try:
+            while True:
+                started = time.monotonic()
+                self._has_been_ready = False
+                self._process = self._start()
+                log.info("%s started, pid %d", self._name, self._process.pid)
+                if self._first_line:
+                    self.tell(self._first_line)
+                code = await self._wait(self._process)
+                log.error("%s exited with %s", self._name, _describe(code))
+                self._judge(code)
+                if time.monotonic() - started > HEALTHY_AFTER_S:
+                    backoff_s = BACKOFF_S[0]
+                log.info("starting %s again in %.1f s", self._name, backoff_s)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, BACKOFF_S[1])
+                self.restarts += 1
+        finally:
+            await self._stop()
+
+    def kill(self) -> None:
+        """Ends a child that hangs; run() starts another."""
+        if self._process:
+            self._process.kill()
+
+    def terminate(self) -> None:
+        if self._process:
+            self._process.terminate()
+
+    def tell(self, line: str) -> None:
+        """To the child's standard input; a child that has just died does not mind."""
+        if self._process and self._process.stdin:
+            try:
+                self._process.stdin.write(line.encode() + b"\n")
+                self._process.stdin.flush()
+            except OSError:
+                log.debug("%s did not hear %r", self._name, line)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Not asyncio's way: subprocess uses vfork, which runs no fork handlers. gRPC's could not do their work here.
+        process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if self._on_line else None,
+            process_group=0,
+        )
+        if self._on_line:
+            reader = (process, asyncio.get_running_loop(), self._on_line)
+            threading.Thread(target=_read_lines, args=reader, name=f"{self._name} output", daemon=True).start()
+        return process
+
+    def _judge(self, code: int) -> None:
+        if code == CONFIG_ERROR:
+            raise ChildFailedError(f"{self._name} cannot serve this model with these settings", CONFIG_ERROR)
+        if self._has_been_ready:
+            return
+        self._failed_starts += 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            raise ChildFailedError(f"{self._name} died {self._failed_starts} times before it was ready", 1)
+
+    async def _stop(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            await self._wait(process, self._stop_timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            await self._wait(process)
+
+    async def _wait(self, process: subprocess.Popen[bytes], timeout_s: float | None = None) -> int:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, process.wait, timeout_s)
+
+
+def engine_supervisor(arguments: Sequence[str]) -> Supervisor:
+    """`arguments` are those of `python -m pagoda_server.engine`."""
+    return Supervisor("the engine", [sys.executable, "-m", "pagoda_server.engine", *arguments, "--exit-with-parent"])
+
+
+def _read_lines(
+    process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, on_line: Callable[[str], None]
+) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        try:
+            loop.call_soon_threadsafe(on_line, line.decode().rstrip("\n"))
+        except RuntimeError:  # the event loop has closed: nobody wants to know
+            return
+
+
+def _describe(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"

@@ -1,0 +1,119 @@
+"""Several router processes on one port: this process starts them and the engine, and carries no request itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from pagoda_server.router.engines.engine_address import spawn_address
+from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.process.config import SPAWN, ServeConfig
+from pagoda_server.router.process.listen import reserved_port
+from pagoda_server.router.process.parent_link import ENGINE_HANGS, ENGINE_READY
+from pagoda_server.router.process.supervisor import Supervisor, engine_supervisor
+from pagoda_server.router.process.worker_config import WorkerConfig
+
+log = logging.getLogger("pagoda.router")
+
+STOP_MARGIN_S = 5.0  # beyond the grace period, for what ends when it is over
+
+
+class Workers:
+    """The workers and their engine, and the order in which they start and stop."""
+
+    def __init__(self, config: ServeConfig, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self._engine: Supervisor | None = None
+        self._routers: list[Supervisor] = []
+        self._listening: set[int] = set()
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until told to stop. Raises ConfigError, ChildFailedError."""
+        for limit in ("max_requests", "max_queued_tokens"):
+            whole = getattr(self._config, limit)
+            if whole is not None and whole < self._config.workers:
+                raise ConfigError(f"--{limit.replace('_', '-')} {whole} leaves nothing for some of the workers")
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        with contextlib.ExitStack() as stack:
+            listen = stack.enter_context(reserved_port(self._config.listen))
+            private = stack.enter_context(tempfile.TemporaryDirectory(prefix="pagoda-"))
+            spawned = None
+            if self._config.engine == SPAWN:
+                spawned = stack.enter_context(spawn_address(self._config))
+                self._engine = engine_supervisor(self._config.engine_arguments(str(self._folder), spawned))
+            self._routers = [self._router(index, listen, spawned, private) for index in range(self._config.workers)]
+            await self._run_until_stopped()
+
+    async def _run_until_stopped(self) -> None:
+        """Routers end before the engine does: what they carry needs it."""
+        routers = [asyncio.create_task(router.run()) for router in self._routers]
+        engine = [asyncio.create_task(self._engine.run())] if self._engine else []
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            done, _ = await asyncio.wait({stop, *routers, *engine}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stop}:
+                task.result()  # it has failed
+        finally:
+            stop.cancel()
+            for tasks in (routers, engine):
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _router(self, index: int, listen: str, spawned: str | None, private: str) -> Supervisor:
+        config, count = self._config, self._config.workers
+        sockets = [f"unix:{private}/router-{(index + at) % count}.sock" for at in range(count)]
+        part = replace(
+            config,
+            listen=listen,
+            max_requests=_part(config.max_requests, index, count),
+            max_queued_tokens=config.max_queued_tokens and _part(config.max_queued_tokens, index, count),
+        )
+        return Supervisor(
+            f"router {index}",
+            [sys.executable, "-m", "pagoda_server.router.process.worker"],
+            first_line=WorkerConfig(part, str(self._folder), sockets, spawned).to_line(),
+            on_line=partial(self._on_line, index),
+            stop_timeout_s=config.grace_s + STOP_MARGIN_S,
+        )
+
+    def _on_line(self, index: int, line: str) -> None:
+        log.debug("router %d: %s", index, line)
+        if line == ENGINE_READY and self._engine:
+            self._engine.mark_ready()
+            self._tell_restarts()
+        elif line == ENGINE_HANGS and self._engine:
+            self._engine.kill()
+        elif line.startswith("listening on "):
+            self._routers[index].mark_ready()
+            self._tell_restarts()
+            if index not in self._listening:
+                self._listening.add(index)
+                if len(self._listening) == len(self._routers):
+                    print(line, flush=True)
+
+    def _tell_restarts(self) -> None:
+        for router in self._routers:
+            router.tell(str(self._engine.restarts if self._engine else 0))
+
+    def _on_signal(self) -> None:
+        """The first one begins to stop; each goes on to the routers, for which a second one ends the wait."""
+        if self._stop.is_set():
+            for router in self._routers:
+                router.terminate()
+        self._stop.set()
+
+
+def _part(whole: int, index: int, count: int) -> int:
+    return whole * (index + 1) // count - whole * index // count

@@ -1,0 +1,248 @@
+"""The Inference service: text in, a stream of tokens out. One coroutine a request, from first to last message."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import grpc
+
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import inference_pb2, inference_pb2_grpc
+from pagoda_server.router.engines.dispatch import Dispatcher
+from pagoda_server.router.engines.engine_stream import EngineStream, SequenceInbox
+from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument
+from pagoda_server.router.request.admission import Admission
+from pagoda_server.router.request.best_of import HeldTokens, best_of
+from pagoda_server.router.request.client_writer import ClientWriter, GenerateContext
+from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.live import LiveRequest, LiveRequests
+from pagoda_server.router.request.output import SequenceOutput
+from pagoda_server.router.request.tenant import tenant_of
+from pagoda_server.router.request.validation import (
+    GenerateParams,
+    check_prompt,
+    to_submit,
+    validate_detokenize,
+    validate_generate,
+    validate_tokenize,
+)
+from pagoda_server.router.text.chat_template import Chat, Message
+from pagoda_server.router.text.tokenizer import Prompt, Tokenizer
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    def __init__(
+        self,
+        *,
+        model: str,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        admission: Admission,
+        dispatcher: Dispatcher,
+        live: LiveRequests,
+        stall_timeout_s: float,
+    ) -> None:
+        self.limits = limits  # replaced when an engine says what it can hold
+        self._model = model
+        self._tokenizer = tokenizer
+        self._admission = admission
+        self._dispatcher = dispatcher
+        self._live = live
+        self._stall_timeout_s = stall_timeout_s
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: GenerateContext) -> None:
+        received = time.monotonic()
+        params = validate_generate(request, self.limits, self._model)
+        tenant = tenant_of(context.invocation_metadata())
+        self._dispatcher.pick()  # without an engine the prompt need not be tokenized
+        with self._admission.reserve(params.num_sequences * (params.max_tokens or 1)) as reservation:
+            live = self._live.add(params.request_id)
+            try:
+                prompt = await self._tokenizer.encode_prompt(self._as_asked(params.prompt, params.is_raw))
+                max_tokens = check_prompt(params, len(prompt), self.limits)
+                reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
+                remaining_s = context.time_remaining()
+                if remaining_s is not None and remaining_s <= 0:
+                    raise DeadlineExceeded("the deadline passed before the request was scheduled")
+                submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, remaining_s, tenant)
+                await self._stream(submit, params, live, context, received)
+            finally:
+                self._live.remove(params.request_id)
+
+    def _as_asked(self, prompt: Prompt, is_raw: bool) -> Prompt:
+        """Text is what a user says, unless it is to be continued as it stands or the model does not chat."""
+        if isinstance(prompt, str) and not is_raw and self._tokenizer.has_chat_template:
+            return Chat((Message("user", prompt),))
+        return prompt
+
+    async def _stream(
+        self,
+        submit: engine_pb2.Submit,
+        params: GenerateParams,
+        live: LiveRequest,
+        context: GenerateContext,
+        received: float,
+    ) -> None:
+        stream = live.stream = self._dispatcher.pick().submit(submit)  # first: the engine need not wait
+        try:
+            if live.is_aborted:  # while it was tokenized
+                stream.abort()
+            async with ClientWriter(context, self._stall_timeout_s) as writer:
+                call = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received)
+                if params.has_prompt:
+                    await call.write_prompt(submit.prompt)
+                await call.run(stream)
+        finally:
+            stream.close()
+
+    async def Tokenize(
+        self,
+        request: inference_pb2.TokenizeRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse],
+    ) -> inference_pb2.TokenizeResponse:
+        params = validate_tokenize(request, self.limits, self._model)
+        prompt = self._as_asked(params.prompt, params.is_raw)
+        if isinstance(prompt, Chat) and not params.add_special_tokens:
+            raise InvalidArgument(
+                "add_special_tokens", "is off, and the chat template adds them: text needs raw for that"
+            )
+        ids = await self._tokenizer.encode_prompt(prompt, params.add_special_tokens)
+        return inference_pb2.TokenizeResponse(token_ids=ids)
+
+    async def Detokenize(
+        self,
+        request: inference_pb2.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse],
+    ) -> inference_pb2.DetokenizeResponse:
+        ids = validate_detokenize(request, self.limits, self._model)
+        text = await self._tokenizer.decode_ids(ids, skip_special_tokens=not request.special_tokens)
+        return inference_pb2.DetokenizeResponse(text=text)
+
+
+class GenerateCall:
+    """One Generate call from its submission on: takes what the engine says, writes what the client asked for."""
+
+    def __init__(
+        self,
+        params: GenerateParams,
+        prompt_len: int,
+        tokenizer: Tokenizer,
+        writer: ClientWriter,
+        received: float,
+    ) -> None:
+        self._prompt_len = prompt_len
+        self._writer = writer
+        self._received = received
+        self._first_written: float | None = None
+        self._n = params.n
+        self._held = HeldTokens() if params.picks_best else None
+        self._is_search = params.is_search
+        skips_special_tokens = not params.keeps_special_tokens
+
+        def is_told(index: int) -> bool:
+            return index < params.n or not params.is_search
+
+        self._outputs = [
+            SequenceOutput(
+                index,
+                tokenizer.detokenizer(skips_special_tokens) if params.has_text and is_told(index) else None,
+                params.stop,
+                params.min_tokens,
+                params.logprobs is not None,
+            )
+            for index in range(params.num_sequences)
+        ]
+        self._unfinished = params.num_sequences
+        self._response = inference_pb2.GenerateResponse(request_id=params.request_id)  # used again
+
+    async def write_prompt(self, ids: Sequence[int]) -> None:
+        prompt = inference_pb2.Prompt(token_ids=ids)
+        await self._writer.write(inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt=prompt))
+
+    async def run(self, stream: EngineStream) -> None:
+        """Until every sequence has ended. Raises what the engine's end means, if it is no regular one."""
+        while self._unfinished:
+            await stream.wait()
+            for output, inbox in zip(self._outputs, stream.inboxes, strict=True):
+                if inbox.tokens or inbox.ended is not None:
+                    await self._advance(output, inbox, stream)
+
+    async def _advance(self, output: SequenceOutput, inbox: SequenceInbox, stream: EngineStream) -> None:
+        if output.take(inbox, self._response.tokens):
+            if self._held is not None:
+                self._held.add(self._response.tokens)
+            else:
+                await self._write_tokens(self._response)
+        if output.ended is not None:
+            raise_if_failed(output.ended)
+            self._unfinished -= 1
+            if self._held is None:
+                await self._write_finished(output, output.index, is_last=not self._unfinished)
+            elif not self._unfinished:
+                await self._write_best(self._held)
+        elif output.stop is not None:
+            stream.abort(output.index)  # only the router knows stop strings; until it is heard, tokens go on coming
+
+    async def _write_best(self, held: HeldTokens) -> None:
+        # The engine names a search's hypotheses in the order of their scores.
+        best = self._outputs[: self._n] if self._is_search else best_of(self._outputs, self._n)
+        for rank, output in enumerate(best):
+            for tokens in held.take(output.index, returned_as=rank):
+                await self._write_tokens(
+                    inference_pb2.GenerateResponse(request_id=self._response.request_id, tokens=tokens)
+                )
+            await self._write_finished(output, rank, is_last=rank == self._n - 1)
+
+    async def _write_tokens(self, response: inference_pb2.GenerateResponse) -> None:
+        if self._first_written is None:
+            self._first_written = time.monotonic()
+        await self._writer.write(response)
+
+    async def _write_finished(self, output: SequenceOutput, returned_as: int, *, is_last: bool) -> None:
+        finished = output.finished(returned_as)
+        response = inference_pb2.GenerateResponse(request_id=self._response.request_id, finished=finished)
+        if is_last:
+            response.usage.CopyFrom(self._usage())
+            response.timing.CopyFrom(self._timing())
+        await self._writer.write(response)
+
+    def _usage(self) -> inference_pb2.Usage:
+        return inference_pb2.Usage(
+            prompt_tokens=self._prompt_len,
+            completion_tokens=sum(output.num_tokens for output in self._outputs),
+            cached_tokens=max(output.ended.cached_tokens for output in self._outputs if output.ended),
+        )
+
+    def _timing(self) -> inference_pb2.Timing:
+        ends = [output.ended for output in self._outputs if output.ended]
+        slowest = max(ends, key=_time_in_engine)
+        now = time.monotonic()
+        return inference_pb2.Timing(
+            queue_s=slowest.queue_s,
+            prefill_s=slowest.prefill_s,
+            decode_s=slowest.decode_s,
+            preempted_s=slowest.preempted_s,
+            preemptions=slowest.preemptions,
+            preempted_tokens=slowest.preempted_tokens,
+            recomputed_tokens=slowest.recomputed_tokens,
+            saved_tokens=slowest.saved_tokens,
+            loaded_tokens=slowest.loaded_tokens,
+            time_to_first_token_s=(self._first_written or now) - self._received,
+            total_s=now - self._received,
+        )
+
+
+def raise_if_failed(ended: engine_pb2.Ended) -> None:
+    """Raises what the engine's end means for the whole call, if it is no regular one."""
+    match ended.reason:
+        case engine_pb2.END_REASON_DEADLINE:
+            raise DeadlineExceeded("the deadline passed, or could not be met any more")
+        case engine_pb2.END_REASON_REJECTED:
+            raise InvalidArgument("input", ended.detail)
+        case engine_pb2.END_REASON_FAILED:
+            raise Internal(f"sequence failed in the engine: {ended.detail}")
+
+
+def _time_in_engine(ended: engine_pb2.Ended) -> float:
+    return ended.queue_s + ended.prefill_s + ended.decode_s + ended.preempted_s

@@ -1,0 +1,127 @@
+"""One sequence's way from token ids back to what its client asked for: records, text, and the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import inference_pb2
+from pagoda_server.router.engines.engine_stream import SequenceInbox
+from pagoda_server.router.text.detokenizer import Detokenizer
+from pagoda_server.router.text.stop_strings import StopMatcher
+
+FinishReason = inference_pb2.FinishReason
+_FINISH_REASONS = {
+    engine_pb2.END_REASON_STOP: FinishReason.FINISH_REASON_STOP,
+    engine_pb2.END_REASON_LENGTH: FinishReason.FINISH_REASON_LENGTH,
+    engine_pb2.END_REASON_ABORTED: FinishReason.FINISH_REASON_CANCELLED,
+}
+
+
+class SequenceOutput:
+    """
+    detokenizer     None when the client wants no text
+    stops           stop strings; looked for from the token after the first min_tokens on
+    tells_logprobs  those that the engine gives are the client's to see, and not for ranking alone
+    """
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer | None,
+        stops: Sequence[str],
+        min_tokens: int,
+        tells_logprobs: bool,
+    ) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.logprob = 0.0  # cumulative, where the engine gives them
+        self.stop: str | None = None  # the stop string that was met
+        self.ended: engine_pb2.Ended | None = None
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops) if stops else None
+        self._min_tokens = min_tokens
+        self._tells_logprobs = tells_logprobs
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens; one that ended before its first is worse than any."""
+        return self.logprob / self.num_tokens if self.num_tokens else -math.inf
+
+    def take(self, inbox: SequenceInbox, into: inference_pb2.Tokens) -> bool:
+        """Empties the inbox. False if there is nothing to send; once the engine's end is taken, `ended` holds it.
+
+        `into` may hold what was sent before: a message in use again costs half of a new one.
+        """
+        ids, logprobs, ended = inbox.tokens, inbox.logprobs, inbox.ended
+        inbox.tokens, inbox.logprobs, inbox.ended = [], [], None
+        if self.stop is not None:  # what the engine computed before it heard of the stop
+            ids = []
+        text, count = self._text_of(ids, ended)
+        self.num_tokens += count
+        self.logprob += sum(found.logprob for found in logprobs[:count])
+        self.ended = ended
+        if not count and not text:
+            return False
+        into.index = self.index
+        into.text = text
+        _write_records(into.tokens, ids[:count], logprobs if self._tells_logprobs else ())
+        return True
+
+    def finished(self, returned_as: int) -> inference_pb2.Finished:
+        """The client's view of the end that was taken, under the index that it sees."""
+        assert self.ended is not None, "the engine's end comes first"
+        if self.stop is not None:
+            return inference_pb2.Finished(index=returned_as, reason=FinishReason.FINISH_REASON_STOP, stop=self.stop)
+        return inference_pb2.Finished(
+            index=returned_as,
+            reason=_FINISH_REASONS[self.ended.reason],
+            token_id=self.ended.matched if self.ended.HasField("matched") else None,
+            score=self.ended.score if self.ended.HasField("score") else None,
+        )
+
+    def _text_of(self, ids: Sequence[int], ended: engine_pb2.Ended | None) -> tuple[str, int]:
+        """Text that these tokens make known, and how many of them there are up to the stop string, if one is met."""
+        if self._detokenizer is None:
+            return "", len(ids)
+        # The id that ended the sequence is reported, but it is no part of its text.
+        with_text = ids[:-1] if ids and ended is not None and ended.HasField("matched") else ids
+        if self._matcher is None:
+            text = self._detokenizer.push(with_text)
+            return (text + self._detokenizer.flush() if ended is not None else text), len(ids)
+        pieces = []
+        for at, id in enumerate(with_text):
+            delta = self._detokenizer.push((id,))
+            if self.num_tokens + at < self._min_tokens:
+                pieces.append(delta)
+                continue
+            pieces.append(self._matcher.push(delta))
+            if self._matcher.matched is not None:
+                self.stop = self._matcher.matched
+                return "".join(pieces), at + 1
+        if ended is not None and self.stop is None:
+            pieces.append(self._matcher.push(self._detokenizer.flush()))
+            self.stop = self._matcher.matched
+            if self.stop is None:
+                pieces.append(self._matcher.flush())
+        return "".join(pieces), len(ids)
+
+
+def _write_records(
+    records: RepeatedCompositeFieldContainer[inference_pb2.Token],
+    ids: Sequence[int],
+    logprobs: Sequence[engine_pb2.Logprobs],
+) -> None:
+    if len(ids) == len(records) == 1 and not logprobs:  # as most messages are
+        records[0].id = ids[0]
+        return
+    del records[:]
+    for id in ids:
+        records.add(id=id)
+    for record, found in zip(records, logprobs, strict=False):
+        record.logprob = found.logprob
+        for top_id, logprob in zip(found.top_ids, found.top_logprobs, strict=True):
+            record.top.add(id=top_id, logprob=logprob)

@@ -1,0 +1,314 @@
+"""Every field of a request, checked once, before anything is allocated for it. Sizes go first: huge costs nothing."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import inference_pb2
+from pagoda_server.router.errors import InvalidArgument, NotFound
+from pagoda_server.router.request.beam_search import check_stop_ids, check_stopping
+from pagoda_server.router.request.fields import check_bytes, check_count, check_ids, check_integer, check_number
+from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.sampling import sampling_from
+from pagoda_server.router.text.chat_template import Chat, ChatRole, Message
+from pagoda_server.router.text.tokenizer import Prompt
+
+_ROLES: dict[int, ChatRole] = {
+    inference_pb2.ROLE_SYSTEM: "system",
+    inference_pb2.ROLE_USER: "user",
+    inference_pb2.ROLE_ASSISTANT: "assistant",
+    inference_pb2.ROLE_TOOL: "tool",
+}
+
+_MAX_SLO_MS = 3_600_000
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateParams:
+    """A valid request with its defaults filled in.
+
+    sampling     every field is set, the seed included; beam_search only where it is asked for
+    is_raw       a text prompt is continued as it stands, even by a model that chats
+    max_tokens   None: as many as the context leaves, up to a default (`check_prompt` tells)
+    logprobs     None: none; 0: of the chosen token; N: also of the N most likely
+    has_text     the response carries text, else token ids alone
+    has_prompt   the response begins with the prompt's token ids
+    keeps_special_tokens  in the text
+    """
+
+    request_id: str
+    prompt: Prompt
+    is_raw: bool
+    sampling: inference_pb2.Sampling
+    max_tokens: int | None
+    min_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    has_text: bool
+    logprobs: int | None
+    has_prompt: bool
+    keeps_special_tokens: bool
+    cache_salt: str
+    bypasses_cache: bool
+    priority: int
+    slo: inference_pb2.Slo
+
+    @property
+    def n(self) -> int:
+        """Sequences that are returned."""
+        return self.sampling.n
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are generated."""
+        return self.sampling.best_of
+
+    @property
+    def is_search(self) -> bool:
+        """By beams, which the engine ranks."""
+        return self.sampling.HasField("beam_search")
+
+    @property
+    def picks_best(self) -> bool:
+        """Nothing is told before all have ended."""
+        return self.num_sequences > self.n or self.is_search
+
+
+def validate_generate(request: inference_pb2.GenerateRequest, limits: Limits, served: str) -> GenerateParams:
+    """All that can be told before the prompt is tokenized. Raises InvalidArgument, NotFound for the model."""
+    check_model(request.model, served)
+    check_integer(request.priority, "priority", -limits.max_priority, limits.max_priority)
+    check_bytes(request.cache.salt, "cache.salt", limits.max_salt_bytes)
+    stopping, output = request.stopping, request.output
+    check_ids(stopping.stop_token_ids, "stopping.stop_token_ids", limits.max_stop_ids, limits.vocab_size)
+    has_text = output.text if output.HasField("text") else True
+    if stopping.stop and not has_text:
+        raise InvalidArgument("stopping.stop", "needs output.text, which is off")
+    if request.sampling.HasField("beam_search"):
+        check_stopping(stopping, output)
+    return GenerateParams(
+        request_id=_request_id(request.request_id, limits),
+        prompt=_prompt(request, limits),
+        is_raw=request.raw,
+        sampling=sampling_from(request.sampling, limits),
+        max_tokens=_max_tokens(stopping, limits),
+        min_tokens=_min_tokens(stopping, limits),
+        stop=_stop(stopping.stop, limits),
+        stop_token_ids=tuple(stopping.stop_token_ids),
+        ignore_eos=stopping.ignore_eos,
+        has_text=has_text,
+        logprobs=_logprobs(output, limits),
+        has_prompt=output.prompt,
+        keeps_special_tokens=output.special_tokens,
+        cache_salt=request.cache.salt,
+        bypasses_cache=request.cache.bypass,
+        priority=request.priority,
+        slo=_slo(request.slo),
+    )
+
+
+def check_prompt(params: GenerateParams, prompt_len: int, limits: Limits) -> int:
+    """What could not be told before tokenizing: whether prompt and output fit. Returns the resolved max_tokens.
+
+    Raises InvalidArgument.
+    """
+    field = _prompt_field(params.prompt)
+    if prompt_len == 0:
+        raise InvalidArgument(field, "becomes a prompt of 0 tokens, must be at least 1")
+    longest = min(limits.max_model_len, limits.kv_token_capacity)
+    what = "the context" if longest == limits.max_model_len else "the KV cache"
+    if prompt_len >= longest:
+        raise InvalidArgument(
+            field, f"is a prompt of {prompt_len} tokens; {what} holds {longest}, of which the output needs at least 1"
+        )
+    room = longest - prompt_len
+    if params.max_tokens is None:
+        max_tokens = min(limits.default_max_tokens, room)
+        _check_min_tokens(params.min_tokens, max_tokens)
+        return max_tokens
+    if params.max_tokens > room:
+        raise InvalidArgument(
+            "stopping.max_tokens",
+            f"is {params.max_tokens}; {what} holds {longest} tokens and the prompt takes {prompt_len}, leaving {room}",
+        )
+    return params.max_tokens
+
+
+def to_submit(
+    params: GenerateParams,
+    prompt_ids: Sequence[int],
+    max_tokens: int,
+    eos_token_ids: Collection[int],
+    timeout_s: float | None = None,
+    tenant: str = "",
+) -> engine_pb2.Submit:
+    """The request as the engine takes it; the channel names the sequences.
+
+    max_tokens  as `check_prompt` resolved it
+    timeout_s   from now; None: no deadline
+    tenant      as `tenant_of` found it
+
+    Raises InvalidArgument if a beam search cannot be made with so many ids that end a sequence.
+    """
+    stop_ids = {*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids}
+    if params.is_search:
+        check_stop_ids(stop_ids, params.num_sequences)
+    sampling = inference_pb2.Sampling()
+    sampling.CopyFrom(params.sampling)
+    sampling.n = params.num_sequences  # which of them are returned is the router's to say
+    return engine_pb2.Submit(
+        prompt=prompt_ids,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=sorted(stop_ids),
+        logprobs=0 if params.picks_best and not params.is_search and params.logprobs is None else params.logprobs,
+        cache=inference_pb2.Cache(salt=params.cache_salt, bypass=params.bypasses_cache),
+        priority=params.priority,
+        timeout_s=timeout_s,
+        tenant=tenant,
+        slo=params.slo,
+        request_id=params.request_id,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeParams:
+    prompt: str | Chat
+    is_raw: bool
+    add_special_tokens: bool
+
+
+def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: Limits, served: str) -> TokenizeParams:
+    """Empty text is allowed. Raises InvalidArgument, NotFound for the model."""
+    check_model(request.model, served)
+    _check_raw(request)
+    match request.WhichOneof("input"):
+        case "text":
+            check_bytes(request.text, "text", limits.max_text_bytes)
+            prompt: str | Chat = request.text
+        case "chat":
+            prompt = _chat(request.chat, limits)
+        case _:
+            raise InvalidArgument("input", "is missing: set one of text, chat")
+    add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
+    return TokenizeParams(prompt, request.raw, add_special_tokens)
+
+
+def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: Limits, served: str) -> tuple[int, ...]:
+    """The token ids. Raises InvalidArgument, NotFound for the model."""
+    check_model(request.model, served)
+    check_ids(request.token_ids, "token_ids", limits.max_model_len, limits.vocab_size)
+    return tuple(request.token_ids)
+
+
+def check_model(model: str, served: str) -> None:
+    """Empty means the one that is served. Raises NotFound."""
+    if model not in ("", served):
+        raise NotFound(f"model: not served here; {served} is")
+
+
+def _request_id(request_id: str, limits: Limits) -> str:
+    if not request_id:
+        return secrets.token_hex(16)
+    if len(request_id) > limits.max_request_id:
+        raise InvalidArgument("request_id", f"has {len(request_id)} characters, at most {limits.max_request_id}")
+    if not request_id.isprintable():
+        raise InvalidArgument("request_id", "holds characters that are not printable")
+    return request_id
+
+
+def _prompt(request: inference_pb2.GenerateRequest, limits: Limits) -> Prompt:
+    _check_raw(request)
+    match request.WhichOneof("input"):
+        case "text":
+            if not request.text:
+                raise InvalidArgument("text", "is empty")
+            check_bytes(request.text, "text", limits.max_text_bytes)
+            return request.text
+        case "token_ids":
+            if not request.token_ids.ids:
+                raise InvalidArgument("token_ids.ids", "is empty")
+            check_ids(request.token_ids.ids, "token_ids.ids", limits.max_model_len - 1, limits.vocab_size)
+            return tuple(request.token_ids.ids)
+        case "chat":
+            return _chat(request.chat, limits)
+        case _:
+            raise InvalidArgument("input", "is missing: set one of text, token_ids, chat")
+
+
+def _check_raw(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> None:
+    if request.raw and not request.HasField("text"):
+        raise InvalidArgument("raw", "says how to take text, and there is none")
+
+
+def _prompt_field(prompt: Prompt) -> str:
+    return "text" if isinstance(prompt, str) else "chat" if isinstance(prompt, Chat) else "token_ids.ids"
+
+
+def _chat(chat: inference_pb2.Chat, limits: Limits) -> Chat:
+    if not chat.messages:
+        raise InvalidArgument("chat.messages", "is empty")
+    check_count(len(chat.messages), "chat.messages", limits.max_messages)
+    messages = []
+    num_bytes = 0
+    for at, message in enumerate(chat.messages):
+        role = _ROLES.get(message.role)
+        if role is None:
+            raise InvalidArgument(f"chat.messages[{at}].role", f"is {message.role}, which is no role to speak in")
+        num_bytes += len(message.content.encode())
+        if num_bytes > limits.max_text_bytes:
+            raise InvalidArgument("chat.messages", f"holds more than {limits.max_text_bytes} bytes of text together")
+        messages.append(Message(role, message.content))
+    if chat.continue_last and messages[-1].role != "assistant":
+        raise InvalidArgument("chat.continue_last", "needs the last message to be the assistant's")
+    return Chat(tuple(messages), chat.continue_last)
+
+
+def _slo(given: inference_pb2.Slo) -> inference_pb2.Slo:
+    resolved = inference_pb2.Slo()
+    if given.HasField("ttft_ms"):
+        check_number(given.ttft_ms, "slo.ttft_ms", 0, _MAX_SLO_MS, is_low_allowed=False)
+        resolved.ttft_ms = given.ttft_ms
+    if given.HasField("tpot_ms"):
+        check_number(given.tpot_ms, "slo.tpot_ms", 0, _MAX_SLO_MS, is_low_allowed=False)
+        resolved.tpot_ms = given.tpot_ms
+    return resolved
+
+
+def _max_tokens(stopping: inference_pb2.Stopping, limits: Limits) -> int | None:
+    if not stopping.HasField("max_tokens"):
+        return None
+    check_integer(stopping.max_tokens, "stopping.max_tokens", 1, limits.max_model_len - 1)
+    return stopping.max_tokens
+
+
+def _min_tokens(stopping: inference_pb2.Stopping, limits: Limits) -> int:
+    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else limits.default_max_tokens
+    _check_min_tokens(stopping.min_tokens, max_tokens)
+    return stopping.min_tokens
+
+
+def _check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+    if min_tokens > max_tokens:
+        raise InvalidArgument("stopping.min_tokens", f"is {min_tokens}, more than max_tokens, which is {max_tokens}")
+
+
+def _stop(stops: Sequence[str], limits: Limits) -> tuple[str, ...]:
+    check_count(len(stops), "stopping.stop", limits.max_stop)
+    for at, stop in enumerate(stops):
+        if not stop:
+            raise InvalidArgument(f"stopping.stop[{at}]", "is empty")
+        check_bytes(stop, f"stopping.stop[{at}]", limits.max_stop_bytes)
+    return tuple(stops)
+
+
+def _logprobs(output: inference_pb2.Output, limits: Limits) -> int | None:
+    if not output.HasField("logprobs"):
+        return None
+    check_integer(output.logprobs, "output.logprobs", 0, limits.max_logprobs)
+    return output.logprobs

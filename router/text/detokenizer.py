@@ -1,0 +1,133 @@
+"""Token ids to text as they come: for any ids, all deltas together are what decoding all ids at once gives.
+
+The reference is `tokenizers.Tokenizer.decode`. What it does depends on the tokenizer's decoder:
+
+byte-level   every token is bytes (GPT-2, Llama 3, Qwen); text follows when they complete a character
+piece-wise   every token is text of its own, or one byte (SentencePiece: Llama 2, Mistral, Gemma; also WordPiece)
+any other    no text is certain before the last token: all of it comes with `flush`
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+from tokenizers import Tokenizer, decoders
+
+from pagoda_server.router.text.piece_detokenizer import PieceDetokenizer, Pieces, flat, piece_wise
+
+logger = logging.getLogger(__name__)
+
+Tokens: TypeAlias = dict[int, str]  # ids that decoding does not pass over
+
+
+class Detokenizer(Protocol):
+    """One sequence's text so far."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these ids add and that no later id can change. Ids outside the vocabulary add nothing."""
+
+    def flush(self) -> str:
+        """What is still held after the last id, such as the replacement of a character cut short."""
+
+
+class Detokenization:
+    """How a tokenizer turns ids into text; what it works out about a token is kept for all sequences.
+
+    Threads may share it. Tokens that are added to the tokenizer later do not count.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokens = {id: token for token, id in tokenizer.get_vocab(with_added_tokens=False).items()}
+        added = tokenizer.get_added_tokens_decoder()
+        tokens |= {id: token.content for id, token in added.items()}
+        ordinary = {id: token for id, token in tokens.items() if id not in added or not added[id].special}
+        self._start = {False: _kind_of(tokenizer.decoder, tokens), True: _kind_of(tokenizer.decoder, ordinary)}
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """For a new sequence."""
+        return self._start[skip_special_tokens]()
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        detokenizer = self.detokenizer(skip_special_tokens)
+        return detokenizer.push(ids) + detokenizer.flush()
+
+
+def _kind_of(decoder: decoders.Decoder | None, tokens: Tokens) -> Callable[[], Detokenizer]:
+    if decoder is None:
+        pieces = Pieces(tokens, " ".join, has_bytes=False)
+        return lambda: PieceDetokenizer(pieces, strip=None)
+    description = json.loads(decoder.__getstate__())
+    if [step["type"] for step in flat(description)] == ["ByteLevel"]:
+        token_bytes = _TokenBytes(tokens)
+        return lambda: _ByteLevelDetokenizer(token_bytes)
+    if (plan := piece_wise(description)) is not None:
+        pieces = Pieces(tokens, plan.join, plan.has_bytes)
+        return lambda: PieceDetokenizer(pieces, plan.strip)
+    logger.warning("the tokenizer's decoder does not work token by token: text will come at the end of each sequence")
+    return lambda: _WholeDetokenizer(tokens, decoder)
+
+
+# Byte-level
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Bytes of each token, filled on first use."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def __missing__(self, id: int) -> bytes:
+        token = self._tokens.get(id)
+        if token is None:
+            return b""
+        try:
+            self[id] = bytes([_BYTE_OF_CHAR[char] for char in token])
+        except KeyError:  # an added token that is not written in the byte alphabet stands for itself
+            self[id] = token.encode()
+        return self[id]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's names of the 256 bytes: visible characters of Latin-1 name themselves, the others follow U+0100."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_alphabet()
+
+
+class _ByteLevelDetokenizer:
+    def __init__(self, token_bytes: _TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        # Both this and the reference write one U+FFFD for each maximal part of an ill-formed sequence (Unicode, 3.9).
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        token_bytes = self._token_bytes
+        return self._utf8.decode(b"".join([token_bytes[id] for id in ids]))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+# Any other
+
+
+class _WholeDetokenizer:
+    def __init__(self, tokens: Tokens, decoder: decoders.Decoder) -> None:
+        self._tokens = tokens
+        self._decoder = decoder
+        self._pushed: list[str] = []
+
+    def push(self, ids: Sequence[int]) -> str:
+        self._pushed += [self._tokens[id] for id in ids if id in self._tokens]
+        return ""
+
+    def flush(self) -> str:
+        pushed, self._pushed = self._pushed, []
+        return self._decoder.decode(pushed) if pushed else ""

@@ -1,0 +1,98 @@
+"""What a Hugging Face model folder says about its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pagoda_server.router.errors import ConfigError
+
+Json: TypeAlias = Mapping[str, Any]
+
+_MAX_ID = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """
+    tokenizer_json  as it stands in the file
+    special_tokens  role → text, such as eos_token → <|im_end|>; templates use them
+    chat_template   jinja2; None for a model that does not chat
+    eos_token_ids   that end a generation, besides special_tokens' eos_token
+    """
+
+    tokenizer_json: bytes
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    chat_template: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, folder: Path) -> TokenizerFiles:
+        """Raises ConfigError if tokenizer.json is missing or a file is broken."""
+        tokenizer_json = _read(folder / "tokenizer.json")
+        if tokenizer_json is None:
+            raise ConfigError(f"there is no tokenizer.json in {folder}")
+        config = _read_object(folder / "tokenizer_config.json")
+        return cls(tokenizer_json, _special_tokens(config), _chat_template(folder, config), _eos_token_ids(folder))
+
+
+def _read(path: Path) -> bytes | None:
+    """None if there is no such file."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _read_object(path: Path) -> Json:
+    """Empty if there is no such file."""
+    content = _read(path)
+    try:
+        value = json.loads(content) if content is not None else {}
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return value
+
+
+def _special_tokens(config: Json) -> dict[str, str]:
+    """Each is written as its text, or as an object that has it as `content`."""
+    texts = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            texts[name] = text
+    return texts
+
+
+def _chat_template(folder: Path, config: Json) -> str | None:
+    """A file of its own goes before the entry in the tokenizer's configuration."""
+    path = folder / "chat_template.jinja"
+    content = _read(path)
+    if content is not None:
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8: {error}") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """One id or several; what is said about generation goes before what is said about the model."""
+    for name in ("generation_config.json", "config.json"):
+        told = _read_object(folder / name).get("eos_token_id")
+        if told is not None:
+            ids = told if isinstance(told, list) else [told]
+            if not all(type(id) is int and 0 <= id < _MAX_ID for id in ids):
+                raise ConfigError(f"{folder / name}: eos_token_id is {told!r}, neither a token id nor a list of them")
+            return tuple(ids)
+    return ()

@@ -1,0 +1,1 @@
+"""Pagoda's server: the folders of the repository under one import name."""
