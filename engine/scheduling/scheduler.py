@@ -3,7 +3,7 @@
 There are no phases: every sequence has computed tokens that chase those that exist, and a decode is a chunk of length
 one. Running decodes come first and prefill chunks fill the rest of the token budget (Sarathi-Serve, Agrawal et al.,
 2024), so that a long prompt stalls no stream. When blocks run out, somebody gives up its own and is computed again
-later. What is decided elsewhere: who is next in line (engine/scheduling/policies/), who may start and who computes
+later. What is decided elsewhere: who is next in line (engine/scheduling/policies.py), who may start and who computes
 (engine/scheduling/schedules.py), which blocks it gets (engine/kv/block_tables.py), how much of a step is prefill
 (engine/scheduling/pacing.py), who gives up its blocks (engine/scheduling/victims.py) and whose deadline cannot be met
 (engine/scheduling/deadlines.py). Standard library only; the clock is an argument, so that tests run in simulated time.
@@ -25,7 +25,8 @@ from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.kv.prefix_cache import Prefix
 from pagoda_server.engine.scheduling.deadlines import Deadlines
 from pagoda_server.engine.scheduling.pacing import Pacing
-from pagoda_server.engine.scheduling.policies import POLICIES, Policy, PolicyName, PolicySettings
+from pagoda_server.engine.scheduling.policies import POLICIES, PolicyName
+from pagoda_server.engine.scheduling.policy import Policy, PolicySettings
 from pagoda_server.engine.scheduling.schedules import SCHEDULES, ScheduleName
 from pagoda_server.engine.scheduling.tenants import Tenants
 from pagoda_server.engine.scheduling.victims import choose_victim, is_protected, num_freed_by
@@ -39,7 +40,7 @@ class Scheduler:
     max_model_len  prompt + output of one sequence
     clock          seconds, monotonic
     schedule       one of engine/scheduling/schedules.py
-    policy         one of engine/scheduling/policies/, with its settings: ageing_s and tenant_weights
+    policy         one of engine/scheduling/policies.py, with its settings: ageing_s and tenant_weights
     target_itl_s   a step that holds decodes is to take so long at most; None: no such target
     max_itl_growth  of a step by prompts beside its decodes, as a factor; None: no such limit
     host           where preempted sequences keep what they have computed; None: nowhere

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Literal, Protocol
 
 from pagoda_server.engine.core.sequence import EndReason, SamplingParams, Sequence, State
-from pagoda_server.engine.scheduling.policies import Policy
+from pagoda_server.engine.scheduling.policy import Policy
 
 ScheduleName = Literal["sequential", "interleaved", "static", "continuous"]
 
