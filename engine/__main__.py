@@ -44,9 +44,6 @@ def main(
     target_itl_ms: Annotated[
         float, typer.Option(help="Longest step beside decodes, held by its share of prefill; 0: no target.")
     ] = 100.0,
-    max_itl_growth: Annotated[
-        float | None, typer.Option(help="Of a step by prompts beside its decodes, as a factor: limits its prefill.")
-    ] = None,
     schedule: Annotated[ScheduleName, typer.Option(help="How requests share the model.")] = "continuous",
     overlap: Annotated[Overlap, typer.Option(help="Launch a step before the last one's tokens are read.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Prompt + output of one sequence.")] = None,

@@ -91,12 +91,6 @@ def serve(
         float,
         typer.Option(rich_help_panel=_ENGINE, help="Longest step beside decodes: limits its prefill; 0: no target."),
     ] = 100.0,
-    max_itl_growth: Annotated[
-        float | None,
-        typer.Option(
-            rich_help_panel=_ENGINE, help="A step takes this many times its decodes' time at most.", show_default="none"
-        ),
-    ] = None,
     schedule: Annotated[
         Literal["sequential", "interleaved", "static", "continuous"],
         typer.Option(rich_help_panel=_ENGINE, help="How requests share the model; all but continuous to be compared."),

@@ -37,7 +37,6 @@ class EngineConfig:
     priority_ageing_s  seconds of waiting that are worth one step of priority
     tenant_weights  tenants' shares under --policy fair, as NAME=WEIGHT,…; 1 where not named
     target_itl_ms   a step that holds decodes is to take so long at most: its share of prefill adapts; 0: no such target
-    max_itl_growth  of a step by prompts beside its decodes, as a factor: its share of prefill adapts; None: no limit
     schedule        continuous, or one of the modes that it is compared with (engine/scheduling/schedules.py)
     overlap         launch a step before the tokens of the one before it are read; auto: on a GPU
     max_model_len   prompt + output of one sequence; None: what the model was trained for, as far as the cache holds it
@@ -58,7 +57,6 @@ class EngineConfig:
     priority_ageing_s: float = 60.0
     tenant_weights: str = ""
     target_itl_ms: float = 100.0
-    max_itl_growth: float | None = None
     schedule: ScheduleName = "continuous"
     overlap: Overlap = "auto"
     max_model_len: int | None = None
@@ -81,8 +79,6 @@ class EngineConfig:
             raise ConfigError(f"--priority-ageing-s must be positive, not {self.priority_ageing_s}")
         if not 0 <= self.target_itl_ms < math.inf:
             raise ConfigError(f"--target-itl-ms must be 0 (no target) or more and finite, not {self.target_itl_ms}")
-        if self.max_itl_growth is not None and not 1 < self.max_itl_growth < math.inf:
-            raise ConfigError(f"--max-itl-growth must be more than 1, not {self.max_itl_growth}")
         if self.weight_of_tenant() and self.policy != "fair":
             raise ConfigError(f"--tenant-weights: --policy {self.policy} has no shares; fair has")
         if self.kv_cache_gb is not None and not 0 < self.kv_cache_gb <= MAX_GB:

@@ -30,7 +30,7 @@ class Fair(Policy):
         self._ageing_s = settings.ageing_s
         self._queues: dict[str, SortedQueue] = {}  # one for each tenant that has waiting sequences
         self._len = 0
-        # One entry for each tenant in _queues and for some that have left. Counters only grow, so none here is too high.
+        # One entry for each tenant in _queues and for some that have left. Counters only grow: none here is too high.
         self._heap: list[tuple[float, str]] = []
         self._in_heap: set[str] = set()
         self._last_left = 0.0  # the counter with which the last tenant left the queue

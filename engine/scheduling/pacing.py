@@ -33,17 +33,15 @@ class Pacing:
     """
     token_budget  tokens of a step at most
     target_itl_s  a step that holds decodes is to take so long at most; None: no such target
-    max_growth    a step that holds decodes takes at most this many times what it would without prompts; None: no limit
     """
 
-    def __init__(self, token_budget: int, target_itl_s: float | None, max_growth: float | None = None) -> None:
+    def __init__(self, token_budget: int, target_itl_s: float | None) -> None:
         self.least_time = LeastTime(token_budget)
         self.likely_time = LikelyTime(token_budget)
         self.model = StepTimeModel()
         self._token_budget = token_budget
         self._target_itl_s = math.inf if target_itl_s is None else target_itl_s
-        self._max_growth = math.inf if max_growth is None else max_growth
-        self._is_limited = min(self._target_itl_s, self._max_growth) < math.inf
+        self._is_limited = target_itl_s is not None
         self._excess = RunningQuantile(HELD, MEASURED)  # measured ÷ expected, of steps with decodes
         self._started: deque[float] = deque()  # when the steps that are not committed were scheduled
         self._last_end = 0.0
@@ -82,10 +80,9 @@ class Pacing:
         if not decodes:
             return self._token_budget
         alone_s = self.model.predict(StepLoad.of(decodes, keys))
-        # The target is held by a step that exceeds its expected time as others did; growth compares expected times.
+        # A step that exceeds its expected time by as much as others did still holds the target.
         growth = max(LEAST_GROWTH, 1 + math.sqrt(PROMPT_WEIGHT * prompts / decodes))
-        target_s = max(self._target_itl_s / max(1.0, self._excess.value(1.0)), growth * alone_s)
-        limit_s = min(target_s, self._max_growth * alone_s)
+        limit_s = max(self._target_itl_s / max(1.0, self._excess.value(1.0)), growth * alone_s)
         room = max(MIN_PREFILL, self.model.tokens_within(limit_s - alone_s, start))
         return min(self._token_budget, decodes + room)
 

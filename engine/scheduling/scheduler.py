@@ -42,7 +42,6 @@ class Scheduler:
     schedule       one of engine/scheduling/schedules.py
     policy         one of engine/scheduling/policies.py, with its settings: ageing_s and tenant_weights
     target_itl_s   a step that holds decodes is to take so long at most; None: no such target
-    max_itl_growth  of a step by prompts beside its decodes, as a factor; None: no such limit
     host           where preempted sequences keep what they have computed; None: nowhere
     """
 
@@ -60,7 +59,6 @@ class Scheduler:
         ageing_s: float = 60.0,
         tenant_weights: Mapping[str, float] | None = None,
         target_itl_s: float | None = None,
-        max_itl_growth: float | None = None,
         host: HostBlocks | None = None,
     ) -> None:
         self.pool = pool
@@ -74,7 +72,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of admission
         self.hold: Hold | None = None  # why the next in line has not started; None if nobody waits
         self.step_budget = token_budget  # of the last step that was scheduled
-        self._pacing = Pacing(token_budget, target_itl_s, max_itl_growth)
+        self._pacing = Pacing(token_budget, target_itl_s)
         self.waiting: Policy = POLICIES[policy](
             PolicySettings(clock, self._likely_time_s, ageing_s, tenant_weights or {}),
         )

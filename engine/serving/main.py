@@ -73,7 +73,6 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, lis
             ageing_s=config.priority_ageing_s,
             tenant_weights=config.weight_of_tenant(),
             target_itl_s=config.target_itl_s,
-            max_itl_growth=config.max_itl_growth,
             host=HostBlocks(info.num_host_blocks, info.kv_cache.block_size, time.monotonic),
         ),
         runner,

@@ -19,7 +19,7 @@ SPAWN = "spawn"
 # Settings of the engine alone: its command line has options of the same names and defaults.
 ENGINE_SETTINGS = (
     "device", "dtype", "quantization", "kv_cache_dtype", "kv_cache_gb", "host_kv_gb", "block_size", "max_num_seqs",
-    "token_budget", "policy", "priority_ageing_s", "tenant_weights", "target_itl_ms", "max_itl_growth", "schedule",
+    "token_budget", "policy", "priority_ageing_s", "tenant_weights", "target_itl_ms", "schedule",
     "overlap", "max_model_len", "prefix_caching", "threads", "step_ms",
 )  # fmt: skip
 
@@ -43,7 +43,6 @@ class ServeConfig:
     priority_ageing_s  seconds of waiting that are worth one step of priority
     tenant_weights     shares of the tenants under --policy fair, NAME=WEIGHT,…; 1 where not named
     target_itl_ms      longest step that holds decodes, whose share of prefill adapts; 0: no such target
-    max_itl_growth     of a step by prompts beside its decodes, as a factor; None: no such limit
     max_queued_tokens  prompt + max_tokens over all admitted requests; None: eight times what all KV caches hold
     reflection         None: on for loopback and Unix sockets
     auth_token_file    clients must send its content as a bearer token; $PAGODA_AUTH_TOKEN does the same
@@ -76,7 +75,6 @@ class ServeConfig:
     priority_ageing_s: float = 60.0
     tenant_weights: str = ""
     target_itl_ms: float = 100.0
-    max_itl_growth: float | None = None
     schedule: Schedule = "continuous"
     overlap: Literal["auto", "on", "off"] = "auto"
     max_model_len: int | None = None

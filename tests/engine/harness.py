@@ -122,7 +122,6 @@ class SteppedEngine:
         ageing_s: float = 60.0,
         tenant_weights: Mapping[str, float] | None = None,
         target_itl_s: float | None = None,
-        max_itl_growth: float | None = None,
         step_time: TakesTime | None = None,
         host_blocks: int = 0,
         copy_s: float = 0.0,
@@ -146,7 +145,6 @@ class SteppedEngine:
             ageing_s=ageing_s,
             tenant_weights=tenant_weights,
             target_itl_s=target_itl_s,
-            max_itl_growth=max_itl_growth,
             host=HostBlocks(host_blocks, block_size, lambda: self.now),
         )
         self.copy_s = copy_s

@@ -31,7 +31,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     schedule: ScheduleName = "continuous"
     policy: PolicyName = "priority"
     target_itl_s: float | None = None
-    max_itl_growth: float | None = None
     lookahead = 0
     prefix_caching = True
     block_size = 4  # from 8 on, blocks are also found by their first tokens, and copied
@@ -52,7 +51,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             ageing_s=10.0,
             tenant_weights={"b": 2.0},
             target_itl_s=self.target_itl_s,
-            max_itl_growth=self.max_itl_growth,
             step_time=StepTime(0.5, 0.1, 0.1),
             lookahead=self.lookahead,
             prefix_caching=self.prefix_caching,
@@ -202,7 +200,7 @@ class StaticMachine(SchedulerMachine):
 
 class FcfsMachine(SchedulerMachine):
     policy = "fcfs"
-    max_itl_growth = 1.3
+    target_itl_s = 1.5
     block_size = 8
 
 
