@@ -3,7 +3,7 @@ then in blocks of host memory. Standard library only.
 
 Nothing is copied when a sequence gives up its blocks. Each is noted; when it is handed out to be written, the next plan
 first saves what it holds. The sequence then starts from what is left on the device and what is loaded from the host,
-where loading is expected to take less time than computing (engine/timing/host_copy_times.py). Where host blocks run
+where loading is expected to take less time than computing (engine/timing/cost_model.py). Where host blocks run
 out, what cannot be saved is computed again.
 
 Only what committed steps have computed is kept. A save cannot be made twice, as the step that fails may have written
@@ -13,12 +13,12 @@ twice: host blocks are held until a step of their sequence is committed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from pagoda_server.engine.core.sequence import Chunk, Sequence, State, StepPlan
 from pagoda_server.engine.kv.prefix_cache import Prefix
-from pagoda_server.engine.timing.host_copy_times import HostCopyTimes
+from pagoda_server.engine.timing.cost_model import CostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class HostBlocks:
     """
     num_blocks  of host memory; 0: nothing is kept
     block_size  tokens of a block
-    clock       seconds, monotonic
+    costs       tells whether copying is faster than computing
     """
 
-    def __init__(self, num_blocks: int, block_size: int, clock: Callable[[], float]) -> None:
+    def __init__(self, num_blocks: int, block_size: int, costs: CostModel) -> None:
         self.num_blocks = num_blocks
-        self.times = HostCopyTimes(clock)
+        self._costs = costs
         self._block_size = block_size
         self._saved_tokens = 0
         self._loaded_tokens = 0
@@ -76,9 +76,9 @@ class HostBlocks:
         self._loads.pop(seq.id, None)
         if not seq.num_committed:  # nothing is new since it started, and what it started from is still kept
             return
-        if not self.times.is_worth_saving(seq, seq.num_committed, self._block_size):
-            return
         blocks = seq.blocks[: -(-seq.num_committed // self._block_size)]
+        if not self._costs.is_worth_saving(len(blocks), seq.num_committed):
+            return
         kept = self._kept[seq.id] = _Kept(seq, seq.num_committed, dict(enumerate(blocks)), {})
         for at, block in enumerate(blocks):
             self._noted.setdefault(block, []).append((kept, at))
@@ -117,7 +117,7 @@ class HostBlocks:
             return prefix
         positions = range(len(prefix.blocks), -(-num_tokens // self._block_size))
         loads = [(at, kept.on_host[at]) for at in positions if at in kept.on_host]
-        if loads and not self.times.is_worth_loading(seq, len(loads), prefix.num_tokens, num_tokens):
+        if loads and not self._costs.is_worth_loading(len(loads), prefix.num_tokens, num_tokens):
             return prefix
         own = [kept.on_device[at] for at in positions if at in kept.on_device]
         return replace(

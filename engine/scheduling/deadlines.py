@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from pagoda_server.engine.core.sequence import Sequence, State
-from pagoda_server.engine.timing.least_time import LeastTime
+from pagoda_server.engine.timing.cost_model import CostModel
 
 LEAVING = 16  # sequences that leave in a step, as long as anybody runs
 
@@ -21,8 +21,8 @@ class Deadlines:
     num_cached  of a sequence: its tokens that the prefix cache holds
     """
 
-    def __init__(self, least_time: LeastTime, num_cached: Callable[[Sequence], int]) -> None:
-        self._least_time = least_time
+    def __init__(self, costs: CostModel, num_cached: Callable[[Sequence], int]) -> None:
+        self._costs = costs
         self._num_cached = num_cached
         self._heap: list[tuple[float, int, Sequence]] = []  # by when to look; ended sequences linger until then
         self._prune_at = 64
@@ -40,7 +40,7 @@ class Deadlines:
             self._heap = [entry for entry in self._heap if entry[2].state is not State.FINISHED]
             heapq.heapify(self._heap)
             self._prune_at = 2 * len(self._heap) + 64
-        self._look_at(seq, seq.deadline - self._least_time.of(seq, seq.remaining_len))
+        self._look_at(seq, seq.deadline - self._costs.least_s(seq, seq.remaining_len))
 
     def lost(self, now: float, *, is_bounded: bool) -> Iterator[Sequence]:
         """Those that wait in vain and leave in this step; the caller ends each before it takes the next.
@@ -65,15 +65,15 @@ class Deadlines:
 
     def is_lost(self, seq: Sequence, now: float) -> bool:
         """Whether one that waits cannot have a token by its deadline any more."""
-        return seq.deadline - self._least_time.of(seq, seq.remaining_len) <= now and self._last_moment(seq) <= now
+        return seq.deadline - self._costs.least_s(seq, seq.remaining_len) <= now and self._last_moment(seq) <= now
 
     def _last_moment(self, seq: Sequence) -> float:
         if seq.state is State.RUNNING:
             return seq.deadline
         remaining = seq.remaining_len
-        if (cached := seq.deadline - self._least_time.of(seq, 1)) == seq.deadline - self._least_time.of(seq, remaining):
+        if (cached := seq.deadline - self._costs.least_s(seq, 1)) == seq.deadline - self._costs.least_s(seq, remaining):
             return cached  # it needs one step in any case: what the cache holds need not be looked up
-        return seq.deadline - self._least_time.of(seq, remaining - self._num_cached(seq))
+        return seq.deadline - self._costs.least_s(seq, remaining - self._num_cached(seq))
 
     def _look_at(self, seq: Sequence, when: float) -> None:
         heapq.heappush(self._heap, (when, seq.id, seq))

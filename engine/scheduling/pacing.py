@@ -13,59 +13,31 @@ large share, one beside many a small one. Standard library only.
 from __future__ import annotations
 
 import math
-from collections import deque
 
-from pagoda_server.engine.core.sequence import Chunk, Sequence, StepPlan
-from pagoda_server.engine.timing.least_time import LeastTime
-from pagoda_server.engine.timing.likely_time import LikelyTime
-from pagoda_server.engine.timing.running_quantile import RunningQuantile
-from pagoda_server.engine.timing.step_time_model import StepLoad, StepTimeModel
+from pagoda_server.engine.core.sequence import Chunk, Sequence
+from pagoda_server.engine.timing.cost_model import CostModel
 
-MIN_PREFILL = 4  # prompt tokens of a step, whatever they take
-LEAST_GROWTH = 1.25  # times what its decodes alone would take: a step may take as long, whatever the target
+MIN_PREFILL = 4  # prompt tokens that every step has room for, however long they take
+LEAST_GROWTH = 1.25  # a step may take this many times its decodes' own time, whatever the target
 PROMPT_WEIGHT = 2.0  # how many slowed decodes a slowed prompt is worth: it also keeps its place in the batch empty
-ADVANCE_EVERY = 8  # steps: each prompt that has been admitted advances once in as many
-HELD = 0.99  # part of the steps beside decodes that are to hold the target
-MEASURED = 256  # of them that say how far steps exceed what the model expects of them
+ADVANCE_EVERY = 8  # steps: each prompt that has been admitted advances at least once in as many
 
 
 class Pacing:
     """
+    costs         predicts step times
     token_budget  tokens of a step at most
-    target_itl_s  a step that holds decodes is to take so long at most; None: no such target
+    target_itl_s  how long a step that holds decodes should take at most; None: no such target
     """
 
-    def __init__(self, token_budget: int, target_itl_s: float | None) -> None:
-        self.least_time = LeastTime(token_budget)
-        self.likely_time = LikelyTime(token_budget)
-        self.model = StepTimeModel()
+    def __init__(self, costs: CostModel, token_budget: int, target_itl_s: float | None) -> None:
+        self._costs = costs
         self._token_budget = token_budget
-        self._target_itl_s = math.inf if target_itl_s is None else target_itl_s
-        self._is_limited = target_itl_s is not None
-        self._excess = RunningQuantile(HELD, MEASURED)  # measured ÷ expected, of steps with decodes
-        self._started: deque[float] = deque()  # when the steps that are not committed were scheduled
-        self._last_end = 0.0
-        self._goes_on = False  # from one step to the next, without rest
-
-    def scheduled(self, now: float) -> None:
-        self._started.append(self._last_end if self._goes_on and not self._started else now)
-
-    def committed(self, plan: StepPlan, now: float) -> None:
-        """Steps are computed one after the other: one that was scheduled early began when the one before had ended."""
-        seconds = now - max(self._started.popleft(), self._last_end)
-        self._last_end = now
-        self.least_time.observe(plan.num_tokens, seconds)
-        self.likely_time.observe(plan, seconds)
-        if self._is_limited:
-            load = StepLoad.of_plan(plan)
-            excess = self.model.observe(load, seconds)
-            if load.decodes and excess is not None:
-                self._excess.add(excess)
+        self._target_itl_s = target_itl_s
 
     def budget(self, running: list[Sequence], num_startable: int) -> int:
         """Tokens of the next step, decodes included. `num_startable`: sequences that wait and would find a place."""
-        self._goes_on = bool(running)
-        if not self._is_limited:
+        if self._target_itl_s is None:
             return self._token_budget
         decodes = keys = start = 0
         prompts = num_startable
@@ -79,11 +51,11 @@ class Pacing:
                 start = max(start, seq.num_computed)
         if not decodes:
             return self._token_budget
-        alone_s = self.model.predict(StepLoad.of(decodes, keys))
+        alone_s = self._costs.decodes_s(decodes, keys)
         # A step that exceeds its expected time by as much as others did still holds the target.
         growth = max(LEAST_GROWTH, 1 + math.sqrt(PROMPT_WEIGHT * prompts / decodes))
-        limit_s = max(self._target_itl_s / max(1.0, self._excess.value(1.0)), growth * alone_s)
-        room = max(MIN_PREFILL, self.model.tokens_within(limit_s - alone_s, start))
+        limit_s = max(self._target_itl_s / self._costs.excess, growth * alone_s)
+        room = max(MIN_PREFILL, self._costs.tokens_within(limit_s - alone_s, start))
         return min(self._token_budget, decodes + room)
 
     def cut(self, turn: list[Sequence], budget: int, number: int) -> list[Chunk]:

@@ -30,6 +30,7 @@ from pagoda_server.engine.scheduling.policy import Policy, PolicySettings
 from pagoda_server.engine.scheduling.schedules import SCHEDULES, ScheduleName
 from pagoda_server.engine.scheduling.tenants import Tenants
 from pagoda_server.engine.scheduling.victims import choose_victim, is_protected, num_freed_by
+from pagoda_server.engine.timing.cost_model import CostModel
 
 
 class Scheduler:
@@ -42,7 +43,7 @@ class Scheduler:
     schedule       one of engine/scheduling/schedules.py
     policy         one of engine/scheduling/policies.py, with its settings: ageing_s and tenant_weights
     target_itl_s   a step that holds decodes is to take so long at most; None: no such target
-    host           where preempted sequences keep what they have computed; None: nowhere
+    num_host_blocks  blocks of host memory, in which preempted sequences keep what they have computed
     """
 
     def __init__(
@@ -59,10 +60,9 @@ class Scheduler:
         ageing_s: float = 60.0,
         tenant_weights: Mapping[str, float] | None = None,
         target_itl_s: float | None = None,
-        host: HostBlocks | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
         self.pool = pool
-        self.host = host or HostBlocks(0, pool.block_size, clock)
         self.max_num_seqs = max_num_seqs
         self.token_budget = token_budget
         self.max_model_len = max_model_len
@@ -72,13 +72,15 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of admission
         self.hold: Hold | None = None  # why the next in line has not started; None if nobody waits
         self.step_budget = token_budget  # of the last step that was scheduled
-        self._pacing = Pacing(token_budget, target_itl_s)
+        self.costs = CostModel(token_budget, clock)
+        self._pacing = Pacing(self.costs, token_budget, target_itl_s)
+        self.host = HostBlocks(num_host_blocks, pool.block_size, self.costs)
         self.waiting: Policy = POLICIES[policy](
             PolicySettings(clock, self._likely_time_s, ageing_s, tenant_weights or {}),
         )
         self._tables = BlockTables(pool, prefix_caching, self.host)
         self._beams = self._tables.beams
-        self._deadlines = Deadlines(self._pacing.least_time, self._tables.num_cached)
+        self._deadlines = Deadlines(self.costs, self._tables.num_cached)
         self._schedule = SCHEDULES[schedule](token_budget)
         self._num_planned = 0  # plans made, and those that are committed
         self._num_committed = 0
@@ -141,11 +143,13 @@ class Scheduler:
         """What to compute next. A plan that is not empty is to be committed, in the order in which it was made."""
         self._expire()
         self._make_room()
+        is_idle = not self.running
         self.step_budget = budget = self._pacing.budget(self.running, self._num_startable)
         self.hold = self._admit(budget)
         turn = self._schedule.turn(self._unfinished(), budget, self.waiting.rank)
         plan = self._tables.plan(self._pacing.cut(turn, budget, self._num_planned + 1))
         if not plan.is_empty:
+            self.costs.scheduled(after_idle=is_idle)
             self._count_on(plan)
         return plan
 
@@ -168,8 +172,8 @@ class Scheduler:
             elif token >= 0:  # its own, even if it has been preempted since the step was scheduled
                 self._append(seq, token, logprobs)
         self._advance_searches()
-        self._pacing.committed(plan, self.clock())
-        self._tables.commit(plan, sampled.copied_s)
+        self.costs.committed(plan, sampled.copied_s)
+        self._tables.commit(plan)
         self._num_committed += 1
         self.counters.steps += 1
         self.counters.step_sequences = len(plan.chunks)
@@ -190,7 +194,6 @@ class Scheduler:
     def _count_on(self, plan: StepPlan) -> None:
         """From now on the plan's tokens count as computed, and those that it chooses as existing."""
         self._num_planned = number = self._num_planned + 1
-        self._pacing.scheduled(self.clock())
         for chunk in plan.chunks:
             seq = chunk.seq
             if seq.state is State.RUNNING:  # else it is padding
@@ -364,7 +367,7 @@ class Scheduler:
             self._end(seq, EndReason.DEADLINE)
 
     def _likely_time_s(self, seq: Sequence) -> float:
-        return self._pacing.likely_time.of(seq.remaining_len - self._tables.num_cached(seq))
+        return self.costs.likely_s(seq.remaining_len - self._tables.num_cached(seq))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block and every sequence is accounted for."""

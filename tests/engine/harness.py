@@ -12,7 +12,6 @@ from pagoda_server.engine.core.beam_search import BeamParams
 from pagoda_server.engine.core.output import Ended
 from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool, chain_root
-from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo
 from pagoda_server.engine.runners.synthetic import SyntheticRunner, advance, expected_tokens
@@ -145,7 +144,7 @@ class SteppedEngine:
             ageing_s=ageing_s,
             tenant_weights=tenant_weights,
             target_itl_s=target_itl_s,
-            host=HostBlocks(host_blocks, block_size, lambda: self.now),
+            num_host_blocks=host_blocks,
         )
         self.copy_s = copy_s
         self.runner = synthetic_runner(num_blocks, block_size, lookahead, host_blocks, copy_s)

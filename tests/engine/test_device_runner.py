@@ -18,7 +18,6 @@ from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.output import Ended
 from pagoda_server.engine.core.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan, TokenLogprobs
 from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.loop.steps_in_flight import Launched, Runner, StepsInFlight
 from pagoda_server.engine.runners.cuda import DeviceRunner
 from pagoda_server.engine.runners.cuda.graphs import bucket_sizes
@@ -70,7 +69,7 @@ class Served:
             clock=lambda: 0.0,
             prefix_caching=prefix_caching,
             schedule=schedule,
-            host=HostBlocks(host_blocks, block_size, clock=lambda: 0.0),
+            num_host_blocks=host_blocks,
         )
         self.steps = StepsInFlight(self.scheduler, runner)
         self.ended: list[Ended] = []

@@ -14,8 +14,7 @@ from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, 
 from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.scheduling.pacing import ADVANCE_EVERY, LEAST_GROWTH, MIN_PREFILL
 from pagoda_server.engine.scheduling.schedules import SCHEDULES
-from pagoda_server.engine.timing.running_quantile import RunningQuantile
-from pagoda_server.engine.timing.step_time_model import StepLoad, StepTimeModel
+from pagoda_server.engine.timing.cost_model import RunningQuantile, StepLoad, StepTimeFilter
 from tests.engine.harness import SteppedEngine, TakesTime
 from tests.engine.test_scheduler import prompt
 
@@ -234,7 +233,7 @@ def test_the_target_is_held_again_soon_after_the_machine_has_slowed_down() -> No
 
 
 def test_a_server_that_has_long_only_decoded_still_knows_what_a_prompt_takes() -> None:
-    rng, model, machine = random.Random(5), StepTimeModel(), Machine(random.Random(5), 0.1)
+    rng, model, machine = random.Random(5), StepTimeFilter(), Machine(random.Random(5), 0.1)
     seqs = [Sequence(id, [1], 1, SamplingParams(), 0.0, math.inf) for id in range(9)]
 
     def plan(context_len: int, start: int, length: int) -> StepPlan:
@@ -244,10 +243,10 @@ def test_a_server_that_has_long_only_decoded_still_knows_what_a_prompt_takes() -
     for step in range(3000):
         length = rng.randrange(10, 100) if step < 60 else 0
         made = plan(64 + step, 30 * step, length)
-        model.observe(StepLoad.of_plan(made), machine.of(made))
+        model.observe(load_of(made), machine.of(made))
     machine.noise = 0.0
     for start, length in ((0, 100), (1000, 50)):
-        expected = model.predict(StepLoad.of_plan(made := plan(3064, start, length)))
+        expected = model.predict(load_of(made := plan(3064, start, length)))
         assert expected == pytest.approx(machine.of(made), rel=0.2)
 
 
@@ -269,6 +268,10 @@ def test_a_prompt_gets_a_few_tokens_of_every_step_however_long_they_take() -> No
     assert len(step_times_beside(engine, 640)) <= 640 // MIN_PREFILL
 
 
+def load_of(plan: StepPlan) -> StepLoad:
+    return StepLoad.of_chunks(plan.chunks, plan.num_tokens)
+
+
 def random_load(rng: random.Random) -> StepLoad:
     decodes, chunks = rng.randrange(64), rng.randrange(1, 4)
     tokens, start = rng.randrange(512), rng.randrange(2000)
@@ -276,7 +279,7 @@ def random_load(rng: random.Random) -> StepLoad:
 
 
 def test_the_model_recovers_the_parts_of_a_step_time_and_follows_when_they_change() -> None:
-    rng, model = random.Random(1), StepTimeModel()
+    rng, model = random.Random(1), StepTimeFilter()
     for parts in ((0.004, 0.002, 0.003, 0.004, 0.03, 0.0, 0.02), (0.010, 0.002, 0.003, 0.004, 0.06, 0.01, 0.02)):
         for _ in range(1500):
             at = random_load(rng)
@@ -290,7 +293,7 @@ def test_the_model_recovers_the_parts_of_a_step_time_and_follows_when_they_chang
 
 
 def test_one_step_that_met_something_else_does_not_ruin_the_model() -> None:
-    model = StepTimeModel()
+    model = StepTimeFilter()
     for at in range(200):
         model.observe(StepLoad.of(8, 800, 1, at % 5 * 100), 0.005 + 0.0001 * (at % 5 * 100))
     model.observe(StepLoad.of(8, 800, 1), 30.0)
@@ -298,7 +301,7 @@ def test_one_step_that_met_something_else_does_not_ruin_the_model() -> None:
 
 
 def test_a_model_that_has_seen_little_says_so_and_one_that_has_seen_enough_says_by_how_much_it_was_exceeded() -> None:
-    model, load = StepTimeModel(), StepLoad.of(decodes=8, decode_keys=800)
+    model, load = StepTimeFilter(), StepLoad.of(decodes=8, decode_keys=800)
     assert model.observe(StepLoad.of(chunks=4, prompt_tokens=512), 0.250) is None
     assert model.observe(load, 0.010) is None
     for _ in range(20):
@@ -307,7 +310,7 @@ def test_a_model_that_has_seen_little_says_so_and_one_that_has_seen_enough_says_
 
 
 def test_no_part_is_negative_and_the_others_make_up_for_it() -> None:
-    rng, model = random.Random(7), StepTimeModel()
+    rng, model = random.Random(7), StepTimeFilter()
     for _ in range(500):
         at = random_load(rng)
         model.observe(at, max(0.001, 0.010 + 0.020 * at.prompt_tokens - 0.002 * at.decodes))
