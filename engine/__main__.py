@@ -13,7 +13,6 @@ from pagoda_server.engine.core.config import EngineConfig, KVCacheDType, Overlap
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.scheduling.policies import PolicyName
-from pagoda_server.engine.scheduling.schedules import ScheduleName
 from pagoda_server.engine.serving.listen import check_listen
 from pagoda_server.engine.serving.main import EXIT_CONFIG, run
 
@@ -44,7 +43,6 @@ def main(
     target_itl_ms: Annotated[
         float, typer.Option(help="Longest step beside decodes, held by its share of prefill; 0: no target.")
     ] = 100.0,
-    schedule: Annotated[ScheduleName, typer.Option(help="How requests share the model.")] = "continuous",
     overlap: Annotated[Overlap, typer.Option(help="Launch a step before the last one's tokens are read.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Prompt + output of one sequence.")] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the blocks of computed prompts.")] = True,

@@ -91,10 +91,6 @@ def serve(
         float,
         typer.Option(rich_help_panel=_ENGINE, help="Longest step beside decodes: limits its prefill; 0: no target."),
     ] = 100.0,
-    schedule: Annotated[
-        Literal["sequential", "interleaved", "static", "continuous"],
-        typer.Option(rich_help_panel=_ENGINE, help="How requests share the model; all but continuous to be compared."),
-    ] = "continuous",
     overlap: Annotated[
         Literal["auto", "on", "off"],
         typer.Option(rich_help_panel=_ENGINE, help="Launch a step before the last one's tokens are read: on a GPU."),

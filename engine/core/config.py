@@ -8,7 +8,6 @@ from typing import Literal
 
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.scheduling.policies import PolicyName
-from pagoda_server.engine.scheduling.schedules import ScheduleName
 
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDType = Literal["auto", "fp8"]
@@ -37,7 +36,6 @@ class EngineConfig:
     priority_ageing_s  seconds of waiting that are worth one step of priority
     tenant_weights  tenants' shares under --policy fair, as NAME=WEIGHT,…; 1 where not named
     target_itl_ms   a step that holds decodes is to take so long at most: its share of prefill adapts; 0: no such target
-    schedule        continuous, or one of the modes that it is compared with (engine/scheduling/schedules.py)
     overlap         launch a step before the tokens of the one before it are read; auto: on a GPU
     max_model_len   prompt + output of one sequence; None: what the model was trained for, as far as the cache holds it
     threads         of the model's arithmetic; None: one a physical core
@@ -57,7 +55,6 @@ class EngineConfig:
     priority_ageing_s: float = 60.0
     tenant_weights: str = ""
     target_itl_ms: float = 100.0
-    schedule: ScheduleName = "continuous"
     overlap: Overlap = "auto"
     max_model_len: int | None = None
     prefix_caching: bool = True
@@ -73,8 +70,6 @@ class EngineConfig:
                 f"--token-budget ({self.token_budget}) must exceed --max-num-seqs ({self.max_num_seqs}): "
                 "otherwise decodes fill every step and a waiting prompt never advances"
             )
-        if self.overlap == "on" and self.schedule != "continuous":
-            raise ConfigError(f"--overlap on: --schedule {self.schedule} needs the last step's tokens to plan the next")
         if not 0 < self.priority_ageing_s < math.inf:
             raise ConfigError(f"--priority-ageing-s must be positive, not {self.priority_ageing_s}")
         if not 0 <= self.target_itl_ms < math.inf:
@@ -85,8 +80,6 @@ class EngineConfig:
             raise ConfigError(f"--kv-cache-gb must be positive and at most {MAX_GB}, not {self.kv_cache_gb}")
         if not 0 <= self.host_kv_gb <= MAX_GB:
             raise ConfigError(f"--host-kv-gb must be from 0 to {MAX_GB}, not {self.host_kv_gb}")
-        if self.host_kv_gb and self.schedule != "continuous":
-            raise ConfigError(f"--host-kv-gb: --schedule {self.schedule} computes again what it preempts")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"--max-model-len must be at least 2, not {self.max_model_len}")
         if self.threads is not None and self.threads < 1:
@@ -94,8 +87,8 @@ class EngineConfig:
 
     @property
     def target_itl_s(self) -> float | None:
-        """None: no target. The schedules that continuous is compared with compute prompts as they always do."""
-        return self.target_itl_ms / 1e3 if self.target_itl_ms and self.schedule == "continuous" else None
+        """None: no target."""
+        return self.target_itl_ms / 1e3 if self.target_itl_ms else None
 
     def tokens_a_block(self, device_type: str) -> int:
         """Small ones waste few slots. A GPU's kernels are made for blocks of 16."""

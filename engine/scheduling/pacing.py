@@ -1,26 +1,33 @@
-"""How much of a step is prefill: what holds the targets for a token's time, as far as steps have been measured.
+"""How a step's tokens are shared between decodes, long prompts and short ones.
 
 Stall-free batching with a fixed chunk (Sarathi-Serve, Agrawal et al., 2024) bounds a step by its token budget. Here the
-bound is a time: beside decodes, prompts get what the learned step time leaves of it.
+bound is a time: beside decodes, prompts get the tokens that the cost model expects to fit into the target.
 
-A slow machine needs most of that time for its decodes alone. Prompts that got only the rest would fill the batch so
-slowly that throughput collapsed, so a step may grow to a multiple of its decodes' own time whatever the target is. A
-step that takes g times as long as its decodes alone slows decodes down by g and prompts by g / (g - 1). The weighted
-sum over all sequences is least at g = 1 + sqrt(weight * prompts / decodes): many prompts beside few decodes get a
-large share, one beside many a small one. Standard library only.
+A slow machine needs most of that time for its decodes alone. If prompts got only the rest, they would fill the batch so
+slowly that throughput collapsed. A step may therefore grow to a multiple of its decodes' own time, whatever the target.
+A step that takes g times as long as its decodes alone slows decodes down by g and prompts by g / (g - 1). The weighted
+sum over all sequences is least at g = 1 + sqrt(weight * prompts / decodes): many prompts beside few decodes get a large
+share, one prompt beside many decodes a small one.
+
+Short prompts may use up to half of the remaining budget; the oldest prompt gets the rest. Short prompts thus never wait
+for long ones, and a long prompt takes at most twice its time unless other sequences outrank it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from itertools import islice
 
 from pagoda_server.engine.core.sequence import Chunk, Sequence
+from pagoda_server.engine.scheduling.policy import Policy
 from pagoda_server.engine.timing.cost_model import CostModel
 
 MIN_PREFILL = 4  # prompt tokens that every step has room for, however long they take
 LEAST_GROWTH = 1.25  # a step may take this many times its decodes' own time, whatever the target
 PROMPT_WEIGHT = 2.0  # how many slowed decodes a slowed prompt is worth: it also keeps its place in the batch empty
 ADVANCE_EVERY = 8  # steps: each prompt that has been admitted advances at least once in as many
+OVERTAKING = 64  # how many sequences at the head of the queue a short prompt can overtake
 
 
 class Pacing:
@@ -36,7 +43,10 @@ class Pacing:
         self._target_itl_s = target_itl_s
 
     def budget(self, running: list[Sequence], num_startable: int) -> int:
-        """Tokens of the next step, decodes included. `num_startable`: sequences that wait and would find a place."""
+        """Return how many tokens the next step may hold, decodes included.
+
+        num_startable  waiting sequences that would find a place
+        """
         if self._target_itl_s is None:
             return self._token_budget
         decodes = keys = start = 0
@@ -58,25 +68,61 @@ class Pacing:
         room = max(MIN_PREFILL, self._costs.tokens_within(limit_s - alone_s, start))
         return min(self._token_budget, decodes + room)
 
-    def cut(self, turn: list[Sequence], budget: int, number: int) -> list[Chunk]:
-        """Chunks of these sequences, decodes first. `number`: of this plan.
+    def newcomer(self, waiting: Policy, running: list[Sequence], budget: int) -> Sequence | None:
+        """Return the waiting sequence that may start: the next in line or, if the budget is spent, a short prompt.
 
-        A prompt whose turn has not come in ADVANCE_EVERY steps gets a token even beyond the budget, but never beyond
-        the token budget, since that exceeds the number of sequences.
+        budget  tokens that the running sequences leave of the step; may be negative. At least one sequence waits
+        """
+        in_line = waiting.in_line()
+        if budget > 0:
+            return next(in_line)
+        half = self._token_budget // 2
+        spare = half - sum(seq.remaining_len for seq in running if 1 < seq.remaining_len <= half)
+        return next((seq for seq in islice(in_line, OVERTAKING) if seq.remaining_len <= spare), None)
+
+    def chunks(
+        self, running: list[Sequence], budget: int, rank: Callable[[Sequence], float], number: int
+    ) -> list[Chunk]:
+        """Share a step between running sequences, decodes first.
+
+        A prompt that has not advanced for ADVANCE_EVERY steps gets a token even beyond the budget. The token budget is
+        never exceeded, as it is larger than the number of sequences.
+
+        rank    the policy's: the prompt of the highest rank comes first
+        number  counts plans, as Sequence.last_plan does
         """
         chunks: list[Chunk] = []
-        prefills: list[Sequence] = []
-        for seq in turn:
+        prompts: list[Sequence] = []
+        for seq in running:
             start = seq.num_computed
             if len(seq.tokens) + seq.num_pending - start == 1:
                 chunks.append(Chunk(seq, start, 1, True))
             else:
-                prefills.append(seq)
-        overdue = [number - seq.last_plan >= ADVANCE_EVERY for seq in prefills]
+                prompts.append(seq)
+        if not prompts:
+            return chunks
+        prompts = _in_turn(prompts, budget - len(chunks), rank)
+        overdue = [number - seq.last_plan >= ADVANCE_EVERY for seq in prompts]
         budget = max(0, budget - len(chunks) - sum(overdue))
-        for seq, is_overdue in zip(prefills, overdue, strict=True):
+        for seq, is_overdue in zip(prompts, overdue, strict=True):
             length = min(seq.remaining_len, budget + is_overdue)
             if length:
                 chunks.append(Chunk(seq, seq.num_computed, length, length == seq.remaining_len))
                 budget -= length - is_overdue
         return chunks
+
+
+def _in_turn(prompts: list[Sequence], budget: int, rank: Callable[[Sequence], float]) -> list[Sequence]:
+    """Order prompts: the shortest, as far as half of the budget holds them, then the oldest of the highest rank."""
+    if len(prompts) < 2 or sum(seq.remaining_len for seq in prompts) <= budget:
+        return prompts
+    oldest, *others = sorted(prompts, key=rank, reverse=True)
+    spare = budget // 2
+    ahead: list[Sequence] = []
+    for seq in sorted(others, key=lambda seq: seq.remaining_len):
+        spare -= seq.remaining_len
+        if spare < 0:
+            break
+        ahead.append(seq)
+    passed = {seq.id for seq in ahead}
+    return [*ahead, oldest, *(seq for seq in others if seq.id not in passed)]

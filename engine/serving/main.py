@@ -67,7 +67,6 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, lis
             max_model_len=info.max_model_len,
             prefix_caching=config.prefix_caching,
             clock=time.monotonic,
-            schedule=config.schedule,
             policy=config.policy,
             ageing_s=config.priority_ageing_s,
             tenant_weights=config.weight_of_tenant(),
@@ -77,7 +76,7 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, lis
         runner,
         server,
         on_end=lambda: wake(events, stop),
-        lookahead=runner.lookahead if config.schedule == "continuous" else 0,
+        lookahead=runner.lookahead,
     )
     server.attach(loop.inbox)
     listener = await start_listening(server, listen)

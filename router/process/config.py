@@ -10,7 +10,6 @@ from pagoda_server.channel.address import check_address
 from pagoda_server.router.errors import ConfigError
 
 Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
-Schedule = Literal["sequential", "interleaved", "static", "continuous"]
 Policy = Literal["fcfs", "priority", "fair", "deadline"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -19,7 +18,7 @@ SPAWN = "spawn"
 # Settings of the engine alone: its command line has options of the same names and defaults.
 ENGINE_SETTINGS = (
     "device", "dtype", "quantization", "kv_cache_dtype", "kv_cache_gb", "host_kv_gb", "block_size", "max_num_seqs",
-    "token_budget", "policy", "priority_ageing_s", "tenant_weights", "target_itl_ms", "schedule",
+    "token_budget", "policy", "priority_ageing_s", "tenant_weights", "target_itl_ms",
     "overlap", "max_model_len", "prefix_caching", "threads", "step_ms",
 )  # fmt: skip
 
@@ -38,7 +37,6 @@ class ServeConfig:
     max_requests       admitted at once
     engine             "spawn", or the addresses of running engines (shm:PATH, unix:PATH, HOST:PORT), comma-separated
     channel            how a spawned engine is reached: shared memory, gRPC, or "auto": shared memory where there is any
-    schedule           continuous is the way to serve; the others are there to be measured against it
     policy             who is next in line: docs/scheduling.md
     priority_ageing_s  seconds of waiting that are worth one step of priority
     tenant_weights     shares of the tenants under --policy fair, NAME=WEIGHT,…; 1 where not named
@@ -75,7 +73,6 @@ class ServeConfig:
     priority_ageing_s: float = 60.0
     tenant_weights: str = ""
     target_itl_ms: float = 100.0
-    schedule: Schedule = "continuous"
     overlap: Literal["auto", "on", "off"] = "auto"
     max_model_len: int | None = None
     prefix_caching: bool = True

@@ -17,7 +17,6 @@ from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo
 from pagoda_server.engine.runners.synthetic import SyntheticRunner, advance, expected_tokens
 from pagoda_server.engine.scheduling.policies import PolicyName
 from pagoda_server.engine.scheduling.scheduler import Scheduler
-from pagoda_server.engine.scheduling.schedules import ScheduleName
 
 VOCAB_SIZE = 258
 
@@ -115,7 +114,6 @@ class SteppedEngine:
         token_budget: int = 16,
         max_model_len: int = 200,
         prefix_caching: bool = True,
-        schedule: ScheduleName = "continuous",
         lookahead: int = 0,
         policy: PolicyName = "priority",
         ageing_s: float = 60.0,
@@ -139,7 +137,6 @@ class SteppedEngine:
             max_model_len=max_model_len,
             prefix_caching=prefix_caching,
             clock=lambda: self.now,
-            schedule=schedule,
             policy=policy,
             ageing_s=ageing_s,
             tenant_weights=tenant_weights,

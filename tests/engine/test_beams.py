@@ -7,7 +7,6 @@ import pytest
 from pagoda_server.engine.core.beam_search import BeamParams
 from pagoda_server.engine.core.sequence import EndReason, Sequence, State, StepPlan
 from pagoda_server.engine.loop.steps_in_flight import Computed, Runner, StepsInFlight
-from pagoda_server.engine.scheduling.schedules import SCHEDULES, ScheduleName
 from tests.engine.beam_reference import Expected, expected_beams
 from tests.engine.harness import VOCAB_SIZE, Rules, SteppedEngine
 from tests.engine.test_scheduler import prompt
@@ -31,13 +30,13 @@ def expected(rows: list[Sequence], max_len: int = 10_000) -> list[Expected]:
     return expected_beams(prompt, max_tokens, params.beams, VOCAB_SIZE, params.stop_token_ids, params.min_tokens)
 
 
-@pytest.mark.parametrize(("schedule", "lookahead"), [*((schedule, 0) for schedule in SCHEDULES), ("continuous", 1)])
+@pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 18])
 @pytest.mark.parametrize("rules", [{}, {"bypass": True}, {"stop_token_ids": STOPS, "min_tokens": 3}])
 def test_a_search_finds_what_the_reference_does_wherever_its_prompt_leaves_a_block(
-    schedule: ScheduleName, lookahead: int, length: int, rules: Rules
+    lookahead: int, length: int, rules: Rules
 ) -> None:
-    engine = SteppedEngine(schedule=schedule, lookahead=lookahead, token_budget=11)
+    engine = SteppedEngine(lookahead=lookahead, token_budget=11)
     searches = [
         engine.add_search(BeamParams(width, penalty), prompt(length), max_tokens=14, **rules)
         for width, penalty in ((3, 1.0), (4, 0.0), (2, -1.0))

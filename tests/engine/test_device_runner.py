@@ -24,7 +24,6 @@ from pagoda_server.engine.runners.cuda.graphs import bucket_sizes
 from pagoda_server.engine.runners.cuda.rehearsal import prompts_of_all_sizes
 from pagoda_server.engine.runners.loaded_model import load_for_serving
 from pagoda_server.engine.scheduling.scheduler import Scheduler
-from pagoda_server.engine.scheduling.schedules import ScheduleName
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from tests.engine.tiny_models import VOCAB_SIZE, load_runner, random_prompt, saved_model
 from tests.kernels.triton.device import DEVICE
@@ -55,7 +54,6 @@ class Served:
         self,
         runner: Runner,
         num_blocks: int,
-        schedule: ScheduleName = "continuous",
         prefix_caching: bool = True,
         host_blocks: int = 0,
         block_size: int = 4,
@@ -68,14 +66,13 @@ class Served:
             max_model_len=120,
             clock=lambda: 0.0,
             prefix_caching=prefix_caching,
-            schedule=schedule,
             num_host_blocks=host_blocks,
         )
         self.steps = StepsInFlight(self.scheduler, runner)
         self.ended: list[Ended] = []
         self.told: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
-        self._lookahead = runner.lookahead if schedule == "continuous" else 0
+        self._lookahead = runner.lookahead
         self._ids = itertools.count()
 
     def add(self, prompt: list[int], params: SamplingParams) -> Sequence:
@@ -154,14 +151,6 @@ def test_it_generates_what_a_step_by_step_runner_does_though_sequences_are_preem
     assert served.scheduler.counters.preemptions > 0, "the cache is too small for all of them"
     assert outputs(seqs) == one_by_one(folder, 16)
     assert served.pool.num_referenced == 0
-
-
-@pytest.mark.parametrize("schedule", ["sequential", "interleaved", "static"])
-def test_other_schedules_choose_the_same_tokens(llama: Path, schedule: ScheduleName) -> None:
-    served = Served(device_runner(llama), 60, schedule)
-    seqs = ask(served, 9)
-    served.run()
-    assert outputs(seqs) == one_by_one(llama, 9)
 
 
 class FailsAt:

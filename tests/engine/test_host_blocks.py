@@ -309,5 +309,3 @@ def test_settings_of_host_memory_are_checked() -> None:
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="--host-kv-gb must be from 0 to 1000000000"):
             EngineConfig("m", host_kv_gb=wrong)
-    with pytest.raises(ConfigError, match="--schedule static computes again"):
-        EngineConfig("m", host_kv_gb=1.0, schedule="static")

@@ -12,7 +12,6 @@ from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.scheduling.deadlines import LEAVING
 from pagoda_server.engine.scheduling.policies import PolicyName
-from pagoda_server.engine.scheduling.schedules import ScheduleName
 from tests.engine.harness import SteppedEngine
 from tests.engine.test_beams import expected as expected_of
 from tests.engine.test_beams import found
@@ -28,7 +27,6 @@ prompts = st.builds(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    schedule: ScheduleName = "continuous"
     policy: PolicyName = "priority"
     target_itl_s: float | None = None
     lookahead = 0
@@ -46,7 +44,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=6,
             token_budget=11,
             max_model_len=MAX_MODEL_LEN,
-            schedule=self.schedule,
             policy=self.policy,
             ageing_s=10.0,
             tenant_weights={"b": 2.0},
@@ -186,18 +183,6 @@ class UncachedMachine(SchedulerMachine):
     prefix_caching = False
 
 
-class SequentialMachine(SchedulerMachine):
-    schedule = "sequential"
-
-
-class InterleavedMachine(SchedulerMachine):
-    schedule = "interleaved"
-
-
-class StaticMachine(SchedulerMachine):
-    schedule = "static"
-
-
 class FcfsMachine(SchedulerMachine):
     policy = "fcfs"
     target_itl_s = 1.5
@@ -291,13 +276,10 @@ TestHostOverlap = HostOverlapMachine.TestCase
 TestHostUncached = HostUncachedMachine.TestCase
 TestHostUnreliable = HostUnreliableMachine.TestCase
 TestHostUnreliableUncached = HostUnreliableUncachedMachine.TestCase
-TestSequential = SequentialMachine.TestCase
-TestInterleaved = InterleavedMachine.TestCase
-TestStatic = StaticMachine.TestCase
 TestContinuous.settings = TestOverlap.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestFcfs.settings = TestFair.settings = TestDeadline.settings = TestUncached.settings = TestUnreliable.settings = (
-    TestSequential.settings
-) = TestInterleaved.settings = TestStatic.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings(max_examples=40, stateful_step_count=40, deadline=None)
+)
 TestHost.settings = TestHostOverlap.settings = TestHostUncached.settings = TestHostUnreliable.settings = (
     TestHostUnreliableUncached.settings
 ) = settings(max_examples=25, stateful_step_count=40, deadline=None)
