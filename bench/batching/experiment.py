@@ -44,7 +44,7 @@ class Measured:
 def measure(
     runner: InformedRunner, equal: Workload, sizes: list[int], tail: Workload, tail_size: int, repeat: int
 ) -> tuple[list[Measured], list[Measured]]:
-    """Measure the table's cells, and each mode on the queue with a long tail, interleaved turn by turn."""
+    """Measure the table's cells, and each mode on the queue with a long tail, in turns of alternating order."""
     cells = [
         Measured(mode, size, []) for mode in MODES for size in (sizes if mode in BATCHED else [len(equal.requests)])
     ]
@@ -52,7 +52,7 @@ def measure(
     parts = [(equal, cell) for cell in cells] + [(tail, cell) for cell in tails]
     with bars(repeat * sum(workload.output_tokens for workload, _ in parts)) as shown:
         for turn in range(repeat):
-            for workload, cell in parts:
+            for workload, cell in parts if turn % 2 == 0 else reversed(parts):
                 description = f"turn {turn + 1} of {repeat}: {cell.mode}, {workload.name}, batch {cell.size}"
                 with shown.part(description, workload.output_tokens):
                     recording, _ = serve(runner, workload, cell.mode, cell.size, shown.add)
