@@ -149,12 +149,9 @@ class EngineServer:
     def _submit(self, connection: Connection, submit: engine_pb2.Submit) -> None:
         now = self._clock()
         seqs = []
-        is_search = submit.sampling.HasField("beam_search")
         numbers = range(submit.first_sequence, submit.first_sequence + (submit.sampling.n or 1))
         if live := connection.ids.keys() & numbers:
             log.warning("the router used a live sequence number again; dropped")
-            if is_search:
-                return
         for index, number in enumerate(numbers):
             if number in live:
                 continue
@@ -162,10 +159,8 @@ class EngineServer:
             self._routes[id] = (connection, number)
             connection.ids[number] = id
             seqs.append(sequence_from_submit(submit, index, id, now))
-        for seq in seqs:
-            if is_search:
-                seq.peers = tuple(seqs)
-            elif len(seqs) > 1:
+        if len(seqs) > 1 and not submit.outputs:
+            for seq in seqs:
                 seq.request = seqs[0].id
         if seqs:
             self._put(engine_loop.Add(seqs[0], tuple(seqs[1:])))
