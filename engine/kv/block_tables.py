@@ -96,6 +96,10 @@ class BlockTables:
         if num_computed // self._pool.block_size > seq.num_published:
             self._prefixes.publish(seq, num_computed)
 
+    def publish_begun(self, seq: Sequence) -> None:
+        """Let others go on from all that a running sequence has computed, which is about to end."""
+        self._prefixes.publish_begun(seq)
+
     def keep(self, seq: Sequence) -> None:
         """A sequence is about to leave, and will come back for what it has computed."""
         self._host.keep(seq)

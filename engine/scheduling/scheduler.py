@@ -314,6 +314,7 @@ class Scheduler:
 
     def _end(self, seq: Sequence, reason: EndReason, *, matched: int | None = None, detail: str = "") -> None:
         if seq.state is State.RUNNING:
+            self._tables.publish_begun(seq)
             for gone in self._schedule.leaving(seq, reason, self.running):
                 self._leave(gone)
         else:

@@ -7,7 +7,7 @@ the best `width` hypotheses are kept.
 
 `BeamSearch` is these rules, on tokens and numbers alone. `BeamSearchStream` runs them on an engine: each step is one
 request with a sequence for each beam, which goes on from the beam's tokens by one more and tells its log-probabilities.
-What the step before has computed lies in the prefix cache, so a sequence computes only what its last block is short of.
+The prefix cache holds what the step before has computed, so each sequence computes one token.
 """
 
 from __future__ import annotations

@@ -58,6 +58,23 @@ def test_neither_prompt_nor_output_is_counted_again() -> None:
     assert second.cached_tokens == 32
 
 
+@pytest.mark.parametrize("block_size", [2, 4, 16])
+def test_it_computes_nothing_that_the_one_before_has_computed(block_size: int) -> None:
+    """The begun block of a sequence that has ended is found too, and copied; its last token was never computed."""
+    engine = SteppedEngine(num_blocks=128, block_size=block_size, token_budget=64)
+    for length in range(1, 34):
+        first = engine.add(prompt(length, 50 + length), 4)
+        engine.run()
+        second = engine.add(prompt(length, 50 + length), 5, output=engine.outputs[first.id])
+        assert engine.step().num_tokens == 1
+        engine.run()
+        assert engine.outputs[second.id] == engine.expected(second)
+        other = engine.add(prompt(length, 50 + length), 8, output=[*engine.outputs[first.id][:3], 7], salt="other")
+        assert engine.step().num_tokens == length + 4, "not under another salt"
+        engine.run()
+        assert engine.outputs[other.id] == engine.expected(other)
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 def test_its_age_is_its_place_in_line(policy: PolicyName) -> None:
     engine = SteppedEngine(max_num_seqs=1, policy=policy)

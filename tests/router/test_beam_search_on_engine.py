@@ -128,8 +128,9 @@ async def test_between_its_steps_it_keeps_its_place_in_line(policy: PolicyName) 
     assert engine.now <= 10 * (4 + 2), "a step waits for those that run, and for no newcomer"
 
 
-async def test_a_step_computes_what_its_beams_last_blocks_are_short_of() -> None:
-    engine = SteppedEngine(num_blocks=600, block_size=4, token_budget=1024, max_num_seqs=8, max_model_len=2000)
+@pytest.mark.parametrize("block_size", [4, 16])
+async def test_it_computes_its_prompt_once_and_then_a_token_for_each_beam(block_size: int) -> None:
+    engine = SteppedEngine(num_blocks=600, block_size=block_size, token_budget=1024, max_num_seqs=8, max_model_len=2000)
     channel = SteppedChannel(engine)
     stream = search(channel, submit_of(beam_params(4), prompt(1000), 40))
     tokens = []
@@ -137,9 +138,7 @@ async def test_a_step_computes_what_its_beams_last_blocks_are_short_of() -> None
     engine.step = lambda: tokens.append(step().num_tokens)  # type: ignore[assignment, func-returns-value, return-value]
     await stream.wait()
     computed = [count for count in tokens if count]
-    assert computed[0] == 1000
-    assert len(computed) == 40, "a step of the engine for each step of the search"
-    assert max(computed[1:]) <= 4 * 4
+    assert computed == [1000] + [4] * 39, "a step of the engine for each step of the search"
     assert engine.scheduler.counters.prompt_tokens == 1000
 
 
