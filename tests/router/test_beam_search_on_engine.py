@@ -97,6 +97,14 @@ async def test_searches_beside_each_other_find_what_the_reference_does(
     assert engine.pool.num_referenced == 0
 
 
+async def test_without_a_prefix_cache_it_finds_the_same() -> None:
+    engine = SteppedEngine(prefix_caching=False)
+    submit = submit_of(beam_params(4), prompt(21), 14, STOPS)
+    stream = search(SteppedChannel(engine), submit)
+    await stream.wait()
+    assert found(stream) == expected(submit)
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline"])
 async def test_nothing_changes_what_is_found_in_a_crowd_that_preempts(policy: PolicyName) -> None:
     """Fewer places than beams, and fewer blocks than sequences want."""
