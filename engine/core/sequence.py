@@ -67,6 +67,7 @@ class Sequence:
     tenant        who it is computed for; "" is one of them
     ttft_s        target for the time from arrival to the first token; math.inf for none
     tpot_s        target for the mean time of each token after the first; math.inf for none
+    age_s         by so many seconds its request is older than it: the steps of a beam search keep one place in line
     request_id    the client's name for what it is part of
     max_len       tokens, prompt included, at which it ends with LENGTH; the scheduler sets it on arrival
     request       names the request whose prompt it shares with others; None: it has its own
@@ -86,6 +87,7 @@ class Sequence:
     bypass_cache: bool = False
     request: int | None = None
     request_id: str = ""
+    age_s: float = 0.0
 
     state: State = State.WAITING
     max_len: int = 0
@@ -140,6 +142,11 @@ class Sequence:
     def remaining_len(self) -> int:
         """Tokens that exist but are not computed: 1 for a decode."""
         return len(self.tokens) + self.num_pending - self.num_computed
+
+    @property
+    def in_line_since(self) -> float:
+        """The time that decides its place among those that wait."""
+        return self.arrived - self.age_s
 
     @property
     def awaits_token(self) -> bool:

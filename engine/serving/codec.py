@@ -43,12 +43,12 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
         logprobs=submit.logprobs if submit.HasField("logprobs") else None,
     )
     output = submit.outputs[index].ids if submit.outputs else ()
-    seq = Sequence(
+    return Sequence(
         id=id,
         tokens=[*submit.prompt, *output],
         prompt_len=len(submit.prompt),
         params=params,
-        arrived=now - submit.age_s,
+        arrived=now,
         deadline=now + submit.timeout_s if submit.HasField("timeout_s") else math.inf,
         priority=submit.priority,
         tenant=submit.tenant,
@@ -57,9 +57,8 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
         cache_root=chain_root(submit.cache.salt),
         bypass_cache=submit.cache.bypass,
         request_id=submit.request_id,
+        age_s=submit.age_s,
     )
-    seq.accounted_until = now  # its age is time that its request has spent elsewhere
-    return seq
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ class Fcfs:
         return iter(self._queue)
 
     def add(self, seq: Sequence) -> None:
-        self._queue.add(seq, -seq.arrived)
+        self._queue.add(seq, -seq.in_line_since)
 
     def remove(self, seq: Sequence) -> None:
         self._queue.remove(seq)
