@@ -21,7 +21,7 @@ TRITON_BACKENDS = ("triton", "triton-int8", "triton-fp8")  # by name, since most
 
 
 def load_backend(name: str) -> Backend:
-    """Return the backend called `name`; ValueError if there is none, ImportError if it needs Triton where there is none.
+    """Return the backend of this name; ValueError if there is none, ImportError if it needs Triton and there is none.
 
     reference           plain torch that runs on any device
     cpu                 torch's own fused and packed operations
