@@ -119,7 +119,7 @@ def address(server_python: Path, folder: Path) -> Iterator[str]:
 CALL = """
 import sys
 from pagoda import Client
-with Client(sys.argv[1]) as client:
+with Client(sys.argv[1], retries=100) as client:  # the engine takes a while to start
     print(sum(len(chunk.tokens) for chunk in client.generate([5, 6, 7], max_tokens=4)))
 """
 
