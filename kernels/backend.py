@@ -158,3 +158,8 @@ NATIVE_INT8_WEIGHT = replace(
     gated_linear=gated_linear_int8_weight_native,
     is_compiled=True,
 )
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (REFERENCE, CPU, NATIVE, NATIVE_WHOLE, NATIVE_INT8, NATIVE_INT8_WEIGHT, NATIVE_INT4)
+}

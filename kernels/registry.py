@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from pagoda_server.kernels.backend import (
-    CPU,
-    NATIVE,
-    NATIVE_INT4,
-    NATIVE_INT8,
-    NATIVE_INT8_WEIGHT,
-    NATIVE_WHOLE,
-    REFERENCE,
-    Backend,
-)
+from pagoda_server.kernels.backend import BACKENDS, Backend
 
-BACKENDS = {
-    backend.name: backend
-    for backend in (REFERENCE, CPU, NATIVE, NATIVE_WHOLE, NATIVE_INT8, NATIVE_INT8_WEIGHT, NATIVE_INT4)
-}
 TRITON_BACKENDS = ("triton", "triton-int8", "triton-fp8")  # by name, since most machines cannot import them
 
 

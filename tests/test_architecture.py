@@ -19,8 +19,7 @@ PACKAGES = {
     "pagoda": ROOT / "clients/python/pagoda",
     "bench": ROOT / "bench",
 }
-COMPILED = "_native"  # the module of the CPU kernels
-PUBLIC_IN_SPITE_OF_ITS_NAME = {COMPILED, "_fields"}  # and an attribute of every NamedTuple
+PUBLIC_IN_SPITE_OF_ITS_NAME = {"_fields"}  # an attribute of every NamedTuple
 SCHEDULING = ["core", "kv", "scheduling", "timing"]  # rooms of the engine
 
 
@@ -119,8 +118,7 @@ def arrows_from(tree: ast.Module, modules: Mapping[str, ast.Module]) -> Iterator
         elif isinstance(node, ast.ImportFrom) and node.module in modules:
             for alias in node.names:
                 submodule = f"{node.module}.{alias.name}"
-                if alias.name != COMPILED:
-                    yield submodule if submodule in modules else node.module
+                yield submodule if submodule in modules else node.module
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

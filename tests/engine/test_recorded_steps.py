@@ -14,8 +14,8 @@ import torch
 from pagoda_server.engine.core.sequence import SamplingParams, Sequence, StepPlan
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels import Recording, has_native, has_native_int8_weight, load_backend, set_num_threads
+from pagoda_server.kernels.backend import BACKENDS
 from pagoda_server.kernels.native_module import native
-from pagoda_server.kernels.registry import BACKENDS
 from tests.engine.test_device_runner import Served
 from tests.engine.tiny_models import (
     MODELS,
