@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from pagoda_server import installed_version
 from pagoda_server.cli.chat import chat
 from pagoda_server.cli.generate import generate
 from pagoda_server.cli.health import health
@@ -23,6 +24,20 @@ app = typer.Typer(
 _ENGINE = "The engine (passed on when it is spawned)"
 _LIMITS = "Limits"
 _EXPOSURE = "Exposure"
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"pagoda {installed_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
 
 
 @app.command()

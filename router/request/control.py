@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from pagoda.v1 import control_pb2, control_pb2_grpc
+from pagoda_server import installed_version
 from pagoda_server.router.engines.dispatch import Dispatcher
 from pagoda_server.router.engines.tenant_loads import add_tenants
 from pagoda_server.router.errors import InvalidArgument, Unavailable
@@ -60,7 +60,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         uptime.FromMilliseconds(round(1e3 * (time.monotonic() - self._started)))
         ready = self._dispatcher.ready
         return control_pb2.ServerInfo(
-            version=_version(),
+            version=installed_version(),
             model=self._model,
             engine_state=self._state.engine_state,
             engine=ready[0].info if ready else None,
@@ -179,11 +179,3 @@ def watch_interval_s(request: control_pb2.WatchLoadRequest) -> float:
         allowed = f"[{MIN_WATCH_INTERVAL_S}, {MAX_WATCH_INTERVAL_S:.0f}] s"
         raise InvalidArgument("interval", f"{interval_s} s is outside {allowed}")
     return interval_s
-
-
-def _version() -> str:
-    """Of the installed package; a checkout that is run where it lies has none."""
-    try:
-        return version("pagoda")
-    except PackageNotFoundError:
-        return "not installed"
