@@ -31,7 +31,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly lint format protos bench bench-gpu simulate bench-peers clean
+.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly lint format protos settings bench bench-gpu simulate bench-peers clean
 
 demo: $(SERVE)            ## eight prompts at once through a real server, live
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -76,6 +76,9 @@ format: $(DEV)            ## what ruff can put right
 
 protos: $(DEV)            ## regenerate the committed stubs
 	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(STUBS) --pyi_out=$(STUBS) --grpc_python_out=$(STUBS) $$(find protos -name '*.proto')
+
+settings: $(SERVE)        ## regenerate docs/settings.md from the declaration of the settings
+	@$(BIN)/python -m pagoda_server.settings > docs/settings.md
 
 bench: $(DEV)             ## a workload through gRPC, beside every peer that is installed; ARGS="--workload rag …"
 	@$(BIN)/python -m bench $(ARGS)
