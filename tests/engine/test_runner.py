@@ -445,7 +445,7 @@ def test_bfloat16_on_a_cpu_is_served_in_int8_unless_told_otherwise(
     int8 = "native-int8-weight" if has_native_int8_weight() else "native-int8"
     assert backend("bfloat16", "auto") == int8
     assert backend("float32", "int8") == int8
-    monkeypatch.setattr("engine.loaded_model.has_native_int8_weight", lambda: False)
+    monkeypatch.setattr(f"{LOADED_MODEL}.has_native_int8_weight", lambda: False)
     assert backend("bfloat16", "auto") == backend("float32", "int8") == "native-int8"
     whole = "native-whole" if prefers_whole_native() else "native"
     assert backend("bfloat16", "none") == backend("float32", "auto") == backend("float16", "auto") == whole
@@ -472,7 +472,7 @@ def test_logits_in_int8_are_near_those_in_float32(
 ) -> None:
     if has_matrix_unit and not has_native_int8_weight():
         pytest.skip("needs a processor with AMX for bfloat16, and compiled code")
-    monkeypatch.setattr("engine.loaded_model.has_native_int8_weight", lambda: has_matrix_unit)
+    monkeypatch.setattr(f"{LOADED_MODEL}.has_native_int8_weight", lambda: has_matrix_unit)
 
     def logits(quantization: str) -> Tensor:
         runner = load_runner(saved(name), quantization=quantization)
