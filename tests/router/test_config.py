@@ -51,10 +51,8 @@ def test_an_engines_settings_are_refused_where_it_runs_elsewhere() -> None:
 
 
 def test_an_engine_that_is_spawned_is_told_what_is_set() -> None:
-    config = ServeConfig(
-        kv_cache_gb=1.5, prefix_caching=False, policy="fair", tenant_weights="a=2", log_level="warning"
-    )
+    config = ServeConfig(kv_cache_gb=1.5, prefix_caching=False, policy="fair", tenant_weights="a=2", log_level="error")
     arguments = config.engine_arguments(Path("/folder"), "unix:/e")
-    assert {"--model=/folder", "--listen=unix:/e", "--log-level=warning"} <= set(arguments)
+    assert {"--model=/folder", "--listen=unix:/e", "--log-level=error"} <= set(arguments)
     assert {"--kv-cache-gb=1.5", "--no-prefix-caching", "--tenant-weights=a=2", "--device=auto"} <= set(arguments)
     assert not any(argument.startswith(("--threads", "--max-model-len")) for argument in arguments)
