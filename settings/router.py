@@ -83,6 +83,11 @@ class RouterSettings(CommonSettings):
         "Longest text of a prompt, in bytes of UTF-8.",
         panel=LIMITS, unit="bytes", at_least=1, at_most=MAX_UINT32,
     )  # fmt: skip
+    default_max_tokens: int = setting(
+        256,
+        "Most tokens to generate for a request that sets no max_tokens. Fewer if the context leaves fewer.",
+        panel=LIMITS, unit="tokens", at_least=1, at_most=MAX_UINT32,
+    )  # fmt: skip
     stall_timeout_s: float = setting(
         30.0,
         "Seconds that a client may read nothing before its request is ended.",

@@ -185,6 +185,7 @@ class Router:
             vocab_size=self._tokenizer.vocab_size,
             kv_token_capacity=1 << 62,
             max_text_bytes=config.max_text_bytes,
+            default_max_tokens=config.default_max_tokens,
         )
         self._inference = InferenceServicer(
             model=self._name,

@@ -24,6 +24,7 @@ from pagoda_server.settings import ServeConfig, SettingError
         ({"max_requests": 1 << 32}, "--max-requests must be from 1 to 4294967295, not 4294967296"),
         ({"max_queued_tokens": 0}, "--max-queued-tokens must be from 1 to "),
         ({"max_queued_tokens": -1}, "--max-queued-tokens must be from 1 to "),
+        ({"default_max_tokens": 0}, "--default-max-tokens must be from 1 to 4294967295, not 0"),
         ({"max_text_bytes": 0}, "--max-text-bytes must be from 1 to "),
         ({"max_num_seqs": 600}, r"--token-budget \(512\) must exceed --max-num-seqs"),
         ({"workers": 10**30}, "--workers must be from 1 to 4294967295, not 10{30}$"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
@@ -82,18 +83,42 @@ def test_a_value_of_another_type_is_a_usage_error_that_names_the_option(text: st
     assert "--cups" in complaint
 
 
-def test_a_spawned_engine_reads_its_settings_back_from_its_arguments() -> None:
-    told = ServeConfig(
-        model="m", log_level="debug", device="cpu", dtype="float32", quantization="int8", kv_cache_dtype="fp8",
-        kv_cache_gb=1.5, host_kv_gb=2.5, block_size=32, max_num_seqs=8, token_budget=128, policy="fair",
-        priority_ageing_s=5.5, tenant_weights="a=2,b=3", target_itl_ms=40.0, overlap="on", max_model_len=4096,
-        prefix_caching=False, threads=3, step_ms="1,2",
-    )  # fmt: skip
+SPECIAL = {"listen": "unix:/s", "engine": "unix:/e", "block_size": 32, "policy": "fair", "tenant_weights": "a=2,b=3"}
+
+
+def another_value(field: Field[Any], kind: Any) -> Any:
+    """One that is not the default."""
+    if field.name in SPECIAL:
+        return SPECIAL[field.name]
+    kind = next((each for each in get_args(kind) if each is not NoneType), kind) if type(kind) is UnionType else kind
+    if choices := get_args(kind):
+        return next(choice for choice in choices if choice != field.default)
+    if kind is bool:
+        return not field.default
+    return "other" if kind is str else kind(field.default or 1) + 1
+
+
+@pytest.fixture(scope="module")
+def told() -> ServeConfig:
+    """Settings of which none is the default."""
+    kinds = get_type_hints(ServeConfig)
+    return ServeConfig(**{field.name: another_value(field, kinds[field.name]) for field in fields(ServeConfig)})
+
+
+def test_every_setting_of_the_server_is_an_option_of_serve(told: ServeConfig) -> None:
+    arguments = []
+    for field in fields(told):
+        value, option = getattr(told, field.name), field.name.replace("_", "-")
+        assert value != field.default
+        spellings = {True: f"--{option}", False: f"--no-{option}"}
+        arguments.append(spellings[value] if isinstance(value, bool) else f"--{option}={value}")
+    assert parsed(ServeConfig, *arguments) == told
+
+
+def test_a_spawned_engine_reads_its_settings_back_from_its_arguments(told: ServeConfig) -> None:
     engine = parsed(EngineConfig, *told.engine_arguments(Path("/folder"), "unix:/e"))
-    assert (engine.model, engine.listen) == ("/folder", "unix:/e")
-    for field in fields(EngineSettings):
-        assert getattr(engine, field.name) == getattr(replace(told, model="/folder"), field.name)
-        assert getattr(told, field.name) != field.default, f"{field.name} is not tested"
+    expected = {field.name: getattr(told, field.name) for field in fields(EngineSettings)}
+    assert engine == EngineConfig(**(expected | {"model": "/folder", "listen": "unix:/e"}))
 
 
 def test_clients_are_told_what_is_in_effect_and_nothing_private() -> None:
