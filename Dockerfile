@@ -11,6 +11,7 @@ RUN useradd --uid 10001 --create-home pagoda && install -d -o pagoda -g pagoda /
 WORKDIR /app
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY src src
+COPY settings settings
 COPY channel channel
 COPY checkpoints checkpoints
 COPY clients clients

@@ -32,7 +32,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly test-wheels lint format protos protos-image bench bench-gpu simulate bench-peers clean
+.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly test-wheels lint format protos protos-image settings bench bench-gpu simulate bench-peers clean
 
 demo: $(SERVE)            ## eight prompts at once through a real server, live
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -87,6 +87,9 @@ protos: $(DEV)            ## regenerate the committed stubs
 
 protos-image: $(DEV)      ## the protos as they are become what `make lint` protects; run it when something was added
 	@$(BIN)/buf build --exclude-source-info --output $(IMAGE)
+
+settings: $(SERVE)        ## regenerate docs/settings.md from the declaration of the settings
+	@$(BIN)/python -m pagoda_server.settings > docs/settings.md
 
 bench: $(DEV)             ## a workload through gRPC, beside every peer that is installed; ARGS="--workload rag …"
 	@$(BIN)/python -m bench $(ARGS)

@@ -20,7 +20,6 @@ from rich.table import Table
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
-from pagoda_server.engine.core.config import CPU_BLOCK_SIZE, EngineConfig
 from pagoda_server.engine.core.sequence import Sampled, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.loop import Add, EngineLoop
@@ -29,6 +28,7 @@ from pagoda_server.engine.loop.steps_in_flight import Computed
 from pagoda_server.engine.runners.cpu.recorded_steps import DecodeArrays
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.engine.serving.server import EngineServer
+from pagoda_server.settings.engine import CPU_BLOCK_SIZE, EngineConfig
 
 BLOCK_SIZE = CPU_BLOCK_SIZE
 PARTS = ("schedule", "pack", "commit", "trace", "load", "deliver", "encode")

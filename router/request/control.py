@@ -38,6 +38,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         state: ServingState,
         engine_restarts: Callable[[], int],
         max_message_bytes: int,
+        settings: dict[str, str],
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -48,6 +49,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._state = state
         self._engine_restarts = engine_restarts
         self._max_message_bytes = max_message_bytes
+        self._settings = settings
         self._started = time.monotonic()
 
     async def GetServerInfo(
@@ -75,6 +77,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             ),
             uptime=uptime,
             engine_restarts=self._engine_restarts(),
+            settings=self._settings | {"max_queued_tokens": str(self._admission.max_tokens)},
         )
 
     async def GetModelInfo(
