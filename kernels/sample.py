@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from pagoda_server.kernels.gumbel import gumbel
 class Draws:
     """The rows whose token is drawn at random; all others take their most likely token.
 
+    Fields beside rows and keys are parameters of sampling, by their names.
+
     rows         [draws] int64, ascending
     temperature  [draws] float32, positive
-    top_k        [draws] int64, keep the k most likely tokens; 0: all
+    top_k        [draws] int64 or int32, keep the k most likely tokens; 0: all
     top_p        [draws] float32, then keep the fewest tokens whose probability among the kept reaches p; 1: all
     min_p        [draws] float32, then keep tokens at least min_p times as likely as the most likely; 0: all
     keys         [draws] int64, by gumbel.noise_key
@@ -31,8 +33,12 @@ class Draws:
 
     def select(self, draws: Tensor) -> Draws:
         """Some of them, by their positions here."""
-        parts = (self.rows, self.temperature, self.top_k, self.top_p, self.min_p, self.keys)
-        return Draws(*(part[draws] for part in parts))
+        return Draws(*(getattr(self, each.name)[draws] for each in fields(self)))
+
+    @property
+    def is_limited(self) -> Tensor:
+        """[draws] bool, whether a rule may drop tokens."""
+        return (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
 
 
 def sample(logits: Tensor, draws: Draws) -> Tensor:
@@ -72,7 +78,7 @@ def find_cutoff(leading: Tensor, scaled: Tensor, draws: Draws) -> tuple[Tensor, 
     unlimited = torch.full_like(last, float("-inf"))
 
     is_topped = (draws.top_k > 0) & (draws.top_k < vocab)
-    kth = (draws.top_k - 1).clamp(0, leading.shape[-1] - 1)
+    kth = (draws.top_k.long() - 1).clamp(0, leading.shape[-1] - 1)
     top_k_cutoff = torch.where(is_topped, leading.gather(1, kth[:, None])[:, 0], unlimited)
     # Tokens as likely as the k-th are kept too, so the leading ones must go on to a less likely one.
     is_sure = ~is_topped | (last < top_k_cutoff)

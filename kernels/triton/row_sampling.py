@@ -36,7 +36,7 @@ DEFAULT = Config(tile=2048, scan_warps=4, chunk=4096, choice_warps=8)
 class Partials:
     """What the scan tells the choice; only what a row asks for is written.
 
-    adjusted        [batch, vocab] float32, logits after penalties, biases and bans, where `is_changed` [batch] int32
+    adjusted        [batch, vocab] float32, logits after all adjustments, where `is_changed` [batch] int32
     tile_best       [batch, tiles] float32, the greatest adjusted logit; +inf if the tile holds NaN
     tile_token      [batch, tiles] int32, where that is; of a draw without limits, the token with the best score
     tile_score      [batch, tiles] float32, that score, with distances below the tile's best
@@ -103,14 +103,16 @@ def sample_rows_triton(
     num_tiles = triton.cdiv(vocab, config.tile)
     s = sampling
     p = partials
+    draws = (s.temperature, s.top_k, s.top_p, s.min_p, s.seed_low, s.seed_high)
+    penalties = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
     scanned = (p.tile_best, p.tile_token, p.tile_score, p.tile_mass, p.group_best)
     raw = (p.raw_best, p.raw_mass, p.raw_group_best)
     scan_kernel[(num_tiles, batch)](
         logits, rows, positions,
-        s.temperature, s.top_k, s.top_p, s.min_p, s.seed_low, s.seed_high, s.repetition, s.presence, s.frequency,
-        s.min_position, s.num_logprobs, s.stop_ids, s.bias_ids, s.bias, s.counts,
+        *draws, *penalties,
+        s.min_position, s.num_logprobs, s.is_masked, s.stop_ids, s.bias_ids, s.bias, s.token_masks, s.counts,
         p.adjusted, p.is_changed, *scanned, *raw,
-        vocab, logits.stride(0), s.stop_ids.shape[1], s.bias_ids.shape[1],
+        vocab, logits.stride(0), s.stop_ids.shape[1], s.bias_ids.shape[1], s.token_masks.shape[1],
         TILE=config.tile,
         GROUP=GROUP,
         STOPS=triton.next_power_of_2(max(s.stop_ids.shape[1], 1)),
@@ -120,7 +122,7 @@ def sample_rows_triton(
     )  # fmt: skip
     choice_kernel[(batch,)](
         logits, rows, positions,
-        s.temperature, s.top_k, s.top_p, s.min_p, s.seed_low, s.seed_high, s.repetition, s.presence, s.frequency,
+        *draws, *penalties,
         s.num_logprobs, s.counts, s.last_token,
         p.adjusted, p.is_changed, *scanned, *raw, p.hits, p.near,
         out.tokens, out.chosen, out.top_ids, out.top,

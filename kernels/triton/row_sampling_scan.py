@@ -41,10 +41,10 @@ def scan_kernel(
     logits, rows, positions,
     # the sequences' rows
     temperature, top_k, top_p, min_p, seed_low, seed_high, repetition, presence, frequency, min_position, num_logprobs,
-    stop_ids, bias_ids, bias, counts,
+    is_masked, stop_ids, bias_ids, bias, token_masks, counts,
     # results, one a tile or a group: see Partials
     adjusted, is_changed, tile_best, tile_token, tile_score, tile_mass, group_best, raw_best, raw_mass, raw_group_best,
-    vocab, logits_stride, num_stops, num_biases,
+    vocab, logits_stride, num_stops, num_biases, num_words,
     TILE: tl.constexpr, GROUP: tl.constexpr, STOPS: tl.constexpr, BIASES: tl.constexpr,
 ):  # fmt: skip
     tile, at, num_tiles = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
@@ -76,12 +76,17 @@ def scan_kernel(
         penalised = tl.where(x > 0, tl.math.div_rn(x, r), x * r) - (tl.where(times > 0, p, 0.0) + f * times)
         x = tl.where(count != 0, penalised, x)
 
+    restricted = tl.load(is_masked + row) != 0
+    if restricted:
+        words = tl.load(token_masks + row * num_words + ids // 32, mask=inside, other=0)
+        x = tl.where((words >> (ids % 32)) & 1 != 0, x, -float("inf"))
+
     # Biases and bans: few tokens, anywhere in the vocabulary, so they are applied in memory.
     biases, stops = tl.arange(0, BIASES), tl.arange(0, STOPS)
     biased = tl.load(bias_ids + row * num_biases + biases, mask=biases < num_biases, other=-1)
     banned = tl.load(stop_ids + row * num_stops + stops, mask=stops < num_stops, other=-1)
     banned = tl.where(tl.load(positions + at) < tl.load(min_position + row), banned, -1)
-    changes = has_penalties | (tl.max(biased, axis=0) >= 0) | (tl.max(banned, axis=0) >= 0)
+    changes = has_penalties | restricted | (tl.max(biased, axis=0) >= 0) | (tl.max(banned, axis=0) >= 0)
     if tile == 0:
         tl.store(is_changed + at, changes.to(tl.int32))
     if changes:

@@ -43,6 +43,8 @@ def check_beam_search(sampling: inference_pb2.Sampling, given: inference_pb2.Sam
             raise InvalidArgument(f"sampling.{field}", f"is set; a beam search needs its default, {default:g}")
     if sampling.logit_bias:
         raise InvalidArgument("sampling.logit_bias", "is set; a beam search ranks by the model's own log-probabilities")
+    if sampling.allowed_token_ids:
+        raise InvalidArgument("sampling.allowed_token_ids", "is set; a beam search considers every token")
     if given.HasField("best_of"):
         raise InvalidArgument("sampling.best_of", "is set; of a beam search the best n are returned anyway")
     sampling.best_of = search.width

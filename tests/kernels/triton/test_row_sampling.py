@@ -153,6 +153,25 @@ def test_a_ban_hides_a_broken_logit_as_it_does_in_the_reference() -> None:
     assert actual.tokens.item() == expected.tokens.item() != -1
 
 
+@pytest.mark.parametrize("rules", [{}, {"temperature": 2.0}, {"temperature": 2.0, "top_p": 0.9}], ids=str)
+def test_a_mask_restricts_its_row_alone_and_hides_broken_logits_that_it_forbids(rules: dict[str, float]) -> None:
+    vocab = 1100
+    logits = random_logits(12, vocab, 1.0, torch.bfloat16)
+    logits[::2, 700] = torch.nan
+    allowed = [0, 31, 32, 600, 1023, 1099]
+    seqs = [sequence(n, [1], [2], seed=n, logprobs=1, **rules, allowed=() if n % 2 else allowed) for n in range(12)]
+    expected, actual = both(seqs, logits)
+    assert torch.equal(actual.tokens, expected.tokens)
+    assert set(actual.tokens[::2].tolist()) <= set(allowed)
+    assert not set(actual.tokens[1::2].tolist()) <= set(allowed)
+
+
+def test_a_mask_that_allows_nothing_leaves_no_token() -> None:
+    seqs = [sequence(n, [1], [], temperature=n / 2, seed=n, allowed=[2000]) for n in range(3)]
+    _, actual = both(seqs, random_logits(3, 700, 1.0, torch.float32))
+    assert actual.tokens.tolist() == [-1, -1, -1]
+
+
 def test_padding_is_left_alone_and_rows_may_come_in_any_order() -> None:
     vocab, rng = 900, random.Random(5)
     seqs = [any_sequence(number, vocab, rng) for number in range(7)]
