@@ -64,6 +64,10 @@ class Sampling:
     min_p: float = field(
         default=0.0, metadata=_spec(Interval(0, 1), "Keep tokens at least this many times as likely as the best one.")
     )
+    top_n_sigma: float = field(
+        default=0.0,
+        metadata=_spec(Interval(0, 100), "Keep tokens within so many standard deviations of the best; 0 keeps all."),
+    )
     repetition_penalty: float = field(
         default=1.0,
         metadata=_spec(Interval(0, 10, includes_low=False), "Make tokens of prompt and output less likely, above 1."),

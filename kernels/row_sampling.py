@@ -32,6 +32,7 @@ class SamplingRows:
     temperature         [max_rows] float32; below SMALLEST_TEMPERATURE: the most likely token
     top_k               [max_rows] int32; 0: all; 1: the most likely token, of equals the one with the lowest id
     top_p, min_p        [max_rows] float32; 1 and 0: all
+    top_n_sigma         [max_rows] float32; 0: all
     seed_low, seed_high  [max_rows] int32, halves of the 64-bit seed
     repetition_penalty, presence_penalty, frequency_penalty  [max_rows] float32; 1, 0 and 0: none
     min_position        [max_rows] int32; before it (tokens of the sequence, prompt included) no stop id is chosen
@@ -48,6 +49,7 @@ class SamplingRows:
     top_k: Tensor = field(metadata=_row(torch.int32, 0))
     top_p: Tensor = field(metadata=_row(torch.float32, 1))
     min_p: Tensor = field(metadata=_row(torch.float32, 0))
+    top_n_sigma: Tensor = field(metadata=_row(torch.float32, 0))
     seed_low: Tensor = field(metadata=_row(torch.int32, 0))
     seed_high: Tensor = field(metadata=_row(torch.int32, 0))
     repetition_penalty: Tensor = field(metadata=_row(torch.float32, 1))

@@ -42,6 +42,8 @@ class Partials:
     tile_score      [batch, tiles] float32, that score, with distances below the tile's best
     tile_mass       [batch, tiles] float32, the sum of exp(-distance), likewise
     group_best      [batch, groups] float32
+    moments         [batch, 3, tiles] float32, of finite distances below the tile's best: how many there are, their
+                    mean, and the sum of their squared differences from it
     raw_…           the same of the model's logits at temperature 1
     hits            [batch, groups] int32, the groups that the choice looks at
     near            [batch, groups * GROUP] int32, the bits of their tokens' distances
@@ -54,6 +56,7 @@ class Partials:
     tile_score: Tensor
     tile_mass: Tensor
     group_best: Tensor
+    moments: Tensor
     raw_best: Tensor
     raw_mass: Tensor
     raw_group_best: Tensor
@@ -79,6 +82,7 @@ def allocate_partials(batch: int, vocab: int, tile: int, device: torch.device) -
         tile_score=floats(tiles),
         tile_mass=floats(tiles),
         group_best=floats(groups),
+        moments=floats(3 * tiles),
         raw_best=floats(tiles),
         raw_mass=floats(tiles),
         raw_group_best=floats(groups),
@@ -103,9 +107,9 @@ def sample_rows_triton(
     num_tiles = triton.cdiv(vocab, config.tile)
     s = sampling
     p = partials
-    draws = (s.temperature, s.top_k, s.top_p, s.min_p, s.seed_low, s.seed_high)
+    draws = (s.temperature, s.top_k, s.top_p, s.min_p, s.top_n_sigma, s.seed_low, s.seed_high)
     penalties = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
-    scanned = (p.tile_best, p.tile_token, p.tile_score, p.tile_mass, p.group_best)
+    scanned = (p.tile_best, p.tile_token, p.tile_score, p.tile_mass, p.group_best, p.moments)
     raw = (p.raw_best, p.raw_mass, p.raw_group_best)
     scan_kernel[(num_tiles, batch)](
         logits, rows, positions,

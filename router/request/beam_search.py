@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from pagoda.v1 import inference_pb2
+from pagoda_server.channel.sampling import PARAMETERS
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.request.fields import check_integer, check_number
 from pagoda_server.router.request.limits import Limits
 
 MOST_LIKELY = 20  # tokens that an engine tells of, for each beam and step
-_DEFAULTS = {
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+_DEFAULTS = {each.name: each.default for each in PARAMETERS}
 
 
 def check_beam_search(sampling: inference_pb2.Sampling, given: inference_pb2.Sampling, limits: Limits) -> None:

@@ -132,7 +132,7 @@ def launched_ahead(runner: Runner) -> set[int]:
 PARAMS = [
     SamplingParams(max_tokens=25),
     SamplingParams(max_tokens=12, temperature=0.8, top_k=20, top_p=0.9, seed=3),
-    SamplingParams(max_tokens=20, temperature=1.3, min_p=0.05, seed=-7),
+    SamplingParams(max_tokens=20, temperature=1.3, min_p=0.05, top_n_sigma=2.5, seed=-7),
     SamplingParams(max_tokens=30, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
     SamplingParams(max_tokens=9, logprobs=3),
     SamplingParams(max_tokens=15, logit_bias=((5, 8.0), (17, -100.0)), temperature=0.7, seed=1 << 62),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pagoda_server.channel.sampling import PARAMETERS
 from pagoda_server.engine.core.sequence import SamplingParams, Sequence
 from pagoda_server.engine.runners.sampling import AllowedTokens, fill_mask
 from pagoda_server.kernels.row_sampling import (
@@ -26,6 +27,7 @@ MAX_BIASES = 11
 TOP_K = (0, 1, 2, 7, 40, 10**6)
 TOP_P = (1.0, 1e-7, 0.3, 0.9, 0.999)
 MIN_P = (0.0, 0.02, 0.3, 1.0)
+TOP_N_SIGMA = (0.0, 0.1, 1.0, 2.5, 100.0)
 TEMPERATURES = (0.0, 1e-39, 1e-10, 0.6, 1.0, 30.0)
 
 
@@ -65,6 +67,7 @@ def any_sequence(number: int, vocab: int, rng: random.Random) -> Sequence:
         top_k=maybe(TOP_K),
         top_p=maybe(TOP_P),
         min_p=maybe(MIN_P),
+        top_n_sigma=maybe(TOP_N_SIGMA),
         repetition_penalty=maybe((1.0, 1.3, 0.7)),
         presence_penalty=maybe((0.0, 0.5, -1.0)),
         frequency_penalty=maybe((0.0, 0.4, -0.3)),
@@ -82,15 +85,10 @@ def write_row(sampling: SamplingRows, at: int, seq: Sequence) -> None:
     params, vocab = seq.params, sampling.counts.shape[1]
     words = torch.tensor([params.seed & 0xFFFF_FFFF, params.seed >> 32]).to(torch.int32)
     values = {
-        "temperature": params.temperature,
+        **{each.name: getattr(params, each.name) for each in PARAMETERS},
         "top_k": min(params.top_k, vocab),
-        "top_p": params.top_p,
-        "min_p": params.min_p,
         "seed_low": words[0],
         "seed_high": words[1],
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
         "min_position": seq.prompt_len + params.min_tokens,
         "num_logprobs": -1 if params.logprobs is None else params.logprobs,
         "is_masked": seq.token_mask is not None,

@@ -69,6 +69,7 @@ def test_smallest_request_gets_every_default() -> None:
     )
     sampling = params.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0, 0, 1, 0)
+    assert sampling.top_n_sigma == 0
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1, 0, 0)
     assert all(
         sampling.HasField(field.name)
@@ -148,6 +149,7 @@ BAD = [
             "temperature": (-0.1, 100.1, "NaN", "Infinity"),
             "top_p": (0, 1.1, "NaN", "-Infinity"),
             "min_p": (-0.1, 1.1, "NaN"),
+            "top_n_sigma": (-1, 100.1, "NaN"),
             "repetition_penalty": (0, -1, 10.1, "NaN", "Infinity"),
             "presence_penalty": (-10.1, 10.1, "NaN"),
             "frequency_penalty": (-10.1, 10.1, "NaN"),

@@ -89,6 +89,8 @@ def test_any_row_chooses_what_the_reference_chooses(vocab: int, spread: float, d
         {"top_p": 0.5},
         {"top_p": 0.99},
         {"min_p": 0.2},
+        {"top_n_sigma": 0.7},
+        {"top_k": 40, "top_n_sigma": 1.5},
         {"top_k": 900, "top_p": 0.7},
         {"top_p": 0.8, "min_p": 0.3},
     ],
@@ -118,7 +120,7 @@ def test_top_p_looks_at_every_group_where_the_leading_ones_hold_too_little(
 
 def test_one_row_keeps_exactly_the_tokens_that_the_reference_keeps() -> None:
     row = random_logits(1, 330, 2.0, torch.float32)
-    for rules in ({"top_k": 6}, {"top_p": 0.4}, {"min_p": 0.3}):
+    for rules in ({"top_k": 6}, {"top_p": 0.4}, {"min_p": 0.3}, {"top_n_sigma": 1.5}):
         seqs = [sequence(n, [1], [], temperature=2.0, seed=n, **rules) for n in range(12)]
         expected, actual = both(seqs, row.repeat(len(seqs), 1))
         assert torch.equal(actual.tokens, expected.tokens)
