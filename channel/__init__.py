@@ -1,4 +1,4 @@
-"""What a router and an engine share: the link that carries messages between them, and how a token may be chosen.
+"""What carries messages between a router and an engine: the interface of both ends, and the shared-memory transport.
 
-The link knows nothing of what its messages say.
+It knows nothing of what the messages say.
 """

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from pagoda_server.channel.sampling import Sampling
-from pagoda_server.engine.core.beam_search import BeamParams
+from pagoda_server.settings.sampling import Sampling
 
 
 class TokenMask(Protocol):
@@ -38,14 +37,12 @@ class SamplingParams(Sampling):
 
     stop_token_ids  end the sequence; they cannot be chosen before min_tokens tokens exist
     logprobs        None: none; 0: of the chosen token; N: also of the N most likely
-    beams           of the beam search that it is a row of, which chooses its tokens; None: it is none
     """
 
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
-    beams: BeamParams | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -71,7 +68,8 @@ class EndReason(Enum):
 class Sequence:
     """One stream of tokens, from its prompt to its end.
 
-    tokens        prompt, then output; grows by one each time that `num_computed` has caught up
+    tokens        prompt, then output; grows by one each time that `num_computed` has caught up; a sequence
+                  that continues another one arrives with output
     num_pending   tokens after those that scheduled steps choose and that are not known yet
     num_computed  leading tokens whose keys and values are in the cache once all scheduled steps are done
     blocks        the block table: block i holds tokens [i * block_size, (i + 1) * block_size)
@@ -79,12 +77,11 @@ class Sequence:
     tenant        who it is computed for; "" is one of them
     ttft_s        target for the time from arrival to the first token; math.inf for none
     tpot_s        target for the mean time of each token after the first; math.inf for none
+    age_s         by so many seconds its request is older than it: the steps of a beam search keep one place in line
     request_id    the client's name for what it is part of
     token_mask    restricts which tokens it may choose; None: nothing does
     max_len       tokens, prompt included, at which it ends with LENGTH; the scheduler sets it on arrival
     request       names the request whose prompt it shares with others; None: it has its own
-    peers         the rows of its beam search, itself included, which start, are preempted and end as one; else empty
-    is_held       it runs, and computes nothing until its peers have (engine/kv/beams.py)
     """
 
     id: int
@@ -102,10 +99,9 @@ class Sequence:
     request: int | None = None
     request_id: str = ""
     token_mask: TokenMask | None = None
-    peers: tuple[Sequence, ...] = ()
+    age_s: float = 0.0
 
     state: State = State.WAITING
-    is_held: bool = False
     max_len: int = 0
     num_pending: int = 0
     num_computed: int = 0
@@ -135,6 +131,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.accounted_until = self.arrived
+        self.num_charged = self.output_len
 
     def account(self, now: float) -> None:
         """Books the time since the last call under what the sequence has been doing; called before that changes."""
@@ -159,15 +156,13 @@ class Sequence:
         return len(self.tokens) + self.num_pending - self.num_computed
 
     @property
-    def is_led(self) -> bool:
-        """It is a row of a beam search, and not the first, which computes for all what they have in common."""
-        return bool(self.peers) and self.peers[0] is not self
+    def in_line_since(self) -> float:
+        """The time that decides its place among those that wait."""
+        return self.arrived - self.age_s
 
     @property
     def awaits_token(self) -> bool:
-        """There is nothing to compute yet: its last token is pending, or its search has to choose."""
-        if self.peers and (self.is_held or self.num_pending):
-            return True
+        """There is nothing to compute: its next step or its end depends on a token that is pending."""
         if self.num_pending and self.token_mask is not None and self.token_mask.depends_on_tokens:
             return True
         return len(self.tokens) + self.num_pending >= self.max_len

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pagoda_server.channel.sampling import LOGIT_BIAS, PARAMETERS
 from pagoda_server.engine.core.sequence import SamplingParams, TokenMask
+from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
 
 _SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # below it, a division would give no number
 

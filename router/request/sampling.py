@@ -6,10 +6,10 @@ import secrets
 from typing import Any
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.channel.sampling import LOGIT_BIAS, PARAMETERS
 from pagoda_server.router.request.beam_search import check_beam_search
 from pagoda_server.router.request.fields import check_count, check_id, check_ids, check_integer, check_number
 from pagoda_server.router.request.limits import Limits
+from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
 
 _DEFAULTS: dict[str, Any] = {each.name: each.default for each in PARAMETERS}
 
@@ -29,11 +29,8 @@ def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb
         value = getattr(resolved, each.name)
         check_number(value, f"sampling.{each.name}", low, high, is_low_allowed=is_low_allowed)
     check_integer(resolved.n, "sampling.n", 1, limits.max_n)
-    if not given.HasField("best_of"):
-        resolved.best_of = resolved.n
-    check_integer(resolved.best_of, "sampling.best_of", resolved.n, limits.max_n)
     if resolved.top_k >= limits.vocab_size:
         resolved.top_k = 0  # both keep every token
     if resolved.HasField("beam_search"):
-        check_beam_search(resolved, given, limits)
+        check_beam_search(resolved, limits)
     return resolved

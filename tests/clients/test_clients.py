@@ -74,7 +74,6 @@ def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) ->
         allowed_token_ids=[5, 6],
         seed=1 << 63,
         n=2,
-        best_of=5,
         logprobs=0,
         text=True,
         prompt_ids=True,
@@ -105,7 +104,6 @@ def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) ->
                 allowed_token_ids=[5, 6],
                 seed=1 << 63,
                 n=2,
-                best_of=5,
             ),
             stopping=inference_pb2.Stopping(
                 max_tokens=64, min_tokens=2, stop=["end"], stop_token_ids=[7], ignore_eos=True

@@ -6,11 +6,11 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda_server.channel.sampling import PARAMETERS
 from pagoda_server.engine.core.sequence import SamplingParams, Sequence
 from pagoda_server.engine.serving.codec import sequence_from_submit
+from pagoda_server.settings.sampling import PARAMETERS
 
-FOR_THE_ROUTER = {"n", "best_of"}
+FOR_THE_ROUTER = {"n"}
 
 
 def received(sampling: inference_pb2.Sampling, index: int = 0) -> Sequence:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.output import Ended
 from pagoda_server.engine.core.sequence import (
     EndReason,
@@ -36,6 +35,7 @@ from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.engine.scheduling.schedules import ScheduleName
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
+from pagoda_server.settings.engine import EngineConfig
 from tests.engine.next_to_last import NextToLast
 from tests.engine.tiny_models import VOCAB_SIZE, load_runner, random_prompt, saved_model
 from tests.kernels.triton.device import DEVICE

@@ -182,7 +182,7 @@ WHOLE = "native-whole" if prefers_whole_native() else "native"
 
 def test_auto_takes_4_bits_where_there_are_weights_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.has_native", lambda: True)
-    monkeypatch.setattr("engine.loaded_model.has_native_int8_weight", lambda: False)
+    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.has_native_int8_weight", lambda: False)
     monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.instruction_set", lambda: "avx2")
     assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=True) == "native-int4"
     assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=False) == "native-int8"

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagoda_server.channel.sampling import PARAMETERS
 from pagoda_server.engine.core.sequence import SamplingParams, Sequence
 from pagoda_server.engine.runners.sampling import AllowedTokens, fill_mask
 from pagoda_server.kernels.row_sampling import (
@@ -21,6 +20,7 @@ from pagoda_server.kernels.row_sampling import (
     allocate_rows,
     allocate_sampled,
 )
+from pagoda_server.settings.sampling import PARAMETERS
 
 MAX_STOPS = 5
 MAX_BIASES = 11

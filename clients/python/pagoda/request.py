@@ -38,7 +38,6 @@ class GenerateOptions(TypedDict, total=False):
     allowed_token_ids: Sequence[int] | None
     seed: int | None
     n: int | None
-    best_of: int | None
     beams: int | None
     length_penalty: float | None
     early_stopping: Literal["estimated", "enough", "best"] | None

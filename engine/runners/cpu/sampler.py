@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.channel.sampling import PARAMETERS, Parameter
 from pagoda_server.engine.core.sequence import SamplingParams, Sequence, TokenLogprobs
 from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault, num_mask_words
 from pagoda_server.kernels import Backend, Draws, LogitAdjustments, noise_key
+from pagoda_server.settings.sampling import PARAMETERS, Parameter
 
 _NAMES_OF_DRAWS = {each.name for each in fields(Draws)}
 _DRAW_PARAMETERS = [each for each in PARAMETERS if each.name in _NAMES_OF_DRAWS]

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.channel.sampling import PARAMETERS
 from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, State
 from pagoda_server.engine.runners.cuda.staging import Staging
 from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault
 from pagoda_server.kernels import MAX_TOP_LOGPROBS, SamplingRows, allocate_rows
 from pagoda_server.kernels.row_sampling import IN_PROMPT
+from pagoda_server.settings.sampling import PARAMETERS
 
 MAX_STOPS = 96  # what a router lets through, and a model's own
 MAX_BIASES = 1024
