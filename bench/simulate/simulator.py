@@ -17,8 +17,8 @@ from bench.simulate.arrivals import Arrivals
 from pagoda_server.engine.core.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.runners.synthetic import StepTime
-from pagoda_server.engine.scheduling.policies import PolicyName
 from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.settings.engine import PolicyName
 
 REFUSED = "refused"  # by admission, before the scheduler
 FLUSH_AT = 1 << 16  # gaps between tokens that are binned at once

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pagoda_server.engine.scheduling.fair import Fair
 from pagoda_server.engine.scheduling.least_slack import LeastSlack
 from pagoda_server.engine.scheduling.policy import Policy
 from pagoda_server.engine.scheduling.priority import Fcfs, Priority
-
-PolicyName = Literal["fcfs", "priority", "fair", "deadline"]
+from pagoda_server.settings.engine import PolicyName
 
 POLICIES: dict[PolicyName, type[Policy]] = {"fcfs": Fcfs, "priority": Priority, "fair": Fair, "deadline": LeastSlack}

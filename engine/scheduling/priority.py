@@ -1,7 +1,7 @@
 """First come, first served; and priority with ageing, under which no sequence waits for ever.
 
 A waiting sequence gains one step of priority every `ageing_s`. All gain at the same rate, so their order never changes
-and is known on arrival: by priority - arrived / ageing_s. A sequence of priority p is therefore passed only by
+and is known on arrival: by priority - in_line_since / ageing_s. A sequence of priority p is therefore passed only by
 sequences of a higher priority q that arrive less than (q - p) * ageing_s after it.
 """
 
@@ -18,7 +18,7 @@ class Fcfs(SortedPolicy):
     """Order sequences by arrival alone. A preempted sequence returns to the place of its arrival."""
 
     def add(self, seq: Sequence) -> None:
-        self._queue.add(seq, 0.0)
+        self._queue.add(seq, -seq.in_line_since)
 
     def rank(self, seq: Sequence) -> float:
         return 0.0
@@ -48,4 +48,4 @@ class Priority(SortedPolicy):
 
 def aged_priority(seq: Sequence, ageing_s: float) -> float:
     """Return the priority with age, less a term that is the same for all sequences at any moment."""
-    return seq.priority - seq.arrived / ageing_s
+    return seq.priority - seq.in_line_since / ageing_s

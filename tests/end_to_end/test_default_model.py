@@ -142,21 +142,6 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(exact: inference_pb2_
     assert ask(exact, message).ids() != alone.ids()
 
 
-def test_best_of_returns_those_with_the_highest_mean_logprob(exact: inference_pb2_grpc.InferenceStub) -> None:
-    message = request("The best of all", max_tokens=15, sampling={"temperature": 1.0, "n": 6, "seed": 7})
-    message.stopping.ignore_eos = False
-    message.output.logprobs = 0
-    every = ask(exact, message)
-    means = {at: sum(token.logprob for token in every.tokens(at)) / len(every.tokens(at)) for at in range(6)}
-    best = sorted(means, key=lambda at: -means[at])[:2]
-    message.sampling.n, message.sampling.best_of = 2, 6
-    message.output.ClearField("logprobs")
-    answer = ask(exact, message)
-    assert [answer.ids(0), answer.ids(1)] == [every.ids(at) for at in best]
-    assert best != [0, 1], "the case shows nothing"
-    assert answer.responses[-1].usage.completion_tokens == sum(len(every.ids(at)) for at in range(6))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("early_stopping", [False, True])
 def test_beams_are_those_of_transformers(
@@ -217,6 +202,22 @@ def test_logit_bias_and_penalties_change_what_is_chosen(exact: inference_pb2_grp
     frequent = request("Yes yes yes yes yes", max_tokens=12, sampling={"frequency_penalty": 10.0})
     ids = ask(exact, frequent).ids()
     assert len(set(ids)) > len(set(plain))
+
+
+def test_only_allowed_tokens_are_chosen_and_logprobs_stay_those_of_the_model(
+    exact: inference_pb2_grpc.InferenceStub,
+) -> None:
+    message = request("The capital of Sweden is", max_tokens=8)
+    message.output.logprobs = 1
+    plain = ask(exact, message)
+    allowed = sorted(set(range(500, 600)) - set(plain.ids()))
+    message.sampling.allowed_token_ids[:] = allowed
+    restricted = ask(exact, message)
+    assert set(restricted.ids()) <= set(allowed)
+    first, token = plain.tokens()[0], restricted.tokens()[0]
+    assert token.top[0].id == first.id
+    assert token.top[0].logprob == pytest.approx(first.logprob)
+    assert token.logprob < first.logprob
 
 
 @pytest.fixture(scope="module")
