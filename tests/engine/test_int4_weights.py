@@ -17,9 +17,8 @@ from pagoda_server.checkpoints.dequantized import write_dequantized
 from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.models import read_config
-from pagoda_server.engine.models.parameters import Parameters
-from pagoda_server.engine.models.weights import load_weights, quantized_weights
+from pagoda_server.engine.models import load_model
+from pagoda_server.engine.models.weights import Checkpoint
 from pagoda_server.engine.runners.loaded_model import choose_backend, choose_dtype
 from pagoda_server.kernels import Backend, Int4Weight, has_native, prefers_whole_native
 from pagoda_server.kernels.backend import REFERENCE
@@ -92,11 +91,18 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 
 def parameters(folder: Path, dtype: torch.dtype, *, keeps_int4: bool) -> dict[str, Tensor | Int4Weight]:
-    config = read_config(folder)
-    allocated = Parameters.allocate(config, CPU, dtype, quantized_weights(folder) if keeps_int4 else frozenset())
-    places = allocated.by_name(config)
-    load_weights(folder, places)
-    return places
+    """What a model is loaded from, by the names in the checkpoint."""
+    filled: dict[str, Tensor | Int4Weight] = {}
+    fill = Checkpoint.fill
+
+    def remember(self: Checkpoint, place: Tensor | Int4Weight, name: str) -> None:
+        fill(self, place, name)
+        filled[name] = place
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "fill", remember)
+        load_model(folder, reference_int4() if keeps_int4 else REFERENCE, CPU, dtype)
+    return filled
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -182,7 +188,7 @@ WHOLE = "native-whole" if prefers_whole_native() else "native"
 
 def test_auto_takes_4_bits_where_there_are_weights_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.has_native", lambda: True)
-    monkeypatch.setattr("engine.loaded_model.has_native_int8_weight", lambda: False)
+    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.has_native_int8_weight", lambda: False)
     monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.instruction_set", lambda: "avx2")
     assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=True) == "native-int4"
     assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=False) == "native-int8"
