@@ -17,7 +17,7 @@ norms       stream.add(mlp(stream.read_normalised(norm)))        before a sublay
             stream.add(mlp(stream.read_normalised(one)), other)  on both sides
 window      `ModelConfig.windows` has an entry for each layer, which `make_layer` hands to `Attention`.
 q/k norms   `Attention` takes HeadNorms: for each head as in Qwen3, or for all heads at once as in OLMo 2.
-scale       Kernels divide scores by √head_dim. Another scale, or a cap, becomes a field of AttentionPlan beside its window.
+scale       Kernels divide scores by √head_dim. Another scale becomes a field of AttentionPlan, as the window is.
 activation  `GatedMLP` has SwiGLU. Another activation is another class beside it, on an op of its own.
 experts     An expert layer is a class that stands where a layer has its `GatedMLP`: it takes x [num_tokens, hidden] and
             returns the same shape. Nothing outside the layer knows which of the two it is, or what `ffn_size` is.

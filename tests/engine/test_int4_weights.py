@@ -84,7 +84,12 @@ def sharded(make: Callable[..., Path]) -> Path:
     return folder
 
 
-@pytest.fixture(params=["whole", "mixed", "sharded"])
+@pytest.fixture
+def post_norm(make: Callable[..., Path]) -> Path:
+    return make("olmo2")
+
+
+@pytest.fixture(params=["whole", "mixed", "sharded", "post_norm"])
 def folder(request: pytest.FixtureRequest) -> Path:
     found: Path = request.getfixturevalue(request.param)
     return found
