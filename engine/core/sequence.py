@@ -10,8 +10,6 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pagoda_server.engine.core.beam_search import BeamParams
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -20,7 +18,6 @@ class SamplingParams:
     seed            with the position of the token to choose, determines the randomness: the same at any load
     stop_token_ids  end the sequence; they cannot be chosen before min_tokens tokens exist
     logprobs        None: none; 0: of the chosen token; N: also of the N most likely
-    beams           of the beam search that it is a row of, which chooses its tokens; None: it is none
     """
 
     temperature: float = 0.0
@@ -36,7 +33,6 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
-    beams: BeamParams | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -62,7 +58,8 @@ class EndReason(Enum):
 class Sequence:
     """One stream of tokens, from its prompt to its end.
 
-    tokens        prompt, then output; grows by one each time that `num_computed` has caught up
+    tokens        prompt, then output; grows by one each time that `num_computed` has caught up; a sequence
+                  that continues another one arrives with output
     num_pending   tokens after those that scheduled steps choose and that are not known yet
     num_computed  leading tokens whose keys and values are in the cache once all scheduled steps are done
     blocks        the block table: block i holds tokens [i * block_size, (i + 1) * block_size)
@@ -70,11 +67,10 @@ class Sequence:
     tenant        who it is computed for; "" is one of them
     ttft_s        target for the time from arrival to the first token; math.inf for none
     tpot_s        target for the mean time of each token after the first; math.inf for none
+    age_s         by so many seconds its request is older than it: the steps of a beam search keep one place in line
     request_id    the client's name for what it is part of
     max_len       tokens, prompt included, at which it ends with LENGTH; the scheduler sets it on arrival
     request       names the request whose prompt it shares with others; None: it has its own
-    peers         the rows of its beam search, itself included, which start, are preempted and end as one; else empty
-    is_held       it runs, and computes nothing until its peers have (engine/kv/beams.py)
     """
 
     id: int
@@ -91,10 +87,9 @@ class Sequence:
     bypass_cache: bool = False
     request: int | None = None
     request_id: str = ""
-    peers: tuple[Sequence, ...] = ()
+    age_s: float = 0.0
 
     state: State = State.WAITING
-    is_held: bool = False
     max_len: int = 0
     num_pending: int = 0
     num_computed: int = 0
@@ -124,6 +119,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.accounted_until = self.arrived
+        self.num_charged = self.output_len
 
     def account(self, now: float) -> None:
         """Books the time since the last call under what the sequence has been doing; called before that changes."""
@@ -148,15 +144,13 @@ class Sequence:
         return len(self.tokens) + self.num_pending - self.num_computed
 
     @property
-    def is_led(self) -> bool:
-        """It is a row of a beam search, and not the first, which computes for all what they have in common."""
-        return bool(self.peers) and self.peers[0] is not self
+    def in_line_since(self) -> float:
+        """The time that decides its place among those that wait."""
+        return self.arrived - self.age_s
 
     @property
     def awaits_token(self) -> bool:
-        """There is nothing to compute yet: the last token that it may have is pending, or its search has to choose."""
-        if self.peers and (self.is_held or self.num_pending):
-            return True
+        """There is nothing to compute: the last token that it may have is pending."""
         return len(self.tokens) + self.num_pending >= self.max_len
 
     @property

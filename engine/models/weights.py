@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pagoda_server.checkpoints.grouped_weights import MINIMUMS, SCALES, VALUES, quantized_names
+from pagoda_server.checkpoints.grouped_weights import GROUP_SIZE, MINIMUMS, SCALES, VALUES, quantized_names
 from pagoda_server.checkpoints.progress import Progress, no_progress
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.kernels import Backend, Int4Weight, Linear
@@ -147,6 +147,11 @@ class Weights:
         names = {f"{name}.weight": size for name, size in rows.items()}
         out_size = sum(rows.values())
         if self.ops.takes_int4 and names.keys() <= self._tensors.in_4_bits:
+            if in_size % GROUP_SIZE:
+                raise ConfigError(
+                    f"tensor {next(iter(names))} is in 4 bits, of which {GROUP_SIZE} inputs share a scale, but"
+                    f" config.json gives it {in_size} inputs: not a multiple of {GROUP_SIZE}"
+                )
             return self._filled(Int4Weight.allocate(out_size, in_size), names)
         return self._filled(self._empty(out_size, in_size), names)
 

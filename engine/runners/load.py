@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Protocol
 
 from pagoda_server.checkpoints import Progress
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.loop.steps_in_flight import Runner
 from pagoda_server.engine.runners.runner_info import RunnerInfo
-from pagoda_server.engine.runners.synthetic import StepTime, load_synthetic
+from pagoda_server.engine.runners.synthetic import load_synthetic
+from pagoda_server.settings.engine import EngineConfig
 
 
 class InformedRunner(Runner, Protocol):
@@ -21,12 +21,12 @@ class InformedRunner(Runner, Protocol):
     def info(self) -> RunnerInfo: ...
 
 
-def load_runner(config: EngineConfig, folder: Path, progress: Progress, step_time: StepTime | None) -> InformedRunner:
+def load_runner(config: EngineConfig, folder: Path, progress: Progress) -> InformedRunner:
     """Raises ConfigError if the checkpoint cannot be served with these settings."""
     model_config = json.loads((folder / "config.json").read_bytes())
     if model_config.get("model_type") == "synthetic":
-        return load_synthetic(config, model_config, step_time)
-    if step_time is not None:
+        return load_synthetic(config, model_config)
+    if config.step_ms is not None:
         raise ConfigError("--step-ms: only the synthetic model has a step time to choose")
     # By default threads spin for long at the end of a parallel region. If another process has taken the core of the one
     # thread that still works, each of a step's many regions can then last a time slice (docs/performance.md).

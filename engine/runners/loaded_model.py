@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from pagoda_server.checkpoints.progress import Progress, no_progress
-from pagoda_server.engine.core.config import EngineConfig, Quantization
 from pagoda_server.engine.core.errors import ConfigError, EngineError
 from pagoda_server.engine.models import Decoder, load_model, read_config
 from pagoda_server.engine.models.decoder import EMBEDDING
@@ -26,6 +25,7 @@ from pagoda_server.kernels import (
     load_backend,
     prefers_whole_native,
 )
+from pagoda_server.settings.engine import EngineConfig, Quantization
 
 DEFAULT_CPU_BYTES = 500_000_000  # of a KV cache
 

@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import Chunk, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo, count_blocks, count_host_blocks
+from pagoda_server.settings.engine import EngineConfig
 
 _MODULUS = (1 << 61) - 1
 _POISON = -1
@@ -148,9 +148,10 @@ class SyntheticRunner:
         return blocks[position // self._block_size] * self._block_size + position % self._block_size
 
 
-def load_synthetic(config: EngineConfig, model_config: dict[str, int], step_time: StepTime | None) -> SyntheticRunner:
+def load_synthetic(config: EngineConfig, model_config: dict[str, int]) -> SyntheticRunner:
     """Raises ConfigError for settings that need a model."""
     _check(config)
+    step_time = None if config.step_ms is None else StepTime.parse(config.step_ms)
     # One layer with one head of dimension one: a slot of its cache holds half a checksum as key and half as value.
     spec = KVCacheSpec(
         num_layers=1,

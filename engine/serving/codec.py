@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda.v1 import control_pb2, inference_pb2
-from pagoda_server.engine.core.beam_search import BeamParams, EarlyStopping
+from pagoda.v1 import control_pb2
 from pagoda_server.engine.core.output import Ended
 from pagoda_server.engine.core.sequence import EndReason, SamplingParams, Sequence, TokenLogprobs
 from pagoda_server.engine.kv.blocks import chain_root
@@ -21,10 +20,6 @@ _END_REASONS = {
     EndReason.DEADLINE: engine_pb2.END_REASON_DEADLINE,
     EndReason.REJECTED: engine_pb2.END_REASON_REJECTED,
     EndReason.FAILED: engine_pb2.END_REASON_FAILED,
-}
-_EARLY_STOPPING = {
-    inference_pb2.EARLY_STOPPING_ENOUGH: EarlyStopping.ENOUGH,
-    inference_pb2.EARLY_STOPPING_BEST: EarlyStopping.BEST,
 }
 _SEED_MASK = (1 << 64) - 1
 
@@ -47,13 +42,11 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
         stop_token_ids=frozenset(submit.stop_token_ids),
         logprobs=submit.logprobs if submit.HasField("logprobs") else None,
     )
-    if sampling.HasField("beam_search"):
-        params = _search_params(params, sampling)
-    tokens = list(submit.prompt)
+    output = submit.outputs[index].ids if submit.outputs else ()
     return Sequence(
         id=id,
-        tokens=tokens,
-        prompt_len=len(tokens),
+        tokens=[*submit.prompt, *output],
+        prompt_len=len(submit.prompt),
         params=params,
         arrived=now,
         deadline=now + submit.timeout_s if submit.HasField("timeout_s") else math.inf,
@@ -64,19 +57,8 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
         cache_root=chain_root(submit.cache.salt),
         bypass_cache=submit.cache.bypass,
         request_id=submit.request_id,
+        age_s=submit.age_s,
     )
-
-
-def _search_params(params: SamplingParams, sampling: inference_pb2.Sampling) -> SamplingParams:
-    """A row asks for as many of its most likely tokens as the search may need."""
-    search = sampling.beam_search
-    beams = BeamParams(
-        width=sampling.n,
-        length_penalty=search.length_penalty if search.HasField("length_penalty") else 1.0,
-        early_stopping=_EARLY_STOPPING.get(search.early_stopping, EarlyStopping.ESTIMATED),
-        tells_logprobs=params.logprobs is not None,
-    )
-    return replace(params, beams=beams, logprobs=beams.width + len(params.stop_token_ids))
 
 
 @dataclass(slots=True)
@@ -123,7 +105,6 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
         preempted_tokens=seq.preempted_tokens,
         saved_tokens=seq.saved_tokens,
         loaded_tokens=seq.loaded_tokens,
-        score=ended.score,
     )
 
 

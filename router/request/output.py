@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
@@ -23,9 +22,8 @@ _FINISH_REASONS = {
 
 class SequenceOutput:
     """
-    detokenizer     None when the client wants no text
-    stops           stop strings; looked for from the token after the first min_tokens on
-    tells_logprobs  those that the engine gives are the client's to see, and not for ranking alone
+    detokenizer  None when the client wants no text
+    stops        stop strings; looked for from the token after the first min_tokens on
     """
 
     def __init__(
@@ -34,22 +32,15 @@ class SequenceOutput:
         detokenizer: Detokenizer | None,
         stops: Sequence[str],
         min_tokens: int,
-        tells_logprobs: bool,
     ) -> None:
         self.index = index
         self.num_tokens = 0
-        self.logprob = 0.0  # cumulative, where the engine gives them
         self.stop: str | None = None  # the stop string that was met
         self.ended: engine_pb2.Ended | None = None
+        self._score: float | None = None
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
-        self._tells_logprobs = tells_logprobs
-
-    @property
-    def mean_logprob(self) -> float:
-        """Of its tokens; one that ended before its first is worse than any."""
-        return self.logprob / self.num_tokens if self.num_tokens else -math.inf
 
     def take(self, inbox: SequenceInbox, into: inference_pb2.Tokens) -> bool:
         """Empties the inbox. False if there is nothing to send; once the engine's end is taken, `ended` holds it.
@@ -62,25 +53,24 @@ class SequenceOutput:
             ids = []
         text, count = self._text_of(ids, ended)
         self.num_tokens += count
-        self.logprob += sum(found.logprob for found in logprobs[:count])
-        self.ended = ended
+        self.ended, self._score = ended, inbox.score
         if not count and not text:
             return False
         into.index = self.index
         into.text = text
-        _write_records(into.tokens, ids[:count], logprobs if self._tells_logprobs else ())
+        _write_records(into.tokens, ids[:count], logprobs)
         return True
 
-    def finished(self, returned_as: int) -> inference_pb2.Finished:
-        """The client's view of the end that was taken, under the index that it sees."""
+    def finished(self) -> inference_pb2.Finished:
+        """The client's view of the end that was taken."""
         assert self.ended is not None, "the engine's end comes first"
         if self.stop is not None:
-            return inference_pb2.Finished(index=returned_as, reason=FinishReason.FINISH_REASON_STOP, stop=self.stop)
+            return inference_pb2.Finished(index=self.index, reason=FinishReason.FINISH_REASON_STOP, stop=self.stop)
         return inference_pb2.Finished(
-            index=returned_as,
+            index=self.index,
             reason=_FINISH_REASONS[self.ended.reason],
             token_id=self.ended.matched if self.ended.HasField("matched") else None,
-            score=self.ended.score if self.ended.HasField("score") else None,
+            score=self._score,
         )
 
     def _text_of(self, ids: Sequence[int], ended: engine_pb2.Ended | None) -> tuple[str, int]:

@@ -63,19 +63,14 @@ class GenerateParams:
         return self.sampling.n
 
     @property
-    def num_sequences(self) -> int:
-        """Sequences that are generated."""
-        return self.sampling.best_of
-
-    @property
     def is_search(self) -> bool:
-        """By beams, which the engine ranks."""
+        """Whether beams are searched (router/request/beam_search.py)."""
         return self.sampling.HasField("beam_search")
 
     @property
-    def picks_best(self) -> bool:
-        """Nothing is told before all have ended."""
-        return self.num_sequences > self.n or self.is_search
+    def num_sequences(self) -> int:
+        """Sequences that the engine holds at once."""
+        return self.sampling.beam_search.width if self.is_search else self.n
 
 
 def validate_generate(request: inference_pb2.GenerateRequest, limits: Limits, served: str) -> GenerateParams:
@@ -157,16 +152,13 @@ def to_submit(
     stop_ids = {*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids}
     if params.is_search:
         check_stop_ids(stop_ids, params.num_sequences)
-    sampling = inference_pb2.Sampling()
-    sampling.CopyFrom(params.sampling)
-    sampling.n = params.num_sequences  # which of them are returned is the router's to say
     return engine_pb2.Submit(
         prompt=prompt_ids,
-        sampling=sampling,
+        sampling=params.sampling,
         max_tokens=max_tokens,
         min_tokens=params.min_tokens,
         stop_token_ids=sorted(stop_ids),
-        logprobs=0 if params.picks_best and not params.is_search and params.logprobs is None else params.logprobs,
+        logprobs=params.logprobs,
         cache=inference_pb2.Cache(salt=params.cache_salt, bypass=params.bypasses_cache),
         priority=params.priority,
         timeout_s=timeout_s,

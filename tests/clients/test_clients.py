@@ -72,7 +72,6 @@ def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) ->
         logit_bias={5: -100.0},
         seed=1 << 63,
         n=2,
-        best_of=5,
         logprobs=0,
         text=True,
         prompt_ids=True,
@@ -101,7 +100,6 @@ def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) ->
                 logit_bias={5: -100.0},
                 seed=1 << 63,
                 n=2,
-                best_of=5,
             ),
             stopping=inference_pb2.Stopping(
                 max_tokens=64, min_tokens=2, stop=["end"], stop_token_ids=[7], ignore_eos=True

@@ -142,21 +142,6 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(exact: inference_pb2_
     assert ask(exact, message).ids() != alone.ids()
 
 
-def test_best_of_returns_those_with_the_highest_mean_logprob(exact: inference_pb2_grpc.InferenceStub) -> None:
-    message = request("The best of all", max_tokens=15, sampling={"temperature": 1.0, "n": 6, "seed": 7})
-    message.stopping.ignore_eos = False
-    message.output.logprobs = 0
-    every = ask(exact, message)
-    means = {at: sum(token.logprob for token in every.tokens(at)) / len(every.tokens(at)) for at in range(6)}
-    best = sorted(means, key=lambda at: -means[at])[:2]
-    message.sampling.n, message.sampling.best_of = 2, 6
-    message.output.ClearField("logprobs")
-    answer = ask(exact, message)
-    assert [answer.ids(0), answer.ids(1)] == [every.ids(at) for at in best]
-    assert best != [0, 1], "the case shows nothing"
-    assert answer.responses[-1].usage.completion_tokens == sum(len(every.ids(at)) for at in range(6))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("early_stopping", [False, True])
 def test_beams_are_those_of_transformers(

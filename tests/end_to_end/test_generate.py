@@ -44,29 +44,6 @@ def test_every_sequence_ends_once_and_the_last_message_carries_usage_and_timing(
     assert last.timing.queue_s + last.timing.prefill_s + last.timing.decode_s <= last.timing.total_s
 
 
-def test_of_best_of_sequences_n_are_returned_when_all_have_ended(
-    inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
-) -> None:
-    answer = ask(inference, request("best", max_tokens=400, sampling={"n": 2, "best_of": 5}))
-    ends = [at for at, response in enumerate(answer.responses) if response.HasField("finished")]
-    messages = -(-400 // 256)
-    assert [answer.responses[at].finished.index for at in ends] == [0, 1]
-    assert ends == [messages, 2 * messages + 1], "one sequence's messages behind the other's, at once"
-    for index in (0, 1):
-        assert answer.ids(index) == expected("best", 400)
-        assert answer.text(index) == as_text(answer.ids(index))
-    assert not any(token.HasField("logprob") for token in answer.tokens()), "nobody asked for them"
-    usage = answer.responses[-1].usage
-    assert (usage.prompt_tokens, usage.completion_tokens) == (4, 5 * 400)
-    load = control.GetLoad(control_pb2.GetLoadRequest())
-    assert (load.running, load.waiting, load.blocks_referenced, load.reserved_tokens) == (0, 0, 0, 0)
-
-
-def test_best_of_n_streams(inference: inference_pb2_grpc.InferenceStub) -> None:
-    answer = ask(inference, request("streams", max_tokens=50, sampling={"n": 2, "best_of": 2}))
-    assert len([response for response in answer.responses if response.HasField("tokens")]) > 4
-
-
 def test_64_streams_at_once_each_get_their_own_tokens_and_return_every_block(
     inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
 ) -> None:

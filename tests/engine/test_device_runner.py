@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.output import Ended
 from pagoda_server.engine.core.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan, TokenLogprobs
 from pagoda_server.engine.kv.blocks import BlockPool
@@ -27,6 +26,7 @@ from pagoda_server.engine.runners.loaded_model import load_for_serving
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.engine.scheduling.schedules import ScheduleName
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
+from pagoda_server.settings.engine import EngineConfig
 from tests.engine.tiny_models import VOCAB_SIZE, load_runner, random_prompt, saved_model
 from tests.kernels.triton.device import DEVICE
 

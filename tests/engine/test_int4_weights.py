@@ -188,6 +188,17 @@ def test_a_weight_of_another_shape_is_told(whole: Path, keeps_int4: bool) -> Non
         parameters(whole, torch.bfloat16, keeps_int4=keeps_int4)
 
 
+def test_a_size_that_groups_do_not_divide_is_told(whole: Path) -> None:
+    path, tensors = whole / "config.json", load_file(whole / "model.safetensors")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 80}))
+    for name in tensors:
+        if "gate_proj" in name or "up_proj" in name:
+            tensors[name] = tensors[name][:80].clone()
+    save_file(tensors, whole / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"layers.0.mlp.down_proj.weight is in 4 bits.* 80 inputs: not a multiple of"):
+        parameters(whole, torch.bfloat16, keeps_int4=True)
+
+
 WHOLE = "native-whole" if prefers_whole_native() else "native"
 
 

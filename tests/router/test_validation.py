@@ -152,11 +152,9 @@ BAD = [
             "presence_penalty": (-10.1, 10.1, "NaN"),
             "frequency_penalty": (-10.1, 10.1, "NaN"),
             "n": (0, 65, 10**6),
-            "best_of": (0, 65, 10**6),
         }.items()
         for value in values
     ],
-    ("sampling.best_of", {"sampling": {"n": 3, "best_of": 2}}),
     ("sampling.logit_bias[1000]", {"sampling": {"logit_bias": {"1000": 1}}}),
     ("sampling.logit_bias[3]", {"sampling": {"logit_bias": {"3": 100.1}}}),
     ("sampling.logit_bias[3]", {"sampling": {"logit_bias": {"3": "NaN"}}}),
@@ -315,14 +313,6 @@ def test_ignored_eos_is_no_stop_id_and_unset_fields_stay_unset() -> None:
     assert list(submit.stop_token_ids) == [9]
     assert not submit.HasField("logprobs")
     assert not submit.HasField("timeout_s")
-
-
-def test_the_engine_generates_best_of_sequences_with_logprobs_to_rank_them_by() -> None:
-    submit = to_submit(params_of(sampling={"n": 2, "bestOf": 5}), [1], 1, ())
-    assert (submit.sampling.n, submit.HasField("logprobs"), submit.logprobs) == (5, True, 0)
-    assert to_submit(params_of(sampling={"bestOf": 5}, output={"logprobs": 3}), [1], 1, ()).logprobs == 3
-    streaming = to_submit(params_of(sampling={"n": 2, "bestOf": 2}), [1], 1, ())
-    assert (streaming.sampling.n, streaming.HasField("logprobs")) == (2, False)
 
 
 def test_tokenize_request_is_checked() -> None:

@@ -36,7 +36,6 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     seed: int | None
     n: int | None
-    best_of: int | None
     beams: int | None
     length_penalty: float | None
     early_stopping: Literal["estimated", "enough", "best"] | None
@@ -71,7 +70,6 @@ _FIELDS = {
     "logit_bias": "sampling.logit_bias",
     "seed": "sampling.seed",
     "n": "sampling.n",
-    "best_of": "sampling.best_of",
     "beams": "sampling.beam_search.width",
     "length_penalty": "sampling.beam_search.length_penalty",
     "early_stopping": "sampling.beam_search.early_stopping",
