@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,13 @@ def test_every_folder_of_the_server_is_in_the_images() -> None:
         if link.is_symlink():
             folder = link.resolve().relative_to(ROOT).parts[0]
             assert f"COPY {folder} {folder}" in DOCKERFILE
+
+
+def test_every_file_that_the_build_reads_is_in_the_images() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    copied = re.search(r"^COPY (.+) \./$", DOCKERFILE, re.MULTILINE)
+    assert copied
+    assert {"pyproject.toml", "setup.py", project["readme"], *project["license-files"]} == set(copied[1].split())
 
 
 @pytest.mark.parametrize("service", ["model", "router", "engine", "engine-gpu"])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from pagoda.v1 import control_pb2, control_pb2_grpc
+from pagoda_server import installed_version
 from pagoda_server.router.engines.dispatch import Dispatcher
 from pagoda_server.router.engines.tenant_loads import add_tenants
 from pagoda_server.router.errors import InvalidArgument, Unavailable
@@ -38,6 +38,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         state: ServingState,
         engine_restarts: Callable[[], int],
         max_message_bytes: int,
+        settings: dict[str, str],
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -48,6 +49,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._state = state
         self._engine_restarts = engine_restarts
         self._max_message_bytes = max_message_bytes
+        self._settings = settings
         self._started = time.monotonic()
 
     async def GetServerInfo(
@@ -60,7 +62,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         uptime.FromMilliseconds(round(1e3 * (time.monotonic() - self._started)))
         ready = self._dispatcher.ready
         return control_pb2.ServerInfo(
-            version=_version(),
+            version=installed_version(),
             model=self._model,
             engine_state=self._state.engine_state,
             engine=ready[0].info if ready else None,
@@ -75,6 +77,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             ),
             uptime=uptime,
             engine_restarts=self._engine_restarts(),
+            settings=self._settings | {"max_queued_tokens": str(self._admission.max_tokens)},
         )
 
     async def GetModelInfo(
@@ -179,11 +182,3 @@ def watch_interval_s(request: control_pb2.WatchLoadRequest) -> float:
         allowed = f"[{MIN_WATCH_INTERVAL_S}, {MAX_WATCH_INTERVAL_S:.0f}] s"
         raise InvalidArgument("interval", f"{interval_s} s is outside {allowed}")
     return interval_s
-
-
-def _version() -> str:
-    """Of the installed package; a checkout that is run where it lies has none."""
-    try:
-        return version("pagoda")
-    except PackageNotFoundError:
-        return "not installed"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagoda_server.settings import RouterSettings
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -20,7 +22,7 @@ class Limits:
     max_model_len: int
     vocab_size: int
     kv_token_capacity: int
-    max_text_bytes: int = 1 << 20
+    max_text_bytes: int = RouterSettings.max_text_bytes
     max_messages: int = 4096
     max_n: int = 64
     max_beams: int = 16
@@ -32,4 +34,4 @@ class Limits:
     max_request_id: int = 128
     max_salt_bytes: int = 128
     max_priority: int = 1000
-    default_max_tokens: int = 256
+    default_max_tokens: int = RouterSettings.default_max_tokens

@@ -55,6 +55,31 @@ def test_server_info_states_the_sizes_by_their_formula(control: control_pb2_grpc
     assert info.limits.max_requests == 256
 
 
+def test_server_info_tells_the_settings_in_effect(control: control_pb2_grpc.ControlStub) -> None:
+    info = control.GetServerInfo(control_pb2.GetServerInfoRequest())
+    assert info.settings["max_requests"] == "256"
+    assert info.settings["served_model_name"] == "synthetic"
+    assert info.settings["max_queued_tokens"] == str(info.limits.max_queued_tokens)
+    assert info.engine.settings["step_ms"] == "2"
+    assert info.engine.settings["block_size"] == str(info.engine.kv_cache.block_size)
+    assert info.engine.settings["max_model_len"] == str(info.engine.max_model_len)
+    assert (info.engine.settings["device"], info.engine.settings["overlap"]) == ("cpu", "off")
+    assert "model" not in {*info.settings, *info.engine.settings}, "it can be a path"
+
+
+def test_a_request_without_max_tokens_gets_the_servers_default() -> None:
+    asked = request("how long?", max_tokens=1)
+    asked.stopping.ClearField("max_tokens")
+    with (
+        running_server("--model", "synthetic", "--default-max-tokens", "7") as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        answer = ask(inference_pb2_grpc.InferenceStub(channel), asked)
+        info = control_pb2_grpc.ControlStub(channel).GetServerInfo(control_pb2.GetServerInfoRequest())
+    assert len(answer.tokens()) == 7
+    assert info.settings["default_max_tokens"] == "7"
+
+
 def test_model_info_describes_the_served_model_only(control: control_pb2_grpc.ControlStub) -> None:
     info = control.GetModelInfo(control_pb2.GetModelInfoRequest())
     assert (info.name, info.vocab_size, info.has_chat_template) == ("synthetic", 258, True)

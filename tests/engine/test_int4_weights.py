@@ -177,6 +177,20 @@ def test_a_weight_of_another_shape_is_told(whole: Path, keeps_int4: bool) -> Non
         parameters(whole, torch.bfloat16, keeps_int4=keeps_int4)
 
 
+@pytest.mark.parametrize(
+    ("changed", "tensor"),
+    [
+        ({"intermediate_size": 80}, "model.layers.0.mlp.down_proj.weight"),
+        ({"hidden_size": 80}, "lm_head.weight"),
+    ],
+)
+def test_a_size_that_groups_do_not_divide_is_told(whole: Path, changed: dict[str, int], tensor: str) -> None:
+    path = whole / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(ConfigError, match=rf"{tensor} is in 4 bits.* 80 inputs: not a multiple of 32"):
+        parameters(whole, torch.bfloat16, keeps_int4=True)
+
+
 WHOLE = "native-whole" if prefers_whole_native() else "native"
 
 

@@ -30,7 +30,7 @@ def control(*engines: Any) -> ControlServicer:
     unused: Any = None
     return ControlServicer(
         model="m", tokenizer=unused, limits=unused, admission=Admission(5, 5), dispatcher=Dispatcher(engines),
-        live=unused, state=unused, engine_restarts=unused, max_message_bytes=1,
+        live=unused, state=unused, engine_restarts=unused, max_message_bytes=1, settings={},
     )  # fmt: skip
 
 

@@ -64,7 +64,14 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "model", "engine_state", "engine", "limits", "uptime", "engine_restarts")
+    __slots__ = ("version", "model", "engine_state", "engine", "limits", "uptime", "engine_restarts", "settings")
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_STATE_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +79,7 @@ class ServerInfo(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     engine_state: EngineState
@@ -79,10 +87,18 @@ class ServerInfo(_message.Message):
     limits: Limits
     uptime: _duration_pb2.Duration
     engine_restarts: int
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., engine_state: _Optional[_Union[EngineState, str]] = ..., engine: _Optional[_Union[EngineInfo, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., engine_restarts: _Optional[int] = ...) -> None: ...
+    settings: _containers.ScalarMap[str, str]
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., engine_state: _Optional[_Union[EngineState, str]] = ..., engine: _Optional[_Union[EngineInfo, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., engine_restarts: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("epoch", "model", "architecture", "device", "dtype", "kernel_backend", "vocab_size", "max_model_len", "max_num_seqs", "token_budget", "kv_cache", "weight_bytes", "tokenizer_sha256")
+    __slots__ = ("epoch", "model", "architecture", "device", "dtype", "kernel_backend", "vocab_size", "max_model_len", "max_num_seqs", "token_budget", "kv_cache", "weight_bytes", "tokenizer_sha256", "settings")
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +112,7 @@ class EngineInfo(_message.Message):
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     model: str
     architecture: str
@@ -109,7 +126,8 @@ class EngineInfo(_message.Message):
     kv_cache: KvCacheInfo
     weight_bytes: int
     tokenizer_sha256: str
-    def __init__(self, epoch: _Optional[int] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., kernel_backend: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., token_budget: _Optional[int] = ..., kv_cache: _Optional[_Union[KvCacheInfo, _Mapping]] = ..., weight_bytes: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ...) -> None: ...
+    settings: _containers.ScalarMap[str, str]
+    def __init__(self, epoch: _Optional[int] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., kernel_backend: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., token_budget: _Optional[int] = ..., kv_cache: _Optional[_Union[KvCacheInfo, _Mapping]] = ..., weight_bytes: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class KvCacheInfo(_message.Message):
     __slots__ = ("block_size", "num_blocks", "bytes_per_token", "bytes_per_block", "total_bytes", "token_capacity")
