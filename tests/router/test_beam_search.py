@@ -44,6 +44,7 @@ def search(**sampling: object) -> dict[str, object]:
         (search(presencePenalty=0.5), "sampling.presence_penalty"),
         (search(frequencyPenalty=0.5), "sampling.frequency_penalty"),
         (search(logitBias={"3": 1.0}), "sampling.logit_bias"),
+        (search(allowedTokenIds=[3]), "sampling.allowed_token_ids"),
         ({**search(), "stopping": {"stop": ["x"]}}, "stopping.stop"),
         ({**search(), "output": {"logprobs": 1}}, "output.logprobs"),
     ],
