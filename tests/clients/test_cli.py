@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pagoda.v1 import inference_pb2
+from pagoda_server import installed_version
 from pagoda_server.cli.__main__ import app
 from pagoda_server.settings import ServeConfig
 from pagoda_server.settings.sampling import PARAMETERS
@@ -111,6 +112,11 @@ def test_a_system_message_for_raw_text_is_a_usage_error(server: FakeServer) -> N
     assert result.exit_code == 2
     assert "no system message" in result.stderr
     assert server.requests == []
+
+
+def test_the_version_is_that_of_the_installed_server() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"pagoda {installed_version()}\n")
 
 
 def test_an_error_is_one_line_and_exit_code_1(server: FakeServer) -> None:

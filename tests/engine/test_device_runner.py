@@ -44,7 +44,7 @@ BACKEND = "reference" if IS_INTERPRETED else "triton"
 SETTINGS = {"max_num_seqs": 6, "token_budget": 19, "block_size": 4, "kv_cache_gb": 2e-4, "max_model_len": 120}
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral with a sliding window"])
+@pytest.fixture(scope="module", params=["llama", "olmo2", "qwen2 with a sliding window on its upper layer"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model(request.param, tmp_path_factory)
 
