@@ -21,12 +21,8 @@ _DEFAULTS = {
 }
 
 
-def check_beam_search(sampling: inference_pb2.Sampling, given: inference_pb2.Sampling, limits: Limits) -> None:
-    """Fills in what the request leaves open. Raises InvalidArgument.
-
-    sampling  every other field is set
-    given     as the client sent it
-    """
+def check_beam_search(sampling: inference_pb2.Sampling, limits: Limits) -> None:
+    """Fills in what the request leaves open; every other field of `sampling` is set. Raises InvalidArgument."""
     search = sampling.beam_search
     check_integer(search.width, "sampling.beam_search.width", 2, limits.max_beams)
     if not search.HasField("length_penalty"):
@@ -43,9 +39,6 @@ def check_beam_search(sampling: inference_pb2.Sampling, given: inference_pb2.Sam
             raise InvalidArgument(f"sampling.{field}", f"is set; a beam search needs its default, {default:g}")
     if sampling.logit_bias:
         raise InvalidArgument("sampling.logit_bias", "is set; a beam search ranks by the model's own log-probabilities")
-    if given.HasField("best_of"):
-        raise InvalidArgument("sampling.best_of", "is set; of a beam search the best n are returned anyway")
-    sampling.best_of = search.width
 
 
 def check_stopping(stopping: inference_pb2.Stopping, output: inference_pb2.Output) -> None:

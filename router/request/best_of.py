@@ -1,18 +1,16 @@
-"""The best of several sequences: nothing is told of any before all have ended, as only then are the best known."""
+"""What a beam search holds back until it has ended."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.request.output import SequenceOutput
 
 TOKENS_PER_MESSAGE = 256  # a client takes 4 MB by default: at 20 logprobs a token some 10,000 tokens
 
 
 class HeldTokens:
-    """What sequences would have streamed, until it is known whether anybody is to have it."""
+    """What sequences would have streamed, until the search has ended."""
 
     def __init__(self) -> None:
         self._messages: dict[int, list[inference_pb2.Tokens]] = {}
@@ -32,8 +30,3 @@ class HeldTokens:
         for tokens in self._messages.pop(index, ()):
             tokens.index = returned_as
             yield tokens
-
-
-def best_of(outputs: Iterable[SequenceOutput], n: int) -> list[SequenceOutput]:
-    """The n with the highest mean log-probability, best first; of equals the first."""
-    return heapq.nlargest(n, outputs, key=lambda output: output.mean_logprob)

@@ -13,11 +13,11 @@ from pagoda_server.router.engines.dispatch import Dispatcher
 from pagoda_server.router.engines.engine_stream import EngineStream, SequenceInbox
 from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument
 from pagoda_server.router.request.admission import Admission
-from pagoda_server.router.request.best_of import HeldTokens, best_of
+from pagoda_server.router.request.best_of import HeldTokens
 from pagoda_server.router.request.client_writer import ClientWriter, GenerateContext
 from pagoda_server.router.request.limits import Limits
 from pagoda_server.router.request.live import LiveRequest, LiveRequests
-from pagoda_server.router.request.output import SequenceOutput
+from pagoda_server.router.request.output import SequenceOutput, write_records
 from pagoda_server.router.request.tenant import tenant_of
 from pagoda_server.router.request.validation import (
     GenerateParams,
@@ -27,8 +27,7 @@ from pagoda_server.router.request.validation import (
     validate_generate,
     validate_tokenize,
 )
-from pagoda_server.router.text.chat_template import Chat, Message
-from pagoda_server.router.text.tokenizer import Prompt, Tokenizer
+from pagoda_server.router.text.tokenizer import Tokenizer
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -59,7 +58,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with self._admission.reserve(params.num_sequences * (params.max_tokens or 1)) as reservation:
             live = self._live.add(params.request_id)
             try:
-                prompt = await self._tokenizer.encode_prompt(self._as_asked(params.prompt, params.is_raw))
+                prompt = await self._tokenizer.encode_prompt(params.prompt)
                 max_tokens = check_prompt(params, len(prompt), self.limits)
                 reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
                 remaining_s = context.time_remaining()
@@ -69,12 +68,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 await self._stream(submit, params, live, context, received)
             finally:
                 self._live.remove(params.request_id)
-
-    def _as_asked(self, prompt: Prompt, is_raw: bool) -> Prompt:
-        """Text is what a user says, unless it is to be continued as it stands or the model does not chat."""
-        if isinstance(prompt, str) and not is_raw and self._tokenizer.has_chat_template:
-            return Chat((Message("user", prompt),))
-        return prompt
 
     async def _stream(
         self,
@@ -102,12 +95,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse],
     ) -> inference_pb2.TokenizeResponse:
         params = validate_tokenize(request, self.limits, self._model)
-        prompt = self._as_asked(params.prompt, params.is_raw)
-        if isinstance(prompt, Chat) and not params.add_special_tokens:
-            raise InvalidArgument(
-                "add_special_tokens", "is off, and the chat template adds them: text needs raw for that"
-            )
-        ids = await self._tokenizer.encode_prompt(prompt, params.add_special_tokens)
+        ids = await self._tokenizer.encode_prompt(params.prompt, params.add_special_tokens)
         return inference_pb2.TokenizeResponse(token_ids=ids)
 
     async def Detokenize(
@@ -136,8 +124,8 @@ class GenerateCall:
         self._received = received
         self._first_written: float | None = None
         self._n = params.n
-        self._held = HeldTokens() if params.picks_best else None
-        self._is_search = params.is_search
+        self._held = HeldTokens() if params.is_search else None
+        self._token_bytes = tokenizer.token_bytes if params.has_token_bytes else None
         skips_special_tokens = not params.keeps_special_tokens
 
         def is_told(index: int) -> bool:
@@ -149,7 +137,8 @@ class GenerateCall:
                 tokenizer.detokenizer(skips_special_tokens) if params.has_text and is_told(index) else None,
                 params.stop,
                 params.min_tokens,
-                params.logprobs is not None,
+                params.includes_stop,
+                self._token_bytes,
             )
             for index in range(params.num_sequences)
         ]
@@ -157,8 +146,9 @@ class GenerateCall:
         self._response = inference_pb2.GenerateResponse(request_id=params.request_id)  # used again
 
     async def write_prompt(self, ids: Sequence[int]) -> None:
-        prompt = inference_pb2.Prompt(token_ids=ids)
-        await self._writer.write(inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt=prompt))
+        response = inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt={})
+        write_records(response.prompt.tokens, ids, token_bytes=self._token_bytes)
+        await self._writer.write(response)
 
     async def run(self, stream: EngineStream) -> None:
         """Until every sequence has ended. Raises what the engine's end means, if it is no regular one."""
@@ -178,29 +168,29 @@ class GenerateCall:
             raise_if_failed(output.ended)
             self._unfinished -= 1
             if self._held is None:
-                await self._write_finished(output, output.index, is_last=not self._unfinished)
+                await self._write_finished(output, is_last=not self._unfinished)
             elif not self._unfinished:
                 await self._write_best(self._held)
         elif output.stop is not None:
             stream.abort(output.index)  # only the router knows stop strings; until it is heard, tokens go on coming
 
     async def _write_best(self, held: HeldTokens) -> None:
-        # The engine names a search's hypotheses in the order of their scores.
-        best = self._outputs[: self._n] if self._is_search else best_of(self._outputs, self._n)
-        for rank, output in enumerate(best):
+        for rank, output in enumerate(
+            self._outputs[: self._n]
+        ):  # the engine names hypotheses in the order of their scores
             for tokens in held.take(output.index, returned_as=rank):
                 await self._write_tokens(
                     inference_pb2.GenerateResponse(request_id=self._response.request_id, tokens=tokens)
                 )
-            await self._write_finished(output, rank, is_last=rank == self._n - 1)
+            await self._write_finished(output, is_last=rank == self._n - 1)
 
     async def _write_tokens(self, response: inference_pb2.GenerateResponse) -> None:
         if self._first_written is None:
             self._first_written = time.monotonic()
         await self._writer.write(response)
 
-    async def _write_finished(self, output: SequenceOutput, returned_as: int, *, is_last: bool) -> None:
-        finished = output.finished(returned_as)
+    async def _write_finished(self, output: SequenceOutput, *, is_last: bool) -> None:
+        finished = output.finished()
         response = inference_pb2.GenerateResponse(request_id=self._response.request_id, finished=finished)
         if is_last:
             response.usage.CopyFrom(self._usage())

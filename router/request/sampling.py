@@ -29,11 +29,8 @@ def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb
     check_number(resolved.presence_penalty, "sampling.presence_penalty", -10, 10)
     check_number(resolved.frequency_penalty, "sampling.frequency_penalty", -10, 10)
     check_integer(resolved.n, "sampling.n", 1, limits.max_n)
-    if not given.HasField("best_of"):
-        resolved.best_of = resolved.n
-    check_integer(resolved.best_of, "sampling.best_of", resolved.n, limits.max_n)
     if resolved.top_k >= limits.vocab_size:
         resolved.top_k = 0  # both keep every token
     if resolved.HasField("beam_search"):
-        check_beam_search(resolved, given, limits)
+        check_beam_search(resolved, limits)
     return resolved
