@@ -231,7 +231,7 @@ def watch_interval_s(request: control_pb2.WatchLoadRequest) -> float:
 
 
 def add_tenants(load: control_pb2.Load, engines: Iterable[engine_pb2.Tenants]) -> None:
-    """Adds what tenants have of all engines together. An engine's unlisted tenants are in the count, not in the sums."""
+    """Adds what tenants have of all engines together. Tenants that an engine does not list are counted, not summed."""
     merged: dict[str, control_pb2.TenantLoad] = {}
     unlisted = recent_service = 0
     for tenants in engines:

@@ -56,9 +56,8 @@ class SequenceOutput:
         """
         ids, logprobs, ended = inbox.tokens, inbox.logprobs, inbox.ended
         inbox.tokens, inbox.logprobs, inbox.ended = [], [], None
-        if self.stop is not None:  # what the engine computed before it heard of the stop
-            ids = []
-        text, count = self._text_of(ids, ended)
+        # After a stop, the engine's tokens are those that it computed before it heard of it.
+        text, count = self._text_of(ids, ended) if self.stop is None else ("", 0)
         self.num_tokens += count
         self.ended = ended
         if not count and not text:

@@ -20,7 +20,7 @@ from pagoda_server.router.errors import ConfigError, InvalidArgument
 logger = logging.getLogger(__name__)
 
 ChatRole = Literal["system", "user", "assistant", "tool"]
-Json: TypeAlias = "str | int | float | bool | None | list[Json] | dict[str, Json]"
+Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | None"
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # model families name it differently
 

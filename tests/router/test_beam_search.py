@@ -7,19 +7,49 @@ from google.protobuf.json_format import ParseDict
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda.v1.inference_pb2 import GenerateRequest
+from pagoda.v1.inference_pb2 import GenerateRequest, GenerateResponse
 from pagoda_server.router.engines.engine_stream import SequenceInbox
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.request.inference import GenerateCall
 from pagoda_server.router.request.limits import Limits
 from pagoda_server.router.request.validation import GenerateParams, to_submit, validate_generate
-from tests.router.test_best_of import Letters, Writer, texts
 
 LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)
 
 
+class Letters:
+    """A detokenizer: id 1 is "a"."""
+
+    def push(self, ids: tuple[int, ...] | list[int]) -> str:
+        return "".join(chr(ord("`") + id) for id in ids)
+
+    def flush(self) -> str:
+        return ""
+
+    def detokenizer(self, skips_special_tokens: bool) -> Letters:
+        return self
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.responses: list[GenerateResponse] = []
+
+    async def write(self, response: GenerateResponse) -> None:
+        copy = GenerateResponse()
+        copy.CopyFrom(response)
+        self.responses.append(copy)
+
+
+def texts(responses: list[GenerateResponse]) -> list[str]:
+    """By index; each is told in full before the next."""
+    ends = [response.finished.index for response in responses if response.HasField("finished")]
+    assert ends == list(range(len(ends)))
+    told = [response.tokens for response in responses if response.HasField("tokens")]
+    return ["".join(tokens.text for tokens in told if tokens.index == at) for at in ends]
+
+
 def params_of(**fields: object) -> GenerateParams:
-    return validate_generate(ParseDict({"text": "Hello", **fields}, GenerateRequest()), LIMITS, "m")
+    return validate_generate(ParseDict({"prompt": "Hello", **fields}, GenerateRequest()), LIMITS, "m")
 
 
 def search(**sampling: object) -> dict[str, object]:
@@ -46,7 +76,6 @@ def search(**sampling: object) -> dict[str, object]:
         (search(presencePenalty=0.5), "sampling.presence_penalty"),
         (search(frequencyPenalty=0.5), "sampling.frequency_penalty"),
         (search(logitBias={"3": 1.0}), "sampling.logit_bias"),
-        (search(bestOf=4), "sampling.best_of"),
         ({**search(), "stopping": {"stop": ["x"]}}, "stopping.stop"),
         ({**search(), "output": {"logprobs": 1}}, "output.logprobs"),
     ],
