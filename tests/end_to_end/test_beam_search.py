@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from pagoda.client import Client
-from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pagoda_server.cli.__main__ import app
 from pagoda_server.engine.core.beam_search import BeamParams, EarlyStopping
 from pagoda_server.engine.runners.synthetic import expected_tokens
-from tests.end_to_end.asking import Answer, ask, request
+from tests.end_to_end.asking import Answer, ask, engine_load, request
 from tests.engine.beam_reference import Expected, expected_beams
 from tests.servers import Server
 
@@ -84,21 +84,21 @@ def test_a_search_that_is_cancelled_gives_everything_back(
 ) -> None:
     call = inference.Generate(search("endless", 20_000, 1, BeamParams(4, 4.0, EarlyStopping.BEST)))
     deadline = time.monotonic() + 60
-    while control.GetLoad(control_pb2.GetLoadRequest()).running < 4:
+    while engine_load(control).running < 4:
         assert time.monotonic() < deadline, "four beams never ran"
         time.sleep(0.01)
     threading.Timer(0.0, call.cancel).start()
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     assert caught.value.code() is grpc.StatusCode.CANCELLED
-    while (load := control.GetLoad(control_pb2.GetLoadRequest())).running or load.blocks_referenced:
+    while (load := engine_load(control)).running or load.blocks_referenced:
         assert time.monotonic() < deadline, "its blocks never came back"
         time.sleep(0.01)
 
 
 def test_the_python_client_asks_for_beams_and_tells_scores(synthetic_server: Server) -> None:
     with Client(synthetic_server.address) as client:
-        chunks = list(client.generate("beams", raw=True, beams=3, n=2, max_tokens=9, ignore_eos=True, logprobs=0))
+        chunks = list(client.generate(prompt="beams", beams=3, n=2, max_tokens=9, ignore_eos=True, logprobs=0))
         expected = expected_beams(list(b"beams"), 9, BeamParams(3), VOCAB_SIZE)
         scores = [chunk.score for chunk in chunks if chunk.finish_reason]
         assert scores == [pytest.approx(one.score) for one in expected[:2]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from typing import Any
 
@@ -123,6 +124,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("chat.tool_choice.mode", {"toolChoice": {"mode": 17}}),
     ("chat.template_kwargs", {"templateKwargs": {"no name": 1}}),
     ("chat.template_kwargs", {"templateKwargs": {"": 1}}),
+    ("chat.template_kwargs", {"templateKwargs": {"a": math.inf}}),
     ("chat.template_kwargs", {"templateKwargs": {"a": nested(16)}}),
     ("chat.template_kwargs", {"templateKwargs": {"a": list(range(1024))}}),
 ]
