@@ -9,8 +9,9 @@ ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 ENV PAGODA_CACHE=/models HF_HOME=/models/huggingface
 RUN useradd --uid 10001 --create-home pagoda && install -d -o pagoda -g pagoda /models
 WORKDIR /app
-COPY pyproject.toml setup.py README.md ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY src src
+COPY settings settings
 COPY channel channel
 COPY checkpoints checkpoints
 COPY clients clients

@@ -7,6 +7,7 @@ SERVE  := $(VENV)/.can-serve
 DEV    := $(VENV)/.can-develop
 LOG    := $(VENV)/install.log
 STUBS  := clients/python
+IMAGE  := protos/published.binpb
 
 comma := ,
 
@@ -31,7 +32,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly lint format protos bench bench-gpu simulate bench-peers clean
+.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly test-wheels lint format protos protos-image settings bench bench-gpu simulate bench-peers clean
 
 demo: $(SERVE)            ## eight prompts at once through a real server, live
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -65,10 +66,17 @@ test-all: $(DEV)          ## and the long ones
 test-nightly: $(DEV)      ## a million random operations of scheduler and blocks; 13 minutes on one core, ARGS="-n 2" uses two
 	@$(BIN)/python -m pytest -m nightly --durations=0 $(ARGS)
 
-lint: $(DEV)              ## ruff and mypy
+test-wheels: $(DEV)       ## builds both wheels, installs them beside Hugging Face's `kernels` and calls a server from outside
+	@$(BIN)/python -m pytest -v tests/test_wheels.py $(ARGS)
+
+lint: $(DEV)              ## ruff, mypy, and buf for the protos
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/buf lint
+	@test ! -e $(IMAGE) || $(BIN)/buf breaking --against $(IMAGE) || { \
+		echo "The protos break programs that were built with $(IMAGE): keep names, numbers and types, and add fields instead."; \
+		exit 1; }
 
 format: $(DEV)            ## what ruff can put right
 	@$(BIN)/ruff check --fix .
@@ -76,6 +84,12 @@ format: $(DEV)            ## what ruff can put right
 
 protos: $(DEV)            ## regenerate the committed stubs
 	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(STUBS) --pyi_out=$(STUBS) --grpc_python_out=$(STUBS) $$(find protos -name '*.proto')
+
+protos-image: $(DEV)      ## the protos as they are become what `make lint` protects; run it when something was added
+	@$(BIN)/buf build --exclude-source-info --output $(IMAGE)
+
+settings: $(SERVE)        ## regenerate docs/settings.md from the declaration of the settings
+	@$(BIN)/python -m pagoda_server.settings > docs/settings.md
 
 bench: $(DEV)             ## a workload through gRPC, beside every peer that is installed; ARGS="--workload rag …"
 	@$(BIN)/python -m bench $(ARGS)
@@ -113,7 +127,7 @@ build/arm/%.o: %.cpp $(wildcard kernels/native/*.h tests/kernels/native/*.h) Mak
 	@$(ARM_CXX) $(NATIVE) -c $< -o $@
 
 clean:                    ## removes what was installed and built
-	rm -rf $(VENV) .venv-peers build *.egg-info
+	rm -rf $(VENV) .venv-peers build src/*.egg-info clients/python/build clients/python/*.egg-info
 
 $(SERVE): pyproject.toml clients/python/pyproject.toml setup.py $(wildcard kernels/native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Pagoda needs Python 3.11 or newer: make PYTHON=python3.12")'

@@ -12,6 +12,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 COMPILERS = "GCC 12 or clang 14, or a newer one"
+LONGEST = ("isa_generic.cpp", "isa_avx512.cpp", "isa_avx2.cpp")  # to compile: first, so that all cores end together
 
 
 class BuildKernels(build_ext):
@@ -21,6 +22,7 @@ class BuildKernels(build_ext):
         compile_in_turn = self.compiler.compile
 
         def compile_at_once(sources: list[str], **options: Any) -> list[str]:
+            sources = sorted(sources, key=lambda source: not source.endswith(LONGEST))
             with ThreadPoolExecutor(os.cpu_count()) as cores:
                 objects = list(cores.map(lambda source: compile_in_turn([source], **options), sources))
             return [name for names in objects for name in names]

@@ -138,15 +138,14 @@ def schedules_command(
 ) -> None:
     """Four ways of serving, in the engine's own loop: a table by batch size, and why continuous wins."""
     from bench.schedules import schedules  # only here: other commands run no model in this process
-    from pagoda_server.engine.core.config import EngineConfig
     from pagoda_server.engine.runners.load import load_runner
-    from pagoda_server.engine.runners.synthetic import StepTime
+    from pagoda_server.settings import EngineConfig
 
     threads = threads or usable_cores()
     vocab_size = options.vocab_size(model)
     with shown_progress() as progress:
-        config = EngineConfig(model, threads=threads)
-        runner = load_runner(config, resolve(model), progress, StepTime.parse(step_ms) if step_ms else None)
+        config = EngineConfig(model, threads=threads, step_ms=step_ms)
+        runner = load_runner(config, resolve(model), progress)
     schedules(
         runner,
         uniform(vocab_size, seed, requests, PROMPT_LEN, output_len),

@@ -9,7 +9,6 @@ router's pending output, and its encoding to bytes.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import defaultdict
 from statistics import median
@@ -19,16 +18,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
-from pagoda_server.engine.core.config import CPU_BLOCK_SIZE, EngineConfig
-from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import Sampled, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.loop.loop import EngineLoop
+from pagoda_server.engine.loop.loop import Add, EngineLoop
 from pagoda_server.engine.loop.step_trace import StepTrace
 from pagoda_server.engine.loop.steps_in_flight import Computed
 from pagoda_server.engine.runners.cpu.recorded_steps import DecodeArrays
 from pagoda_server.engine.scheduling.scheduler import Scheduler
-from pagoda_server.engine.serving.server import Connection, EngineServer
+from pagoda_server.engine.serving.server import EngineServer
+from pagoda_server.settings.engine import CPU_BLOCK_SIZE, EngineConfig
 
 BLOCK_SIZE = CPU_BLOCK_SIZE
 PARTS = ("schedule", "pack", "commit", "trace", "load", "deliver", "encode")
@@ -46,10 +46,15 @@ class NoModel:
         return Computed(Sampled([7] * count, [None] * count))
 
 
-def sequence(id: int, prompt_len: int) -> Sequence:
-    params = SamplingParams(max_tokens=1 << 20, stop_token_ids=frozenset({2}))
-    tokens = [(id * 31 + at) % 1000 for at in range(prompt_len)]
-    return Sequence(id, tokens, prompt_len, params, arrived=0.0, deadline=math.inf)
+def submit(number: int, prompt_len: int) -> engine_pb2.Submit:
+    prompt = [(number * 31 + at) % 1000 for at in range(prompt_len)]
+    return engine_pb2.Submit(first_sequence=number, prompt=prompt, max_tokens=1 << 20, stop_token_ids=[2])
+
+
+def add_submitted(loop: EngineLoop, scheduler: Scheduler) -> None:
+    for message in loop.inbox.take():
+        assert isinstance(message, Add)
+        scheduler.add(message.seq)
 
 
 async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> dict[str, float]:
@@ -63,17 +68,18 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         clock=time.monotonic,
         target_itl_s=EngineConfig("any").target_itl_s,
     )
-    runner, servicer, connection = NoModel(), EngineServer(control_pb2.EngineInfo()), Connection(epoch=1)
-    loop = EngineLoop(scheduler, runner, servicer, on_end=lambda: None)
-    servicer._connections.add(connection)
-    for id in range(num_seqs):  # of different lengths, so that not all need a block in the same step
-        servicer._routes[id] = (connection, id)
-        connection.ids[id] = id
-        scheduler.add(sequence(id, context_len - id % BLOCK_SIZE))
+    runner, server = NoModel(), EngineServer(control_pb2.EngineInfo())
+    loop = EngineLoop(scheduler, runner, server, on_end=lambda: None)  # never started: each part is called here
+    server.attach(loop.inbox)
+    connection = server.connect()
+    for number in range(num_seqs):  # of different lengths, so that not all need a block in the same step
+        server.submit(connection, submit(number, context_len - number % BLOCK_SIZE))
+    add_submitted(loop, scheduler)
     scheduler.commit(plan := scheduler.schedule(), runner.launch(plan).result())
     scheduler.take_output()
-    for id in range(num_seqs, num_seqs + waiting):
-        scheduler.add(sequence(id, 32))
+    for number in range(num_seqs, num_seqs + waiting):
+        server.submit(connection, submit(number, 32))
+    add_submitted(loop, scheduler)
 
     longest = context_len + steps + 64
     trace = StepTrace(scheduler)
@@ -94,9 +100,9 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         trace.add(trace.sketch(plan), started, executed)
         trace.note(output)
         traced = time.perf_counter()
-        load = loop._load()
+        load = loop.load()
         loaded = time.perf_counter()
-        servicer._deliver(output, load)
+        server.deliver(output, load)
         delivered = time.perf_counter()
         connection.take().SerializeToString()
         encoded = time.perf_counter()

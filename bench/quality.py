@@ -25,12 +25,12 @@ from bench.record import Setting
 from bench.report import Cells
 from bench.turns import bars
 from pagoda_server.cli.progress_bars import shown_progress
-from pagoda_server.engine.core.config import DType, EngineConfig, Quantization
 from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.models import read_config
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.settings.engine import DType, EngineConfig, Quantization
 
 NAME = "quality"
 NUM_CONTINUATIONS = 20

@@ -19,7 +19,7 @@ import psutil
 from bench.measure import PERCENTILES, Run, Targets, Turns
 from bench.workloads import Workload
 
-PACKAGES = ("pagoda", "torch", "grpcio", "numpy")
+PACKAGES = ("pagoda-server", "torch", "grpcio", "numpy")
 # Variables that choose the instructions of a system, by which results of two runs on one machine may differ.
 INSTRUCTION_SETS = ("PAGODA_INSTRUCTION_SET", "LLAMA_SERVER", "OV_CPU_MAX_ISA", "ONEDNN_MAX_CPU_ISA")
 

@@ -17,13 +17,13 @@ import typer
 
 from pagoda_server.checkpoints import resolve
 from pagoda_server.checkpoints.progress import no_progress
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.loop.steps_in_flight import Launched, StepsInFlight
 from pagoda_server.engine.runners.load import InformedRunner, load_runner
 from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.settings.engine import EngineConfig
 
 LENGTHS = (256, 1024, 4096)
 OUTPUT = 8  # tokens before the sequence is preempted; as many follow
@@ -114,7 +114,7 @@ def main(
     """Measures and prints medians."""
     folder = resolve(model, no_progress)
     config = EngineConfig(str(folder), token_budget=token_budget, host_kv_gb=0.25)
-    runner = load_runner(config, folder, no_progress, None)
+    runner = load_runner(config, folder, no_progress)
     for length in LENGTHS:
         rounds: list[list[Resumption]] = []
         for turn in range(turns + 1):

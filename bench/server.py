@@ -31,7 +31,7 @@ def serve_command(arguments: list[str]) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "pagoda_server.cli.__main__",
+        "pagoda_server.cli",
         "serve",
         "--listen",
         "127.0.0.1:0",

@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pagoda_server.checkpoints import DEFAULT_MODEL, resolve
-from pagoda_server.engine.core.config import EngineConfig, Quantization
 from pagoda_server.engine.core.sequence import SamplingParams, Sequence, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.settings.engine import EngineConfig, Quantization
 
 CONTEXT = 128
 PROMPT = 512

@@ -1,7 +1,7 @@
 """The ops of a model on one device: each with a contract, a plain torch reference and the versions of its backends."""
 
 from pagoda_server.kernels.adjust_logits import LogitAdjustments
-from pagoda_server.kernels.backend import Backend, load_backend
+from pagoda_server.kernels.backend import Backend
 from pagoda_server.kernels.copy_blocks import copy_blocks
 from pagoda_server.kernels.embedding import Embedding
 from pagoda_server.kernels.gumbel import noise_key
@@ -13,6 +13,7 @@ from pagoda_server.kernels.linear_whole_native import prefers_whole_native
 from pagoda_server.kernels.native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
 from pagoda_server.kernels.paged import AttentionPlan, PagedKV
 from pagoda_server.kernels.recording import Recorder, Recording
+from pagoda_server.kernels.registry import load_backend
 from pagoda_server.kernels.rope_and_store_kv import HeadNorms
 from pagoda_server.kernels.row_sampling import (
     MAX_TOP_LOGPROBS,

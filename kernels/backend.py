@@ -1,4 +1,4 @@
-"""A backend: one implementation of every op, chosen once at start."""
+"""A backend: one implementation of every op; and those of torch and of the compiled module."""
 
 from __future__ import annotations
 
@@ -159,31 +159,7 @@ NATIVE_INT8_WEIGHT = replace(
     is_compiled=True,
 )
 
-_BACKENDS = {
+BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (REFERENCE, CPU, NATIVE, NATIVE_WHOLE, NATIVE_INT8, NATIVE_INT8_WEIGHT, NATIVE_INT4)
 }
-_TRITON_BACKENDS = ("triton", "triton-int8", "triton-fp8")
-
-
-def load_backend(name: str) -> Backend:
-    """Raises ValueError for an unknown name, ImportError if it needs Triton where there is none.
-
-    reference           plain torch that runs on any device
-    cpu                 torch's own fused and packed operations
-    native              compiled code for everything but products; only if `has_native()`
-    native-whole        and products with weights as they are; only if `has_native()`
-    native-int8         and products in int8; only if `has_native()`
-    native-int8-weight  and weights in int8, products in bfloat16; only if `has_native_int8_weight()`
-    native-int4         and weights in 4 bits where the checkpoint has such, int8 elsewhere; only if `has_native()`
-    triton              kernels for a GPU; with -int8 or -fp8, and weights of that
-    """
-    if name in _TRITON_BACKENDS:
-        from pagoda_server.kernels.triton.backend import BACKENDS  # where there is no GPU nothing loads Triton
-
-        return BACKENDS[name]
-    if name not in _BACKENDS:
-        raise ValueError(
-            f"no kernel backend is called {name!r}; there are {', '.join((*_BACKENDS, *_TRITON_BACKENDS))}"
-        )
-    return _BACKENDS[name]

@@ -24,14 +24,14 @@ def quantize_weight(weight: Tensor, limits_pairs: bool = False) -> tuple[Tensor,
     """To the nearest, ties to even: weight = scale * value.
 
     weight        [out, in] floating point
-    limits_pairs  the values of inputs 2i and 2i + 1 are at most 128 together: AVX2 adds their products in 16 bits.
-                  Groups of half the size make up for their larger steps.
+    limits_pairs  the values of inputs 2i and 2i + 1 sum to -128…128: AVX2 adds their products in 16 bits. Groups of
+                  half the size make up for their larger steps.
     return        [out, groups, GROUP] int8 in -127…127, zero beyond `in`; [out, groups, 1] float32 scales, or 2 a group
     """
     groups = _groups(weight).unflatten(-1, (2 if limits_pairs else 1, -1))
     greatest = groups.abs().amax(dim=-1)
     if limits_pairs:
-        pairs = groups.abs().unflatten(-1, (-1, 2)).sum(dim=-1).amax(dim=-1)
+        pairs = groups.unflatten(-1, (-1, 2)).sum(dim=-1).abs().amax(dim=-1)
         greatest = greatest.maximum(pairs * (127 / 127.99))
     inverse = torch.where(greatest > 0, 127 / greatest, 0.0)
     return (groups * inverse[..., None]).round().to(torch.int8).flatten(2), greatest / 127

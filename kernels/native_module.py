@@ -6,6 +6,7 @@ layouts first and leaves to plain torch what the module has no code for.
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -15,7 +16,7 @@ from pagoda_server.kernels.processor import force_instruction_set
 
 _compiled: ModuleType | None
 try:
-    from pagoda_server.kernels import _native as _compiled  # type: ignore[attr-defined,no-redef]
+    _compiled = import_module("pagoda_server.kernels._native")  # by name: type checkers cannot see it
 except ImportError:  # no compiler at installation, or a processor that plain torch serves as well
     _compiled = None
 native = force_instruction_set(_compiled)

@@ -1,16 +1,25 @@
-"""Who may import whom: the rules that keep the two processes apart and the core free of tensors."""
+"""Which module may import which, and the floor plan: what keeps the processes apart and the core free of tensors."""
 
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = {"channel", "router", "engine", "kernels", "checkpoints", "cli"}
+ROOMS = {path.name for path in (ROOT / "src" / "pagoda_server").iterdir() if path.is_symlink()}
+PACKAGES = {
+    "pagoda_server": ROOT / "src" / "pagoda_server",
+    "pagoda": ROOT / "clients/python/pagoda",
+    "bench": ROOT / "bench",
+}
+PUBLIC_IN_SPITE_OF_ITS_NAME = {"_fields"}  # an attribute of every NamedTuple
 SCHEDULING = ["core", "kv", "scheduling", "timing"]  # rooms of the engine
 
 
@@ -38,7 +47,7 @@ def imports_of_room(room: str) -> set[str]:
 def rooms_of(room: str) -> set[str]:
     """Other rooms of the server that a room's files import; `pagoda` is the client with the protocol's stubs."""
     parts = [name.split(".") for name in imports_of_room(room)]
-    ours = {part[1] for part in parts if part[0] == "pagoda_server" and len(part) > 1}
+    ours = {part[1] for part in parts if part[0] == "pagoda_server" and len(part) > 1} & ROOMS
     return (ours | {"pagoda"} & {part[0] for part in parts}) - {room}
 
 
@@ -50,11 +59,12 @@ def packages_of(room: str) -> set[str]:
     ("room", "allowed"),
     [
         ("channel", set()),
-        ("router", {"pagoda", "channel", "checkpoints"}),
-        ("engine", {"pagoda", "channel", "checkpoints", "kernels"}),
+        ("settings", {"channel"}),
+        ("router", {"pagoda", "settings", "channel", "checkpoints"}),
+        ("engine", {"pagoda", "settings", "channel", "checkpoints", "kernels"}),
         ("kernels", set()),
         ("checkpoints", set()),
-        ("cli", {"pagoda", "channel", "checkpoints", "router"}),  # router: `pagoda serve` starts it
+        ("cli", {"pagoda", "settings", "channel", "checkpoints", "router"}),  # router: `pagoda serve` starts it
     ],
 )
 def test_a_room_imports_only_what_its_place_allows(room: str, allowed: set[str]) -> None:
@@ -66,7 +76,7 @@ def test_the_client_imports_nothing_of_the_server() -> None:
     assert "pagoda_server" not in {name.split(".")[0] for name in names}
 
 
-@pytest.mark.parametrize("room", ["channel", "router", "checkpoints", "cli"])
+@pytest.mark.parametrize("room", ["settings", "channel", "router", "checkpoints", "cli"])
 def test_the_text_side_never_imports_torch(room: str) -> None:
     assert not packages_of(room) & {"torch", "transformers"}
 
@@ -76,7 +86,8 @@ def test_the_scheduler_needs_the_standard_library_alone(room: str) -> None:
     names = imports_of_room(f"engine/{room}")
     assert {name.split(".")[0] for name in names} - {"pagoda_server"} <= sys.stdlib_module_names
     ours = [name.split(".") for name in names if name.startswith("pagoda_server.")]
-    assert {part[2] for part in ours} <= set(SCHEDULING)
+    assert {part[2] for part in ours if part[1] == "engine"} <= set(SCHEDULING)
+    assert {part[1] for part in ours} <= {"engine", "settings"}
 
 
 def test_nothing_unpickles() -> None:
@@ -88,3 +99,69 @@ def test_a_running_router_has_loaded_no_torch() -> None:
     heavy = "{'torch', 'transformers'} & sys.modules.keys()"
     check = f"import pagoda_server.router.process.main, sys; sys.exit(bool({heavy}))"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0
+
+
+def modules() -> dict[str, ast.Module]:
+    """Every module of the project by its name, but for the generated stubs."""
+    found = {}
+    for package, root in PACKAGES.items():
+        for folder, _, files in os.walk(root, followlinks=True):  # the server's rooms are links
+            for path in (Path(folder) / file for file in files if file.endswith(".py") and "_pb2" not in file):
+                parts = (package, *path.relative_to(root).with_suffix("").parts)
+                found[".".join(parts).removesuffix(".__init__")] = ast.parse(path.read_text())
+    return found
+
+
+def arrows_from(tree: ast.Module, modules: Mapping[str, ast.Module]) -> Iterator[str]:
+    """What a module imports of the project: at the top, within functions, and for type checking alone."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom) and node.module in modules:
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield submodule if submodule in modules else node.module
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    found = modules()
+    try:
+        TopologicalSorter({name: set(arrows_from(tree, found)) for name, tree in found.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(" → ".join(error.args[1]))
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Names with a leading underscore that a file defines: functions, classes, variables and attributes of `self`."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            names.add(node.attr)
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def test_no_file_reaches_into_what_is_private_to_another() -> None:
+    found = modules()
+    private = {name: private_names(tree) for name, tree in found.items()}
+    ours = set().union(*private.values()) - PUBLIC_IN_SPITE_OF_ITS_NAME
+    reached = []
+    for name, tree in found.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and not is_self(node.value):
+                reached += [f"{name}:{node.lineno} {ast.unparse(node)}"] if node.attr in ours - private[name] else []
+            elif isinstance(node, ast.ImportFrom):
+                reached += [f"{name}:{node.lineno} {alias.name}" for alias in node.names if alias.name in ours]
+    assert not reached, "\n" + "\n".join(reached)
+
+
+def test_the_engine_has_at_most_ten_rooms() -> None:
+    rooms = {path.parent for path in folder("engine").rglob("*.py")} - {folder("engine")}
+    assert len(rooms) <= 10, sorted(str(room.relative_to(ROOT)) for room in rooms)

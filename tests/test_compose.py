@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,11 @@ def test_the_file_is_valid_by_the_compose_specification() -> None:
 
 @pytest.mark.parametrize(
     ("service", "command"),
-    [("router", ("pagoda_server.cli.__main__", "serve")), ("engine", ("engine",)), ("engine-gpu", ("engine",))],
+    [
+        ("router", ("pagoda_server.cli", "serve")),
+        ("engine", ("pagoda_server.engine",)),
+        ("engine-gpu", ("pagoda_server.engine",)),
+    ],
 )
 def test_every_flag_exists(service: str, command: tuple[str, ...]) -> None:
     flags = flags_of(service)
@@ -61,7 +66,7 @@ def test_entrypoints_and_health_checks_are_real_commands() -> None:
     for service in ("router", "engine", "engine-gpu"):
         _, program, command, flag, _ = SERVICES[service]["healthcheck"]["test"]
         assert (program, command) == ("pagoda", "health")
-        assert flag in options_of("pagoda_server.cli.__main__", "health")
+        assert flag in options_of("pagoda_server.cli", "health")
 
 
 def test_every_path_that_the_images_copy_exists() -> None:
@@ -70,11 +75,18 @@ def test_every_path_that_the_images_copy_exists() -> None:
         assert all((ROOT / source).exists() for source in sources)
 
 
-def test_every_package_of_the_project_is_in_the_images() -> None:
-    packages = re.search(r"packages = \[([^\]]+)\]", (ROOT / "pyproject.toml").read_text())
-    assert packages
-    for name in re.findall(r'"([a-z]+)[".]', packages[1]):
-        assert f"COPY {name} {name}" in DOCKERFILE
+def test_every_folder_of_the_server_is_in_the_images() -> None:
+    for link in (ROOT / "src" / "pagoda_server").iterdir():
+        if link.is_symlink():
+            folder = link.resolve().relative_to(ROOT).parts[0]
+            assert f"COPY {folder} {folder}" in DOCKERFILE
+
+
+def test_every_file_that_the_build_reads_is_in_the_images() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    copied = re.search(r"^COPY (.+) \./$", DOCKERFILE, re.MULTILINE)
+    assert copied
+    assert {"pyproject.toml", "setup.py", project["readme"], *project["license-files"]} == set(copied[1].split())
 
 
 @pytest.mark.parametrize("service", ["model", "router", "engine", "engine-gpu"])

@@ -1,44 +1,46 @@
-"""The engine's settings stand on two command lines and in two configurations: all of them agree."""
+"""Pages for operators name no option that the server and its commands do not have."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from collections.abc import Callable
-from typing import Any, get_type_hints
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-from pagoda_server.cli.__main__ import serve
-from pagoda_server.engine.__main__ import main as engine
-from pagoda_server.engine.core.config import EngineConfig
-from pagoda_server.router.process.config import ENGINE_SETTINGS, ServeConfig
+from pagoda_server.cli.__main__ import app as pagoda
+from pagoda_server.settings import EngineConfig
+from pagoda_server.settings.command_line import command
 
-NOT_PASSED_ON = {"context", "model", "listen", "log_level", "allow_insecure", "exit_with_parent"}
-
-
-def options(command: Callable[..., None]) -> dict[str, tuple[Any, Any]]:
-    """Type, which holds the choices, and default of each; typer takes names, choices and defaults from these."""
-    hints = get_type_hints(command)
-    return {name: (hints[name], given.default) for name, given in inspect.signature(command).parameters.items()}
+ROOT = Path(__file__).parent.parent
+OTHER_PROGRAM = re.compile(r"^\s*(docker|pip|make|grpcurl)\b|python -m (bench|kernels)|`make ")
+FLAG = re.compile(r"(?<![\w#-])--[a-z][a-z-]*[a-z]")
 
 
-def fields(configuration: Any) -> dict[str, tuple[Any, Any]]:
-    hints = get_type_hints(configuration)
-    return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(configuration)}
+def options_of(given: Any) -> set[str]:
+    """Of a command and its commands."""
+    own = {option for parameter in given.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return own.union(*(options_of(each) for each in getattr(given, "commands", {}).values()))
 
 
-@pytest.mark.parametrize("name", [*ENGINE_SETTINGS, "model", "log_level"])
-def test_a_flag_of_the_engine_means_the_same_to_pagoda_serve(name: str) -> None:
-    assert options(serve)[name] == options(engine)[name]
+def engine(config: EngineConfig) -> int:
+    """An engine."""
+    raise NotImplementedError
 
 
-@pytest.mark.parametrize("name", ENGINE_SETTINGS)
-def test_a_setting_of_the_engine_is_its_flag_in_both_configurations(name: str) -> None:
-    assert fields(ServeConfig)[name] == options(serve)[name]
-    if name != "step_ms":  # which the engine takes beside its configuration
-        assert fields(EngineConfig)[name] == options(engine)[name]
+def flags_of(page: str) -> set[str]:
+    """Those of lines about Pagoda: other programs have their own, and so has the first column of the table for vLLM."""
+    lines = (ROOT / page).read_text().replace("| vLLM | Pagoda |", "\0").split("\0")
+    text = "\n".join((*lines[:1], *(re.sub(r"^\|[^|]*\|", "", part, flags=re.MULTILINE) for part in lines[1:])))
+    return {flag for line in text.splitlines() if not OTHER_PROGRAM.search(line) for flag in FLAG.findall(line)}
 
 
-def test_pagoda_serve_passes_on_every_flag_of_the_engine() -> None:
-    assert options(engine).keys() - NOT_PASSED_ON == set(ENGINE_SETTINGS)
+@pytest.mark.parametrize("page", ["README.md", "docs/operations.md", "docs/architecture.md", "docs/scheduling.md"])
+def test_a_page_names_no_option_that_does_not_exist(page: str) -> None:
+    app = typer.Typer()
+    app.command()(command(EngineConfig, engine))
+    known = {"--help"} | options_of(typer.main.get_command(pagoda)) | options_of(typer.main.get_command(app))
+    flags = flags_of(page)
+    assert len(flags) > 1
+    assert flags <= known

@@ -20,7 +20,6 @@ from bench.gpu.idle import idle_fraction, start_profiler
 from bench.gpu.random_model import write_model
 from bench.gpu.rows import Bar, Bench, Row, explain
 from pagoda_server.checkpoints.progress import no_progress
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.output import StepOutput
 from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
@@ -30,6 +29,7 @@ from pagoda_server.engine.runners.load import InformedRunner, load_runner
 from pagoda_server.engine.runners.runner_info import RunnerInfo
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.kernels.triton.inputs import LLAMA_1B, LLAMA_8B, ModelShape
+from pagoda_server.settings.engine import EngineConfig
 
 PART = "decode step"
 SKIPPED, MEASURED = 8, 32  # steps of each batch size
@@ -122,7 +122,7 @@ def rows(bench: Bench, shape: ModelShape) -> Iterator[Row]:
             kv_cache_gb=0.01 if bench.is_small else None,
             prefix_caching=False,
         )
-        runner = WatchedRunner(load_runner(config, Path(folder), no_progress, None))
+        runner = WatchedRunner(load_runner(config, Path(folder), no_progress))
     numbers = itertools.count()  # no two sequences of the runner's life have the same
     for series in every:
         yield from _measure(series, numbers, runner, config, shape, bench)

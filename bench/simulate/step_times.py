@@ -11,12 +11,12 @@ import numpy as np
 
 from pagoda_server.checkpoints import resolve
 from pagoda_server.checkpoints.progress import no_progress
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.sequence import SamplingParams, Sequence
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.runners.load import load_runner
 from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.settings.engine import EngineConfig
 
 # Of SmolLM2-135M-Instruct with the native-int8 kernels on 2 shared cores of an AMD EPYC (AVX512-VNNI), 2026-11-21: each
 # of the twenty steps that it was fitted to, from 7 to 260 ms, took within 17 % of what it says.
@@ -31,7 +31,7 @@ STEPS = 6  # of which the median counts
 def measure(model: str) -> StepTime:
     """Decodes at a context of 128 tokens, with and without a chunk of a prompt beside them."""
     budget = max(DECODES) * CONTEXT + 1
-    runner = load_runner(EngineConfig(model, token_budget=budget), resolve(model), no_progress, None)
+    runner = load_runner(EngineConfig(model, token_budget=budget), resolve(model), no_progress)
     rows: list[list[float]] = []
     seconds: list[float] = []
     for decodes, chunk in product(DECODES, CHUNKS):

@@ -26,7 +26,7 @@ TlsCa = Annotated[
 Timeout = Annotated[float | None, typer.Option(help="Deadline in seconds.", show_default=False)]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(help="Tokens to generate at most.", show_default="the server's: 256, or what the context leaves"),
+    typer.Option(help="Tokens to generate at most.", show_default="the server's --default-max-tokens"),
 ]
 Temperature = Annotated[float, typer.Option(help="0 always takes the most likely token.")]
 TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability.")]

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from pagoda_server.engine.core.sequence import EndReason, Sequence, State, TokenLogprobs
 
 # Why a sequence does not compute in a step: as many run as may; no blocks are left; others have the step's tokens; so
-# the schedule decides; its last token is being computed, or its beam search waits for other rows.
+# the schedule decides; its last token is being computed.
 Hold: TypeAlias = Literal["no place", "no blocks", "no budget", "not its turn", "token pending"]
 
 
@@ -28,7 +28,6 @@ class Ended:
 
     matched  the token id of reason STOP
     detail   explains REJECTED and FAILED
-    score    of a beam search's hypothesis
     """
 
     seq: Sequence
@@ -36,7 +35,6 @@ class Ended:
     at: float
     matched: int | None = None
     detail: str = ""
-    score: float | None = None
 
 
 @dataclass(slots=True)
@@ -76,7 +74,7 @@ class Counters:
     step_tokens: int = 0
 
     def count_prompt(self, seq: Sequence, computed_by: Sequence | None, num_cached: int) -> None:
-        """Of a sequence that starts, once whatever the number of those that start from it.
+        """Count the prompt of a sequence that starts, once for all that start from it or continue it.
 
         computed_by  who computed it for this one; None: this one does, but for its `num_cached` first tokens
         """
@@ -84,5 +82,7 @@ class Counters:
             seq.cached_tokens = computed_by.cached_tokens
             return
         seq.cached_tokens = num_cached
+        if seq.output_len:
+            return
         self.prompt_tokens += seq.prompt_len
         self.cached_tokens += num_cached

@@ -9,34 +9,40 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
-from pagoda_server.engine.core.beam_search import BeamParams
+from pagoda_server.settings.sampling import Sampling
+
+
+class TokenMask(Protocol):
+    """Decides which tokens a sequence may choose next: a fixed set, or a grammar that follows the sequence.
+
+    depends_on_tokens  the mask changes with the sequence's tokens. The sequence then waits for its last token before
+                       its next step is launched, even where steps overlap.
+    """
+
+    @property
+    def depends_on_tokens(self) -> bool: ...
+
+    def fill(self, tokens: list[int], words: memoryview) -> None:
+        """Writes the mask of the token that follows `tokens`, the same whenever it is asked for the same tokens.
+
+        words  uint32, all zero, one bit for each token id of the vocabulary: bit i of word w allows token 32 * w + i
+        """
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How one sequence's next token is chosen; defaults take the most likely token.
+class SamplingParams(Sampling):
+    """How one sequence's tokens are chosen, and when it ends.
 
-    seed            with the position of the token to choose, determines the randomness: the same at any load
     stop_token_ids  end the sequence; they cannot be chosen before min_tokens tokens exist
     logprobs        None: none; 0: of the chosen token; N: also of the N most likely
-    beams           of the beam search that it is a row of, which chooses its tokens; None: it is none
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
-    beams: BeamParams | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -62,7 +68,8 @@ class EndReason(Enum):
 class Sequence:
     """One stream of tokens, from its prompt to its end.
 
-    tokens        prompt, then output; grows by one each time that `num_computed` has caught up
+    tokens        prompt, then output; grows by one each time that `num_computed` has caught up; a sequence
+                  that continues another one arrives with output
     num_pending   tokens after those that scheduled steps choose and that are not known yet
     num_computed  leading tokens whose keys and values are in the cache once all scheduled steps are done
     blocks        the block table: block i holds tokens [i * block_size, (i + 1) * block_size)
@@ -70,11 +77,11 @@ class Sequence:
     tenant        who it is computed for; "" is one of them
     ttft_s        target for the time from arrival to the first token; math.inf for none
     tpot_s        target for the mean time of each token after the first; math.inf for none
+    age_s         by so many seconds its request is older than it: the steps of a beam search keep one place in line
     request_id    the client's name for what it is part of
+    token_mask    restricts which tokens it may choose; None: nothing does
     max_len       tokens, prompt included, at which it ends with LENGTH; the scheduler sets it on arrival
     request       names the request whose prompt it shares with others; None: it has its own
-    peers         the rows of its beam search, itself included, which start, are preempted and end as one; else empty
-    is_held       it runs, and computes nothing until its peers have (engine/kv/beams.py)
     """
 
     id: int
@@ -91,10 +98,10 @@ class Sequence:
     bypass_cache: bool = False
     request: int | None = None
     request_id: str = ""
-    peers: tuple[Sequence, ...] = ()
+    token_mask: TokenMask | None = None
+    age_s: float = 0.0
 
     state: State = State.WAITING
-    is_held: bool = False
     max_len: int = 0
     num_pending: int = 0
     num_computed: int = 0
@@ -124,6 +131,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.accounted_until = self.arrived
+        self.num_charged = self.output_len
 
     def account(self, now: float) -> None:
         """Books the time since the last call under what the sequence has been doing; called before that changes."""
@@ -148,14 +156,14 @@ class Sequence:
         return len(self.tokens) + self.num_pending - self.num_computed
 
     @property
-    def is_led(self) -> bool:
-        """It is a row of a beam search, and not the first, which computes for all what they have in common."""
-        return bool(self.peers) and self.peers[0] is not self
+    def in_line_since(self) -> float:
+        """The time that decides its place among those that wait."""
+        return self.arrived - self.age_s
 
     @property
     def awaits_token(self) -> bool:
-        """There is nothing to compute yet: the last token that it may have is pending, or its search has to choose."""
-        if self.peers and (self.is_held or self.num_pending):
+        """There is nothing to compute: its next step or its end depends on a token that is pending."""
+        if self.num_pending and self.token_mask is not None and self.token_mask.depends_on_tokens:
             return True
         return len(self.tokens) + self.num_pending >= self.max_len
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from pagoda_server.engine.core.sequence import Chunk, Sequence, StepPlan
-from pagoda_server.engine.kv.beams import Beams
 from pagoda_server.engine.kv.block_copies import BlockCopies
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.kv.host_blocks import HostBlocks
@@ -25,22 +24,20 @@ class BlockTables:
         self._prefixes = PrefixCache(pool, prefix_caching)
         self._prompts = SharedPrompts(pool)
         self._copies = BlockCopies(pool)
-        self.beams = Beams(pool, self._copies)
 
     # -- siblings that wait for a prompt ------------------------------------------------------------------------------
 
     @property
     def num_parked(self) -> int:
-        return self._prompts.num_parked + self.beams.num_parked
+        return self._prompts.num_parked
 
     def parked(self) -> Iterator[Sequence]:
-        """Those that wait for a sibling's prompt, or to start with the first row of their search."""
+        """Those that wait for a sibling's prompt."""
         yield from self._prompts.parked()
-        yield from self.beams.parked()
 
     def park(self, seq: Sequence) -> bool:
-        """Whether a new sequence is to wait: for a sibling's prompt, or to start with the first row of its search."""
-        return self._prompts.park(seq) or self.beams.park(seq)
+        """Whether a new sequence is to wait for a sibling's prompt."""
+        return self._prompts.park(seq)
 
     def prompt_computed(self, seq: Sequence) -> list[Sequence]:
         """It has its first token. Returns the siblings that waited for that."""
@@ -49,7 +46,6 @@ class BlockTables:
     def ended(self, seq: Sequence) -> list[Sequence]:
         """Returns the sibling that is to compute the prompt now, if it was this one that should have."""
         self._host.ended(seq)
-        self.beams.ended(seq)
         return self._prompts.ended(seq)
 
     # -- blocks -------------------------------------------------------------------------------------------------------
@@ -58,15 +54,8 @@ class BlockTables:
         """Leading tokens of a waiting sequence that need not be computed."""
         return max(self._prefixes.num_cached(seq), self._host.num_kept(seq))
 
-    def num_blocks(self, seq: Sequence, length: int) -> int:
-        """That a waiting sequence, with its peers, needs for `length` tokens."""
-        return self._pool.blocks_for(length) + self.beams.num_own_blocks(seq, length)
-
     def start(self, seq: Sequence, length: int, num_running: int) -> Prefix | None:
-        """Gives a waiting sequence, and its peers, blocks for `length` tokens; None if they are too few.
-
-        Returns its prefix.
-        """
+        """Gives a waiting sequence blocks for `length` tokens and returns its prefix; None if they are too few."""
         prefix = self._affordable_prefix(seq, length, num_running)
         if prefix is None and num_running == 0 and self._prompts.release():
             prefix = self._affordable_prefix(seq, length, num_running)
@@ -82,14 +71,11 @@ class BlockTables:
         self._host.taken(new)
         if prefix.partial is not None:
             self._copies.want(seq.id, prefix.partial, seq.blocks[num_shared])
-        if prefix.sibling is None and seq.first_scheduled is None:
+        if prefix.sibling is None and seq.first_scheduled is None and not seq.output_len:
             pool.note_hit(prefix.sources)
         seq.num_published = num_shared if prefix.num_found is None else prefix.num_found
         seq.num_computed, seq.num_committed = prefix.num_tokens, 0
         self._prompts.started(seq)
-        self.beams.start(seq, length)
-        for row in seq.peers[1:]:
-            self._host.taken(row.blocks)
         return prefix
 
     def grow(self, seq: Sequence) -> bool:
@@ -110,12 +96,13 @@ class BlockTables:
         if num_computed // self._pool.block_size > seq.num_published:
             self._prefixes.publish(seq, num_computed)
 
+    def publish_begun(self, seq: Sequence) -> None:
+        """Let others go on from all that a running sequence has computed, which is about to end."""
+        self._prefixes.publish_begun(seq)
+
     def keep(self, seq: Sequence) -> None:
-        """A sequence is about to leave, and will come back for what it has computed; the rows of a search compute that
-        again, since they join where their blocks part.
-        """
-        if not seq.peers:
-            self._host.keep(seq)
+        """A sequence is about to leave, and will come back for what it has computed."""
+        self._host.keep(seq)
 
     def leave(self, seq: Sequence) -> None:
         """A sequence gives up its blocks."""
@@ -142,7 +129,7 @@ class BlockTables:
         # One block each is left for those who run: else a newcomer would be preempted as soon as they grow. It also
         # keeps out who has just been preempted: what it gave up, less the block it was given up for, is too little.
         pool = self._pool
-        spare = pool.num_available - num_running - self.beams.num_own_blocks(seq, length)
+        spare = pool.num_available - num_running
         if spare < 1:
             return None
         prefix = self._host.extend(seq, self._prompts.find(seq) or self._prefixes.match(seq))
@@ -157,7 +144,6 @@ class BlockTables:
         """Raises AssertionError unless every block is accounted for, and nobody writes to what others read."""
         seqs = list(running)
         tables = [seq.blocks for seq in seqs]
-        self.beams.check_integrity()
         self._pool.check_integrity([*tables, *self._prompts.held(), *self._copies.held()])
         self._host.check_integrity()
         users = Counter(block for table in tables for block in table)

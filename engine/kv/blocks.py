@@ -95,9 +95,6 @@ class BlockPool:
         """How many of a block table's leading blocks others use too, who share them as a prefix."""
         return bisect_left(blocks, True, key=lambda block: self._references[block] == 1)
 
-    def num_users(self, block: int) -> int:
-        return self._references[block]
-
     def note_hit(self, blocks: Iterable[int]) -> None:
         """Another request found these: they are evicted after those that nobody has."""
         for block in blocks:

@@ -63,13 +63,12 @@ class PrefixCache:
         self._extend_hashes(seq, usable_len // size)
         blocks = self._pool.match(seq.block_hashes[: usable_len // size])
         start = len(blocks) * size
-        if self._heads is None:
-            return Prefix(start, blocks)
         previous = seq.block_hashes[len(blocks) - 1] if blocks else seq.cache_root
-        found = self._heads.find(previous, seq.tokens[start : min(start + size, usable_len)])
-        if found is None:
-            return Prefix(start, blocks)
-        partial, num_common = found
+        rest = seq.tokens[start : min(start + size, usable_len)]
+        found = [self._find_begun(previous, rest)]
+        if self._heads is not None:
+            found.append(self._heads.find(previous, rest))
+        partial, num_common = max(filter(None, found), key=lambda each: each[1], default=(None, 0))
         return Prefix(start + num_common, blocks, partial)
 
     def num_cached(self, seq: Sequence) -> int:
@@ -89,6 +88,23 @@ class PrefixCache:
                 previous = seq.block_hashes[index - 1] if index else seq.cache_root
                 self._heads.publish(previous, address, seq.tokens[index * size : (index + 1) * size])
         seq.num_published = full
+
+    def publish_begun(self, seq: Sequence) -> None:
+        """Let sequences that continue this one, which is about to end, find the block that it has begun."""
+        size = self._pool.block_size
+        full, rest = divmod(seq.num_committed, size)
+        if not rest or not self._serves(seq):
+            return
+        self._extend_hashes(seq, full)
+        previous = seq.block_hashes[full - 1] if full else seq.cache_root
+        self._pool.publish(seq.blocks[full], chain_hash(previous, seq.tokens[full * size : seq.num_committed]))
+
+    def _find_begun(self, previous: bytes, tokens: list[int]) -> tuple[int, int] | None:
+        """A begun block behind `previous` that holds the first of these tokens and no others, and their number."""
+        for count in range(min(len(tokens), self._pool.block_size - 1), 0, -1):
+            if blocks := self._pool.match([chain_hash(previous, tokens[:count])]):
+                return blocks[0], count
+        return None
 
     def _extend_hashes(self, seq: Sequence, count: int) -> None:
         size = self._pool.block_size

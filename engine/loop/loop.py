@@ -132,7 +132,7 @@ class EngineLoop(threading.Thread):
 
     def _loop(self) -> None:
         timeout_s: float | None = 0.0
-        self._outbox.send(StepOutput(), self._load())  # so that routers know an engine which has not worked yet
+        self._outbox.send(StepOutput(), self.load())  # so that routers know an engine which has not worked yet
         while True:
             for message in self.inbox.take(timeout_s):
                 self._handle(message)
@@ -147,7 +147,7 @@ class EngineLoop(threading.Thread):
             output = self._scheduler.take_output()
             self._steps.trace.note(output)
             if commits or not output.is_empty:
-                self._outbox.send(output, self._load())
+                self._outbox.send(output, self.load())
             is_idle = plan.is_empty and not self._steps and not commits
             timeout_s = self._idle_timeout_s() if is_idle else 0.0
 
@@ -170,7 +170,8 @@ class EngineLoop(threading.Thread):
         until = self._scheduler.next_deadline - self._scheduler.clock()
         return min(max(until, 0.001), threading.TIMEOUT_MAX) if until < float("inf") else None
 
-    def _load(self) -> LoadSnapshot:
+    def load(self) -> LoadSnapshot:
+        """How busy the engine is now; on this thread, or while it does not run."""
         scheduler, pool = self._scheduler, self._scheduler.pool
         return LoadSnapshot(
             counters=replace(scheduler.counters),

@@ -9,6 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pagoda_server.checkpoints.grouped_weights import GROUP_SIZE
+from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models.config import ModelConfig
 from pagoda_server.kernels import Int4Weight
 
@@ -54,8 +56,9 @@ class LayerParameters:
         qkv = query + 2 * config.kv_size
 
         def weight(parts: tuple[str, ...], out_size: int, in_size: int) -> Weight:
-            if all(f"{prefix}{part}.weight" in int4 for part in parts):
-                return Int4Weight.allocate(out_size, in_size)
+            names = [f"{prefix}{part}.weight" for part in parts]
+            if all(name in int4 for name in names):
+                return _allocate_int4(names[0], out_size, in_size)
             return empty(out_size, in_size)
 
         return LayerParameters(
@@ -112,12 +115,14 @@ class Parameters:
         """With whatever the memory held: to be filled through `by_name`.
 
         int4  names of weights that stay in 4 bits
+
+        Raises ConfigError if one of them cannot have the size that `config` gives it.
         """
         embedding = torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
         head: Weight = embedding
         if not config.tie_word_embeddings:
             shape = config.vocab_size, config.hidden_size
-            head = Int4Weight.allocate(*shape) if _HEAD in int4 else torch.empty_like(embedding)
+            head = _allocate_int4(_HEAD, *shape) if _HEAD in int4 else torch.empty_like(embedding)
         prefixes = (_prefix(number) for number in range(config.num_layers))
         return Parameters(
             embedding=embedding,
@@ -142,6 +147,15 @@ class Parameters:
         for number, layer in enumerate(self.layers):
             places |= layer.by_name(_prefix(number), config)
         return places
+
+
+def _allocate_int4(name: str, out_size: int, in_size: int) -> Int4Weight:
+    if in_size % GROUP_SIZE:
+        raise ConfigError(
+            f"tensor {name} is in 4 bits, of which {GROUP_SIZE} inputs share a scale, but config.json gives it"
+            f" {in_size} inputs: not a multiple of {GROUP_SIZE}"
+        )
+    return Int4Weight.allocate(out_size, in_size)
 
 
 def _prefix(layer: int) -> str:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Protocol
 
 from pagoda_server.checkpoints import Progress
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.loop.steps_in_flight import Runner
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo, count_blocks, count_host_blocks
 from pagoda_server.engine.runners.synthetic import StepTime, SyntheticRunner
+from pagoda_server.settings.engine import EngineConfig
 
 SYNTHETIC_BYTES_PER_TOKEN = 8  # one checksum
 SYNTHETIC_TOKENS = 131_072  # that its cache holds
@@ -24,12 +24,12 @@ class InformedRunner(Runner, Protocol):
     def info(self) -> RunnerInfo: ...
 
 
-def load_runner(config: EngineConfig, folder: Path, progress: Progress, step_time: StepTime | None) -> InformedRunner:
+def load_runner(config: EngineConfig, folder: Path, progress: Progress) -> InformedRunner:
     """Raises ConfigError if the checkpoint cannot be served with these settings."""
     model_config = json.loads((folder / "config.json").read_bytes())
     if model_config.get("model_type") == "synthetic":
-        return _load_synthetic(config, model_config, step_time)
-    if step_time is not None:
+        return _load_synthetic(config, model_config)
+    if config.step_ms is not None:
         raise ConfigError("--step-ms: only the synthetic model has a step time to choose")
     # By default a thread that waits at the end of a parallel region spins for long. When another process has the core
     # of a thread with work left, each of a step's many regions can then last a time slice (docs/performance.md).
@@ -56,8 +56,9 @@ def _load_model(config: EngineConfig, progress: Progress) -> InformedRunner:
     return DeviceRunner(config, load_for_serving(config, device, progress), progress)
 
 
-def _load_synthetic(config: EngineConfig, model_config: dict[str, int], step_time: StepTime | None) -> SyntheticRunner:
+def _load_synthetic(config: EngineConfig, model_config: dict[str, int]) -> SyntheticRunner:
     _check_synthetic(config)
+    step_time = None if config.step_ms is None else StepTime.parse(config.step_ms)
     # One layer of one head of dimension one, in whose cache a slot holds half a checksum as key and half as value.
     spec = KVCacheSpec(
         num_layers=1,

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from pagoda_server.checkpoints.progress import Progress, no_progress
-from pagoda_server.engine.core.config import EngineConfig, Quantization
 from pagoda_server.engine.core.errors import ConfigError, EngineError
 from pagoda_server.engine.models import Llama, load_model, read_config
 from pagoda_server.engine.models.weights import stored_dtype
@@ -24,6 +23,7 @@ from pagoda_server.kernels import (
     load_backend,
     prefers_whole_native,
 )
+from pagoda_server.settings.engine import EngineConfig, Quantization
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # in lower case

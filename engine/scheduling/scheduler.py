@@ -22,13 +22,12 @@ from pagoda_server.engine.core.sequence import EndReason, Sampled, Sequence, Sta
 from pagoda_server.engine.kv.block_tables import BlockTables
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.kv.host_blocks import HostBlocks
-from pagoda_server.engine.kv.prefix_cache import Prefix
 from pagoda_server.engine.scheduling.deadlines import Deadlines
 from pagoda_server.engine.scheduling.pacing import Pacing
 from pagoda_server.engine.scheduling.policies import POLICIES, Policy, PolicyName, PolicySettings
 from pagoda_server.engine.scheduling.schedules import SCHEDULES, ScheduleName
 from pagoda_server.engine.scheduling.tenants import Tenants
-from pagoda_server.engine.scheduling.victims import choose_victim, is_protected, num_freed_by
+from pagoda_server.engine.scheduling.victims import choose_victim, is_protected, num_freed
 
 
 class Scheduler:
@@ -78,7 +77,6 @@ class Scheduler:
             PolicySettings(clock, self._likely_time_s, ageing_s, tenant_weights or {}),
         )
         self._tables = BlockTables(pool, prefix_caching, self.host)
-        self._beams = self._tables.beams
         self._deadlines = Deadlines(self._pacing.least_time, self._tables.num_cached)
         self._schedule = SCHEDULES[schedule](token_budget)
         self._num_planned = 0  # plans made, and those that are committed
@@ -93,11 +91,13 @@ class Scheduler:
         self._live[seq.id] = seq
         self.tenants.arrived(seq)
         seq.max_len = min(seq.prompt_len + seq.params.max_tokens, self.max_model_len)
-        if seq.prompt_len >= self.max_model_len:
-            limit = self.max_model_len - 1
-            self._end(seq, EndReason.REJECTED, detail=f"prompt of {seq.prompt_len} tokens, the limit is {limit}")
+        if seq.num_tokens >= seq.max_len:
+            detail = f"prompt of {seq.num_tokens} tokens, the limit is {seq.max_len - 1}"
+            self._end(seq, EndReason.REJECTED, detail=detail)
             return
-        if detail := self._beams.rejection(seq, self.max_num_seqs):
+        capacity = self.pool.num_blocks * self.pool.block_size
+        if seq.max_len > capacity:
+            detail = f"up to {seq.max_len} tokens, the KV cache holds {capacity}"
             self._end(seq, EndReason.REJECTED, detail=detail)
             return
         if not self._tables.park(seq):
@@ -163,12 +163,8 @@ class Scheduler:
                 continue
             if seq.state is State.RUNNING:
                 self._tables.computed(seq, chunk.end)
-            logprobs = sampled.logprobs[at]
-            if token >= 0 and seq.peers and logprobs is not None:
-                self._beams.sampled(seq, logprobs)
-            elif token >= 0:  # its own, even if it has been preempted since the step was scheduled
-                self._append(seq, token, logprobs)
-        self._advance_searches()
+            if token >= 0:  # its own, even if it has been preempted since the step was scheduled
+                self._append(seq, token, sampled.logprobs[at])
         self._pacing.committed(plan, self.clock())
         self._tables.commit(plan, sampled.copied_s)
         self._num_committed += 1
@@ -225,10 +221,9 @@ class Scheduler:
 
     def _start(self, seq: Sequence) -> bool:
         """Gives a waiting sequence a place and blocks for every token that it has, if there are as many."""
-        rows = seq.peers or (seq,)
-        if len(self.running) + len(rows) > self.max_num_seqs:
+        if len(self.running) >= self.max_num_seqs:
             return False
-        if max(row.last_plan for row in rows) > self._num_committed:  # preempted while a step computes it: that first
+        if seq.last_plan > self._num_committed:  # preempted while a step computes it: that first
             return False
         length = seq.num_tokens
         if seq.preemptions:  # engine/scheduling/victims.py
@@ -237,38 +232,33 @@ class Scheduler:
         if prefix is None:
             return False
         self.waiting.remove(seq)
-        for row in rows:
-            self._begin(row, length, prefix)
-        self.waiting.started(seq)
-        return True
-
-    def _begin(self, seq: Sequence, length: int, prefix: Prefix) -> None:
         self._move(seq, State.RUNNING)
         seq.last_plan = self._num_planned
         self.running.append(seq)
         if seq.first_scheduled is None:
             seq.first_scheduled = seq.accounted_until
-            self.counters.count_prompt(seq, seq.peers[0] if seq.is_led else prefix.sibling, prefix.num_tokens)
+            self.counters.count_prompt(seq, prefix.sibling, prefix.num_tokens)
         if seq.preemptions:
             seq.protected_len = length
             recomputed = max(0, seq.num_lost - seq.num_computed)
             seq.recomputed_tokens += recomputed
             self.counters.recomputed_tokens += recomputed
+        self.waiting.started(seq)
+        return True
 
     def _displace(self, lower: list[Sequence], seq: Sequence) -> bool:
         """Has one of the running make room for a sequence that outranks them, if it starts once all of them have."""
         lower[:] = [other for other in lower if other.state is State.RUNNING]
         num_left = len(self.running) - len(lower)
-        room = self.pool.num_available - num_left + num_freed_by(lower, self.pool)
-        needed = self._tables.num_blocks(seq, seq.num_tokens + self.pool.block_size)
-        if not lower or needed > room or num_left + len(seq.peers) > self.max_num_seqs:
+        room = self.pool.num_available - num_left + sum(num_freed(other, self.pool) for other in lower)
+        if not lower or self.pool.blocks_for(seq.num_tokens) + 1 > room:
             return False
         self._preempt(choose_victim(lower, self.waiting.rank, self.pool))
         return True
 
     def _unfinished(self) -> list[Sequence]:
         """Who runs and has more to compute, as far as that is known."""
-        if self._num_planned == self._num_committed and not self._beams:
+        if self._num_planned == self._num_committed:
             return self.running
         return [seq for seq in self.running if not seq.awaits_token]
 
@@ -288,20 +278,18 @@ class Scheduler:
         return choose_victim(candidates, self.waiting.rank, self.pool)
 
     def _preempt(self, seq: Sequence) -> None:
-        for each in seq.peers or (seq,):
-            if each.state is State.RUNNING:
-                self._tables.keep(each)
-            self._leave(each)
-            if each.state is State.FINISHED:  # it only kept its row in a static batch
-                continue
-            self._move(each, State.WAITING)
-            each.num_lost, each.num_computed = self._beams.num_given_up(each), 0
-            each.preemptions += 1
-            each.preempted_tokens += each.num_lost
-            self.counters.preemptions += 1
-            self.counters.preempted_tokens += each.num_lost
-            if not each.is_led:
-                self.waiting.add(each)
+        if seq.state is State.RUNNING:
+            self._tables.keep(seq)
+        self._leave(seq)
+        if seq.state is State.FINISHED:  # it only kept its row in a static batch
+            return
+        self._move(seq, State.WAITING)
+        seq.num_lost, seq.num_computed = seq.num_computed, 0
+        seq.preemptions += 1
+        seq.preempted_tokens += seq.num_lost
+        self.counters.preemptions += 1
+        self.counters.preempted_tokens += seq.num_lost
+        self.waiting.add(seq)
 
     def _move(self, seq: Sequence, to: State) -> None:
         seq.account(now := self.clock())
@@ -311,14 +299,6 @@ class Scheduler:
 
     def _append(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         seq.tokens.append(token)
-        self._count_token(seq)
-        self._output.add(seq.id, token, logprobs)
-        if token in seq.params.stop_token_ids and seq.output_len > seq.params.min_tokens:
-            self._end(seq, EndReason.STOP, matched=token)
-        elif len(seq.tokens) >= seq.max_len:
-            self._end(seq, EndReason.LENGTH)
-
-    def _count_token(self, seq: Sequence) -> None:
         if seq.first_token is None:
             seq.account(now := self.clock())
             seq.first_token = now
@@ -326,21 +306,15 @@ class Scheduler:
                 self.waiting.add(sibling)
         self.counters.output_tokens += 1
         self.waiting.token_served(seq)
-
-    def _advance_searches(self) -> None:
-        for search in self._beams.advance():
-            for row in search.rows:
-                self._count_token(row)
-            for row, reason, matched, score in search.outcome(self._output):
-                self._end_one(row, reason, matched, "", score)
+        self._output.add(seq.id, token, logprobs)
+        if token in seq.params.stop_token_ids and seq.output_len > seq.params.min_tokens:
+            self._end(seq, EndReason.STOP, matched=token)
+        elif len(seq.tokens) >= seq.max_len:
+            self._end(seq, EndReason.LENGTH)
 
     def _end(self, seq: Sequence, reason: EndReason, *, matched: int | None = None, detail: str = "") -> None:
-        for each in seq.peers or (seq,):
-            if each.id in self._live:
-                self._end_one(each, reason, matched, detail, None)
-
-    def _end_one(self, seq: Sequence, reason: EndReason, matched: int | None, detail: str, score: float | None) -> None:
         if seq.state is State.RUNNING:
+            self._tables.publish_begun(seq)
             for gone in self._schedule.leaving(seq, reason, self.running):
                 self._leave(gone)
         else:
@@ -351,7 +325,7 @@ class Scheduler:
         for sibling in self._tables.ended(seq):
             self.waiting.add(sibling)
         del self._live[seq.id]
-        self._output.ended.append(Ended(seq, reason, now, matched, detail, score))
+        self._output.ended.append(Ended(seq, reason, now, matched, detail))
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -381,7 +355,7 @@ class Scheduler:
         assert self.num_waiting == len(self._live) - len(going)
         self.tenants.check_integrity(self._live.values())
         for seq in self.running:
-            assert seq.remaining_len > 0 or seq.is_held, f"sequence {seq.id} runs with nothing to compute"
+            assert seq.remaining_len > 0, f"sequence {seq.id} runs with nothing to compute"
             uncommitted = self._num_planned - self._num_committed
             assert seq.num_pending <= uncommitted, f"sequence {seq.id} counts on tokens that nobody computes"
             assert len(seq.blocks) >= self.pool.blocks_for(seq.num_computed)

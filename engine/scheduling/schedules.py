@@ -114,8 +114,7 @@ class Static:
     As `generate` of a padded batch does, with two differences that favour it: tokens are delivered as they come, and
     memory is paged, neither padded nor reserved. The rows of the padding are computed and dropped: before the prompts,
     tokens 0 in the blocks that the prompts are written to afterwards; in place of a member that has finished, its last
-    token again. Only the cancelled, expired and failed leave at once, as a client may rely on in every mode, and the
-    rows of a beam search, whose last tokens mean nothing.
+    token again. Only the cancelled, expired and failed leave at once, as a client may rely on in every mode.
     """
 
     def __init__(self, token_budget: int) -> None:
@@ -138,7 +137,7 @@ class Static:
     def leaving(self, ended: Sequence, reason: EndReason, running: list[Sequence]) -> list[Sequence]:
         if all(seq is ended or seq.state is State.FINISHED for seq in running):
             return list(running)
-        return [] if reason in (EndReason.STOP, EndReason.LENGTH) and not ended.peers else [ended]
+        return [] if reason in (EndReason.STOP, EndReason.LENGTH) else [ended]
 
     def _fillers(self, running: list[Sequence], budget: int) -> list[Sequence]:
         """Padding for one step: at most a prompt's length in that prompt's own blocks, which it has not used yet."""

@@ -24,11 +24,11 @@ MAX_IDLE = 1024  # tenants without a sequence whose service is remembered
 
 
 def prompt_service(seq: Sequence) -> int:
-    """Of a sequence that starts for the first time. What it loses to others later is not computed at its cost.
+    """Service of a sequence's first start: its prompt, less what is cached of it.
 
-    The prompt of a beam search is computed once, at the cost of its first row.
+    A tenant does not pay again for what its sequence loses to others, nor for output that a sequence arrives with.
     """
-    return 0 if seq.is_led else PROMPT_WEIGHT * (seq.prompt_len - seq.num_computed)
+    return PROMPT_WEIGHT * max(0, seq.prompt_len - seq.num_computed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ tokens that it has generated. So admission and preemption cannot chase each othe
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 from pagoda_server.engine.core.sequence import Sequence, State
@@ -20,16 +19,8 @@ def is_protected(seq: Sequence) -> bool:
 
 
 def num_freed(seq: Sequence, pool: BlockPool) -> int:
-    """Blocks that are available once it has given up its own, and its peers theirs."""
-    if not seq.peers:
-        return len(seq.blocks) - pool.num_shared(seq.blocks)
-    users = Counter(block for row in seq.peers for block in row.blocks)
-    return sum(pool.num_users(block) == count for block, count in users.items())
-
-
-def num_freed_by(seqs: Iterable[Sequence], pool: BlockPool) -> int:
-    """And once all of these have: of each beam search every row is among them."""
-    return sum(num_freed(seq, pool) for seq in seqs if not seq.is_led)
+    """Blocks that are available once it has given up its own."""
+    return len(seq.blocks) - pool.num_shared(seq.blocks)
 
 
 def choose_victim(candidates: Iterable[Sequence], rank: Callable[[Sequence], float], pool: BlockPool) -> Sequence:
@@ -37,7 +28,7 @@ def choose_victim(candidates: Iterable[Sequence], rank: Callable[[Sequence], flo
 
     def cost(seq: Sequence) -> tuple[bool, float, float]:
         freed = num_freed(seq, pool)
-        unused = sum(len(row.blocks) * pool.block_size - row.num_computed for row in seq.peers or (seq,))
+        unused = len(seq.blocks) * pool.block_size - seq.num_computed
         wasted = max(0, freed * pool.block_size - unused)
         return seq.state is State.RUNNING, rank(seq), wasted / freed if freed else float("inf")
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda.v1 import control_pb2, inference_pb2
-from pagoda_server.engine.core.beam_search import BeamParams, EarlyStopping
+from pagoda.v1 import control_pb2
 from pagoda_server.engine.core.output import Ended
 from pagoda_server.engine.core.sequence import EndReason, SamplingParams, Sequence, TokenLogprobs
 from pagoda_server.engine.kv.blocks import chain_root
 from pagoda_server.engine.loop.loop import LoadSnapshot
+from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.engine.scheduling.tenants import TenantTable
+from pagoda_server.settings.sampling import PARAMETERS
 
 _END_REASONS = {
     EndReason.STOP: engine_pb2.END_REASON_STOP,
@@ -22,10 +23,7 @@ _END_REASONS = {
     EndReason.REJECTED: engine_pb2.END_REASON_REJECTED,
     EndReason.FAILED: engine_pb2.END_REASON_FAILED,
 }
-_EARLY_STOPPING = {
-    inference_pb2.EARLY_STOPPING_ENOUGH: EarlyStopping.ENOUGH,
-    inference_pb2.EARLY_STOPPING_BEST: EarlyStopping.BEST,
-}
+_NUMBERS = {parameter.name for parameter in PARAMETERS}
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -33,13 +31,7 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
     """The request's sequence number `index` of n. Siblings draw from different seeds."""
     sampling = submit.sampling
     params = SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
+        **{name: value for field, value in sampling.ListFields() if (name := field.name) in _NUMBERS},
         logit_bias=tuple(sampling.logit_bias.items()),
         seed=(sampling.seed + index) & _SEED_MASK,
         max_tokens=submit.max_tokens,
@@ -47,13 +39,11 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
         stop_token_ids=frozenset(submit.stop_token_ids),
         logprobs=submit.logprobs if submit.HasField("logprobs") else None,
     )
-    if sampling.HasField("beam_search"):
-        params = _search_params(params, sampling)
-    tokens = list(submit.prompt)
+    output = submit.outputs[index].ids if submit.outputs else ()
     return Sequence(
         id=id,
-        tokens=tokens,
-        prompt_len=len(tokens),
+        tokens=[*submit.prompt, *output],
+        prompt_len=len(submit.prompt),
         params=params,
         arrived=now,
         deadline=now + submit.timeout_s if submit.HasField("timeout_s") else math.inf,
@@ -64,19 +54,9 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
         cache_root=chain_root(submit.cache.salt),
         bypass_cache=submit.cache.bypass,
         request_id=submit.request_id,
+        token_mask=AllowedTokens(sampling.allowed_token_ids) if sampling.allowed_token_ids else None,
+        age_s=submit.age_s,
     )
-
-
-def _search_params(params: SamplingParams, sampling: inference_pb2.Sampling) -> SamplingParams:
-    """A row asks for as many of its most likely tokens as the search may need."""
-    search = sampling.beam_search
-    beams = BeamParams(
-        width=sampling.n,
-        length_penalty=search.length_penalty if search.HasField("length_penalty") else 1.0,
-        early_stopping=_EARLY_STOPPING.get(search.early_stopping, EarlyStopping.ESTIMATED),
-        tells_logprobs=params.logprobs is not None,
-    )
-    return replace(params, beams=beams, logprobs=beams.width + len(params.stop_token_ids))
 
 
 @dataclass(slots=True)
@@ -123,7 +103,6 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
         preempted_tokens=seq.preempted_tokens,
         saved_tokens=seq.saved_tokens,
         loaded_tokens=seq.loaded_tokens,
-        score=ended.score,
     )
 
 

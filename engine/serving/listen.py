@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Protocol
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda_server.channel.address import HAS_SHM, check_address, is_local, is_shm
+from pagoda_server.channel.address import HAS_SHM, is_local, is_shm
 from pagoda_server.channel.shm_server import ShmServer
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.serving.grpc_server import GrpcServer
 from pagoda_server.engine.serving.server import EngineServer
+from pagoda_server.settings import EngineConfig
 
 
 class Listener(Protocol):
@@ -18,14 +19,12 @@ class Listener(Protocol):
     async def stop(self) -> None: ...
 
 
-def check_listen(listen: str, allow_insecure: bool) -> None:
-    """Raises ConfigError for what is no address, or for one that others reach though that is not allowed."""
-    try:
-        check_address(listen, can_be_shm=True, lowest_port=0)
-    except ValueError as error:
-        raise ConfigError(f"--listen: {error}") from None
-    if not (is_local(listen) or allow_insecure):
-        raise ConfigError(f"--listen {listen} is reachable by others: --allow-insecure if the network is guarded")
+def check_exposure(config: EngineConfig) -> None:
+    """Raises ConfigError for an address that other hosts can reach unless that is allowed."""
+    if not (is_local(config.listen) or config.allow_insecure):
+        raise ConfigError(
+            f"--listen {config.listen} is reachable by others: --allow-insecure if the network is guarded"
+        )
 
 
 async def start_listening(server: EngineServer, listen: str) -> Listener:

@@ -19,47 +19,48 @@ import uvloop
 
 from pagoda.v1 import control_pb2
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, resolve
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.loop.loop import EngineLoop
 from pagoda_server.engine.runners.load import InformedRunner, load_runner
-from pagoda_server.engine.runners.runner_info import RunnerInfo
-from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.scheduling.scheduler import Scheduler
-from pagoda_server.engine.serving.listen import start_listening
+from pagoda_server.engine.serving.listen import check_exposure, start_listening
 from pagoda_server.engine.serving.server import EngineServer
+from pagoda_server.settings import EXIT_CONFIG, EngineConfig, EngineSettings
 
 log = logging.getLogger("pagoda.engine")
 
 EXIT_FAILURE = 1
-EXIT_CONFIG = 2  # no restart mends it
 
 
-def run(config: EngineConfig, listen: str, *, exit_with_parent: bool, step_time: StepTime | None) -> int:
-    """Serves until told to stop. Returns the process's exit code."""
-    if exit_with_parent:
+def run(config: EngineConfig) -> int:
+    """Serve a model's tokens to routers. The channel has no authentication: keep it on a private network."""
+    logging.basicConfig(
+        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
+    if config.exit_with_parent:
         threading.Thread(target=_exit_at_end_of_input, name="parent-watch", daemon=True).start()
     try:
+        check_exposure(config)
         progress = PrintedProgress()
         folder = resolve(config.model, progress)
-        runner = load_runner(config, folder, progress, step_time)
+        runner = load_runner(config, folder, progress)
         gc.collect()
         gc.freeze()  # else a full collection, in the middle of any step, walks the 170,000 objects that torch has made
-        return uvloop.run(_serve(config, folder, runner, listen))
+        return uvloop.run(_serve(config, folder, runner))
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
 
 
-async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, listen: str) -> int:
+async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner) -> int:
     info = runner.info
     stop = asyncio.Event()
     events = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         events.add_signal_handler(number, stop.set)
-    server = EngineServer(engine_info(config, info, folder))
+    server = EngineServer(engine_info(config, runner, folder))
     loop = EngineLoop(
         Scheduler(
             BlockPool(info.num_blocks, info.kv_cache.block_size),
@@ -68,23 +69,21 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, lis
             max_model_len=info.max_model_len,
             prefix_caching=config.prefix_caching,
             clock=time.monotonic,
-            schedule=config.schedule,
             policy=config.policy,
             ageing_s=config.priority_ageing_s,
             tenant_weights=config.weight_of_tenant(),
             target_itl_s=config.target_itl_s,
-            max_itl_growth=config.max_itl_growth,
             host=HostBlocks(info.num_host_blocks, info.kv_cache.block_size, time.monotonic),
         ),
         runner,
         server,
         on_end=lambda: wake(events, stop),
-        lookahead=runner.lookahead if config.schedule == "continuous" else 0,
+        lookahead=runner.lookahead,
     )
     server.attach(loop.inbox)
-    listener = await start_listening(server, listen)
+    listener = await start_listening(server, config.listen)
     loop.start()
-    log.info("serving %s at %s with %s kernels", info.model, listen, info.kernels)
+    log.info("serving %s at %s with %s kernels", info.model, config.listen, info.kernels)
     await stop.wait()
     loop.stop()
     await listener.stop()
@@ -98,8 +97,20 @@ def wake(events: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         events.call_soon_threadsafe(stop.set)
 
 
-def engine_info(config: EngineConfig, info: RunnerInfo, folder: Path) -> control_pb2.EngineInfo:
+def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path) -> control_pb2.EngineInfo:
+    info = runner.info
     spec = info.kv_cache
+    quantized = (name for name in ("int4", "int8", "fp8") if name in info.kernel_backend)
+    settings = config.reported(
+        EngineSettings,
+        device=info.device,
+        dtype=info.dtype,
+        quantization=next(quantized, "none"),
+        max_model_len=info.max_model_len,
+        kv_cache_gb=info.num_blocks * spec.bytes_per_block / 1e9,
+        block_size=spec.block_size,
+        overlap="on" if runner.lookahead else "off",
+    )
     return control_pb2.EngineInfo(
         epoch=secrets.randbits(63),
         model=info.model,
@@ -120,6 +131,7 @@ def engine_info(config: EngineConfig, info: RunnerInfo, folder: Path) -> control
             token_capacity=info.token_capacity,
         ),
         weight_bytes=info.weight_bytes,
+        settings=settings,
         tokenizer_sha256=hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest(),
     )
 

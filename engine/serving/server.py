@@ -93,9 +93,10 @@ class EngineServer:
 
     def send(self, output: StepOutput, load: engine_loop.LoadSnapshot) -> None:
         with suppress(RuntimeError):  # the event loop has closed: nobody is left to tell
-            self._events.call_soon_threadsafe(self._deliver, output, load)
+            self._events.call_soon_threadsafe(self.deliver, output, load)
 
-    def _deliver(self, output: StepOutput, load: engine_loop.LoadSnapshot) -> None:
+    def deliver(self, output: StepOutput, load: engine_loop.LoadSnapshot) -> None:
+        """Sort a step's output by router; on the event loop's thread."""
         for id, token, logprobs in zip(output.sequences, output.tokens, output.logprobs, strict=True):
             if route := self._routes.get(id):
                 pending = route[0].pending
@@ -114,12 +115,17 @@ class EngineServer:
 
     # -- from a router ----------------------------------------------------------------------------------------------
 
-    async def serve(self, link: RouterLink) -> None:
-        """A session: until the router is gone, or breaks the rules, or takes no message for too long."""
+    def connect(self) -> Connection:
+        """Register a router: it is told the load of every step from now on, and what its sequences produce."""
         connection = Connection(self._info.epoch)
         self._connections.add(connection)
         if self._load is not None:
             connection.tell(self._load)
+        return connection
+
+    async def serve(self, link: RouterLink) -> None:
+        """A session: until the router is gone, or breaks the rules, or takes no message for too long."""
+        connection = self.connect()
         log.info("router connected")
         tasks = [asyncio.create_task(self._read(connection, link)), asyncio.create_task(self._write(connection, link))]
         try:
@@ -137,7 +143,7 @@ class EngineServer:
         while (message := await link.read()) is not None:
             match message.WhichOneof("message"):
                 case "submit":
-                    self._submit(connection, message.submit)
+                    self.submit(connection, message.submit)
                 case "abort":
                     known = [connection.ids[number] for number in message.abort.sequences if number in connection.ids]
                     self._put(engine_loop.Abort(known))
@@ -146,15 +152,13 @@ class EngineServer:
                 case "take_trace":
                     self._take_trace(connection, message.take_trace)
 
-    def _submit(self, connection: Connection, submit: engine_pb2.Submit) -> None:
+    def submit(self, connection: Connection, submit: engine_pb2.Submit) -> None:
+        """Name the request's sequences and put them into the loop's inbox."""
         now = self._clock()
         seqs = []
-        is_search = submit.sampling.HasField("beam_search")
         numbers = range(submit.first_sequence, submit.first_sequence + (submit.sampling.n or 1))
         if live := connection.ids.keys() & numbers:
             log.warning("the router used a live sequence number again; dropped")
-            if is_search:
-                return
         for index, number in enumerate(numbers):
             if number in live:
                 continue
@@ -162,10 +166,8 @@ class EngineServer:
             self._routes[id] = (connection, number)
             connection.ids[number] = id
             seqs.append(sequence_from_submit(submit, index, id, now))
-        for seq in seqs:
-            if is_search:
-                seq.peers = tuple(seqs)
-            elif len(seqs) > 1:
+        if len(seqs) > 1 and not submit.outputs:
+            for seq in seqs:
                 seq.request = seqs[0].id
         if seqs:
             self._put(engine_loop.Add(seqs[0], tuple(seqs[1:])))

@@ -45,7 +45,9 @@ template <int ROWS, int V, typename T>
 void score(const float* queries, const T* keys, const TokenOffsets& split, Prefetch<T>& prefetch, float* scores) {
     constexpr int64_t HEAD_DIM = V * LANES;
     Floats q[ROWS][V];
+    PAGODA_UNROLL
     for (int row = 0; row < ROWS; row++)
+        PAGODA_UNROLL
         for (int i = 0; i < V; i++) q[row][i] = load(queries + row * HEAD_DIM + i * LANES);
     for (int64_t first = 0; first < split.count; first += LANES) {
         Floats parts[ROWS][LANES];
@@ -54,13 +56,17 @@ void score(const float* queries, const T* keys, const TokenOffsets& split, Prefe
             const T* key = keys + split.at[token];
             prefetch.step();
             Floats k[V];
+            PAGODA_UNROLL
             for (int i = 0; i < V; i++) k[i] = load(key + i * LANES);
+            PAGODA_UNROLL
             for (int row = 0; row < ROWS; row++) {
                 Floats part = q[row][0] * k[0];
+                PAGODA_UNROLL
                 for (int i = 1; i < V; i++) part += q[row][i] * k[i];
                 parts[row][lane] = part;
             }
         }
+        PAGODA_UNROLL
         for (int row = 0; row < ROWS; row++) store(scores + row * SPLIT + first, sum_each(parts[row]));
     }
 }

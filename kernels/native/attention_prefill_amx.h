@@ -35,8 +35,10 @@ void load_keys(MatrixTile<V>& tile, const bf16* keys, const bf16* values, const 
     for (int64_t d = 0; d < HEAD_DIM; d += DEPTH) {
         for (int64_t first = 0; first < end; first += TILE) {
             Floats pairs[TILE];
+            PAGODA_UNROLL
             for (int64_t i = 0; i < TILE; i++) pairs[i] = (Floats)load_dims(keys, first + i, d);
             transpose(pairs);
+            PAGODA_UNROLL
             for (int64_t i = 0; i < TILE; i++)
                 _mm512_store_si512(tile.keys[d / DEPTH][first / TILE][i], (__m512i)pairs[i]);
         }

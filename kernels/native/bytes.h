@@ -14,7 +14,8 @@ constexpr int ACTIVATION_SHIFT =
     0;
 #endif
 
-// AVX2 adds the products of two neighbours in 16 bits, and saturates: so int8 weights are packed with |w0| + |w1| ≤ 128.
+// AVX2 adds the products of two neighbours in 16 bits, and saturates: so int8 weights are packed with |w0 + w1| ≤ 128. Those of
+// opposite signs need no limit, as activations are not negative.
 constexpr bool PAIRS_ARE_LIMITED =
 #if defined(PAGODA_AVX2) && !defined(PAGODA_VNNI)
     true;

@@ -134,6 +134,7 @@ void argmax(ThreadPool& pool, const T* x, int64_t* out, int64_t rows, int64_t si
         for (; at < whole; at += LANES) {
             Ints hit = load(row + at) == top;
             bool any = false;
+            PAGODA_UNROLL
             for (int lane = 0; lane < LANES; lane++) any |= hit[lane] != 0;
             if (any) break;
         }

@@ -28,8 +28,8 @@ void pack_int8(ThreadPool& pool, const T* weight, int8_t* packed, float* scales,
                     for (int64_t i = 0; i < WEIGHT_GROUP && row < out && first + i < in; i++)
                         values[i] = to_float(weight[row * in + first + i]);
                     for (int64_t i = 0; i < WEIGHT_GROUP; i += 2) {
-                        float one = std::fabs(values[i]), other = std::fabs(values[i + 1]);
-                        most = std::max({most, one, other, PAIRS_ARE_LIMITED ? (one + other) * (127.0f / 127.99f) : 0.0f});
+                        float one = values[i], other = values[i + 1], both = PAIRS_ARE_LIMITED ? one + other : 0.0f;
+                        most = std::max({most, std::fabs(one), std::fabs(other), std::fabs(both) * (127.0f / 127.99f)});
                     }
                     float inverse = most > 0 ? 127.0f / most : 0.0f;
                     for (int64_t i = 0; i < WEIGHT_GROUP; i++) {

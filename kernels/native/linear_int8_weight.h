@@ -124,18 +124,25 @@ void multiply_few(const Panel<T>& panel, const float* x) {
         Floats halves[ROWS][2][2] = {};
         for (int64_t i = 0; i < DEPTH; i += 2, bytes += 2 * PANEL) {
             __builtin_prefetch(bytes + AHEAD_BYTES, 0, 2);
+            PAGODA_UNROLL
             for (int odd = 0; odd < 2; odd++)
+                PAGODA_UNROLL
                 for (int column = 0; column < 2; column++) {
                     Floats weight = to_floats(bytes + odd * PANEL + column * TILE);
+                    PAGODA_UNROLL
                     for (int row = 0; row < ROWS; row++)
                         halves[row][column][odd] += weight * broadcast(x[row * depth + step + i + odd]);
                 }
         }
+        PAGODA_UNROLL
         for (int row = 0; row < ROWS; row++)
+            PAGODA_UNROLL
             for (int column = 0; column < 2; column++) sums[row][column] += halves[row][column][0] + halves[row][column][1];
     }
     alignas(64) float of_batch[ROWS * PANEL];
+    PAGODA_UNROLL
     for (int row = 0; row < ROWS; row++)
+        PAGODA_UNROLL
         for (int column = 0; column < 2; column++) store(of_batch + row * PANEL + column * LANES, sums[row][column]);
     store_batch(panel, of_batch, 0, ROWS);
 }

@@ -42,4 +42,4 @@ TRITON_FP8 = replace(
     TRITON, name="triton-fp8", linear=linear_fp8_weight_triton, gated_linear=gated_linear_fp8_weight_triton
 )
 
-BACKENDS = {backend.name: backend for backend in (TRITON, TRITON_INT8, TRITON_FP8)}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TRITON, TRITON_INT8, TRITON_FP8)}

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 
 from pagoda_server.channel.address import HAS_SHM, SHM_PREFIX
-from pagoda_server.router.process.config import ServeConfig
+from pagoda_server.settings import ServeConfig
 
 
 @contextlib.contextmanager

@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SequenceInbox:
-    """What the engine has said of one sequence and the handler has not yet taken."""
+    """What the engine has said of one sequence and the handler has not yet taken.
+
+    score  that of a beam search's hypothesis
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[engine_pb2.Logprobs] = field(default_factory=list)  # one a token where asked for
     ended: engine_pb2.Ended | None = None
+    score: float | None = None
 
 
 class EngineStream:
@@ -49,3 +53,8 @@ class EngineStream:
         """Ends what still runs and forgets the request: nothing more is delivered."""
         self.abort()
         self._channel.forget(self)
+
+
+def time_in_engine(ended: engine_pb2.Ended) -> float:
+    """Seconds from the engine's receipt of a sequence to its end."""
+    return ended.queue_s + ended.prefill_s + ended.decode_s + ended.preempted_s

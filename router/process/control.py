@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
 
 import grpc
 from grpc_health.v1 import health, health_pb2
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, inference_pb2, trace_pb2
+from pagoda_server import installed_version
 from pagoda_server.router.engines.channel import EngineChannel
 from pagoda_server.router.engines.dispatch import Dispatcher
 from pagoda_server.router.errors import InvalidArgument, Unavailable
@@ -80,6 +80,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         state: ServingState,
         engine_restarts: Callable[[], int],
         max_message_bytes: int,
+        settings: dict[str, str],
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -89,6 +90,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._state = state
         self._engine_restarts = engine_restarts
         self._max_message_bytes = max_message_bytes
+        self._settings = settings
         self._started = time.monotonic()
 
     async def GetServerInfo(
@@ -99,7 +101,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         limits = self._limits()
         restarts = self._engine_restarts()
         return control_pb2.ServerInfo(
-            version=_version(),
+            version=installed_version(),
             model=self._model,
             state=self._state.state,
             engines=[_status(at, channel, restarts) for at, channel in enumerate(self._dispatcher.channels)],
@@ -114,6 +116,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 max_tools=limits.max_tools,
             ),
             uptime_s=time.monotonic() - self._started,
+            settings=self._settings | {"max_queued_tokens": str(self._admission.max_tokens)},
         )
 
     async def ListModels(
@@ -269,11 +272,3 @@ def _recommended_sampling(tokenizer: Tokenizer, limits: Limits) -> inference_pb2
         log.warning("generation_config.json: its sampling parameters are not passed on: %s", error)
         return inference_pb2.Sampling()
     return recommended
-
-
-def _version() -> str:
-    """Of the installed package; a checkout that is run where it lies has none."""
-    try:
-        return version("pagoda-server")
-    except PackageNotFoundError:
-        return "not installed"

@@ -15,7 +15,7 @@ import grpc
 from pagoda_server.channel.address import host_of, is_local, is_unix
 from pagoda_server.channel.grpc_port import KEEPALIVE_OPTIONS, GrpcPort
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.process.config import ServeConfig
+from pagoda_server.settings import ServeConfig
 
 log = logging.getLogger("pagoda.router")
 

@@ -27,32 +27,30 @@ from pagoda.v1 import (
     inference_pb2,
     inference_pb2_grpc,
 )
-from pagoda_server.channel.address import is_local
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress, find_model
 from pagoda_server.router.engines.channel import EngineChannel, WrongEngine
 from pagoda_server.router.engines.dispatch import Dispatcher
 from pagoda_server.router.engines.engine_address import spawn_address
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.process.config import SPAWN, ServeConfig
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
 from pagoda_server.router.process.interceptors import StatusInterceptor, TokenInterceptor
 from pagoda_server.router.process.listen import MAX_MESSAGE_BYTES, auth_token, bind, check_exposure, server_options
 from pagoda_server.router.process.parent_link import ParentLink
 from pagoda_server.router.process.shared_control import RouterGroup
 from pagoda_server.router.process.supervisor import ChildFailedError, EngineKeeper, Supervisor, engine_supervisor
-from pagoda_server.router.process.worker_config import WorkerConfig
-from pagoda_server.router.process.workers import Workers
+from pagoda_server.router.process.workers import WorkerConfig, Workers
 from pagoda_server.router.request.admission import Admission
 from pagoda_server.router.request.inference import InferenceServicer
 from pagoda_server.router.request.limits import Limits
 from pagoda_server.router.request.live import LiveRequests
 from pagoda_server.router.text.tokenizer import Tokenizer
+from pagoda_server.settings import EXIT_CONFIG, RouterSettings, ServeConfig, SettingError
+from pagoda_server.settings.router import SPAWN
 
 log = logging.getLogger("pagoda.router")
 
 QUEUE_IN_CACHES = 8  # default of max_queued_tokens, in KV caches of all engines: what waits beyond that waits too long
 PATIENCE_S = 5.0  # an engine that is started together with this router may load for longer; then it is one line more
-EXIT_CONFIG = 2
 GC_THRESHOLD = 20_000  # objects more than freed; a request in flight holds about a hundred
 
 
@@ -88,7 +86,7 @@ def _exit_code_of(run: Callable[[], None], config: ServeConfig) -> int:
     )
     try:
         run()
-    except (ConfigError, CheckpointError) as error:
+    except (SettingError, ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
     except ChildFailedError as error:
@@ -178,7 +176,7 @@ class Router:
         if self._config.engine != SPAWN:
             return self._config.engine_addresses
         address = stack.enter_context(spawn_address(self._config))
-        self._keeper = self._supervisor = engine_supervisor(self._config.engine_arguments(str(self._folder), address))
+        self._keeper = self._supervisor = engine_supervisor(self._config.engine_arguments(self._folder, address))
         return [address]
 
     async def _start_server(self) -> grpc.aio.Server:
@@ -194,6 +192,7 @@ class Router:
             kv_token_capacity=1 << 62,
             has_chat_template=self._tokenizer.chat_template is not None,
             max_text_bytes=config.max_text_bytes,
+            default_max_tokens=config.default_max_tokens,
         )
         self._inference = InferenceServicer(
             model=self._name,
@@ -213,6 +212,7 @@ class Router:
             state=self._state,
             engine_restarts=lambda: self._keeper.restarts if self._keeper else 0,
             max_message_bytes=MAX_MESSAGE_BYTES,
+            settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
         )
         admin = AdminServicer(dispatcher=self._dispatcher, live=self._live, state=self._state)
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
@@ -224,7 +224,7 @@ class Router:
             control_pb2_grpc.add_ControlServicer_to_server(control, server)
             admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._state.health, server)
-        if is_local(config.listen) if config.reflection is None else config.reflection:
+        if config.has_reflection:
             services = [
                 inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
                 control_pb2.DESCRIPTOR.services_by_name["Control"].full_name,

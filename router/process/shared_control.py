@@ -95,6 +95,8 @@ class SharedControl(control_pb2_grpc.ControlServicer):
         for other in await self._group.ask_control(lambda stub: stub.GetServerInfo(request, timeout=ASK_TIMEOUT_S)):
             info.limits.max_requests += other.limits.max_requests
             info.limits.max_queued_tokens += other.limits.max_queued_tokens
+        for name in ("max_requests", "max_queued_tokens"):  # each router has its part of these
+            info.settings[name] = str(getattr(info.limits, name))
         return info
 
     async def ListModels(

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from pagoda_server.settings import EXIT_CONFIG
+
 log = logging.getLogger("pagoda.router")
 
-CONFIG_ERROR = 2  # a child's exit code for what no restart mends; it has said why
 BACKOFF_S = (0.2, 10.0)
 HEALTHY_AFTER_S = 60.0  # a child that lived this long died of something new: the backoff starts over
 MAX_FAILED_STARTS = 5
@@ -135,8 +136,8 @@ class Supervisor:
         return process
 
     def _judge(self, code: int) -> None:
-        if code == CONFIG_ERROR:
-            raise ChildFailedError(f"{self._name} cannot serve this model with these settings", CONFIG_ERROR)
+        if code == EXIT_CONFIG:
+            raise ChildFailedError(f"{self._name} cannot serve this model with these settings", EXIT_CONFIG)
         if self._has_been_ready:
             return
         self._failed_starts += 1

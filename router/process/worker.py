@@ -6,7 +6,7 @@ import sys
 
 from pagoda_server.router.process.main import serve_as_worker
 from pagoda_server.router.process.parent_link import ParentLink
-from pagoda_server.router.process.worker_config import WorkerConfig
+from pagoda_server.router.process.workers import WorkerConfig
 
 if __name__ == "__main__":
     sys.exit(serve_as_worker(WorkerConfig.from_line(sys.stdin.readline()), ParentLink()))

@@ -4,25 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import signal
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from pagoda_server.router.engines.engine_address import spawn_address
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.process.config import SPAWN, ServeConfig
 from pagoda_server.router.process.listen import reserved_port
 from pagoda_server.router.process.parent_link import ENGINE_HANGS, ENGINE_READY
 from pagoda_server.router.process.supervisor import Supervisor, engine_supervisor
-from pagoda_server.router.process.worker_config import WorkerConfig
+from pagoda_server.settings import ServeConfig
+from pagoda_server.settings.router import SPAWN
+from pagoda_server.settings.setting import flag
 
 log = logging.getLogger("pagoda.router")
 
 STOP_MARGIN_S = 5.0  # beyond the grace period, for what ends when it is over
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What a worker is told, in one line on its standard input.
+
+    serve    settings, with the address that the workers share and this worker's part of the limits
+    folder   of the model
+    sockets  of all workers' private Control services, this one's first
+    spawned  address of the engine that the parent has spawned; None: `serve` says where engines run
+    """
+
+    serve: ServeConfig
+    folder: str
+    sockets: list[str]
+    spawned: str | None
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_line(cls, line: str) -> WorkerConfig:
+        given = json.loads(line)
+        return cls(**(given | {"serve": ServeConfig(**given["serve"])}))
 
 
 class Workers:
@@ -41,7 +67,7 @@ class Workers:
         for limit in ("max_requests", "max_queued_tokens"):
             whole = getattr(self._config, limit)
             if whole is not None and whole < self._config.workers:
-                raise ConfigError(f"--{limit.replace('_', '-')} {whole} leaves nothing for some of the workers")
+                raise ConfigError(f"{flag(limit)} {whole} leaves nothing for some of the workers")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
@@ -51,7 +77,7 @@ class Workers:
             spawned = None
             if self._config.engine == SPAWN:
                 spawned = stack.enter_context(spawn_address(self._config))
-                self._engine = engine_supervisor(self._config.engine_arguments(str(self._folder), spawned))
+                self._engine = engine_supervisor(self._config.engine_arguments(self._folder, spawned))
             self._routers = [self._router(index, listen, spawned, private) for index in range(self._config.workers)]
             await self._run_until_stopped()
 

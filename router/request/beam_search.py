@@ -1,28 +1,50 @@
-"""The fields of a beam search, checked, with their defaults filled in; and which other fields it leaves no room for."""
+"""Beam search: find the most likely continuations of a prompt with an engine that knows only sequences.
+
+The rules are those of transformers' `generate(num_beams=…)`. In each step the `width` best beams are continued by every
+token. The best `width` of all continuations that do not end are the next beams; those that end are hypotheses if they
+are among the best `width`. A hypothesis scores its sum of log-probabilities divided by length ** length_penalty, and
+the best `width` hypotheses are kept.
+
+`BeamSearch` is these rules, on tokens and numbers alone. `BeamSearchStream` runs them on an engine: each step is one
+request with a sequence for each beam, which goes on from the beam's tokens by one more and tells its log-probabilities.
+The prefix cache holds what the step before has computed, so each sequence computes one token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import secrets
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
+from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
+from pagoda_server.router.engines.channel import EngineChannel
+from pagoda_server.router.engines.engine_stream import SequenceInbox, time_in_engine
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.request.fields import check_integer, check_number
 from pagoda_server.router.request.limits import Limits
+from pagoda_server.settings.sampling import PARAMETERS
 
-MOST_LIKELY = 20  # tokens that an engine tells of, for each beam and step
-_DEFAULTS = {
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+MOST_LIKELY = 20  # tokens that an engine tells for one position
+_DEFAULTS = {each.name: each.default for each in PARAMETERS}
+_SUMS = (
+    "queue_s",
+    "decode_s",
+    "preempted_s",
+    "preemptions",
+    "preempted_tokens",
+    "recomputed_tokens",
+    "saved_tokens",
+    "loaded_tokens",
+)
+
+
+# -- the request ------------------------------------------------------------------------------------------------------
 
 
 def check_beam_search(sampling: inference_pb2.Sampling, limits: Limits) -> None:
-    """Fills in what the request leaves open; every other field of `sampling` is set. Raises InvalidArgument."""
+    """Fill in what a request leaves open; every other field of `sampling` is set. Raises InvalidArgument."""
     search = sampling.beam_search
     check_integer(search.width, "sampling.beam_search.width", 2, limits.max_beams)
     if not search.HasField("length_penalty"):
@@ -39,10 +61,12 @@ def check_beam_search(sampling: inference_pb2.Sampling, limits: Limits) -> None:
             raise InvalidArgument(f"sampling.{field}", f"is set; a beam search needs its default, {default:g}")
     if sampling.logit_bias:
         raise InvalidArgument("sampling.logit_bias", "is set; a beam search ranks by the model's own log-probabilities")
+    if sampling.allowed_token_ids:
+        raise InvalidArgument("sampling.allowed_token_ids", "is set; a beam search considers every token")
 
 
 def check_stopping(stopping: inference_pb2.Stopping, output: inference_pb2.Output) -> None:
-    """Raises InvalidArgument for what a beam search cannot look for or tell."""
+    """Refuse what a beam search cannot look for or tell. Raises InvalidArgument."""
     if stopping.stop:
         raise InvalidArgument(
             "stopping.stop", "is set; a beam search looks for no stop strings, only for stop_token_ids"
@@ -52,10 +76,226 @@ def check_stopping(stopping: inference_pb2.Stopping, output: inference_pb2.Outpu
 
 
 def check_stop_ids(stop_ids: Collection[int], width: int) -> None:
-    """So that each beam has `width` continuations that do not end it. Raises InvalidArgument."""
+    """Make sure that each beam has `width` continuations that do not end it. Raises InvalidArgument."""
     if width + len(stop_ids) > MOST_LIKELY:
         raise InvalidArgument(
             "sampling.beam_search.width",
             f"is {width}, and {len(stop_ids)} ids end a sequence (stopping.stop_token_ids and the model's own); "
             f"together at most {MOST_LIKELY} are allowed",
         )
+
+
+# -- the rules --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beam:
+    """A continuation of the prompt: its parent and one token more; without a parent, no tokens at all.
+
+    score    the sum of its tokens' log-probabilities
+    logprob  that of its last token
+    """
+
+    score: float = 0.0
+    parent: Beam | None = None
+    token: int = -1
+    logprob: float = 0.0
+
+    def path(self) -> tuple[list[int], list[float]]:
+        """Its tokens, and their log-probabilities."""
+        tokens, logprobs, beam = [], [], self
+        while beam.parent is not None:
+            tokens.append(beam.token)
+            logprobs.append(beam.logprob)
+            beam = beam.parent
+        return tokens[::-1], logprobs[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A continuation that was ended by the stop id `matched`, or by its length (None)."""
+
+    score: float
+    beam: Beam
+    matched: int | None
+
+
+class BeamSearch:
+    """
+    params      every field is set
+    stop_ids    end a beam as its token number min_tokens + 1 or later; before that they are no candidates
+    max_tokens  length at which every beam ends
+
+    length      of each beam
+    beams       those that go on, best first; at first the prompt alone
+    hypotheses  best first
+    """
+
+    def __init__(
+        self, params: inference_pb2.BeamSearch, stop_ids: Collection[int], min_tokens: int, max_tokens: int
+    ) -> None:
+        self.length = 0
+        self.beams = [Beam()]
+        self.hypotheses: list[Hypothesis] = []
+        self.is_over = False
+        self._params = params
+        self._stop_ids = frozenset(stop_ids)
+        self._min_tokens = min_tokens
+        self._max_tokens = max_tokens
+
+    def advance(self, found: Sequence[tuple[Sequence[int], Sequence[float]]]) -> None:
+        """Make every beam longer by one token.
+
+        found  for each beam, its most likely next tokens and their log-probabilities, best first: at least `width` and
+               one for each stop id, so that `width` of them do not end it
+
+        Among equals, the continuation of the better beam comes first, then the more likely token.
+        """
+        self.length += 1
+        width = self._params.width
+        candidates = [
+            Beam(beam.score + logprob, beam, token, logprob)
+            for beam, (ids, logprobs) in zip(self.beams, found, strict=True)
+            for token, logprob in zip(ids, logprobs, strict=True)
+            if self.length > self._min_tokens or token not in self._stop_ids
+        ]
+        candidates.sort(key=lambda beam: beam.score, reverse=True)
+        self.beams = []
+        for rank, beam in enumerate(candidates):
+            stops = beam.token in self._stop_ids
+            if stops or self.length == self._max_tokens:
+                if rank < width:
+                    self._add(beam, beam.token if stops else None)
+            else:
+                self.beams.append(beam)
+                if len(self.beams) == width:
+                    break
+        self.is_over = not self.beams or not self._can_improve()
+
+    def _add(self, beam: Beam, matched: int | None) -> None:
+        score: float = beam.score / self.length**self._params.length_penalty
+        self.hypotheses.append(Hypothesis(score, beam, matched))
+        self.hypotheses.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
+        del self.hypotheses[self._params.width :]
+
+    def _can_improve(self) -> bool:
+        params, length = self._params, self.length
+        if len(self.hypotheses) < params.width:
+            return True
+        if params.early_stopping == inference_pb2.EARLY_STOPPING_ENOUGH:
+            return False
+        if params.early_stopping == inference_pb2.EARLY_STOPPING_BEST and params.length_penalty > 0:
+            length = self._max_tokens
+        best: float = self.beams[0].score / length**params.length_penalty
+        return best > self.hypotheses[-1].score
+
+
+# -- on an engine -----------------------------------------------------------------------------------------------------
+
+
+class BeamSearchStream:
+    """A search on an engine, with the face of an EngineStream; its inboxes fill when the search ends, best first.
+
+    submit  the request as `to_submit` makes it, with beam_search set; n counts the hypotheses to return
+
+    Raises Unavailable unless the engine is ready.
+    """
+
+    def __init__(
+        self, channel: EngineChannel, submit: engine_pb2.Submit, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        sampling = submit.sampling
+        self.inboxes = [SequenceInbox() for _ in range(sampling.n)]
+        self._channel = channel
+        self._search = BeamSearch(sampling.beam_search, submit.stop_token_ids, submit.min_tokens, submit.max_tokens)
+        self._tells_logprobs = submit.HasField("logprobs")
+        self._is_aborted = False
+        self._clock = clock
+        self._began = clock()
+        self._timeout_s = submit.timeout_s if submit.HasField("timeout_s") else None
+        self._total = engine_pb2.Ended()  # cached tokens, counts and times of all steps
+        self._step = step = engine_pb2.Submit()
+        step.CopyFrom(submit)
+        step.logprobs = sampling.beam_search.width + len(submit.stop_token_ids)
+        step.max_tokens, step.min_tokens = 1, 0
+        step.sampling.n = 1
+        step.sampling.ClearField("beam_search")
+        step.ClearField("stop_token_ids")
+        if step.cache.bypass:  # its steps need the cache; under this salt no other request finds them, nor they others
+            step.cache.Clear()
+            step.cache.salt = secrets.token_hex(32)
+        self._stream = channel.submit(step)
+
+    async def wait(self) -> None:
+        """Run the search to its end. Raises Unavailable when the engine is gone."""
+        while True:
+            ends = await self._ends()
+            self._account(max(ends, key=time_in_engine))
+            irregular = [end for end in ends if end.reason != engine_pb2.END_REASON_LENGTH]
+            if irregular or self._is_aborted:  # it may be aborted between two steps
+                return self._fail(irregular[0] if irregular else engine_pb2.Ended(reason=engine_pb2.END_REASON_ABORTED))
+            found = [inbox.logprobs[0] for inbox in self._stream.inboxes]
+            self._search.advance([(each.top_ids, each.top_logprobs) for each in found])
+            if self._search.is_over:
+                return self._deliver()
+            self._submit_beams()
+
+    def abort(self, index: int | None = None) -> None:
+        """Ask the engine to end the search; every hypothesis then ends as ABORTED, without tokens."""
+        self._is_aborted = True
+        self._stream.abort()
+
+    def close(self) -> None:
+        """End what still runs, and forget it."""
+        self._stream.close()
+
+    async def _ends(self) -> list[engine_pb2.Ended]:
+        """Wait until every sequence of the step has ended."""
+        while any(inbox.ended is None for inbox in self._stream.inboxes):
+            await self._stream.wait()
+        return [inbox.ended for inbox in self._stream.inboxes if inbox.ended]
+
+    def _account(self, slowest: engine_pb2.Ended) -> None:
+        """Add a step to the total: the prompt counts as prefill, and every later step as decode."""
+        if self._search.length == 0:
+            self._total.CopyFrom(slowest)
+            return
+        slowest.decode_s += slowest.prefill_s
+        for name in _SUMS:
+            setattr(self._total, name, getattr(self._total, name) + getattr(slowest, name))
+
+    def _submit_beams(self) -> None:
+        step = self._step
+        del step.outputs[:]
+        for beam in self._search.beams:
+            step.outputs.add(ids=beam.path()[0])
+        step.sampling.n = len(self._search.beams)
+        step.max_tokens = self._search.length + 1
+        step.age_s = self._clock() - self._began
+        if self._timeout_s is not None:
+            step.timeout_s = max(0.0, self._timeout_s - step.age_s)
+        self._stream = self._channel.submit(step)
+
+    def _deliver(self) -> None:
+        """Tell each hypothesis; a vocabulary smaller than n leaves the last ones without tokens."""
+        for inbox, hypothesis in zip(self.inboxes, self._search.hypotheses, strict=False):
+            inbox.tokens, logprobs = hypothesis.beam.path()
+            if self._tells_logprobs:
+                inbox.logprobs = [engine_pb2.Logprobs(logprob=logprob) for logprob in logprobs]
+            inbox.score = hypothesis.score
+            if hypothesis.matched is not None:
+                inbox.ended = self._end(engine_pb2.END_REASON_STOP, matched=hypothesis.matched)
+        for inbox in self.inboxes:
+            inbox.ended = inbox.ended or self._end(engine_pb2.END_REASON_LENGTH)
+
+    def _fail(self, why: engine_pb2.Ended) -> None:
+        for inbox in self.inboxes:
+            inbox.ended = self._end(why.reason, detail=why.detail)
+
+    def _end(self, reason: engine_pb2.EndReason, *, matched: int | None = None, detail: str = "") -> engine_pb2.Ended:
+        ended = engine_pb2.Ended()
+        ended.CopyFrom(self._total)
+        ended.reason, ended.detail = reason, detail
+        if matched is not None:
+            ended.matched = matched
+        return ended

@@ -10,10 +10,10 @@ import grpc
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2, inference_pb2_grpc
 from pagoda_server.router.engines.dispatch import Dispatcher
-from pagoda_server.router.engines.engine_stream import EngineStream, SequenceInbox
+from pagoda_server.router.engines.engine_stream import EngineStream, SequenceInbox, time_in_engine
 from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument
 from pagoda_server.router.request.admission import Admission
-from pagoda_server.router.request.best_of import HeldTokens
+from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.client_writer import ClientWriter, GenerateContext
 from pagoda_server.router.request.limits import Limits
 from pagoda_server.router.request.live import LiveRequest, LiveRequests
@@ -77,7 +77,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: GenerateContext,
         received: float,
     ) -> None:
-        stream = live.stream = self._dispatcher.pick().submit(submit)  # first: the engine need not wait
+        engine = self._dispatcher.pick()
+        # First of all, so that the engine need not wait.
+        stream = live.stream = BeamSearchStream(engine, submit) if params.is_search else engine.submit(submit)
         try:
             if live.is_aborted:  # while it was tokenized
                 stream.abort()
@@ -123,26 +125,20 @@ class GenerateCall:
         self._writer = writer
         self._received = received
         self._first_written: float | None = None
-        self._n = params.n
-        self._held = HeldTokens() if params.is_search else None
         self._token_bytes = tokenizer.token_bytes if params.has_token_bytes else None
         skips_special_tokens = not params.keeps_special_tokens
-
-        def is_told(index: int) -> bool:
-            return index < params.n or not params.is_search
-
         self._outputs = [
             SequenceOutput(
                 index,
-                tokenizer.detokenizer(skips_special_tokens) if params.has_text and is_told(index) else None,
+                tokenizer.detokenizer(skips_special_tokens) if params.has_text else None,
                 params.stop,
                 params.min_tokens,
                 params.includes_stop,
                 self._token_bytes,
             )
-            for index in range(params.num_sequences)
+            for index in range(params.n)
         ]
-        self._unfinished = params.num_sequences
+        self._unfinished = params.n
         self._response = inference_pb2.GenerateResponse(request_id=params.request_id)  # used again
 
     async def write_prompt(self, ids: Sequence[int]) -> None:
@@ -150,7 +146,7 @@ class GenerateCall:
         write_records(response.prompt.tokens, ids, token_bytes=self._token_bytes)
         await self._writer.write(response)
 
-    async def run(self, stream: EngineStream) -> None:
+    async def run(self, stream: EngineStream | BeamSearchStream) -> None:
         """Until every sequence has ended. Raises what the engine's end means, if it is no regular one."""
         while self._unfinished:
             await stream.wait()
@@ -158,40 +154,22 @@ class GenerateCall:
                 if inbox.tokens or inbox.ended is not None:
                     await self._advance(output, inbox, stream)
 
-    async def _advance(self, output: SequenceOutput, inbox: SequenceInbox, stream: EngineStream) -> None:
+    async def _advance(
+        self, output: SequenceOutput, inbox: SequenceInbox, stream: EngineStream | BeamSearchStream
+    ) -> None:
         if output.take(inbox, self._response.tokens):
-            if self._held is not None:
-                self._held.add(self._response.tokens)
-            else:
-                await self._write_tokens(self._response)
+            if self._first_written is None:
+                self._first_written = time.monotonic()
+            await self._writer.write(self._response)
         if output.ended is not None:
             raise_if_failed(output.ended)
             self._unfinished -= 1
-            if self._held is None:
-                await self._write_finished(output, is_last=not self._unfinished)
-            elif not self._unfinished:
-                await self._write_best(self._held)
+            await self._write_finished(output, is_last=not self._unfinished)
         elif output.stop is not None:
             stream.abort(output.index)  # only the router knows stop strings; until it is heard, tokens go on coming
 
-    async def _write_best(self, held: HeldTokens) -> None:
-        for rank, output in enumerate(
-            self._outputs[: self._n]
-        ):  # the engine names hypotheses in the order of their scores
-            for tokens in held.take(output.index, returned_as=rank):
-                await self._write_tokens(
-                    inference_pb2.GenerateResponse(request_id=self._response.request_id, tokens=tokens)
-                )
-            await self._write_finished(output, is_last=rank == self._n - 1)
-
-    async def _write_tokens(self, response: inference_pb2.GenerateResponse) -> None:
-        if self._first_written is None:
-            self._first_written = time.monotonic()
-        await self._writer.write(response)
-
     async def _write_finished(self, output: SequenceOutput, *, is_last: bool) -> None:
-        finished = output.finished()
-        response = inference_pb2.GenerateResponse(request_id=self._response.request_id, finished=finished)
+        response = inference_pb2.GenerateResponse(request_id=self._response.request_id, finished=output.finished())
         if is_last:
             response.usage.CopyFrom(self._usage())
             response.timing.CopyFrom(self._timing())
@@ -206,7 +184,7 @@ class GenerateCall:
 
     def _timing(self) -> inference_pb2.Timing:
         ends = [output.ended for output in self._outputs if output.ended]
-        slowest = max(ends, key=_time_in_engine)
+        slowest = max(ends, key=time_in_engine)
         now = time.monotonic()
         return inference_pb2.Timing(
             queue_s=slowest.queue_s,
@@ -232,7 +210,3 @@ def raise_if_failed(ended: engine_pb2.Ended) -> None:
             raise InvalidArgument("input", ended.detail)
         case engine_pb2.END_REASON_FAILED:
             raise Internal(f"sequence failed in the engine: {ended.detail}")
-
-
-def _time_in_engine(ended: engine_pb2.Ended) -> float:
-    return ended.queue_s + ended.prefill_s + ended.decode_s + ended.preempted_s

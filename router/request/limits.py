@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagoda_server.settings import RouterSettings
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -27,7 +29,7 @@ class Limits:
     vocab_size: int
     kv_token_capacity: int
     has_chat_template: bool = True
-    max_text_bytes: int = 1 << 20
+    max_text_bytes: int = RouterSettings.max_text_bytes
     max_messages: int = 4096
     max_parts: int = 256
     max_tools: int = 128
@@ -45,4 +47,4 @@ class Limits:
     max_request_id: int = 128
     max_salt_bytes: int = 128
     max_priority: int = 1000
-    default_max_tokens: int = 256
+    default_max_tokens: int = RouterSettings.default_max_tokens

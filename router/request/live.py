@@ -6,11 +6,12 @@ import asyncio
 
 from pagoda_server.router.engines.engine_stream import EngineStream
 from pagoda_server.router.errors import AlreadyExists, NotFound
+from pagoda_server.router.request.beam_search import BeamSearchStream
 
 
 class LiveRequest:
     def __init__(self) -> None:
-        self.stream: EngineStream | None = None  # none while the prompt is still being tokenized
+        self.stream: EngineStream | BeamSearchStream | None = None  # none while the prompt is still being tokenized
         self.is_aborted = False
 
 

@@ -43,6 +43,7 @@ class SequenceOutput:
         self.num_tokens = 0
         self.stop: str | None = None  # the stop string that was met
         self.ended: engine_pb2.Ended | None = None
+        self._score: float | None = None
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
@@ -59,7 +60,7 @@ class SequenceOutput:
         # After a stop, the engine's tokens are those that it computed before it heard of it.
         text, count = self._text_of(ids, ended) if self.stop is None else ("", 0)
         self.num_tokens += count
-        self.ended = ended
+        self.ended, self._score = ended, inbox.score
         if not count and not text:
             return False
         into.index = self.index
@@ -80,7 +81,7 @@ class SequenceOutput:
             index=self.index,
             reason=_FINISH_REASONS[self.ended.reason],
             stop_token_id=self.ended.matched if self.ended.HasField("matched") else None,
-            score=self.ended.score if self.ended.HasField("score") else None,
+            score=self._score,
         )
 
     def _text_of(self, ids: Sequence[int], ended: engine_pb2.Ended | None) -> tuple[str, int]:

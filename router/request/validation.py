@@ -62,14 +62,14 @@ class GenerateParams:
         return self.sampling.n
 
     @property
-    def num_sequences(self) -> int:
-        """Sequences that are generated."""
-        return self.sampling.beam_search.width if self.is_search else self.sampling.n
+    def is_search(self) -> bool:
+        """Whether beams are searched (router/request/beam_search.py)."""
+        return self.sampling.HasField("beam_search")
 
     @property
-    def is_search(self) -> bool:
-        """By beams, which the engine ranks."""
-        return self.sampling.HasField("beam_search")
+    def num_sequences(self) -> int:
+        """Sequences that the engine holds at once."""
+        return self.sampling.beam_search.width if self.is_search else self.n
 
 
 def validate_generate(request: inference_pb2.GenerateRequest, limits: Limits, served: str) -> GenerateParams:
@@ -157,12 +157,9 @@ def to_submit(
     stop_ids = {*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids}
     if params.is_search:
         check_stop_ids(stop_ids, params.num_sequences)
-    sampling = inference_pb2.Sampling()
-    sampling.CopyFrom(params.sampling)
-    sampling.n = params.num_sequences  # which of them are returned is the router's to say
     return engine_pb2.Submit(
         prompt=prompt_ids,
-        sampling=sampling,
+        sampling=params.sampling,
         max_tokens=max_tokens,
         min_tokens=params.min_tokens,
         stop_token_ids=sorted(stop_ids),

@@ -22,9 +22,9 @@ from bench.gpu.random_model import write_model
 from bench.gpu.rows import Bar, Bench, Ceilings, Row, Work, measure
 from bench.gpu.worker import Settings
 from pagoda_server.checkpoints import resolve
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels.triton.inputs import ModelShape
+from pagoda_server.settings.engine import EngineConfig
 
 ROOT = Path(__file__).parent.parent.parent
 UNKNOWN = Ceilings(math.nan, math.nan)

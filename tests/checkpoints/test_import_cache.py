@@ -150,7 +150,7 @@ def test_a_full_disk_is_one_error_and_leaves_no_half_folder(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("checkpoints.safetensors_file.SafetensorsWriter.write", full)
+        patch.setattr("pagoda_server.checkpoints.safetensors_file.SafetensorsWriter.write", full)
         with pytest.raises(CheckpointError, match=r"disk that holds .* is full"):
             resolve(str(tiny))
     assert cache.published_names() == []

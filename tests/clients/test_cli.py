@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import subprocess
 import sys
@@ -17,8 +16,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pagoda.v1 import inference_pb2
+from pagoda_server import installed_version
 from pagoda_server.cli.__main__ import app
-from pagoda_server.router.process.config import ServeConfig
+from pagoda_server.settings import ServeConfig
 from tests.clients.fake_server import FakeServer, answer, answer_without_end, fail
 
 COMMAND = [sys.executable, "-m", "pagoda_server.cli"]
@@ -108,6 +108,11 @@ def test_a_system_message_for_raw_text_is_a_usage_error(server: FakeServer) -> N
     assert result.exit_code == 2
     assert "no system message" in result.stderr
     assert server.requests == []
+
+
+def test_the_version_is_that_of_the_installed_server() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"pagoda {installed_version()}\n")
 
 
 def test_an_error_is_one_line_and_exit_code_1(server: FakeServer) -> None:
@@ -323,32 +328,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
 def test_serve_without_options_is_the_default_configuration(served: list[ServeConfig]) -> None:
     assert pagoda("serve").exit_code == 2
     assert served == [ServeConfig()]
-
-
-def test_every_setting_of_the_server_is_an_option_of_serve(served: list[ServeConfig]) -> None:
-    given = ServeConfig(
-        model="m", served_model_name="org/m", listen="unix:/s", engine="unix:/e", workers=2, channel="shm",
-        device="cuda", dtype="float16", quantization="int8", kv_cache_dtype="fp8", kv_cache_gb=1.5, block_size=32,
-        max_num_seqs=8, token_budget=128,
-        policy="fair", priority_ageing_s=5.5, tenant_weights="a=2", target_itl_ms=40.0, max_itl_growth=1.5,
-        schedule="static", overlap="on", max_model_len=4096, prefix_caching=False, threads=3, step_ms="1,2",
-        max_requests=5, max_queued_tokens=6, max_text_bytes=7, reflection=False, auth_token_file="t", tls_cert="c",
-        tls_key="k", allow_insecure=True, host_kv_gb=2.5,
-        grace_s=8.5, hang_timeout_s=9.5, stall_timeout_s=7.5, log_level="debug",
-    )  # fmt: skip
-    arguments = []
-    for field in dataclasses.fields(given):
-        value, option = getattr(given, field.name), field.name.replace("_", "-")
-        assert value != field.default, f"{field.name} is not tested"
-        match value:
-            case True:
-                arguments.append(f"--{option}")
-            case False:
-                arguments.append(f"--no-{option}")
-            case _:
-                arguments.append(f"--{option}={value}")
-    assert pagoda("serve", *arguments).exit_code == 2
-    assert served == [given]
 
 
 def test_a_setting_that_cannot_be_is_one_line_and_exit_code_2(served: list[ServeConfig]) -> None:

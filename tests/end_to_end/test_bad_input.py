@@ -45,6 +45,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("NaN frequency penalty", {"sampling": {"frequency_penalty": math.nan}}, "sampling.frequency_penalty"),
     ("bias for no token", {"sampling": {"logit_bias": {999: 1.0}}}, "sampling.logit_bias[999]"),
     ("infinite bias", {"sampling": {"logit_bias": {1: math.inf}}}, "sampling.logit_bias[1]"),
+    (
+        "allowing no such token",
+        {"sampling": {"allowed_token_ids": [258]}},
+        "sampling.allowed_token_ids[0]",
+    ),
     ("n zero", {"sampling": {"n": 0}}, "sampling.n"),
     ("n a million", {"sampling": {"n": 1_000_000}}, "sampling.n"),
     ("a single beam", {"sampling": {"beam_search": {"width": 1}}}, "sampling.beam_search.width"),

@@ -57,6 +57,32 @@ def test_server_info_states_the_sizes_by_their_formula(control: control_pb2_grpc
     assert info.limits.max_requests == 256
 
 
+def test_server_info_tells_the_settings_in_effect(control: control_pb2_grpc.ControlStub) -> None:
+    info = control.GetServerInfo(control_pb2.GetServerInfoRequest())
+    assert info.settings["max_requests"] == "256"
+    assert info.settings["served_model_name"] == "synthetic"
+    assert info.settings["max_queued_tokens"] == str(info.limits.max_queued_tokens)
+    engine = info.engines[0].info
+    assert engine.settings["step_ms"] == "2"
+    assert engine.settings["block_size"] == str(engine.kv_cache.block_size)
+    assert engine.settings["max_model_len"] == str(engine.max_model_len)
+    assert (engine.settings["device"], engine.settings["overlap"]) == ("cpu", "off")
+    assert "model" not in {*info.settings, *engine.settings}, "it can be a path"
+
+
+def test_a_request_without_max_tokens_gets_the_servers_default() -> None:
+    asked = request("how long?", max_tokens=1)
+    asked.stopping.ClearField("max_tokens")
+    with (
+        running_server("--model", "synthetic", "--default-max-tokens", "7") as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        answer = ask(inference_pb2_grpc.InferenceStub(channel), asked)
+        info = control_pb2_grpc.ControlStub(channel).GetServerInfo(control_pb2.GetServerInfoRequest())
+    assert len(answer.tokens()) == 7
+    assert info.settings["default_max_tokens"] == "7"
+
+
 def test_the_served_model_is_listed_with_what_it_can_do(control: control_pb2_grpc.ControlStub) -> None:
     (info,) = control.ListModels(control_pb2.ListModelsRequest()).models
     assert (info.name, info.architecture, info.vocab_size, info.max_model_len) == (

@@ -204,6 +204,22 @@ def test_logit_bias_and_penalties_change_what_is_chosen(exact: inference_pb2_grp
     assert len(set(ids)) > len(set(plain))
 
 
+def test_only_allowed_tokens_are_chosen_and_logprobs_stay_those_of_the_model(
+    exact: inference_pb2_grpc.InferenceStub,
+) -> None:
+    message = request("The capital of Sweden is", max_tokens=8)
+    message.output.logprobs = 1
+    plain = ask(exact, message)
+    allowed = sorted(set(range(500, 600)) - set(plain.ids()))
+    message.sampling.allowed_token_ids[:] = allowed
+    restricted = ask(exact, message)
+    assert set(restricted.ids()) <= set(allowed)
+    first, token = plain.tokens()[0], restricted.tokens()[0]
+    assert token.top[0].id == first.id
+    assert token.top[0].logprob == pytest.approx(first.logprob)
+    assert token.logprob < first.logprob
+
+
 @pytest.fixture(scope="module")
 def served_by_default(default_model_folder: Path) -> Iterator[Server]:
     """As a newcomer serves it: no flag but the port."""

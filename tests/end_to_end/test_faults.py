@@ -543,7 +543,7 @@ def test_a_wrong_setting_is_one_clear_line_and_exit_code_two(arguments: tuple[st
     command = [
         sys.executable,
         "-m",
-        "pagoda_server.cli.__main__",
+        "pagoda_server.cli",
         "serve",
         "--model",
         "synthetic",
@@ -581,7 +581,7 @@ def test_a_port_in_use_is_refused(synthetic_server: Server) -> None:
     command = [
         sys.executable,
         "-m",
-        "pagoda_server.cli.__main__",
+        "pagoda_server.cli",
         "serve",
         "--model",
         "synthetic",

@@ -108,7 +108,8 @@ def test_load_and_limits_are_those_of_all_routers_whichever_is_asked(server: Ser
             wait_for("every stream is ann's", lambda control=control: running_of(control, "ann") == 12)
             assert control.GetLoad(control_pb2.GetLoadRequest()).requests == 12
             assert next(control.WatchLoad(control_pb2.WatchLoadRequest())).requests == 12
-            assert control.GetServerInfo(control_pb2.GetServerInfoRequest()).limits.max_requests == 33
+            info = control.GetServerInfo(control_pb2.GetServerInfoRequest())
+            assert (info.limits.max_requests, info.settings["max_requests"]) == (33, "33")
         for call in calls:
             call.cancel()
         control = control_pb2_grpc.ControlStub(channels[0])

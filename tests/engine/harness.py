@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol, TypedDict, Unpack
 
-from pagoda_server.engine.core.beam_search import BeamParams
 from pagoda_server.engine.core.output import Ended
 from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool, chain_root
@@ -77,8 +76,7 @@ class ContentCheckingRunner(SyntheticRunner):
         size = self._block_size
         for chunk in plan.chunks:
             tokens = chunk.seq.tokens
-            # A search's rows have now one beam, now another.
-            expected = [] if chunk.seq.peers else self._expected.setdefault(chunk.seq.id, [])
+            expected = self._expected.setdefault(chunk.seq.id, [])
             while len(expected) < chunk.start:
                 expected.append(advance(expected[-1] if expected else 0, tokens[len(expected)]))
             for at in range(0, chunk.start, size):
@@ -100,6 +98,8 @@ class Rules(TypedDict, total=False):
     bypass: bool
     stop_token_ids: frozenset[int]
     min_tokens: int
+    output: list[int]  # that exists already
+    age_s: float
 
 
 class TakesTime(Protocol):
@@ -153,6 +153,7 @@ class SteppedEngine:
         self.runner = synthetic_runner(num_blocks, block_size, lookahead, host_blocks, copy_s)
         self.steps = StepsInFlight(self.scheduler, self.runner)
         self.outputs: dict[int, list[int]] = {}
+        self.arrived_with: dict[int, int] = {}  # tokens
         self.ended: dict[int, Ended] = {}
         self._ids = itertools.count()
 
@@ -169,33 +170,16 @@ class SteppedEngine:
             stop_token_ids=rules.get("stop_token_ids", frozenset()),
             min_tokens=rules.get("min_tokens", 0),
         )
-        return self._add(count, prompt, params, rules, is_search=False)
-
-    def add_search(
-        self, beams: BeamParams, prompt: list[int], max_tokens: int = 8, **rules: Unpack[Rules]
-    ) -> list[Sequence]:
-        """The rows of a beam search."""
-        stops = rules.get("stop_token_ids", frozenset())
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            stop_token_ids=stops,
-            min_tokens=rules.get("min_tokens", 0),
-            logprobs=beams.width + len(stops),
-            beams=beams,
-        )
-        return self._add(beams.width, prompt, params, rules, is_search=True)
-
-    def _add(
-        self, count: int, prompt: list[int], params: SamplingParams, rules: Rules, *, is_search: bool
-    ) -> list[Sequence]:
+        tokens = [*prompt, *rules.get("output", [])]
         ids = [next(self._ids) for _ in range(count)]
         seqs = [
             Sequence(
                 id=id,
-                tokens=list(prompt),
+                tokens=list(tokens),
                 prompt_len=len(prompt),
                 params=params,
                 arrived=self.now,
+                age_s=rules.get("age_s", 0.0),
                 deadline=self.now + rules.get("timeout_s", math.inf),
                 priority=rules.get("priority", 0),
                 tenant=rules.get("tenant", ""),
@@ -203,13 +187,13 @@ class SteppedEngine:
                 tpot_s=rules.get("tpot_s", math.inf),
                 cache_root=chain_root(rules.get("salt", "")),
                 bypass_cache=rules.get("bypass", False),
-                request=ids[0] if count > 1 and not is_search else None,
+                request=ids[0] if count > 1 else None,
             )
             for id in ids
         ]
         for seq in seqs:
-            seq.peers = tuple(seqs) if is_search else ()
             self.outputs[seq.id] = []
+            self.arrived_with[seq.id] = seq.num_tokens
             self.scheduler.add(seq)
         self._take_output()
         return seqs
@@ -241,14 +225,16 @@ class SteppedEngine:
         raise AssertionError(f"still at work after {limit} steps")
 
     def expected(self, seq: Sequence) -> list[int]:
-        return expected_tokens(seq.tokens[: seq.prompt_len], seq.params.max_tokens, VOCAB_SIZE)
+        """What it is to be told."""
+        count = self.arrived_with[seq.id]
+        return expected_tokens(seq.tokens[:count], seq.prompt_len + seq.params.max_tokens - count, VOCAB_SIZE)
 
     def _take_output(self) -> None:
         output = self.scheduler.take_output()
         self.steps.trace.note(output)
         for id, token in zip(output.sequences, output.tokens, strict=True):
             assert id not in self.ended, f"a token for sequence {id} after its end"
-            self.outputs[id].append(token)
+            self.outputs.setdefault(id, []).append(token)
         for ended in output.ended:
             assert ended.seq.id not in self.ended, f"sequence {ended.seq.id} ended twice"
             self.ended[ended.seq.id] = ended

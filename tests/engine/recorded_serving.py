@@ -12,11 +12,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.sequence import SamplingParams
 from pagoda_server.engine.runners.cuda import DeviceRunner
 from pagoda_server.engine.runners.loaded_model import load_for_serving
 from pagoda_server.kernels.triton.launches import record
+from pagoda_server.settings.engine import EngineConfig
 from tests.engine.test_device_runner import SETTINGS, Served, ask
 from tests.engine.tiny_models import MODELS, random_prompt, save_model
 

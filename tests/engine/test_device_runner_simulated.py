@@ -19,13 +19,13 @@ from torch import Tensor
 from bench.gpu.parts import PARTS
 from bench.gpu.rows import Bench, Ceilings
 from pagoda_server.checkpoints.progress import no_progress
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import SamplingParams, StepPlan
 from pagoda_server.engine.runners import load, loaded_model
 from pagoda_server.engine.runners.cuda.outcomes import DeviceStep
 from pagoda_server.kernels import Backend, HeadNorms, PagedKV, load_backend
 from pagoda_server.kernels.triton import timing
+from pagoda_server.settings.engine import EngineConfig
 from tests.engine import test_device_runner
 from tests.engine.test_device_runner import *  # noqa: F403
 from tests.engine.test_device_runner import PARAMS, Served, ask, device_runner, one_by_one, outputs

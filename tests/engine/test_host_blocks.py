@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda_server.engine.core.config import EngineConfig
-from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, State, StepPlan
 from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.kv.prefix_cache import Prefix
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.timing.host_copy_times import HostCopyTimes
+from pagoda_server.settings import EngineConfig, SettingError
 from tests.engine.harness import SteppedEngine
 from tests.engine.test_scheduler import prompt
 from tests.engine.unreliable import UnreliableRunner
@@ -307,7 +306,5 @@ def test_the_faster_way_is_learned_from_steps() -> None:
 
 def test_settings_of_host_memory_are_checked() -> None:
     for wrong in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="--host-kv-gb must be from 0 to 1000000000"):
+        with pytest.raises(SettingError, match="--host-kv-gb must be from 0 to 1000000000"):
             EngineConfig("m", host_kv_gb=wrong)
-    with pytest.raises(ConfigError, match="--schedule static computes again"):
-        EngineConfig("m", host_kv_gb=1.0, schedule="static")

@@ -177,12 +177,26 @@ def test_a_weight_of_another_shape_is_told(whole: Path, keeps_int4: bool) -> Non
         parameters(whole, torch.bfloat16, keeps_int4=keeps_int4)
 
 
+@pytest.mark.parametrize(
+    ("changed", "tensor"),
+    [
+        ({"intermediate_size": 80}, "model.layers.0.mlp.down_proj.weight"),
+        ({"hidden_size": 80}, "lm_head.weight"),
+    ],
+)
+def test_a_size_that_groups_do_not_divide_is_told(whole: Path, changed: dict[str, int], tensor: str) -> None:
+    path = whole / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(ConfigError, match=rf"{tensor} is in 4 bits.* 80 inputs: not a multiple of 32"):
+        parameters(whole, torch.bfloat16, keeps_int4=True)
+
+
 WHOLE = "native-whole" if prefers_whole_native() else "native"
 
 
 def test_auto_takes_4_bits_where_there_are_weights_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.has_native", lambda: True)
-    monkeypatch.setattr("engine.loaded_model.has_native_int8_weight", lambda: False)
+    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.has_native_int8_weight", lambda: False)
     monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.instruction_set", lambda: "avx2")
     assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=True) == "native-int4"
     assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=False) == "native-int8"

@@ -14,7 +14,7 @@ import torch
 from pagoda_server.engine.core.sequence import SamplingParams, Sequence, StepPlan
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels import Recording, has_native, has_native_int8_weight, load_backend, set_num_threads
-from pagoda_server.kernels.backend import _BACKENDS
+from pagoda_server.kernels.backend import BACKENDS
 from pagoda_server.kernels.native_module import native
 from tests.engine.test_device_runner import Served
 from tests.engine.tiny_models import (
@@ -30,7 +30,7 @@ from tests.engine.tiny_models import (
 
 COMPILED = [
     name
-    for name, backend in _BACKENDS.items()
+    for name, backend in BACKENDS.items()
     if backend.is_compiled and (name != "native-int8-weight" or has_native_int8_weight())
 ]
 

@@ -18,15 +18,14 @@ from torch import Tensor
 
 from pagoda_server.checkpoints import resolve
 from pagoda_server.checkpoints.progress import no_progress
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import Chunk, SamplingParams, StepPlan
 from pagoda_server.engine.runners import load
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.runners.cpu.step_arrays import attended_parts
 from pagoda_server.engine.runners.cuda.rehearsal import largest_plan
-from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.kernels import has_native, has_native_int8_weight, load_backend, prefers_whole_native
+from pagoda_server.settings import EngineConfig, SettingError
 from tests.engine.tiny_models import (
     MODELS,
     VOCAB_SIZE,
@@ -164,33 +163,44 @@ def test_settings_that_the_model_cannot_meet_are_refused(
 )
 def test_settings_that_the_synthetic_model_cannot_meet_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load.load_runner(EngineConfig("synthetic", **settings), resolve("synthetic"), no_progress, None)
+        load.load_runner(EngineConfig("synthetic", **settings), resolve("synthetic"), no_progress)
 
 
 def test_a_step_time_is_the_synthetic_models_alone(saved: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match="--step-ms: only the synthetic model"):
-        load.load_runner(EngineConfig("llama"), saved("llama"), no_progress, StepTime(0.001))
+        load.load_runner(EngineConfig("llama", step_ms="1"), saved("llama"), no_progress)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kv_cache_gb": math.inf}, "--kv-cache-gb must be positive and at most 1000000000, not inf"),
-        ({"kv_cache_gb": math.nan}, "--kv-cache-gb must be positive and at most 1000000000, not nan"),
-        ({"kv_cache_gb": 1e300}, "--kv-cache-gb must be positive and at most 1000000000, not 1e"),
+        ({"kv_cache_gb": math.inf}, "--kv-cache-gb must be above 0, at most 1000000000, not inf"),
+        ({"kv_cache_gb": math.nan}, "--kv-cache-gb must be above 0, at most 1000000000, not nan"),
+        ({"kv_cache_gb": 1e300}, "--kv-cache-gb must be above 0, at most 1000000000, not 1e"),
         ({"host_kv_gb": math.inf}, "--host-kv-gb must be from 0 to 1000000000, not inf"),
+        ({"max_num_seqs": 0}, "--max-num-seqs must be from 1 to 4294967295, not 0"),
+        ({"token_budget": 10**30}, "--token-budget must be from 2 to 4294967295, not 10{30}$"),
+        ({"token_budget": 64}, r"--token-budget \(64\) must exceed --max-num-seqs \(64\)"),
+        ({"block_size": 0}, "--block-size must be from 1 to 1048576, not 0"),
+        ({"block_size": 12}, "--block-size must be a power of two, not 12"),
+        ({"priority_ageing_s": 0.0}, "--priority-ageing-s must be above 0 and finite, not 0.0"),
+        ({"target_itl_ms": math.nan}, "--target-itl-ms must be at least 0 and finite, not nan"),
+        ({"max_model_len": 1}, "--max-model-len must be from 2 to 4294967295, not 1"),
+        ({"threads": -1}, "--threads must be from 1 to 4096, not -1"),
+        ({"tenant_weights": "a=0"}, "--tenant-weights takes NAME=WEIGHT,… with positive weights, not 'a=0'"),
+        ({"listen": ""}, "--listen '' is not shm:PATH, unix:PATH or HOST:PORT"),
         ({"tenant_weights": "a=2"}, "--tenant-weights: --policy priority has no shares"),
     ],
 )
 def test_settings_that_no_model_can_meet_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(SettingError, match=message):
         EngineConfig("any", **settings)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_a_missing_cuda_device_is_refused(saved: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
-        load.load_runner(EngineConfig("default", device="cuda"), saved("llama"), no_progress, None)
+        load.load_runner(EngineConfig("default", device="cuda"), saved("llama"), no_progress)
 
 
 @pytest.mark.parametrize(
@@ -435,7 +445,7 @@ def test_bfloat16_on_a_cpu_is_served_in_int8_unless_told_otherwise(
     int8 = "native-int8-weight" if has_native_int8_weight() else "native-int8"
     assert backend("bfloat16", "auto") == int8
     assert backend("float32", "int8") == int8
-    monkeypatch.setattr("engine.loaded_model.has_native_int8_weight", lambda: False)
+    monkeypatch.setattr(f"{LOADED_MODEL}.has_native_int8_weight", lambda: False)
     assert backend("bfloat16", "auto") == backend("float32", "int8") == "native-int8"
     whole = "native-whole" if prefers_whole_native() else "native"
     assert backend("bfloat16", "none") == backend("float32", "auto") == backend("float16", "auto") == whole
@@ -462,7 +472,7 @@ def test_logits_in_int8_are_near_those_in_float32(
 ) -> None:
     if has_matrix_unit and not has_native_int8_weight():
         pytest.skip("needs a processor with AMX for bfloat16, and compiled code")
-    monkeypatch.setattr("engine.loaded_model.has_native_int8_weight", lambda: has_matrix_unit)
+    monkeypatch.setattr(f"{LOADED_MODEL}.has_native_int8_weight", lambda: has_matrix_unit)
 
     def logits(quantization: str) -> Tensor:
         runner = load_runner(saved(name), quantization=quantization)

@@ -6,7 +6,6 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pagoda_server.engine.core.beam_search import BeamParams, EarlyStopping
 from pagoda_server.engine.core.sequence import EndReason, State
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.synthetic import StepTime
@@ -14,8 +13,6 @@ from pagoda_server.engine.scheduling.deadlines import LEAVING
 from pagoda_server.engine.scheduling.policies import PolicyName
 from pagoda_server.engine.scheduling.schedules import ScheduleName
 from tests.engine.harness import SteppedEngine
-from tests.engine.test_beams import expected as expected_of
-from tests.engine.test_beams import found
 from tests.engine.unreliable import UnreliableRunner
 
 MAX_MODEL_LEN = 60
@@ -60,7 +57,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             copy_s=0.01,
         )
         self.seqs = []
-        self.searches = []
 
     @rule(
         prompt=prompts,
@@ -80,35 +76,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=prompts,
-        max_tokens=st.integers(1, 20),
+        output=st.integers(1, 9),
+        more=st.integers(0, 3),
         priority=st.integers(-1, 1),
-        timeout_s=st.sampled_from([float("inf"), float("inf"), 20.0]),
         tenant=st.sampled_from(["", "a"]),
         bypass=st.booleans(),
-        stops=st.sampled_from([frozenset(), frozenset(range(0, 258, 9))]),
-        min_tokens=st.sampled_from([0, 2]),
-        width=st.sampled_from([1, 2, 3, 6]),
-        length_penalty=st.sampled_from([-1.0, 0.0, 1.0]),
-        early_stopping=st.sampled_from(EarlyStopping),
+        age_s=st.sampled_from([0.0, 5.0]),
+        siblings=st.integers(1, 4),
     )
-    def search(
-        self,
-        prompt,
-        max_tokens,
-        priority,
-        timeout_s,
-        tenant,
-        bypass,
-        stops,
-        min_tokens,
-        width,
-        length_penalty,
-        early_stopping,
-    ):
-        rules = {"priority": priority, "timeout_s": timeout_s, "tenant": tenant, "bypass": bypass}
-        params = BeamParams(width, length_penalty, early_stopping)
-        rows = self.engine.add_search(params, prompt, max_tokens, stop_token_ids=stops, min_tokens=min_tokens, **rules)
-        self.searches.append(rows)
+    def continue_others(self, prompt, output, more, priority, tenant, bypass, age_s, siblings):
+        """Sequences that arrive with output, as a beam search's do; without `more`, some that have had all of it."""
+        rules = {"priority": priority, "tenant": tenant, "bypass": bypass, "age_s": age_s}
+        for at in range(siblings):
+            self.seqs.append(self.engine.add(prompt, output + more, output=list(range(at, at + output)), **rules))
 
     @rule(count=st.integers(1, 12))
     def steps(self, count):
@@ -131,8 +111,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def abort(self, data):
-        if seqs := [*self.seqs, *(row for rows in self.searches for row in rows)]:
-            self.engine.abort(data.draw(st.sampled_from(seqs)).id)
+        if self.seqs:
+            self.engine.abort(data.draw(st.sampled_from(self.seqs)).id)
 
     @rule()
     def flush_cache(self):
@@ -153,8 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         higher: whenever that one starts, or takes a block."""
         size, by_higher = self.engine.pool.block_size, 0
         if self.policy == "priority":
-            rows = [row for rows in self.searches for row in rows]
-            higher = [other for other in [*self.seqs, *rows] if other.priority > seq.priority]
+            higher = [other for other in self.seqs if other.priority > seq.priority]
             by_higher = sum((1 + other.preemptions) * (1 + -(-len(other.tokens) // size)) for other in higher)
         return 1 + seq.output_len // size + by_higher + self.num_extra
 
@@ -164,18 +143,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert seq.preemptions <= self.most_preemptions(seq), "they chase each other"
         assert self.engine.pool.num_referenced == 0
         assert self.engine.scheduler.host.load().blocks_used == 0
-        for rows in self.searches:
-            assert len({row.preemptions for row in rows}) == 1
-            reasons = {self.engine.ended[row.id].reason for row in rows}
-            if reasons <= {EndReason.LENGTH, EndReason.STOP}:
-                assert found(self.engine, rows) == expected_of(rows, MAX_MODEL_LEN)
-                assert rows[0].preemptions <= self.most_preemptions(rows[0]), "they chase each other"
-            else:
-                assert len(reasons) == 1
-                assert not any(self.engine.outputs[row.id] for row in rows)
         for seq in self.seqs:
             ended = self.engine.ended[seq.id]
-            expected = self.engine.expected(seq)[: MAX_MODEL_LEN - seq.prompt_len]
+            expected = self.engine.expected(seq)[: MAX_MODEL_LEN - self.engine.arrived_with[seq.id]]
             if stop := next((at for at, token in enumerate(expected, 1) if token in seq.params.stop_token_ids), None):
                 expected = expected[:stop]
             if ended.reason in (EndReason.LENGTH, EndReason.STOP):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, StepPlan
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
+from pagoda_server.settings.engine import EngineConfig
 
 VOCAB_SIZE = 199
 BLOCK_SIZE = 4

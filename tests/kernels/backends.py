@@ -54,6 +54,6 @@ INSTRUCTION_SETS = _instruction_sets()
 BACKENDS = [REFERENCE, CPU]
 if native is not None:
     BACKENDS += [NATIVE, *(_slower_native(name) for name in INSTRUCTION_SETS[1:])]
-elif forced_name() != NO_COMPILED_CODE and any(importlib.metadata.distributions(name="pagoda")):
+elif forced_name() != NO_COMPILED_CODE and any(importlib.metadata.distributions(name="pagoda-server")):
     # A checkout that is not installed has nothing compiled.
     assert not shutil.which("g++"), "there is a compiler, but the CPU kernels were not compiled or do not load"

@@ -16,7 +16,7 @@ from pagoda_server.kernels.linear_int8 import (
     quantize_rows,
     quantize_weight,
 )
-from pagoda_server.kernels.linear_int8_native import gated_linear_int8_native, linear_int8_native
+from pagoda_server.kernels.linear_int8_native import PANEL, gated_linear_int8_native, linear_int8_native
 from pagoda_server.kernels.native_module import native
 
 compiled = pytest.mark.usefixtures("each_instruction_set")
@@ -50,10 +50,11 @@ def test_a_group_of_one_value_is_exact(level: float) -> None:
 
 def test_neighbours_can_be_limited() -> None:
     weight = torch.randn(50, 3 * GROUP)
-    weight[0, :2], weight[1, :2] = 5, torch.tensor([-9, 7.5])
+    weight[0, :2], weight[1, :2], weight[2, :2] = 5, -9, torch.tensor([-9, 7.5])
     values, scales = quantize_weight(weight, limits_pairs=True)
-    pairs = values.int().abs().unflatten(-1, (-1, 2)).sum(dim=-1)
-    assert pairs.max() == 128
+    pairs = values.int().unflatten(-1, (-1, 2)).sum(dim=-1)
+    assert (pairs.min(), pairs.max()) == (-128, 128)
+    assert values[2, 0, :2].tolist() == [-127, 106]  # of opposite signs: as without a limit
     steps = scales.flatten(1).repeat_interleave(GROUP // 2, dim=1)
     assert (dequantize_weight(values, scales) - weight).abs().sub(0.501 * steps).max() <= 0
 
@@ -92,6 +93,16 @@ def test_compiled_products_are_those_of_the_reference(
     tolerance = 1e-5 if dtype == torch.float32 else 0.01
     assert (product - expected).abs().mean() <= tolerance * in_size**0.5 or rows == 0
     torch.testing.assert_close(product, expected, atol=0.2, rtol=tolerance)
+
+
+@compiled
+@pytest.mark.parametrize("pair", [(1, 1), (-1, -1), (1, -1), (-1, 1), (1, 0), (0, -1)])
+@pytest.mark.parametrize("inputs", [(255, 255), (255, 0), (0, 255)])
+def test_the_greatest_products_of_neighbours_are_whole(pair: tuple[int, int], inputs: tuple[int, int]) -> None:
+    weight = torch.tensor(pair).float().repeat(PANEL, GROUP // 2)
+    x = torch.tensor(inputs).float().repeat(2, GROUP // 2)
+    x[:, :2], weight[:, :2] = torch.tensor([0.0, 255.0]), 0  # so that activations are counted from 0 to 255
+    torch.testing.assert_close(linear_int8_native(weight, None)(x), x @ weight.T, atol=0, rtol=1e-3)
 
 
 @compiled

@@ -15,7 +15,7 @@ from tests.kernels.backends import BACKENDS, INSTRUCTION_SETS
 
 ROOT = Path(__file__).parent.parent.parent
 REPORT = """
-import pagoda_server.kernels, torch
+import pagoda_server.kernels as kernels, torch
 print(kernels.instruction_set(), kernels.has_native(), torch.backends.cpu.get_cpu_capability())
 """
 CAPABILITIES = {"generic": "DEFAULT", "avx2": "AVX2", "avxvnni": "AVX2", "avx512": "AVX512", "amx": "AVX512"}

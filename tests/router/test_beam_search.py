@@ -7,45 +7,13 @@ from google.protobuf.json_format import ParseDict
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda.v1.inference_pb2 import GenerateRequest, GenerateResponse
-from pagoda_server.router.engines.engine_stream import SequenceInbox
+from pagoda.v1.inference_pb2 import GenerateRequest
 from pagoda_server.router.errors import InvalidArgument
-from pagoda_server.router.request.inference import GenerateCall
+from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.limits import Limits
 from pagoda_server.router.request.validation import GenerateParams, to_submit, validate_generate
 
 LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)
-
-
-class Letters:
-    """A detokenizer: id 1 is "a"."""
-
-    def push(self, ids: tuple[int, ...] | list[int]) -> str:
-        return "".join(chr(ord("`") + id) for id in ids)
-
-    def flush(self) -> str:
-        return ""
-
-    def detokenizer(self, skips_special_tokens: bool) -> Letters:
-        return self
-
-
-class Writer:
-    def __init__(self) -> None:
-        self.responses: list[GenerateResponse] = []
-
-    async def write(self, response: GenerateResponse) -> None:
-        copy = GenerateResponse()
-        copy.CopyFrom(response)
-        self.responses.append(copy)
-
-
-def texts(responses: list[GenerateResponse]) -> list[str]:
-    """By index; each is told in full before the next."""
-    ends = [response.finished.index for response in responses if response.HasField("finished")]
-    assert ends == list(range(len(ends)))
-    told = [response.tokens for response in responses if response.HasField("tokens")]
-    return ["".join(tokens.text for tokens in told if tokens.index == at) for at in ends]
 
 
 def params_of(**fields: object) -> GenerateParams:
@@ -76,6 +44,7 @@ def search(**sampling: object) -> dict[str, object]:
         (search(presencePenalty=0.5), "sampling.presence_penalty"),
         (search(frequencyPenalty=0.5), "sampling.frequency_penalty"),
         (search(logitBias={"3": 1.0}), "sampling.logit_bias"),
+        (search(allowedTokenIds=[3]), "sampling.allowed_token_ids"),
         ({**search(), "stopping": {"stop": ["x"]}}, "stopping.stop"),
         ({**search(), "output": {"logprobs": 1}}, "output.logprobs"),
     ],
@@ -96,39 +65,23 @@ def test_too_many_ids_that_end_a_sequence_are_refused_before_anything_is_submitt
     assert not to_submit(ignoring, [1], 5, range(9)).stop_token_ids
 
 
-def test_the_engine_is_asked_for_all_beams_with_every_default_filled_in() -> None:
-    submit = to_submit(params_of(**search(n=2, seed=3, temperature=0, topP=1)), [1], 5, ())
-    assert submit.sampling.n == 4
+def test_the_engine_is_asked_for_one_token_of_the_prompt_and_then_of_each_beam() -> None:
+    class Channel:
+        def submit(self, submit: engine_pb2.Submit) -> None:
+            self.sent = submit
+
+    asked = params_of(**search(n=2, seed=3, temperature=0, topP=1), stopping={"minTokens": 3}, priority=7)
+    assert asked.num_sequences == 4, "what admission reserves room for"
+    submit = to_submit(asked, [1, 2], 5, (8, 9), timeout_s=3.0, tenant="a")
     assert submit.sampling.beam_search.length_penalty == 1
-    assert not submit.HasField("logprobs")
-    asked = params_of(**search(), output={"logprobs": 0})
-    assert to_submit(asked, [1], 5, ()).HasField("logprobs")
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-async def test_the_first_n_hypotheses_are_returned_with_their_scores(n: int) -> None:
-    """The engine has ranked them, and by scores that need not be means."""
-
-    class Stream:
-        def __init__(self) -> None:
-            self.inboxes = [SequenceInbox() for _ in range(3)]
-
-        async def wait(self) -> None:
-            for index, (tokens, logprob) in enumerate((([1, 2], -3.0), ([3], -0.5), ([4], -0.1))):
-                inbox = self.inboxes[index]
-                inbox.tokens += tokens
-                inbox.logprobs += [engine_pb2.Logprobs(logprob=logprob) for _ in tokens]
-                inbox.ended = engine_pb2.Ended(reason=engine_pb2.END_REASON_LENGTH, score=-float(index))
-
-    params = params_of(sampling={"beamSearch": {"width": 3}, "n": n}, output={"logprobs": 0})
-    writer = Writer()
-    await GenerateCall(params, 1, Letters(), writer, 0.0).run(Stream())  # type: ignore[arg-type]
-    assert texts(writer.responses) == ["ab", "c", "d"][:n]
-    ends = [response.finished for response in writer.responses if response.HasField("finished")]
-    assert [end.score for end in ends] == [0.0, -1.0, -2.0][:n]
-    assert [token.logprob for token in writer.responses[0].tokens.tokens] == [-3.0, -3.0]
-    assert writer.responses[-1].usage.completion_tokens == 4, "of all hypotheses"
-    assert not any(response.HasField("usage") for response in writer.responses[:-1])
+    channel = Channel()
+    stream = BeamSearchStream(channel, submit)  # type: ignore[arg-type]
+    assert len(stream.inboxes) == 2
+    sent = channel.sent
+    assert (sent.sampling.n, sent.max_tokens, sent.min_tokens, sent.logprobs) == (1, 1, 0, 4 + 2)
+    assert not sent.sampling.HasField("beam_search")
+    assert not sent.stop_token_ids
+    assert (list(sent.prompt), sent.priority, sent.tenant, sent.timeout_s) == ([1, 2], 7, "a", 3.0)
 
 
 def test_other_requests_have_no_score() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.process.config import ENGINE_SETTINGS, ServeConfig
+from pagoda_server.settings import ServeConfig, SettingError
 
 
 @pytest.mark.parametrize(
@@ -18,25 +18,28 @@ from pagoda_server.router.process.config import ENGINE_SETTINGS, ServeConfig
         ({"hang_timeout_s": math.nan}, "--hang-timeout-s must be at least 0.1 and finite, not nan"),
         ({"stall_timeout_s": 0.0}, "--stall-timeout-s must be at least 0.1 and finite, not 0.0"),
         ({"stall_timeout_s": math.inf}, "--stall-timeout-s must be at least 0.1 and finite, not inf"),
-        ({"grace_s": -1.0}, "--grace-s must be 0 or more and finite, not -1.0"),
-        ({"grace_s": math.nan}, "--grace-s must be 0 or more and finite, not nan"),
+        ({"grace_s": -1.0}, "--grace-s must be at least 0 and finite, not -1.0"),
+        ({"grace_s": math.nan}, "--grace-s must be at least 0 and finite, not nan"),
         ({"max_requests": 0}, "--max-requests must be from 1 to 4294967295, not 0"),
         ({"max_requests": 1 << 32}, "--max-requests must be from 1 to 4294967295, not 4294967296"),
         ({"max_queued_tokens": 0}, "--max-queued-tokens must be from 1 to "),
         ({"max_queued_tokens": -1}, "--max-queued-tokens must be from 1 to "),
+        ({"default_max_tokens": 0}, "--default-max-tokens must be from 1 to 4294967295, not 0"),
         ({"max_text_bytes": 0}, "--max-text-bytes must be from 1 to "),
+        ({"max_num_seqs": 600}, r"--token-budget \(512\) must exceed --max-num-seqs"),
+        ({"workers": 10**30}, "--workers must be from 1 to 4294967295, not 10{30}$"),
         ({"workers": 0}, "--workers must be from 1 to "),
-        ({"listen": "127.0.0.1:99999"}, "--listen: '127.0.0.1:99999': a port is from 0 to 65535"),
-        ({"listen": "shm:@x"}, "--listen: 'shm:@x' is not unix:PATH or HOST:PORT"),
-        ({"engine": "nonsense"}, "--engine: 'nonsense' is not shm:PATH, unix:PATH or HOST:PORT"),
-        ({"engine": "unix:/e,127.0.0.1:0"}, "--engine: '127.0.0.1:0': a port is from 1 to 65535"),
-        ({"engine": "unix:/e,"}, "--engine: '' is not"),
+        ({"listen": "127.0.0.1:99999"}, "--listen '127.0.0.1:99999': a port is from 0 to 65535"),
+        ({"listen": "shm:@x"}, "--listen 'shm:@x' is not unix:PATH or HOST:PORT"),
+        ({"engine": "nonsense"}, "--engine 'nonsense' is not shm:PATH, unix:PATH or HOST:PORT"),
+        ({"engine": "unix:/e,127.0.0.1:0"}, "--engine '127.0.0.1:0': a port is from 1 to 65535"),
+        ({"engine": "unix:/e,"}, "--engine '' is not"),
         ({"served_model_name": ""}, "--served-model-name must be printable and not empty, not ''"),
         ({"served_model_name": "a\n"}, "--served-model-name must be printable"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_its_flag_and_the_limit(setting: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(SettingError, match=complaint):
         ServeConfig(**setting)
 
 
@@ -44,17 +47,13 @@ def test_an_engines_settings_are_refused_where_it_runs_elsewhere() -> None:
     ServeConfig(engine="unix:/e", hang_timeout_s=5.0, log_level="debug").check_engine_is_ours()
     ServeConfig(policy="fair", channel="grpc").check_engine_is_ours()
     given = ServeConfig(engine="unix:/e", policy="fair", kv_cache_gb=1.0, prefix_caching=False, channel="grpc")
-    with pytest.raises(ConfigError, match=r"^--kv-cache-gb, --policy, --prefix-caching, --channel: .*unix:/e"):
+    with pytest.raises(SettingError, match=r"^--channel, --kv-cache-gb, --prefix-caching, --policy: .*unix:/e"):
         given.check_engine_is_ours()
 
 
 def test_an_engine_that_is_spawned_is_told_what_is_set() -> None:
-    config = ServeConfig(kv_cache_gb=1.5, prefix_caching=False, tenant_weights="a=2", log_level="warning")
-    arguments = config.engine_arguments("/folder", "unix:/e")
-    assert arguments[:6] == ["--model", "/folder", "--listen", "unix:/e", "--log-level", "warning"]
+    config = ServeConfig(kv_cache_gb=1.5, prefix_caching=False, policy="fair", tenant_weights="a=2", log_level="error")
+    arguments = config.engine_arguments(Path("/folder"), "unix:/e")
+    assert {"--model=/folder", "--listen=unix:/e", "--log-level=error"} <= set(arguments)
     assert {"--kv-cache-gb=1.5", "--no-prefix-caching", "--tenant-weights=a=2", "--device=auto"} <= set(arguments)
     assert not any(argument.startswith(("--threads", "--max-model-len")) for argument in arguments)
-
-
-def test_every_setting_of_the_engine_is_one_of_the_configuration() -> None:
-    assert set(ENGINE_SETTINGS) <= set(ServeConfig.__slots__)

@@ -54,6 +54,7 @@ def control(*engines: Any, tokenizer: Any = UNUSED) -> ControlServicer:
     return ControlServicer(
         model="m", tokenizer=tokenizer, limits=lambda: LIMITS, admission=admission, dispatcher=dispatcher,
         state=ServingState(dispatcher, admission), engine_restarts=lambda: 3, max_message_bytes=1,
+        settings={},
     )  # fmt: skip
 
 

@@ -10,8 +10,8 @@ import pytest
 import trustme
 
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.process.config import ServeConfig
 from pagoda_server.router.process.listen import auth_token, bind, check_exposure
+from pagoda_server.settings import ServeConfig
 
 
 @pytest.fixture(autouse=True)

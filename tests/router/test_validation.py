@@ -71,11 +71,12 @@ def test_smallest_request_gets_every_default() -> None:
     )
     sampling = params.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0, 0, 1, 0)
+    assert sampling.top_n_sigma == 0
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1, 0, 0)
     assert all(
         sampling.HasField(field.name)
         for field in sampling.DESCRIPTOR.fields
-        if field.name not in ("logit_bias", "beam_search")
+        if field.has_presence and field.name != "beam_search"
     )
 
 
@@ -162,6 +163,7 @@ BAD = [
             "temperature": (-0.1, 100.1, "NaN", "Infinity"),
             "top_p": (0, 1.1, "NaN", "-Infinity"),
             "min_p": (-0.1, 1.1, "NaN"),
+            "top_n_sigma": (-1, 100.1, "NaN"),
             "repetition_penalty": (0, -1, 10.1, "NaN", "Infinity"),
             "presence_penalty": (-10.1, 10.1, "NaN"),
             "frequency_penalty": (-10.1, 10.1, "NaN"),
@@ -172,6 +174,8 @@ BAD = [
     ("sampling.logit_bias[1000]", {"sampling": {"logit_bias": {"1000": 1}}}),
     ("sampling.logit_bias[3]", {"sampling": {"logit_bias": {"3": 100.1}}}),
     ("sampling.logit_bias[3]", {"sampling": {"logit_bias": {"3": "NaN"}}}),
+    ("sampling.allowed_token_ids[1]", {"sampling": {"allowed_token_ids": [999, 1000]}}),
+    ("sampling.allowed_token_ids", {"sampling": {"allowed_token_ids": [1] * 1001}}),
     ("sampling.logit_bias", {"sampling": {"logit_bias": {str(id): 1 for id in range(1025)}}}),
     ("stopping.max_tokens", {"stopping": {"max_tokens": 0}}),
     ("stopping.max_tokens", {"stopping": {"max_tokens": 2048}}),
@@ -344,7 +348,7 @@ def test_min_tokens_that_the_context_does_not_leave_is_refused() -> None:
 
 def test_submission_carries_everything_to_the_engine() -> None:
     params = params_of(
-        sampling={"seed": 2**64 - 1, "n": 3, "logitBias": {"7": 1}},
+        sampling={"seed": 2**64 - 1, "n": 3, "logitBias": {"7": 1}, "allowedTokenIds": [7, 0]},
         stopping={"minTokens": 2, "stopTokenIds": [9, 2]},
         output={"logprobs": 0},
         cache={"salt": "mine"},
@@ -353,6 +357,7 @@ def test_submission_carries_everything_to_the_engine() -> None:
     submit = to_submit(params, [1, 2, 3], max_tokens=20, eos_token_ids=[2, 0], timeout_s=1.5)
     assert list(submit.prompt) == [1, 2, 3]
     assert (submit.sampling.seed, submit.sampling.n, dict(submit.sampling.logit_bias)) == (2**64 - 1, 3, {7: 1})
+    assert list(submit.sampling.allowed_token_ids) == [7, 0]
     assert (submit.max_tokens, submit.min_tokens, submit.priority, submit.timeout_s) == (20, 2, 5, 1.5)
     assert list(submit.stop_token_ids) == [0, 2, 9]
     assert submit.HasField("logprobs")

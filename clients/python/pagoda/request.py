@@ -42,10 +42,12 @@ class GenerateOptions(ChatOptions, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    top_n_sigma: float | None
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
     seed: int | None
     n: int | None
     beams: int | None
@@ -73,16 +75,7 @@ _FIELDS = {
     "stop_token_ids": "stopping.stop_token_ids",
     "ignore_eos": "stopping.ignore_eos",
     "include_stop_in_output": "stopping.include_stop_in_output",
-    "temperature": "sampling.temperature",
-    "top_k": "sampling.top_k",
-    "top_p": "sampling.top_p",
-    "min_p": "sampling.min_p",
-    "repetition_penalty": "sampling.repetition_penalty",
-    "presence_penalty": "sampling.presence_penalty",
-    "frequency_penalty": "sampling.frequency_penalty",
-    "logit_bias": "sampling.logit_bias",
-    "seed": "sampling.seed",
-    "n": "sampling.n",
+    **{name: f"sampling.{name}" for name in inference_pb2.Sampling.DESCRIPTOR.fields_by_name if name != "beam_search"},
     "beams": "sampling.beam_search.width",
     "length_penalty": "sampling.beam_search.length_penalty",
     "early_stopping": "sampling.beam_search.early_stopping",

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from pagoda_server.checkpoints.progress import Progress, no_progress
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import Chunk, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.loop.steps_in_flight import Computed
@@ -21,6 +20,7 @@ from pagoda_server.engine.runners.kv_cache import DEFAULT_CPU_BYTES, allocate
 from pagoda_server.engine.runners.loaded_model import check_fp8, enough_memory, load_for_serving
 from pagoda_server.engine.runners.runner_info import count_blocks
 from pagoda_server.kernels import copy_blocks, keep_freed_memory, set_num_threads
+from pagoda_server.settings.engine import EngineConfig
 
 
 class ModelRunner:

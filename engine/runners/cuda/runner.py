@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import torch
 
 from pagoda_server.checkpoints.progress import Progress, no_progress
-from pagoda_server.engine.core.config import EngineConfig
 from pagoda_server.engine.core.errors import OutOfMemory
 from pagoda_server.engine.core.sequence import Chunk, Sampled, Sequence, StepPlan
 from pagoda_server.engine.runners.cuda.copies import CopyInputs
@@ -26,6 +25,7 @@ from pagoda_server.engine.runners.kv_cache import DEFAULT_CPU_BYTES, allocate
 from pagoda_server.engine.runners.loaded_model import LoadedModel, enough_memory
 from pagoda_server.engine.runners.runner_info import count_blocks
 from pagoda_server.kernels import PagedKV, copy_blocks
+from pagoda_server.settings.engine import EngineConfig
 
 _STEP_FLAGS = ("--max-num-seqs", "--token-budget", "--kv-cache-gb")
 

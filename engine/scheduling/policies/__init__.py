@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pagoda_server.engine.scheduling.policies.deadline import Deadline
 from pagoda_server.engine.scheduling.policies.fair import Fair
 from pagoda_server.engine.scheduling.policies.fcfs import Fcfs
 from pagoda_server.engine.scheduling.policies.policy import Policy, PolicySettings
 from pagoda_server.engine.scheduling.policies.priority import Priority
-
-PolicyName = Literal["fcfs", "priority", "fair", "deadline"]
+from pagoda_server.settings.engine import PolicyName
 
 POLICIES: dict[PolicyName, type[Policy]] = {"fcfs": Fcfs, "priority": Priority, "fair": Fair, "deadline": Deadline}
 

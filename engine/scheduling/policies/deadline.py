@@ -74,6 +74,5 @@ def _ttft_s(seq: Sequence) -> float:
 
 def _due(seq: Sequence) -> float:
     """When its next token has to be there."""
-    if seq.first_token is None:
-        return seq.arrived + _ttft_s(seq)
-    return seq.first_token + seq.output_len * (seq.tpot_s if seq.tpot_s < math.inf else DEFAULT_TPOT_S)
+    first_token = seq.in_line_since + _ttft_s(seq) if seq.first_token is None else seq.first_token
+    return first_token + seq.output_len * (seq.tpot_s if seq.tpot_s < math.inf else DEFAULT_TPOT_S)

@@ -10,7 +10,7 @@ from pagoda_server.engine.scheduling.policies.sorted_queue import SortedQueue
 
 
 class Fcfs:
-    """Who was preempted is back in line at the place of its arrival."""
+    """A preempted sequence goes back to the place of its arrival."""
 
     def __init__(self, settings: PolicySettings) -> None:
         self._queue = SortedQueue()
@@ -22,7 +22,7 @@ class Fcfs:
         return iter(self._queue)
 
     def add(self, seq: Sequence) -> None:
-        self._queue.add(seq, 0.0)
+        self._queue.add(seq, -seq.in_line_since)
 
     def remove(self, seq: Sequence) -> None:
         self._queue.remove(seq)

@@ -17,7 +17,7 @@ from pagoda_server.engine.scheduling.policies.sorted_queue import SortedQueue
 
 def aged_priority(seq: Sequence, ageing_s: float) -> float:
     """Up to what is the same for all at any moment."""
-    return seq.priority - seq.arrived / ageing_s
+    return seq.priority - seq.in_line_since / ageing_s
 
 
 class Priority:

@@ -105,10 +105,10 @@ public:
     // Between neighbouring int8 values, in the group from `first` on.
     double step(int64_t column, int64_t first) const {
         double most = 0;
-        auto magnitude = [&](int64_t i) { return i < shape_.in ? std::fabs(at(column, i)) : 0.0; };
+        auto value = [&](int64_t i) { return i < shape_.in ? at(column, i) : 0.0; };
         for (int64_t i = first; i < first + int8_group(on_); i += 2) {
-            double one = magnitude(i), other = magnitude(i + 1);
-            most = std::max({most, one, other, on_.ops.pairs_are_limited ? (one + other) * 127 / 127.99 : 0.0});
+            double one = value(i), other = value(i + 1), both = on_.ops.pairs_are_limited ? one + other : 0;
+            most = std::max({most, std::fabs(one), std::fabs(other), std::fabs(both) * 127 / 127.99});
         }
         return most / 127;
     }
@@ -286,12 +286,13 @@ Findings test_int8_exactly(const Subject& on) {
         set_exact_input(product, random);
         for (int64_t column = 0; column < shape.out; column++) {
             double step = 0;
-            int64_t room = 0;  // neighbours' magnitudes sum to 127 at most
+            int64_t other = 0;  // neighbours sum to -127…127
             for (int64_t i = 0; i < shape.in; i++) {
                 if (i % int8_group(on) == 0) step = std::ldexp(column % 2 ? -1.0 : 1.0, static_cast<int>(random.below(9)) - 6);
-                if (i % 2 == 0) room = 127;
-                int64_t whole = i % int8_group(on) == 0 ? 127 : random.below(2 * room + 1) - room;
-                room -= std::abs(whole);
+                if (i % 2 == 0) other = 0;
+                int64_t least = std::max<int64_t>(-127, -127 - other), most = std::min<int64_t>(127, 127 - other);
+                int64_t whole = i % int8_group(on) == 0 ? 127 : least + random.below(most - least + 1);
+                other = whole;
                 product.weight.set(column, i, static_cast<double>(whole) * step);
             }
         }

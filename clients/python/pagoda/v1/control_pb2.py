@@ -26,7 +26,7 @@ from pagoda.v1 import inference_pb2 as pagoda_dot_v1_dot_inference__pb2
 from pagoda.v1 import trace_pb2 as pagoda_dot_v1_dot_trace__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagoda/v1/control.proto\x12\tpagoda.v1\x1a\x19pagoda/v1/inference.proto\x1a\x15pagoda/v1/trace.proto\"\x16\n\x14GetServerInfoRequest\"\xb2\x01\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.pagoda.v1.ServerState\x12(\n\x07\x65ngines\x18\x04 \x03(\x0b\x32\x17.pagoda.v1.EngineStatus\x12!\n\x06limits\x18\x05 \x01(\x0b\x32\x11.pagoda.v1.Limits\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\"|\n\x0c\x45ngineStatus\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\r\x12%\n\x05state\x18\x02 \x01(\x0e\x32\x16.pagoda.v1.EngineState\x12\x10\n\x08restarts\x18\x03 \x01(\r\x12#\n\x04info\x18\x04 \x01(\x0b\x32\x15.pagoda.v1.EngineInfo\"\xa8\x02\n\nEngineInfo\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x16\n\x0ekernel_backend\x18\x06 \x01(\t\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x14\n\x0ctoken_budget\x18\n \x01(\r\x12(\n\x08kv_cache\x18\x0b \x01(\x0b\x32\x16.pagoda.v1.KvCacheInfo\x12\x14\n\x0cweight_bytes\x18\x0c \x01(\x04\x12\x18\n\x10tokenizer_sha256\x18\r \x01(\t\"\x94\x01\n\x0bKvCacheInfo\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0f\x62ytes_per_token\x18\x03 \x01(\x04\x12\x17\n\x0f\x62ytes_per_block\x18\x04 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x16\n\x0etoken_capacity\x18\x06 \x01(\x04\"\xbe\x01\n\x06Limits\x12\x14\n\x0cmax_requests\x18\x01 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x02 \x01(\x04\x12\x19\n\x11max_message_bytes\x18\x03 \x01(\r\x12\x16\n\x0emax_text_bytes\x18\x04 \x01(\r\x12\r\n\x05max_n\x18\x05 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x06 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x07 \x01(\r\x12\x11\n\tmax_tools\x18\x08 \x01(\r\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.pagoda.v1.ModelInfo\"\xea\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12+\n\x0c\x63\x61pabilities\x18\x06 \x03(\x0e\x32\x15.pagoda.v1.Capability\x12\x17\n\x0ftemplate_kwargs\x18\x07 \x03(\t\x12\x31\n\x14recommended_sampling\x18\x08 \x01(\x0b\x32\x13.pagoda.v1.Sampling\"\x10\n\x0eGetLoadRequest\":\n\x10WatchLoadRequest\x12\x17\n\ninterval_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_interval_s\"\x96\x01\n\x04Load\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x17\n\x0freserved_tokens\x18\x02 \x01(\x04\x12&\n\x07\x65ngines\x18\x03 \x03(\x0b\x32\x15.pagoda.v1.EngineLoad\x12&\n\x07tenants\x18\x04 \x03(\x0b\x32\x15.pagoda.v1.TenantLoad\x12\x13\n\x0bnum_tenants\x18\x05 \x01(\r\"\xc9\x04\n\nEngineLoad\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x05 \x01(\r\x12\x18\n\x10\x62locks_evictable\x18\x06 \x01(\r\x12\x19\n\x11\x62locks_referenced\x18\x07 \x01(\r\x12\x10\n\x08kv_slots\x18\x08 \x01(\x04\x12\x17\n\x0fkv_slots_unused\x18\t \x01(\x04\x12\x10\n\x08kv_waste\x18\n \x01(\x01\x12\x19\n\x11host_blocks_total\x18\x0b \x01(\r\x12\x18\n\x10host_blocks_used\x18\x0c \x01(\r\x12\x16\n\x0estep_sequences\x18\r \x01(\r\x12\x13\n\x0bstep_tokens\x18\x0e \x01(\r\x12\x0e\n\x06step_s\x18\x0f \x01(\x01\x12\r\n\x05steps\x18\x10 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x11 \x01(\x04\x12\x15\n\rcached_tokens\x18\x12 \x01(\x04\x12\x17\n\x0fprefix_hit_rate\x18\x13 \x01(\x01\x12\x15\n\routput_tokens\x18\x14 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x15 \x01(\x04\x12\x18\n\x10preempted_tokens\x18\x16 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x17 \x01(\x04\x12\x16\n\x0e\x64ropped_tokens\x18\x18 \x01(\x04\x12\x14\n\x0csaved_tokens\x18\x19 \x01(\x04\x12\x15\n\rloaded_tokens\x18\x1a \x01(\x04\"t\n\nTenantLoad\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07service\x18\x04 \x01(\x04\x12\x16\n\x0erecent_service\x18\x05 \x01(\x04\x12\r\n\x05share\x18\x06 \x01(\x01*\x99\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SERVER_STATE_STARTING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x1c\n\x18SERVER_STATE_UNAVAILABLE\x10\x03\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x04*{\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_STATE_LOADING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x1c\n\x18\x45NGINE_STATE_UNAVAILABLE\x10\x03*l\n\nCapability\x12\x1a\n\x16\x43\x41PABILITY_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41PABILITY_GENERATE\x10\x01\x12\x13\n\x0f\x43\x41PABILITY_CHAT\x10\x02\x12\x14\n\x10\x43\x41PABILITY_TOOLS\x10\x03\x32\xdd\x02\n\x07\x43ontrol\x12G\n\rGetServerInfo\x12\x1f.pagoda.v1.GetServerInfoRequest\x1a\x15.pagoda.v1.ServerInfo\x12I\n\nListModels\x12\x1c.pagoda.v1.ListModelsRequest\x1a\x1d.pagoda.v1.ListModelsResponse\x12\x35\n\x07GetLoad\x12\x19.pagoda.v1.GetLoadRequest\x1a\x0f.pagoda.v1.Load\x12;\n\tWatchLoad\x12\x1b.pagoda.v1.WatchLoadRequest\x1a\x0f.pagoda.v1.Load0\x01\x12J\n\x0cGetStepTrace\x12\x1e.pagoda.v1.GetStepTraceRequest\x1a\x18.pagoda.v1.StepTracePart0\x01\x42?\n\tpagoda.v1P\x01Z$pagoda/clients/go/pagoda/v1;pagodav1\xaa\x02\tPagoda.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagoda/v1/control.proto\x12\tpagoda.v1\x1a\x19pagoda/v1/inference.proto\x1a\x15pagoda/v1/trace.proto\"\x16\n\x14GetServerInfoRequest\"\x9a\x02\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.pagoda.v1.ServerState\x12(\n\x07\x65ngines\x18\x04 \x03(\x0b\x32\x17.pagoda.v1.EngineStatus\x12!\n\x06limits\x18\x05 \x01(\x0b\x32\x11.pagoda.v1.Limits\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\x12\x35\n\x08settings\x18\x07 \x03(\x0b\x32#.pagoda.v1.ServerInfo.SettingsEntry\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"|\n\x0c\x45ngineStatus\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\r\x12%\n\x05state\x18\x02 \x01(\x0e\x32\x16.pagoda.v1.EngineState\x12\x10\n\x08restarts\x18\x03 \x01(\r\x12#\n\x04info\x18\x04 \x01(\x0b\x32\x15.pagoda.v1.EngineInfo\"\x90\x03\n\nEngineInfo\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x16\n\x0ekernel_backend\x18\x06 \x01(\t\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x14\n\x0ctoken_budget\x18\n \x01(\r\x12(\n\x08kv_cache\x18\x0b \x01(\x0b\x32\x16.pagoda.v1.KvCacheInfo\x12\x14\n\x0cweight_bytes\x18\x0c \x01(\x04\x12\x18\n\x10tokenizer_sha256\x18\r \x01(\t\x12\x35\n\x08settings\x18\x0e \x03(\x0b\x32#.pagoda.v1.EngineInfo.SettingsEntry\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x94\x01\n\x0bKvCacheInfo\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0f\x62ytes_per_token\x18\x03 \x01(\x04\x12\x17\n\x0f\x62ytes_per_block\x18\x04 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x16\n\x0etoken_capacity\x18\x06 \x01(\x04\"\xbe\x01\n\x06Limits\x12\x14\n\x0cmax_requests\x18\x01 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x02 \x01(\x04\x12\x19\n\x11max_message_bytes\x18\x03 \x01(\r\x12\x16\n\x0emax_text_bytes\x18\x04 \x01(\r\x12\r\n\x05max_n\x18\x05 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x06 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x07 \x01(\r\x12\x11\n\tmax_tools\x18\x08 \x01(\r\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.pagoda.v1.ModelInfo\"\xea\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12+\n\x0c\x63\x61pabilities\x18\x06 \x03(\x0e\x32\x15.pagoda.v1.Capability\x12\x17\n\x0ftemplate_kwargs\x18\x07 \x03(\t\x12\x31\n\x14recommended_sampling\x18\x08 \x01(\x0b\x32\x13.pagoda.v1.Sampling\"\x10\n\x0eGetLoadRequest\":\n\x10WatchLoadRequest\x12\x17\n\ninterval_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_interval_s\"\x96\x01\n\x04Load\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x17\n\x0freserved_tokens\x18\x02 \x01(\x04\x12&\n\x07\x65ngines\x18\x03 \x03(\x0b\x32\x15.pagoda.v1.EngineLoad\x12&\n\x07tenants\x18\x04 \x03(\x0b\x32\x15.pagoda.v1.TenantLoad\x12\x13\n\x0bnum_tenants\x18\x05 \x01(\r\"\xc9\x04\n\nEngineLoad\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x05 \x01(\r\x12\x18\n\x10\x62locks_evictable\x18\x06 \x01(\r\x12\x19\n\x11\x62locks_referenced\x18\x07 \x01(\r\x12\x10\n\x08kv_slots\x18\x08 \x01(\x04\x12\x17\n\x0fkv_slots_unused\x18\t \x01(\x04\x12\x10\n\x08kv_waste\x18\n \x01(\x01\x12\x19\n\x11host_blocks_total\x18\x0b \x01(\r\x12\x18\n\x10host_blocks_used\x18\x0c \x01(\r\x12\x16\n\x0estep_sequences\x18\r \x01(\r\x12\x13\n\x0bstep_tokens\x18\x0e \x01(\r\x12\x0e\n\x06step_s\x18\x0f \x01(\x01\x12\r\n\x05steps\x18\x10 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x11 \x01(\x04\x12\x15\n\rcached_tokens\x18\x12 \x01(\x04\x12\x17\n\x0fprefix_hit_rate\x18\x13 \x01(\x01\x12\x15\n\routput_tokens\x18\x14 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x15 \x01(\x04\x12\x18\n\x10preempted_tokens\x18\x16 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x17 \x01(\x04\x12\x16\n\x0e\x64ropped_tokens\x18\x18 \x01(\x04\x12\x14\n\x0csaved_tokens\x18\x19 \x01(\x04\x12\x15\n\rloaded_tokens\x18\x1a \x01(\x04\"t\n\nTenantLoad\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07service\x18\x04 \x01(\x04\x12\x16\n\x0erecent_service\x18\x05 \x01(\x04\x12\r\n\x05share\x18\x06 \x01(\x01*\x99\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SERVER_STATE_STARTING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x1c\n\x18SERVER_STATE_UNAVAILABLE\x10\x03\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x04*{\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_STATE_LOADING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x1c\n\x18\x45NGINE_STATE_UNAVAILABLE\x10\x03*l\n\nCapability\x12\x1a\n\x16\x43\x41PABILITY_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41PABILITY_GENERATE\x10\x01\x12\x13\n\x0f\x43\x41PABILITY_CHAT\x10\x02\x12\x14\n\x10\x43\x41PABILITY_TOOLS\x10\x03\x32\xdd\x02\n\x07\x43ontrol\x12G\n\rGetServerInfo\x12\x1f.pagoda.v1.GetServerInfoRequest\x1a\x15.pagoda.v1.ServerInfo\x12I\n\nListModels\x12\x1c.pagoda.v1.ListModelsRequest\x1a\x1d.pagoda.v1.ListModelsResponse\x12\x35\n\x07GetLoad\x12\x19.pagoda.v1.GetLoadRequest\x1a\x0f.pagoda.v1.Load\x12;\n\tWatchLoad\x12\x1b.pagoda.v1.WatchLoadRequest\x1a\x0f.pagoda.v1.Load0\x01\x12J\n\x0cGetStepTrace\x12\x1e.pagoda.v1.GetStepTraceRequest\x1a\x18.pagoda.v1.StepTracePart0\x01\x42?\n\tpagoda.v1P\x01Z$pagoda/clients/go/pagoda/v1;pagodav1\xaa\x02\tPagoda.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,40 +34,48 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagoda.v1.control_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\tpagoda.v1P\001Z$pagoda/clients/go/pagoda/v1;pagodav1\252\002\tPagoda.V1'
-  _globals['_SERVERSTATE']._serialized_start=2318
-  _globals['_SERVERSTATE']._serialized_end=2471
-  _globals['_ENGINESTATE']._serialized_start=2473
-  _globals['_ENGINESTATE']._serialized_end=2596
-  _globals['_CAPABILITY']._serialized_start=2598
-  _globals['_CAPABILITY']._serialized_end=2706
+  _globals['_SERVERINFO_SETTINGSENTRY']._loaded_options = None
+  _globals['_SERVERINFO_SETTINGSENTRY']._serialized_options = b'8\001'
+  _globals['_ENGINEINFO_SETTINGSENTRY']._loaded_options = None
+  _globals['_ENGINEINFO_SETTINGSENTRY']._serialized_options = b'8\001'
+  _globals['_SERVERSTATE']._serialized_start=2526
+  _globals['_SERVERSTATE']._serialized_end=2679
+  _globals['_ENGINESTATE']._serialized_start=2681
+  _globals['_ENGINESTATE']._serialized_end=2804
+  _globals['_CAPABILITY']._serialized_start=2806
+  _globals['_CAPABILITY']._serialized_end=2914
   _globals['_GETSERVERINFOREQUEST']._serialized_start=88
   _globals['_GETSERVERINFOREQUEST']._serialized_end=110
   _globals['_SERVERINFO']._serialized_start=113
-  _globals['_SERVERINFO']._serialized_end=291
-  _globals['_ENGINESTATUS']._serialized_start=293
-  _globals['_ENGINESTATUS']._serialized_end=417
-  _globals['_ENGINEINFO']._serialized_start=420
-  _globals['_ENGINEINFO']._serialized_end=716
-  _globals['_KVCACHEINFO']._serialized_start=719
-  _globals['_KVCACHEINFO']._serialized_end=867
-  _globals['_LIMITS']._serialized_start=870
-  _globals['_LIMITS']._serialized_end=1060
-  _globals['_LISTMODELSREQUEST']._serialized_start=1062
-  _globals['_LISTMODELSREQUEST']._serialized_end=1081
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1083
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1141
-  _globals['_MODELINFO']._serialized_start=1144
-  _globals['_MODELINFO']._serialized_end=1378
-  _globals['_GETLOADREQUEST']._serialized_start=1380
-  _globals['_GETLOADREQUEST']._serialized_end=1396
-  _globals['_WATCHLOADREQUEST']._serialized_start=1398
-  _globals['_WATCHLOADREQUEST']._serialized_end=1456
-  _globals['_LOAD']._serialized_start=1459
-  _globals['_LOAD']._serialized_end=1609
-  _globals['_ENGINELOAD']._serialized_start=1612
-  _globals['_ENGINELOAD']._serialized_end=2197
-  _globals['_TENANTLOAD']._serialized_start=2199
-  _globals['_TENANTLOAD']._serialized_end=2315
-  _globals['_CONTROL']._serialized_start=2709
-  _globals['_CONTROL']._serialized_end=3058
+  _globals['_SERVERINFO']._serialized_end=395
+  _globals['_SERVERINFO_SETTINGSENTRY']._serialized_start=348
+  _globals['_SERVERINFO_SETTINGSENTRY']._serialized_end=395
+  _globals['_ENGINESTATUS']._serialized_start=397
+  _globals['_ENGINESTATUS']._serialized_end=521
+  _globals['_ENGINEINFO']._serialized_start=524
+  _globals['_ENGINEINFO']._serialized_end=924
+  _globals['_ENGINEINFO_SETTINGSENTRY']._serialized_start=348
+  _globals['_ENGINEINFO_SETTINGSENTRY']._serialized_end=395
+  _globals['_KVCACHEINFO']._serialized_start=927
+  _globals['_KVCACHEINFO']._serialized_end=1075
+  _globals['_LIMITS']._serialized_start=1078
+  _globals['_LIMITS']._serialized_end=1268
+  _globals['_LISTMODELSREQUEST']._serialized_start=1270
+  _globals['_LISTMODELSREQUEST']._serialized_end=1289
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1291
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1349
+  _globals['_MODELINFO']._serialized_start=1352
+  _globals['_MODELINFO']._serialized_end=1586
+  _globals['_GETLOADREQUEST']._serialized_start=1588
+  _globals['_GETLOADREQUEST']._serialized_end=1604
+  _globals['_WATCHLOADREQUEST']._serialized_start=1606
+  _globals['_WATCHLOADREQUEST']._serialized_end=1664
+  _globals['_LOAD']._serialized_start=1667
+  _globals['_LOAD']._serialized_end=1817
+  _globals['_ENGINELOAD']._serialized_start=1820
+  _globals['_ENGINELOAD']._serialized_end=2405
+  _globals['_TENANTLOAD']._serialized_start=2407
+  _globals['_TENANTLOAD']._serialized_end=2523
+  _globals['_CONTROL']._serialized_start=2917
+  _globals['_CONTROL']._serialized_end=3266
 # @@protoc_insertion_point(module_scope)

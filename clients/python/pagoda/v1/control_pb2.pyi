@@ -49,20 +49,29 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "model", "state", "engines", "limits", "uptime_s")
+    __slots__ = ("version", "model", "state", "engines", "limits", "uptime_s", "settings")
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     state: ServerState
     engines: _containers.RepeatedCompositeFieldContainer[EngineStatus]
     limits: Limits
     uptime_s: float
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    settings: _containers.ScalarMap[str, str]
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., uptime_s: _Optional[float] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
     __slots__ = ("engine", "state", "restarts", "info")
@@ -77,7 +86,14 @@ class EngineStatus(_message.Message):
     def __init__(self, engine: _Optional[int] = ..., state: _Optional[_Union[EngineState, str]] = ..., restarts: _Optional[int] = ..., info: _Optional[_Union[EngineInfo, _Mapping]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("epoch", "model", "architecture", "device", "dtype", "kernel_backend", "vocab_size", "max_model_len", "max_num_seqs", "token_budget", "kv_cache", "weight_bytes", "tokenizer_sha256")
+    __slots__ = ("epoch", "model", "architecture", "device", "dtype", "kernel_backend", "vocab_size", "max_model_len", "max_num_seqs", "token_budget", "kv_cache", "weight_bytes", "tokenizer_sha256", "settings")
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +107,7 @@ class EngineInfo(_message.Message):
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     model: str
     architecture: str
@@ -104,7 +121,8 @@ class EngineInfo(_message.Message):
     kv_cache: KvCacheInfo
     weight_bytes: int
     tokenizer_sha256: str
-    def __init__(self, epoch: _Optional[int] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., kernel_backend: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., token_budget: _Optional[int] = ..., kv_cache: _Optional[_Union[KvCacheInfo, _Mapping]] = ..., weight_bytes: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ...) -> None: ...
+    settings: _containers.ScalarMap[str, str]
+    def __init__(self, epoch: _Optional[int] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., kernel_backend: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., token_budget: _Optional[int] = ..., kv_cache: _Optional[_Union[KvCacheInfo, _Mapping]] = ..., weight_bytes: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class KvCacheInfo(_message.Message):
     __slots__ = ("block_size", "num_blocks", "bytes_per_token", "bytes_per_block", "total_bytes", "token_capacity")

@@ -40,7 +40,7 @@ class RouterMessage(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., take_trace: _Optional[_Union[TakeTrace, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("first_sequence", "prompt", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "cache", "priority", "timeout_s", "tenant", "slo", "request_id")
+    __slots__ = ("first_sequence", "prompt", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "cache", "priority", "timeout_s", "tenant", "slo", "request_id", "outputs", "age_s")
     FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,8 @@ class Submit(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SLO_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
     first_sequence: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
     sampling: _inference_pb2.Sampling
@@ -67,7 +69,9 @@ class Submit(_message.Message):
     tenant: str
     slo: _inference_pb2.Slo
     request_id: str
-    def __init__(self, first_sequence: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., cache: _Optional[_Union[_inference_pb2.Cache, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., tenant: _Optional[str] = ..., slo: _Optional[_Union[_inference_pb2.Slo, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    outputs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]
+    age_s: float
+    def __init__(self, first_sequence: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., cache: _Optional[_Union[_inference_pb2.Cache, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., tenant: _Optional[str] = ..., slo: _Optional[_Union[_inference_pb2.Slo, _Mapping]] = ..., request_id: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("sequences",)
@@ -140,7 +144,7 @@ class Logprobs(_message.Message):
     def __init__(self, at: _Optional[int] = ..., logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Ended(_message.Message):
-    __slots__ = ("sequence", "reason", "matched", "cached_tokens", "preemptions", "recomputed_tokens", "queue_s", "prefill_s", "decode_s", "detail", "preempted_tokens", "preempted_s", "saved_tokens", "loaded_tokens", "score")
+    __slots__ = ("sequence", "reason", "matched", "cached_tokens", "preemptions", "recomputed_tokens", "queue_s", "prefill_s", "decode_s", "detail", "preempted_tokens", "preempted_s", "saved_tokens", "loaded_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_FIELD_NUMBER: _ClassVar[int]
@@ -155,7 +159,6 @@ class Ended(_message.Message):
     PREEMPTED_S_FIELD_NUMBER: _ClassVar[int]
     SAVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SCORE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     reason: EndReason
     matched: int
@@ -170,8 +173,7 @@ class Ended(_message.Message):
     preempted_s: float
     saved_tokens: int
     loaded_tokens: int
-    score: float
-    def __init__(self, sequence: _Optional[int] = ..., reason: _Optional[_Union[EndReason, str]] = ..., matched: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., detail: _Optional[str] = ..., preempted_tokens: _Optional[int] = ..., preempted_s: _Optional[float] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., reason: _Optional[_Union[EndReason, str]] = ..., matched: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., detail: _Optional[str] = ..., preempted_tokens: _Optional[int] = ..., preempted_s: _Optional[float] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ...) -> None: ...
 
 class CacheFlushed(_message.Message):
     __slots__ = ("freed_blocks",)

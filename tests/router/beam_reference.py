@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda_server.engine.core.beam_search import BeamParams, EarlyStopping
+from pagoda.v1 import inference_pb2
 from pagoda_server.engine.runners.synthetic import advance, expected_logprobs
+
+EARLY_STOPPING = (
+    inference_pb2.EARLY_STOPPING_ESTIMATED,
+    inference_pb2.EARLY_STOPPING_ENOUGH,
+    inference_pb2.EARLY_STOPPING_BEST,
+)
+
+
+def beam_params(
+    width: int,
+    length_penalty: float = 1.0,
+    early_stopping: inference_pb2.EarlyStopping = inference_pb2.EARLY_STOPPING_ESTIMATED,
+) -> inference_pb2.BeamSearch:
+    return inference_pb2.BeamSearch(width=width, length_penalty=length_penalty, early_stopping=early_stopping)
 
 
 @dataclass(frozen=True)
@@ -20,7 +34,7 @@ class Expected:
 def expected_beams(
     prompt: list[int],
     max_tokens: int,
-    params: BeamParams,
+    params: inference_pb2.BeamSearch,
     vocab_size: int,
     stop_ids: frozenset[int] = frozenset(),
     min_tokens: int = 0,
@@ -47,8 +61,9 @@ def expected_beams(
         finished = sorted(finished, key=lambda one: -one.score)[:width]
         texts = [pair for pair in longer if pair[1][-1] not in stop_ids][:width]
         if len(finished) == width:
-            hoped = max_tokens if params.early_stopping is EarlyStopping.BEST and params.length_penalty > 0 else length
-            if params.early_stopping is EarlyStopping.ENOUGH:
+            is_best = params.early_stopping == inference_pb2.EARLY_STOPPING_BEST
+            hoped = max_tokens if is_best and params.length_penalty > 0 else length
+            if params.early_stopping == inference_pb2.EARLY_STOPPING_ENOUGH:
                 break
             if texts[0][0] / hoped**params.length_penalty <= finished[-1].score:
                 break

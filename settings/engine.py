@@ -1,0 +1,206 @@
+"""The engine's settings, and those that it shares with the router. A new one is an entry here and its use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from pagoda_server.channel.address import check_address
+from pagoda_server.settings.setting import (
+    ENGINE_KV_CACHE,
+    ENGINE_MODEL,
+    ENGINE_SCHEDULING,
+    MAX_UINT32,
+    SettingError,
+    Settings,
+    setting,
+)
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
+KVCacheDType = Literal["auto", "fp8"]
+PolicyName = Literal["fcfs", "priority", "fair", "deadline"]
+Overlap = Literal["auto", "on", "off"]
+
+CPU_BLOCK_SIZE = 4
+GPU_BLOCK_SIZE = 16
+MAX_GB = 1_000_000_000  # more than any machine has; so many bytes still fit into 64 bits
+MAX_THREADS = 4096
+MAX_BLOCK_SIZE = 1 << 20
+
+
+def _check_power_of_two(value: int) -> None:
+    if value & (value - 1):
+        raise ValueError(f"must be a power of two, not {value}")
+
+
+def _check_listen(address: str) -> None:
+    check_address(address, can_be_shm=True, lowest_port=0)
+
+
+def _weight_of_tenant(text: str) -> dict[str, float]:
+    """Raises ValueError."""
+    weights: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, weight = part.partition("=")
+        try:
+            weights[name] = float(weight)
+        except ValueError:
+            weights[name] = math.nan
+        if not name or not 0 < weights[name] < math.inf:
+            raise ValueError(f"takes NAME=WEIGHT,… with positive weights, not {part!r}")
+    return weights
+
+
+@dataclass(frozen=True)
+class CommonSettings(Settings):
+    """Settings of both processes."""
+
+    model: str = setting(
+        "smollm2-135m-instruct",
+        "Model to serve: a name that `pagoda models` lists, a folder, a .gguf file or a name on the Hugging Face Hub.",
+        is_private=True,
+    )
+    log_level: LogLevel = setting("info", "Lowest severity of messages to log.")
+
+
+@dataclass(frozen=True)
+class EngineSettings(CommonSettings):
+    """Settings that a router passes on to an engine that it spawns."""
+
+    device: Device = setting(
+        "auto", "Where the model runs. auto takes a GPU if torch finds one, else the CPU.", panel=ENGINE_MODEL
+    )
+    dtype: DType = setting(
+        "auto",
+        "Number format of the model. auto takes float32 for a float32 checkpoint, else bfloat16.",
+        panel=ENGINE_MODEL,
+    )
+    quantization: Quantization = setting(
+        "auto",
+        "Number format of weights in matrix products. int4 keeps weights that the file stores in 4 bits and makes the "
+        "others int8. auto takes int4 or int8 on a CPU that is fast at it, else none.",
+        panel=ENGINE_MODEL,
+    )
+    max_model_len: int | None = setting(
+        None,
+        "Longest sequence: prompt and output together.",
+        panel=ENGINE_MODEL, unit="tokens", at_least=2, at_most=MAX_UINT32,
+        shown_default="the model's, as far as the KV cache holds it",
+    )  # fmt: skip
+    threads: int | None = setting(
+        None,
+        "CPU threads that compute the model.",
+        panel=ENGINE_MODEL, unit="threads", at_least=1, at_most=MAX_THREADS, shown_default="one per physical core",
+    )  # fmt: skip
+    step_ms: str | None = setting(
+        None,
+        "Duration of a step of the synthetic model, in ms: BASE[,PER_SEQUENCE[,PER_TOKEN]]. For tests.",
+        panel=ENGINE_MODEL, shown_default="as fast as it can",
+    )  # fmt: skip
+
+    kv_cache_gb: float | None = setting(
+        None,
+        "Size of the KV cache, in GB (10^9 bytes).",
+        panel=ENGINE_KV_CACHE, unit="GB", above=0, at_most=MAX_GB,
+        shown_default="0.5 on a CPU, the free memory on a GPU",
+    )  # fmt: skip
+    kv_cache_dtype: KVCacheDType = setting(
+        "auto",
+        "Number format of the KV cache. auto takes the model's. fp8 takes about half the memory and needs a GPU.",
+        panel=ENGINE_KV_CACHE,
+    )
+    host_kv_gb: float = setting(
+        0.0,
+        "Host memory that keeps keys and values of preempted sequences, in GB. With 0 they are computed again.",
+        panel=ENGINE_KV_CACHE, unit="GB", at_least=0, at_most=MAX_GB,
+    )  # fmt: skip
+    block_size: int | None = setting(
+        None,
+        "Tokens that a block of the KV cache holds: a power of two.",
+        panel=ENGINE_KV_CACHE, unit="tokens", at_least=1, at_most=MAX_BLOCK_SIZE, check=_check_power_of_two,
+        shown_default=f"{CPU_BLOCK_SIZE} on a CPU, {GPU_BLOCK_SIZE} on a GPU",
+    )  # fmt: skip
+    prefix_caching: bool = setting(
+        True, "Reuse the keys and values of prompts that start with the same tokens.", panel=ENGINE_KV_CACHE
+    )
+
+    max_num_seqs: int = setting(
+        64,
+        "Most sequences that run at once. Others wait.",
+        panel=ENGINE_SCHEDULING, unit="sequences", at_least=1, at_most=MAX_UINT32,
+    )  # fmt: skip
+    token_budget: int = setting(
+        512,
+        "Most tokens that one step computes. Must exceed --max-num-seqs.",
+        panel=ENGINE_SCHEDULING, unit="tokens", at_least=2, at_most=MAX_UINT32,
+    )  # fmt: skip
+    target_itl_ms: float = setting(
+        100.0,
+        "Longest a decoding step may take, in ms. The engine computes less prefill per step to hold it. "
+        "0 turns it off.",
+        panel=ENGINE_SCHEDULING, unit="ms", at_least=0,
+    )  # fmt: skip
+    policy: PolicyName = setting(
+        "priority",
+        "Order in which waiting requests start: by arrival (fcfs), by priority, by the shares of tenants (fair) "
+        "or by latency targets (deadline).",
+        panel=ENGINE_SCHEDULING,
+    )
+    priority_ageing_s: float = setting(
+        60.0,
+        "Seconds of waiting that raise a request's priority by one.",
+        panel=ENGINE_SCHEDULING, unit="seconds", above=0,
+    )  # fmt: skip
+    tenant_weights: str = setting(
+        "",
+        "Shares of tenants with --policy fair: NAME=WEIGHT,NAME=WEIGHT. A tenant that is not named has weight 1.",
+        panel=ENGINE_SCHEDULING, check=_weight_of_tenant,
+    )  # fmt: skip
+    overlap: Overlap = setting(
+        "auto",
+        "Launch a step before the tokens of the last one have been read. auto does so on a GPU.",
+        panel=ENGINE_SCHEDULING,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.token_budget <= self.max_num_seqs:
+            raise SettingError(
+                f"--token-budget ({self.token_budget}) must exceed --max-num-seqs ({self.max_num_seqs}): "
+                "otherwise decodes fill every step and a waiting prompt never advances"
+            )
+        if self.weight_of_tenant() and self.policy != "fair":
+            raise SettingError(f"--tenant-weights: --policy {self.policy} has no shares; fair has")
+
+    @property
+    def target_itl_s(self) -> float | None:
+        """None: no target."""
+        return self.target_itl_ms / 1e3 if self.target_itl_ms else None
+
+    def tokens_a_block(self, device_type: str) -> int:
+        """Small blocks waste few slots. A GPU's kernels are made for blocks of 16."""
+        return self.block_size or (CPU_BLOCK_SIZE if device_type == "cpu" else GPU_BLOCK_SIZE)
+
+    def weight_of_tenant(self) -> dict[str, float]:
+        return _weight_of_tenant(self.tenant_weights)
+
+
+@dataclass(frozen=True)
+class EngineConfig(EngineSettings):
+    """What `python -m pagoda_server.engine` is told."""
+
+    listen: str = setting(
+        "127.0.0.1:50052",
+        "Address for routers to connect to: shm:PATH, unix:PATH or HOST:PORT (port 0 takes a free one).",
+        check=_check_listen, is_private=True,
+    )  # fmt: skip
+    allow_insecure: bool = setting(
+        False, "Listen at an address that other hosts can reach, though the channel has neither TLS nor a token."
+    )
+    exit_with_parent: bool = setting(
+        False, "Exit when standard input ends, as it does when the process that holds its other end dies."
+    )

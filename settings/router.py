@@ -1,0 +1,149 @@
+"""The router's settings. A new one is an entry here and its use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+from pagoda_server.channel.address import check_address, is_local
+from pagoda_server.settings.engine import CommonSettings, EngineSettings
+from pagoda_server.settings.setting import (
+    EXPOSURE,
+    LIMITS,
+    MAX_UINT32,
+    SettingError,
+    flag,
+    setting,
+)
+
+SPAWN = "spawn"
+MAX_QUEUED_TOKENS = 1 << 62
+SHORTEST_TIMEOUT_S = 0.1  # the router looks several times within a timeout whether it is over
+
+
+def _check_name(name: str) -> None:
+    if not (name and name.isprintable()):
+        raise ValueError(f"must be printable and not empty, not {name!r}")
+
+
+def _check_listen(address: str) -> None:
+    check_address(address, can_be_shm=False, lowest_port=0)
+
+
+def _check_engine(engine: str) -> None:
+    if engine != SPAWN:
+        for address in engine.split(","):
+            check_address(address, can_be_shm=True, lowest_port=1)
+
+
+@dataclass(frozen=True)
+class RouterSettings(CommonSettings):
+    """Settings of the router alone, besides those of both processes."""
+
+    served_model_name: str | None = setting(
+        None, "Name that clients call the model by.", check=_check_name, shown_default="its own, or its folder's"
+    )
+    listen: str = setting(
+        "127.0.0.1:50051",
+        "Address for clients to connect to: HOST:PORT (port 0 takes a free one) or unix:PATH.",
+        check=_check_listen, is_private=True,
+    )  # fmt: skip
+    engine: str = setting(
+        SPAWN,
+        "Where the engine runs. 'spawn' starts it here. Else the addresses of running engines, separated by commas: "
+        "shm:PATH, unix:PATH or HOST:PORT.",
+        check=_check_engine, is_private=True,
+    )  # fmt: skip
+    channel: Literal["auto", "shm", "grpc"] = setting(
+        "auto", "How to reach a spawned engine. auto takes shared memory on Linux, else gRPC."
+    )
+    workers: int = setting(
+        1,
+        "Router processes that share the port and the limits.",
+        unit="processes", at_least=1, at_most=MAX_UINT32,
+    )  # fmt: skip
+    grace_s: float = setting(
+        30.0, "Seconds that running requests have to finish after SIGTERM.", unit="seconds", at_least=0
+    )
+
+    max_requests: int = setting(
+        1024,
+        "Most requests admitted at once. Others are refused.",
+        panel=LIMITS, unit="requests", at_least=1, at_most=MAX_UINT32,
+    )  # fmt: skip
+    max_queued_tokens: int | None = setting(
+        None,
+        "Most tokens of all admitted requests: prompts and max_tokens together.",
+        panel=LIMITS, unit="tokens", at_least=1, at_most=MAX_QUEUED_TOKENS,
+        shown_default="eight times what the KV caches hold",
+    )  # fmt: skip
+    max_text_bytes: int = setting(
+        1 << 20,
+        "Longest text of a prompt, in bytes of UTF-8.",
+        panel=LIMITS, unit="bytes", at_least=1, at_most=MAX_UINT32,
+    )  # fmt: skip
+    default_max_tokens: int = setting(
+        256,
+        "Most tokens to generate for a request that sets no max_tokens. Fewer if the context leaves fewer.",
+        panel=LIMITS, unit="tokens", at_least=1, at_most=MAX_UINT32,
+    )  # fmt: skip
+    stall_timeout_s: float = setting(
+        30.0,
+        "Seconds that a client may read nothing before its request is ended.",
+        panel=LIMITS, unit="seconds", at_least=SHORTEST_TIMEOUT_S,
+    )  # fmt: skip
+    hang_timeout_s: float = setting(
+        60.0,
+        "Seconds without a step after which an engine that has work counts as dead.",
+        panel=LIMITS, unit="seconds", at_least=SHORTEST_TIMEOUT_S,
+    )  # fmt: skip
+
+    reflection: bool | None = setting(
+        None,
+        "Describe the services to clients that have no proto files, such as grpcurl.",
+        panel=EXPOSURE, shown_default="on at a loopback address or a Unix socket",
+    )  # fmt: skip
+    auth_token_file: str | None = setting(
+        None,
+        "File with the token that every call must carry. Else $PAGODA_AUTH_TOKEN, if it is set.",
+        panel=EXPOSURE, is_private=True,
+    )  # fmt: skip
+    tls_cert: str | None = setting(
+        None, "PEM file with the server's certificate. Needs --tls-key.", panel=EXPOSURE, is_private=True
+    )
+    tls_key: str | None = setting(
+        None, "PEM file with the certificate's private key. Needs --tls-cert.", panel=EXPOSURE, is_private=True
+    )
+    allow_insecure: bool = setting(
+        False, "Listen at an address that other hosts can reach without TLS or a token.", panel=EXPOSURE
+    )
+
+
+@dataclass(frozen=True)
+class ServeConfig(RouterSettings, EngineSettings):
+    """What `pagoda serve` is told: the router's settings, and those of the engine that it spawns."""
+
+    @property
+    def engine_addresses(self) -> list[str]:
+        """Of engines that run elsewhere."""
+        return self.engine.split(",")
+
+    @property
+    def has_reflection(self) -> bool:
+        return is_local(self.listen) if self.reflection is None else self.reflection
+
+    def check_engine_is_ours(self) -> None:
+        """Raises SettingError for settings of a spawned engine if there is none: they would change nothing."""
+        if self.engine == SPAWN:
+            return
+        common = {declared.name for declared in fields(CommonSettings)}
+        names = [declared.name for declared in fields(EngineSettings) if declared.name not in common]
+        defaults = {declared.name: declared.default for declared in fields(self)}
+        if given := [name for name in ("channel", *names) if getattr(self, name) != defaults[name]]:
+            flags = ", ".join(map(flag, given))
+            raise SettingError(f"{flags}: only for a spawned engine; set it on the engine at {self.engine} itself")
+
+    def engine_arguments(self, folder: Path, listen: str) -> list[str]:
+        """The command line of an engine that serves the model in `folder` with these settings."""
+        return [*replace(self, model=str(folder)).arguments(EngineSettings), f"--listen={listen}"]

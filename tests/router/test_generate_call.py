@@ -1,0 +1,112 @@
+"""What a client sees of sequences, whatever their order of arrival."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1.inference_pb2 import GenerateRequest, GenerateResponse, Sampling
+from pagoda_server.router.engines.engine_stream import SequenceInbox
+from pagoda_server.router.errors import DeadlineExceeded
+from pagoda_server.router.request.inference import GenerateCall
+from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.validation import validate_generate
+
+LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)
+LENGTH = engine_pb2.END_REASON_LENGTH
+
+
+class Letters:
+    """A detokenizer: id 1 is "a"."""
+
+    def push(self, ids: tuple[int, ...] | list[int]) -> str:
+        return "".join(chr(ord("`") + id) for id in ids)
+
+    def flush(self) -> str:
+        return ""
+
+    def detokenizer(self, skips_special_tokens: bool) -> Letters:
+        return self
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.responses: list[GenerateResponse] = []
+
+    async def write(self, response: GenerateResponse) -> None:
+        copy = GenerateResponse()
+        copy.CopyFrom(response)
+        self.responses.append(copy)
+
+
+class Engine:
+    """A stream that puts these inboxes before its reader, one set after the other."""
+
+    def __init__(self, *says: dict[int, SequenceInbox]) -> None:
+        self.inboxes: list[SequenceInbox] = []
+        self.aborted: list[int] = []
+        self._says = list(says)
+
+    async def wait(self) -> None:
+        now = self._says.pop(0)
+        self.inboxes = [now.get(index, SequenceInbox()) for index in range(3)]
+
+    def abort(self, index: int) -> None:
+        self.aborted.append(index)
+
+
+def said(
+    tokens: list[int], logprob: float = -1.0, reason: engine_pb2.EndReason | None = None, score: float | None = None
+) -> SequenceInbox:
+    ended = None if reason is None else engine_pb2.Ended(reason=reason)
+    return SequenceInbox(tokens, [engine_pb2.Logprobs(logprob=logprob) for _ in tokens], ended, score)
+
+
+async def responses_to(engine: Engine, sampling: Sampling, stop: tuple[str, ...] = ()) -> list[GenerateResponse]:
+    request = GenerateRequest(text="x", sampling=sampling)
+    request.stopping.stop.extend(stop)
+    request.output.logprobs = 0
+    writer = Writer()
+    call = GenerateCall(validate_generate(request, LIMITS, "m"), 1, Letters(), writer, 0.0)  # type: ignore[arg-type]
+    await call.run(engine)  # type: ignore[arg-type]
+    return writer.responses
+
+
+def texts(responses: list[GenerateResponse]) -> list[str]:
+    told = [response.tokens for response in responses if response.HasField("tokens")]
+    return ["".join(tokens.text for tokens in told if tokens.index == at) for at in range(3)]
+
+
+async def test_hypotheses_are_told_one_behind_the_other_with_their_scores() -> None:
+    hypotheses = {
+        0: said([1, 2], -3.0, LENGTH, 0.0),
+        1: said([3], -0.5, LENGTH, -1.0),
+        2: said([4], -0.1, LENGTH, -2.0),
+    }
+    search = Sampling(n=3)
+    search.beam_search.width = 3
+    responses = await responses_to(Engine(hypotheses), search)
+    assert texts(responses) == ["ab", "c", "d"]
+    ends = [response.finished for response in responses if response.HasField("finished")]
+    assert [(end.index, end.score) for end in ends] == [(0, 0.0), (1, -1.0), (2, -2.0)]
+    assert [token.logprob for token in responses[0].tokens.tokens] == [-3.0, -3.0]
+    assert responses[-1].usage.completion_tokens == 4
+    assert not any(response.HasField("usage") for response in responses[:-1])
+
+
+async def test_what_comes_after_a_stop_string_counts_for_nothing() -> None:
+    engine = Engine(
+        {0: said([1, 2, 9, 9]), 1: said([3], reason=LENGTH), 2: said([4], reason=LENGTH)},
+        {0: said([9], reason=engine_pb2.END_REASON_ABORTED)},
+    )
+    responses = await responses_to(engine, Sampling(n=3), stop=("b",))
+    assert engine.aborted == [0]
+    assert texts(responses) == ["a", "c", "d"]
+    assert responses[-1].finished.stop == "b"
+    assert responses[-1].usage.completion_tokens == 2 + 1 + 1
+
+
+async def test_one_that_misses_the_deadline_ends_the_call() -> None:
+    engine = Engine({0: said([1], reason=LENGTH), 1: said([2], reason=engine_pb2.END_REASON_DEADLINE)})
+    with pytest.raises(DeadlineExceeded):
+        await responses_to(engine, Sampling(n=3))

@@ -1,0 +1,141 @@
+"""The declaration of the settings, and what is made from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import Field, dataclass, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pagoda_server.settings import EngineConfig, EngineSettings, RouterSettings, ServeConfig, SettingError
+from pagoda_server.settings.__main__ import page
+from pagoda_server.settings.command_line import command
+from pagoda_server.settings.setting import Settings, setting
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@dataclass(frozen=True)
+class Kettle(Settings):
+    cups: int = setting(2, "How many cups to boil.", unit="cups", at_least=1, at_most=8)
+    degrees: float = setting(90.0, "How hot.", unit="degrees", above=0)
+    is_loud: bool = setting(True, "Whether it whistles.")
+    is_new: bool = setting(False, "Whether to rinse it first.")
+    label: str | None = setting(None, "What it is called.", shown_default="its maker's name", is_private=True)
+
+
+def parsed(config: type[Settings], *arguments: str) -> Any:
+    """What a command makes of its arguments."""
+    given: list[Settings] = []
+
+    def run(settings: Settings) -> int:
+        """Boil."""
+        given.append(settings)
+        return 0
+
+    app = typer.Typer()
+    app.command()(command(config, run))
+    result = CliRunner().invoke(app, arguments)
+    return given[0] if result.exit_code == 0 else (result.exit_code, result.stderr)
+
+
+def test_a_command_takes_the_settings_of_a_class_as_options() -> None:
+    assert parsed(Kettle) == Kettle()
+    given = parsed(Kettle, "--cups", "3", "--degrees=70", "--no-is-loud", "--is-new", "--label", "Bob")
+    assert given == Kettle(3, 70.0, False, True, "Bob")
+
+
+def test_a_switch_that_is_off_cannot_be_turned_off() -> None:
+    code, complaint = parsed(Kettle, "--no-is-new")
+    assert code == 2
+    assert "--no-is-new" in complaint
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"cups": 0}, "--cups must be from 1 to 8, not 0"),
+        ({"cups": 10**30}, f"--cups must be from 1 to 8, not {10**30}"),
+        ({"degrees": 0.0}, "--degrees must be above 0 and finite, not 0.0"),
+        ({"degrees": math.inf}, "--degrees must be above 0 and finite, not inf"),
+        ({"degrees": math.nan}, "--degrees must be above 0 and finite, not nan"),
+    ],
+)
+def test_a_number_outside_its_range_is_refused_with_flag_range_and_value(
+    settings: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(SettingError) as caught:
+        Kettle(**settings)
+    assert str(caught.value) == complaint
+    ((name, value),) = settings.items()
+    assert parsed(Kettle, f"--{name}={value}") == (2, f"error: {complaint}\n")
+
+
+@pytest.mark.parametrize("text", ["", "many", "1.5"])
+def test_a_value_of_another_type_is_a_usage_error_that_names_the_option(text: str) -> None:
+    code, complaint = parsed(Kettle, "--cups", text)
+    assert code == 2
+    assert "--cups" in complaint
+
+
+SPECIAL = {"listen": "unix:/s", "engine": "unix:/e", "block_size": 32, "policy": "fair", "tenant_weights": "a=2,b=3"}
+
+
+def another_value(field: Field[Any], kind: Any) -> Any:
+    """One that is not the default."""
+    if field.name in SPECIAL:
+        return SPECIAL[field.name]
+    kind = next((each for each in get_args(kind) if each is not NoneType), kind) if type(kind) is UnionType else kind
+    if choices := get_args(kind):
+        return next(choice for choice in choices if choice != field.default)
+    if kind is bool:
+        return not field.default
+    return "other" if kind is str else kind(field.default or 1) + 1
+
+
+@pytest.fixture(scope="module")
+def told() -> ServeConfig:
+    """Settings of which none is the default."""
+    kinds = get_type_hints(ServeConfig)
+    return ServeConfig(**{field.name: another_value(field, kinds[field.name]) for field in fields(ServeConfig)})
+
+
+def test_every_setting_of_the_server_is_an_option_of_serve(told: ServeConfig) -> None:
+    arguments = []
+    for field in fields(told):
+        value, option = getattr(told, field.name), field.name.replace("_", "-")
+        assert value != field.default
+        spellings = {True: f"--{option}", False: f"--no-{option}"}
+        arguments.append(spellings[value] if isinstance(value, bool) else f"--{option}={value}")
+    assert parsed(ServeConfig, *arguments) == told
+
+
+def test_a_spawned_engine_reads_its_settings_back_from_its_arguments(told: ServeConfig) -> None:
+    engine = parsed(EngineConfig, *told.engine_arguments(Path("/folder"), "unix:/e"))
+    expected = {field.name: getattr(told, field.name) for field in fields(EngineSettings)}
+    assert engine == EngineConfig(**(expected | {"model": "/folder", "listen": "unix:/e"}))
+
+
+def test_clients_are_told_what_is_in_effect_and_nothing_private() -> None:
+    assert Kettle(label="secret").reported(Kettle, degrees=99.5) == {
+        "cups": "2", "degrees": "99.5", "is_loud": "true", "is_new": "false",
+    }  # fmt: skip
+
+
+def test_clients_are_told_of_no_path_and_no_address() -> None:
+    config = ServeConfig(
+        model="/secret/model", listen="unix:/secret/s", engine="unix:/secret/e", auth_token_file="/secret/token",
+        tls_cert="/secret/cert", tls_key="/secret/key",
+    )  # fmt: skip
+    reported = config.reported(RouterSettings) | config.reported(EngineSettings)
+    assert reported["max_requests"] == "1024"
+    assert not any("secret" in value for value in reported.values())
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "settings.md").read_text() == page(), "run `make settings`"
