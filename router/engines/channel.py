@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, trace_pb2
-from pagoda_server.router.engines.engine_stream import EngineStream
+from pagoda_server.router.engines.stream import EngineStream
 from pagoda_server.router.engines.transport import EngineLink, transport_to
 from pagoda_server.router.errors import Unavailable
 
@@ -87,7 +87,7 @@ class EngineChannel:
             raise Unavailable("the engine is not ready")
         count = submit.sampling.n
         numbers = [next(self._next_sequence) for _ in range(count)]
-        stream = EngineStream(self, numbers[0], count)
+        stream = EngineStream(numbers[0], count, abort=self.abort, forget=self.forget)
         if not self._routes:
             self._last_word = time.monotonic()
         for index, number in enumerate(numbers):

@@ -16,10 +16,8 @@ from pagoda_server import installed_version
 from pagoda_server.router.engines.channel import EngineChannel
 from pagoda_server.router.engines.dispatch import Dispatcher
 from pagoda_server.router.errors import InvalidArgument, Unavailable
-from pagoda_server.router.request.admission import Admission
-from pagoda_server.router.request.fields import check_number
-from pagoda_server.router.request.limits import Limits
-from pagoda_server.router.request.live import LiveRequests
+from pagoda_server.router.request.admission import Admission, LiveRequests
+from pagoda_server.router.request.fields import Limits, check_number
 from pagoda_server.router.request.sampling import sampling_from
 from pagoda_server.router.text.tokenizer import Tokenizer
 

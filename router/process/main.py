@@ -30,19 +30,23 @@ from pagoda.v1 import (
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress, find_model
 from pagoda_server.router.engines.channel import EngineChannel, WrongEngine
 from pagoda_server.router.engines.dispatch import Dispatcher
-from pagoda_server.router.engines.engine_address import spawn_address
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
 from pagoda_server.router.process.interceptors import StatusInterceptor, TokenInterceptor
 from pagoda_server.router.process.listen import MAX_MESSAGE_BYTES, auth_token, bind, check_exposure, server_options
 from pagoda_server.router.process.parent_link import ParentLink
 from pagoda_server.router.process.shared_control import RouterGroup
-from pagoda_server.router.process.supervisor import ChildFailedError, EngineKeeper, Supervisor, engine_supervisor
+from pagoda_server.router.process.supervisor import (
+    ChildFailedError,
+    EngineKeeper,
+    Supervisor,
+    engine_supervisor,
+    spawn_address,
+)
 from pagoda_server.router.process.workers import WorkerConfig, Workers
-from pagoda_server.router.request.admission import Admission
+from pagoda_server.router.request.admission import Admission, LiveRequests
+from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import InferenceServicer
-from pagoda_server.router.request.limits import Limits
-from pagoda_server.router.request.live import LiveRequests
 from pagoda_server.router.text.tokenizer import Tokenizer
 from pagoda_server.settings import EXIT_CONFIG, RouterSettings, ServeConfig, SettingError
 from pagoda_server.settings.router import SPAWN

@@ -11,8 +11,7 @@ from google.protobuf.struct_pb2 import ListValue, Struct, Value
 
 from pagoda.v1 import chat_pb2
 from pagoda_server.router.errors import InvalidArgument, Unimplemented
-from pagoda_server.router.request.fields import check_count
-from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.fields import Limits, check_count
 from pagoda_server.router.text.chat_template import Chat, ChatRole, Json, Message, ToolCall
 
 _ROLES: dict[int, ChatRole] = {

@@ -10,18 +10,16 @@ import grpc
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2, inference_pb2_grpc
 from pagoda_server.router.engines.dispatch import Dispatcher
-from pagoda_server.router.engines.engine_stream import EngineStream, SequenceInbox, time_in_engine
+from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, time_in_engine
 from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument
-from pagoda_server.router.request.admission import Admission
+from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests
 from pagoda_server.router.request.beam_search import BeamSearchStream
-from pagoda_server.router.request.client_writer import ClientWriter, GenerateContext
-from pagoda_server.router.request.limits import Limits
-from pagoda_server.router.request.live import LiveRequest, LiveRequests
-from pagoda_server.router.request.output import SequenceOutput, write_records
-from pagoda_server.router.request.tenant import tenant_of
+from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.request.output import ClientWriter, GenerateContext, SequenceOutput, write_records
 from pagoda_server.router.request.validation import (
     GenerateParams,
     check_prompt,
+    tenant_of,
     to_submit,
     validate_detokenize,
     validate_generate,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from pagoda.engine.v1 import engine_pb2
@@ -11,12 +12,14 @@ from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument, NotFound, Unimplemented
 from pagoda_server.router.request.beam_search import check_stop_ids, check_stopping
 from pagoda_server.router.request.chat import chat_from
-from pagoda_server.router.request.fields import check_bytes, check_count, check_ids, check_integer, check_number
-from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.fields import Limits, check_bytes, check_count, check_ids, check_integer, check_number
 from pagoda_server.router.request.sampling import sampling_from
 from pagoda_server.router.text.chat_template import Chat, Message
 from pagoda_server.router.text.tokenizer import Prompt
 
+TENANT_KEY = "x-pagoda-tenant"
+MAX_TENANT_LENGTH = 64
+_TENANT = re.compile(rf"[A-Za-z0-9._:@/-]{{1,{MAX_TENANT_LENGTH}}}")
 _PROMPT_FIELDS = {"prompt": "prompt", "message": "message", "chat": "chat", "token_ids": "token_ids.ids"}
 _MAX_SLO_S = 3600.0
 
@@ -198,6 +201,19 @@ def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: Limits
     check_model(request.model, served)
     check_ids(request.token_ids, "token_ids", limits.max_model_len, limits.vocab_size)
     return tuple(request.token_ids)
+
+
+def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The tenant's name, or "" for the calls that name none, which share one. Raises InvalidArgument."""
+    given = [value for key, value in metadata or () if key == TENANT_KEY]
+    if not given:
+        return ""
+    if len(given) > 1:
+        raise InvalidArgument(TENANT_KEY, f"is given {len(given)} times")
+    name = given[0]
+    if not isinstance(name, str) or not _TENANT.fullmatch(name):
+        raise InvalidArgument(TENANT_KEY, f"must be 1 to {MAX_TENANT_LENGTH} letters, digits or ._:@/-")
+    return name
 
 
 def check_model(model: str, served: str) -> None:

@@ -35,7 +35,7 @@ def check(answer: Answer, expected: list[Expected]) -> None:
         assert answer.ids(index) == one.tokens
         end = answer.finished(index)
         assert end.score == pytest.approx(one.score, rel=1e-6)
-        assert (end.token_id if end.HasField("token_id") else None) == one.matched
+        assert (end.stop_token_id if end.HasField("stop_token_id") else None) == one.matched
         text = one.tokens if one.matched is None else one.tokens[:-1]
         assert answer.text(index) == bytes(id for id in text if id < 256).decode(errors="replace")
 
@@ -120,7 +120,7 @@ def test_a_search_that_is_aborted_or_late_tells_no_hypothesis(
 def test_the_prompt_is_counted_once_and_every_second_has_its_place(
     inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
 ) -> None:
-    text = "a prompt of its own for the account of a search"
+    text = "its own prompt, for the account of a search"
     before = engine_load(control)
     message = search(text, 12, 2, beam_params(4))
     message.stopping.min_tokens = 12

@@ -14,7 +14,7 @@ from google.protobuf.json_format import ParseDict
 from pagoda.v1 import chat_pb2
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.request.chat import chat_from
-from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.text.chat_template import Chat, Message, ToolCall
 
 LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)

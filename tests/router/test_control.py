@@ -20,7 +20,7 @@ from pagoda_server.router.process.control import (
     watch_interval_s,
 )
 from pagoda_server.router.request.admission import Admission
-from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.text.chat_template import ChatTemplate
 
 LIMITS = Limits(max_model_len=100, vocab_size=50, kv_token_capacity=1000)

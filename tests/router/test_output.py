@@ -6,7 +6,7 @@ import pytest
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.engines.engine_stream import SequenceInbox
+from pagoda_server.router.engines.stream import SequenceInbox
 from pagoda_server.router.request.output import SequenceOutput, write_records
 from pagoda_server.router.text.detokenizer import Detokenization
 from tests.router.test_detokenizer import TOKENIZERS

@@ -28,7 +28,7 @@ from pagoda_server.router.errors import (
     Unimplemented,
     to_status,
 )
-from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.validation import (
     GenerateParams,
     check_prompt,
