@@ -9,7 +9,7 @@ from pagoda_server.engine.core.sequence import EndReason, Sequence, State, Token
 
 # Why a sequence does not compute in a step: as many run as may; no blocks are left; others have the step's tokens; it
 # can no longer meet its deadline and leaves soon; its last token is being computed.
-Hold: TypeAlias = Literal["no place", "no blocks", "no budget", "not its turn", "token pending"]
+Hold: TypeAlias = Literal["no place", "no blocks", "no budget", "late", "token pending"]
 
 
 @dataclass(frozen=True, slots=True)
