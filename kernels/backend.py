@@ -25,7 +25,7 @@ from pagoda_server.kernels.paged import AttentionPlan, PagedKV
 from pagoda_server.kernels.paged_attention import paged_attention, plan_attention
 from pagoda_server.kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
 from pagoda_server.kernels.paged_attention_native import is_read_in_place, paged_attention_native, plan_attention_native
-from pagoda_server.kernels.rms_norm import rms_norm, rms_norm_cpu, rms_norm_native
+from pagoda_server.kernels.rms_norm import add, add_native, rms_norm, rms_norm_cpu, rms_norm_native
 from pagoda_server.kernels.rope_and_store_kv import (
     HeadNorms,
     rope_and_store_kv,
@@ -53,8 +53,9 @@ LinearMaker = Callable[[Any, Tensor | None], Linear]
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The ops. The reference function of the same name says what each does: in the file of that name, `gated_linear`
-    beside `linear` and `plan_attention` beside `paged_attention`, `sample_rows` in row_sampling.py.
+    """The ops. The reference function of the same name says what each does. It is in the file of that name, except for
+    `gated_linear` beside `linear`, `add` beside `rms_norm`, `plan_attention` beside `paged_attention`, and
+    `sample_rows` in row_sampling.py.
 
     embedding    in the dtype of the residual stream: the table's, or float32
     head         `linear` whose product, the logits, is float32; None: `linear` as it is
@@ -66,6 +67,7 @@ class Backend:
     linear: LinearMaker
     gated_linear: LinearMaker
     rms_norm: RmsNorm
+    add: Callable[[Tensor, Tensor], None]
     rope_and_store_kv: RopeAndStoreKV
     plan_attention: Callable[[np.ndarray, np.ndarray, np.ndarray, PagedKV, int | None], AttentionPlan]
     paged_attention: Callable[[Tensor, PagedKV, AttentionPlan], Tensor]
@@ -87,6 +89,7 @@ REFERENCE = Backend(
     linear=linear,
     gated_linear=gated_linear,
     rms_norm=rms_norm,
+    add=add,
     rope_and_store_kv=rope_and_store_kv,
     plan_attention=plan_attention,
     paged_attention=paged_attention,
@@ -101,6 +104,7 @@ CPU = Backend(
     linear=linear_cpu,
     gated_linear=gated_linear_cpu,
     rms_norm=rms_norm_cpu,
+    add=add,
     rope_and_store_kv=rope_and_store_kv_cpu,
     plan_attention=plan_attention_cpu,
     paged_attention=paged_attention_cpu,
@@ -115,6 +119,7 @@ NATIVE = Backend(
     linear=linear_cpu,
     gated_linear=gated_linear_native,
     rms_norm=rms_norm_native,
+    add=add_native,
     rope_and_store_kv=rope_and_store_kv_native,
     plan_attention=plan_attention_native,
     paged_attention=paged_attention_native,

@@ -34,7 +34,7 @@ class Doing(StrEnum):
     HELD = "held"  # it runs, but a step goes by without it
     PREFILL = "prefill"
     DECODE = "decode"
-    PADDING = "padding"  # computed and dropped: a static batch's rows, and those of who has ended meanwhile
+    PADDING = "padding"  # computed and dropped: the sequence had ended meanwhile
 
 
 @dataclass(slots=True)
@@ -184,8 +184,6 @@ class _Reader:
         )
 
     def _extend(self, id: int, at: int, doing: Doing, start: float, end: float, tokens: int, why: str = "") -> None:
-        if id < 0:  # a static batch's padding has no track
-            return
         if start >= self._ends.get(id, end):
             doing = Doing.PADDING
         last, span = self._running.get(id, (-1, None))

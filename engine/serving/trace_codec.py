@@ -17,7 +17,7 @@ _HOLDS: dict[Hold | None, trace_pb2.HoldReason] = {
     "no place": trace_pb2.HOLD_REASON_NO_PLACE,
     "no blocks": trace_pb2.HOLD_REASON_NO_BLOCKS,
     "no budget": trace_pb2.HOLD_REASON_NO_BUDGET,
-    "not its turn": trace_pb2.HOLD_REASON_NOT_ITS_TURN,
+    "late": trace_pb2.HOLD_REASON_LATE,
     "token pending": trace_pb2.HOLD_REASON_TOKEN_PENDING,
 }
 _KINDS: dict[MoveKind, trace_pb2.MoveKind] = {

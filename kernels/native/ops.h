@@ -53,7 +53,7 @@ struct Int4Args {
 struct Ops {
     const char* name;
     bool pairs_are_limited;         // int8 weights of neighbouring inputs, to |w0 + w1| <= 128
-    // A residual's dtype is that of the rest, or float32. Without x it is normalised as it is.
+    // A residual's dtype is that of the rest, or float32. Without x it is normalised as it is, without out it is not normalised.
     void (*rms_norm)(ThreadPool&, Dtype, const void* x, const void* weight, void* residual, Dtype residual_dtype, void* out, int64_t rows, int64_t size, float eps);
     void (*silu_and_mul)(ThreadPool&, Dtype, const void* gate_up, void* out, int64_t rows, int64_t size);
     void (*rope_and_store_kv)(ThreadPool&, Dtype, const RopeArgs&);

@@ -36,6 +36,7 @@ VARIANTS = {
     "llama, wide heads": tiny_model("llama", head_dim=32),
     "qwen2": tiny_model("qwen2"),
     "qwen3": tiny_model("qwen3", head_dim=32, tie_word_embeddings=True),
+    "olmo2": tiny_model("olmo2"),
 }
 
 

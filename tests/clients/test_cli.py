@@ -19,6 +19,7 @@ from pagoda.v1 import inference_pb2
 from pagoda_server import installed_version
 from pagoda_server.cli.__main__ import app
 from pagoda_server.settings import ServeConfig
+from pagoda_server.settings.sampling import PARAMETERS
 from tests.clients.fake_server import FakeServer, answer, answer_without_end, fail
 
 COMMAND = [sys.executable, "-m", "pagoda_server.cli"]
@@ -54,16 +55,25 @@ def test_generate_writes_the_answer_and_nothing_else_to_standard_output(server: 
 
 def test_generate_passes_its_options_on(server: FakeServer) -> None:
     pagoda("generate", "text", "--max-tokens", "7", "--temperature", "0.5", "--top-p", "0.75", "--top-k", "3",
-           "--seed", "9", "--stop", "a", "--stop", "b", "--timeout", "20", "--token", "secret")  # fmt: skip
+           "--min-p", "0.25", "--seed", "9", "--stop", "a", "--stop", "b", "--timeout", "20",
+           "--token", "secret")  # fmt: skip
     assert server.requests == [
         inference_pb2.GenerateRequest(
             message="text",
-            sampling=inference_pb2.Sampling(temperature=0.5, top_p=0.75, top_k=3, seed=9),
+            sampling=inference_pb2.Sampling(temperature=0.5, top_p=0.75, top_k=3, min_p=0.25, seed=9),
             stopping=inference_pb2.Stopping(max_tokens=7, stop=["a", "b"]),
         )
     ]
     assert 15 < server.remaining_s[0] < 20.5
     assert server.metadata[0]["authorization"] == "Bearer secret"
+
+
+def test_every_parameter_of_sampling_is_an_option_with_its_default(server: FakeServer) -> None:
+    for command in ("generate", "chat"):
+        help = pagoda(command, "--help").stdout
+        assert all(f"--{each.name.replace('_', '-')} " in help for each in PARAMETERS)
+    pagoda("generate", "text")
+    assert not server.requests[0].HasField("sampling"), "the defaults are the server's"
 
 
 def test_how_many_tokens_is_the_servers_to_say_unless_told(server: FakeServer) -> None:

@@ -116,9 +116,8 @@ def test_a_preempted_sequence_waits_between_two_runs() -> None:
     assert any(span.doing is Doing.PREEMPTED for track in timeline.tracks for span in track.spans)
 
 
-@pytest.mark.parametrize("schedule", ["continuous", "interleaved", "static", "sequential"])
-def test_every_schedule_gives_a_trace_that_follows_the_format(schedule: Any) -> None:
-    engine = TimedEngine(num_blocks=16, schedule=schedule, token_budget=20)
+def test_a_trace_follows_the_format() -> None:
+    engine = TimedEngine(num_blocks=16, token_budget=20)
     for head in range(12):
         engine.add([head] * (1 + 3 * head), max_tokens=1 + head, priority=head % 2)
     engine.step()

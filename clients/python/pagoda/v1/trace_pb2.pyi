@@ -13,7 +13,7 @@ class HoldReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     HOLD_REASON_NO_PLACE: _ClassVar[HoldReason]
     HOLD_REASON_NO_BLOCKS: _ClassVar[HoldReason]
     HOLD_REASON_NO_BUDGET: _ClassVar[HoldReason]
-    HOLD_REASON_NOT_ITS_TURN: _ClassVar[HoldReason]
+    HOLD_REASON_LATE: _ClassVar[HoldReason]
     HOLD_REASON_TOKEN_PENDING: _ClassVar[HoldReason]
 
 class MoveKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -31,7 +31,7 @@ HOLD_REASON_UNSPECIFIED: HoldReason
 HOLD_REASON_NO_PLACE: HoldReason
 HOLD_REASON_NO_BLOCKS: HoldReason
 HOLD_REASON_NO_BUDGET: HoldReason
-HOLD_REASON_NOT_ITS_TURN: HoldReason
+HOLD_REASON_LATE: HoldReason
 HOLD_REASON_TOKEN_PENDING: HoldReason
 MOVE_KIND_UNSPECIFIED: MoveKind
 MOVE_KIND_WAITS: MoveKind

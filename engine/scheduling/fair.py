@@ -1,12 +1,11 @@
-"""Fair shares of tenants by the tokens that they were served: virtual token counters. Standard library only.
+"""Fair shares for tenants by virtual token counters (Sheng et al., "Fairness in Serving …", OSDI 2024).
 
-"Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). A tenant's counter grows by one for each token of
-a prompt and by two for each of an output, divided by its weight; the tenant with the lowest counter is next. Nobody is
-held back while there is room, so the order is work-conserving. A tenant that was idle comes back with the lowest
-counter of those that wait: idling earns no credit.
+A tenant's counter grows by one for each prompt token and by two for each output token, divided by the tenant's weight.
+The tenant with the lowest counter is next. No sequence is held back while there is room, so the order is
+work-conserving. An idle tenant returns with the lowest counter of the waiting tenants: idling earns no credit.
 
-Between any two tenants of which somebody waits all the time, what they were served differs, over any time, by at most
-2 * max(longest prompt, 2 * KV cache in tokens) (theorem 4.4 there), divided by the lower weight.
+The service of any two tenants that always have sequences waiting differs, over any time, by at most
+2 * max(longest prompt, 2 * KV cache in tokens), divided by the lower weight (theorem 4.4 of the paper).
 """
 
 from __future__ import annotations
@@ -15,24 +14,23 @@ import heapq
 from collections.abc import Iterator
 
 from pagoda_server.engine.core.sequence import Sequence
-from pagoda_server.engine.scheduling.policies.policy import PolicySettings
-from pagoda_server.engine.scheduling.policies.priority import aged_priority
-from pagoda_server.engine.scheduling.policies.sorted_queue import SortedQueue
+from pagoda_server.engine.scheduling.policy import Policy, PolicySettings, SortedQueue
+from pagoda_server.engine.scheduling.priority import aged_priority
 from pagoda_server.engine.scheduling.tenants import OUTPUT_WEIGHT, prompt_service
 
-MAX_IDLE_TENANTS = 4096  # whose counters are remembered; names are the clients' to choose
+MAX_IDLE_TENANTS = 4096  # how many counters are kept; clients choose the names, so there may be any number
 
 
-class Fair:
-    """Tenants by their counters; a tenant's own sequences by priority with ageing, for which no other tenant pays."""
+class Fair(Policy):
+    """Order tenants by their counters, and a tenant's own sequences by aged priority, at no other tenant's cost."""
 
     def __init__(self, settings: PolicySettings) -> None:
         self.counters: dict[str, float] = {}
         self._weights = settings.tenant_weights
         self._ageing_s = settings.ageing_s
-        self._queues: dict[str, SortedQueue] = {}  # of tenants of whom somebody waits
+        self._queues: dict[str, SortedQueue] = {}  # one for each tenant that has waiting sequences
         self._len = 0
-        # An entry for each tenant in _queues, and for some that have left. Counters only grow: none is stored too high.
+        # One entry for each tenant in _queues and for some that have left. Counters only grow: none here is too high.
         self._heap: list[tuple[float, str]] = []
         self._in_heap: set[str] = set()
         self._last_left = 0.0  # the counter with which the last tenant left the queue
@@ -79,14 +77,11 @@ class Fair:
     def rank(self, seq: Sequence) -> float:
         return -self.counters.get(seq.tenant, 0.0)
 
-    def outranked(self, seq: Sequence, running: list[Sequence]) -> list[Sequence]:
-        return []
-
     def _charge(self, tenant: str, tokens: float) -> None:
         self.counters[tenant] = self.counters.get(tenant, 0.0) + tokens / self._weights.get(tenant, 1.0)
 
     def _lowest(self) -> str:
-        """The tenant with the lowest counter of those of whom somebody waits."""
+        """Return the tenant with the lowest counter among those that have waiting sequences."""
         while True:
             stored, tenant = self._heap[0]
             if tenant not in self._queues:
@@ -98,7 +93,7 @@ class Fair:
                 return tenant
 
     def _forget_the_least_served(self) -> None:
-        """They come back with the lowest counter of those that wait, which most of them would have had anyhow."""
+        """Drop the lowest idle counters. Such a tenant would mostly return with the lowest waiting counter anyway."""
         idle = sorted((counter, tenant) for tenant, counter in self.counters.items() if tenant not in self._queues)
         for _, tenant in idle[:-MAX_IDLE_TENANTS]:
             del self.counters[tenant]

@@ -1,4 +1,4 @@
-"""The batch over time, drawn from the plan of every step: rows are slots, columns are steps, a colour is a sequence."""
+"""The batch over time, drawn from every step: a row is a slot, a column is a step, a colour is a sequence."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from bench.batching.recording import Recording, Work
 from bench.plots import COLORS, DPI, STYLE
-from bench.stepping import Recording, Work
 
 SEQUENCE_COLORS = COLORS[:6]
 WHITE = np.ones(3)
@@ -70,9 +70,7 @@ def _panel(axis: Axes, recording: Recording) -> None:
     axis.tick_params(axis="y", length=0)
     axis.set_ylabel("slot")
     figures = f"{steps:,} steps, {recording.run.elapsed_s:.1f} s, {recording.run.tokens_per_s:.0f} tokens/s"
-    axis.set_title(
-        f"{recording.schedule}: {figures}, {100 * recording.slot_use:.0f} % of the batch's rows give a token"
-    )
+    axis.set_title(f"{recording.mode}: {figures}, {100 * recording.slot_use:.0f} % of the batch's rows give a token")
 
 
 def _legend() -> list[Patch]:

@@ -1,4 +1,4 @@
-"""The way of serving is the server's to choose."""
+"""A server that launches each step before it has read the one before."""
 
 from __future__ import annotations
 
@@ -11,18 +11,6 @@ from pagoda.v1 import control_pb2_grpc, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import ask, engine_load, request
 from tests.servers import running_server
-
-
-def test_a_sequential_server_ends_one_sequence_before_it_starts_the_next() -> None:
-    with (
-        running_server("--model", "synthetic", "--step-ms", "5", "--schedule", "sequential") as server,
-        grpc.insecure_channel(server.address) as channel,
-    ):
-        message = request("three of these", max_tokens=8, sampling={"n": 3})
-        answer = ask(inference_pb2_grpc.InferenceStub(channel), message)
-    order = [response.tokens.index for response in answer.responses if response.HasField("tokens")]
-    assert set(order) == {0, 1, 2}
-    assert order == sorted(order)
 
 
 @pytest.mark.parametrize("host_kv_gb", ["0", "4e-6"])
