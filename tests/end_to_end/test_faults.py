@@ -533,10 +533,10 @@ def test_an_idle_server_uses_under_one_percent_of_a_core(transport: str) -> None
         (("--workers", "2", "--token-budget", "3"), "--token-budget"),
         (("--workers", "2", "--max-queued-tokens", "1"), "--max-queued-tokens"),
         (("--workers", "2", "--listen", "192.0.2.1:0", "--allow-insecure"), "Cannot assign requested address"),
-        (("--listen", "nonsense"), "--listen: 'nonsense' is not unix:PATH or HOST:PORT"),
+        (("--listen", "nonsense"), "--listen 'nonsense' is not unix:PATH or HOST:PORT"),
         (("--listen", "unix:/no/such/folder/s"), "No such file or directory"),
-        (("--engine", "unix:/e", "--policy", "fair"), "--policy: of an engine that is spawned"),
-        (("--kv-cache-gb", "nan"), "--kv-cache-gb must be positive"),
+        (("--engine", "unix:/e", "--policy", "fair"), "--policy: only for a spawned engine"),
+        (("--kv-cache-gb", "nan"), "--kv-cache-gb must be above 0"),
         (("--device", "cuda"), "--device cuda: the synthetic model"),
     ],
 )
