@@ -168,8 +168,6 @@ def test_an_error_in_the_middle_of_an_answer_ends_its_line(server: FakeServer) -
             ["health", "--service", "\udcff"],
             "service: is no text: what stands at position 0 is no character of Unicode",
         ),
-        (["status", "--watch", "--interval", "nan"], "interval_s: is nan, must be from 0.05 to 3600"),
-        (["status", "--watch", "--interval", "inf"], "interval_s: is inf, must be from 0.05 to 3600"),
     ],
 )
 def test_a_value_that_cannot_be_is_one_line_with_its_limit(arguments: list[str], message: str) -> None:
