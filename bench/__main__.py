@@ -22,7 +22,7 @@ from bench.record import usable_cores
 from bench.text import TEXT
 from bench.workloads import DEFAULT_RATE, WORKLOADS, long_tail, uniform
 from pagoda_server.checkpoints import DEFAULT_MODEL, CheckpointError, resolve
-from pagoda_server.cli.progress_bars import shown_progress
+from pagoda_server.cli.terminal import shown_progress
 from pagoda_server.engine.core.errors import ConfigError
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has ended

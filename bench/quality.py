@@ -24,7 +24,7 @@ from bench.errors import BenchError
 from bench.record import Setting
 from bench.report import Cells
 from bench.turns import bars
-from pagoda_server.cli.progress_bars import shown_progress
+from pagoda_server.cli.terminal import shown_progress
 from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.models import read_config

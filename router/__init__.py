@@ -1,1 +1,1 @@
-"""The text side: what clients speak to. It never imports torch."""
+"""The text side: validates requests, tokenizes, dispatches to engines and streams text back. Never imports torch."""

@@ -9,8 +9,7 @@ import typer
 from pagoda_server import installed_version
 from pagoda_server.cli.chat import chat
 from pagoda_server.cli.generate import generate
-from pagoda_server.cli.health import health
-from pagoda_server.cli.inspect import models, status
+from pagoda_server.cli.inspect import health, models, status
 from pagoda_server.cli.trace import trace
 from pagoda_server.settings import ServeConfig
 from pagoda_server.settings.command_line import command
@@ -39,7 +38,7 @@ def _options(
 
 def _serve(config: ServeConfig) -> int:
     """Serve a model: a router, and the engine that it spawns and supervises unless --engine says where one runs."""
-    from pagoda_server.cli.progress_bars import shown_progress
+    from pagoda_server.cli.terminal import shown_progress
     from pagoda_server.router.process.main import serve
 
     with shown_progress() as progress:

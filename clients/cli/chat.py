@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagoda_server.cli.sampling_options import with_sampling_options
 from pagoda_server.cli.terminal import (
     DEFAULT_ADDRESS,
     Address,
@@ -22,6 +21,7 @@ from pagoda_server.cli.terminal import (
     errors_reported,
     print_ending,
     print_error,
+    with_sampling_options,
 )
 
 if TYPE_CHECKING:

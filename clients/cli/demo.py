@@ -1,27 +1,245 @@
 """`make demo`: a real server on the default model, and eight prompts streamed from it at once.
 
-`python -m pagoda_server.cli.demo MODEL [OPTIONS]` does so with another model and further options of `pagoda serve`.
+`python -m pagoda_server.cli.demo MODEL [OPTIONS]` runs it with another model and further options of `pagoda serve`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
+import subprocess
 import sys
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import IO, Protocol
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from pagoda.aio import AsyncClient
 from pagoda.errors import PagodaError
 from pagoda_server.checkpoints import DEFAULT_MODEL, CheckpointError, resolve
-from pagoda_server.cli.demo_server import ServerError, ServerProcess
-from pagoda_server.cli.demo_view import Stream, View, view_of
-from pagoda_server.cli.progress_bars import shown_progress
-from pagoda_server.cli.stream_meter import StreamMeter
-from pagoda_server.cli.terminal import INTERRUPTED
+from pagoda_server.cli.terminal import INTERRUPTED, StreamMeter, shown_progress
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 30.0
+POLL_S = 0.1
+LOG_LINES = 15
+
+
+class ServerError(Exception):
+    """The server did not start, or did not stop as it should."""
+
+
+class ServerProcess:
+    """Starts with the block, and is gone, its engine included, when the block ends."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.address = ""
+        self.log: deque[str] = deque(maxlen=LOG_LINES)
+        self._arguments = arguments
+
+    def __enter__(self) -> ServerProcess:
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        environment.pop("PAGODA_AUTH_TOKEN", None)  # this server is for nobody else
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pagoda_server.cli", "serve", "--listen", "127.0.0.1:0", *self._arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._readers = [
+            threading.Thread(target=self._read_address, args=[self._process.stdout], daemon=True),
+            threading.Thread(target=self._read_log, args=[self._process.stderr], daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for reader in self._readers:
+            reader.join(timeout=1.0)
+
+    def wait_ready(self, on_wait: Callable[[], None]) -> None:
+        """Until health is SERVING; `on_wait` is called ten times a second meanwhile. Raises ServerError."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._is_serving():
+            if (code := self._process.poll()) is not None:
+                raise ServerError(f"the server ended with exit code {code} before it was ready")
+            if time.monotonic() > deadline:
+                raise ServerError(f"the server was not ready within {START_TIMEOUT_S:.0f} s")
+            on_wait()
+            time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        """SIGTERM. Raises ServerError if the server does not then end with exit code 0."""
+        self._process.terminate()
+        try:
+            code = self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise ServerError(f"the server did not end within {STOP_TIMEOUT_S:.0f} s of SIGTERM") from None
+        if code != 0:
+            raise ServerError(f"the server ended with exit code {code} on SIGTERM")
+
+    def _is_serving(self) -> bool:
+        if not self.address:
+            return False
+        with grpc.insecure_channel(self.address) as channel:
+            try:
+                health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2.0)
+            except grpc.RpcError:
+                return False
+        return bool(health.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def _read_address(self, stdout: IO[str]) -> None:
+        for line in stdout:
+            if line.startswith("listening on "):
+                self.address = line.split()[-1]
+
+    def _read_log(self, stderr: IO[str]) -> None:
+        for line in stderr:
+            if line.strip():
+                self.log.append(line.rstrip())
+
+
+# -- the streams on the screen -----------------------------------------------------------------------------------------
+
+
+COLUMNS = 2
+LOG_WIDTH = 110
+
+
+@dataclass(slots=True)
+class Stream:
+    """One prompt and what has come of it so far."""
+
+    prompt: str
+    is_chat: bool
+    text: str = ""
+    is_finished: bool = False
+    meter: StreamMeter = field(default_factory=StreamMeter)
+
+    @property
+    def title(self) -> str:
+        return f"{'chat' if self.is_chat else 'text'} › {self.prompt.strip()}"
+
+
+class View(Protocol):
+    def __enter__(self) -> View: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def show(self, stream: Stream, delta: str) -> None:
+        """The stream has grown by this text, or has finished."""
+
+
+def view_of(streams: list[Stream], console: Console) -> View:
+    return Panels(streams, console) if console.is_terminal else Log(streams, console)
+
+
+class Panels:
+    """A panel a stream, which shows the end of its text."""
+
+    def __init__(self, streams: list[Stream], console: Console) -> None:
+        self._streams = streams
+        self._console = console
+        self._live = Live(get_renderable=self._grid, console=console, refresh_per_second=12, transient=True)
+
+    def __enter__(self) -> Panels:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, stream: Stream, delta: str) -> None:
+        pass  # the live display looks at the streams by itself
+
+    def _grid(self) -> Table:
+        num_rows = -(-len(self._streams) // COLUMNS)
+        height = max(4, (self._console.height - 1) // num_rows)
+        width = self._console.width // COLUMNS
+        grid = Table.grid()
+        for _ in range(COLUMNS):
+            grid.add_column(width=width)
+        for row in range(num_rows):
+            grid.add_row(*(self._panel(s, width, height) for s in self._streams[row * COLUMNS : (row + 1) * COLUMNS]))
+        return grid
+
+    def _panel(self, stream: Stream, width: int, height: int) -> Panel:
+        lines = Text(stream.text).wrap(self._console, width - 4)[-(height - 2) :]
+        style = "green" if stream.is_finished else "cyan" if stream.text else "dim"
+        title = Text(stream.title, overflow="ellipsis", no_wrap=True)
+        title.truncate(width - 6, overflow="ellipsis")
+        figures = Text(str(stream.meter), style="dim") if stream.text else None
+        return Panel(Text("\n").join(lines), title=title, title_align="left", subtitle=figures, subtitle_align="right",
+                     height=height, width=width, border_style=style)  # fmt: skip
+
+
+class Log:
+    """Every delta in the order of arrival behind its stream's number: `3│ Stockholm`. Newlines show as ⏎."""
+
+    def __init__(self, streams: list[Stream], console: Console) -> None:
+        self._streams = streams
+        self._console = console
+        self._line = ""
+
+    def __enter__(self) -> Log:
+        for number, stream in enumerate(self._streams, 1):
+            self._print(f"{number}│ {stream.title}")
+        self._print("")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._print(self._line)
+
+    def show(self, stream: Stream, delta: str) -> None:
+        if not delta:
+            return
+        number = next(i for i, other in enumerate(self._streams, 1) if other is stream)
+        piece = f"{number}│{delta} ".replace("\n", "⏎")
+        if len(self._line) + len(piece) > LOG_WIDTH:
+            self._print(self._line)
+            self._line = ""
+        self._line += piece
+
+    def _print(self, line: str) -> None:
+        self._console.out(line, highlight=False)
+        self._console.file.flush()
+
+
+# -- the demo ----------------------------------------------------------------------------------------------------------
+
 
 MAX_TOKENS = 80
 TIMEOUT_S = 300.0

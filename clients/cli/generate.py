@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagoda_server.cli.sampling_options import with_sampling_options
-from pagoda_server.cli.stream_meter import StreamMeter
 from pagoda_server.cli.terminal import (
     DEFAULT_ADDRESS,
     Address,
     MaxTokens,
+    StreamMeter,
     Tenant,
     Timeout,
     Tls,
@@ -23,6 +22,7 @@ from pagoda_server.cli.terminal import (
     connect,
     errors_reported,
     print_ending,
+    with_sampling_options,
 )
 
 if TYPE_CHECKING:

@@ -1,17 +1,32 @@
-"""What the commands share: options that reach a server, and how an error looks."""
+"""What the commands share: options, the connection, how errors look, progress bars and figures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from pagoda_server.settings.sampling import PARAMETERS
+
 if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
     from pagoda.aio import AsyncClient
     from pagoda.chunk import FinishReason
+    from pagoda_server.checkpoints import Progress
+
+# -- options and errors ------------------------------------------------------------------------------------------------
+
 
 Address = Annotated[str, typer.Option(envvar="PAGODA_ADDRESS", help="HOST:PORT or unix:PATH of the server.")]
 Token = Annotated[
@@ -80,3 +95,133 @@ def errors_reported(address: str = "") -> Iterator[None]:
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+
+
+# -- sampling options --------------------------------------------------------------------------------------------------
+
+
+def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the command's argument `sampling` by an option for each parameter, and one for the seed.
+
+    The command gets as `sampling` the options that were given, by name.
+    """
+    options = {
+        each.name: _option(each.help, f"{each.default:g}", int if each.is_integer else float) for each in PARAMETERS
+    }
+    options["seed"] = _option("The same seed gives the same answer.", False, int)
+
+    @wraps(command)
+    def sampled(**given: Any) -> None:
+        values = {name: given.pop(name) for name in options}
+        command(**given, sampling={name: value for name, value in values.items() if value is not None})
+
+    types = get_type_hints(command, localns={"GenerateOptions": dict}, include_extras=True)  # imported for mypy alone
+    own = [each for each in inspect.signature(command).parameters.values() if each.name != "sampling"]
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in options]
+    sampled.__annotations__ = {each.name: types[each.name] for each in own} | options
+    sampled.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [each.replace(annotation=sampled.__annotations__[each.name]) for each in (*own, *added)]
+    )
+    return sampled
+
+
+def _option(help: str, shown_default: str | bool, kind: type) -> Any:
+    return Annotated[kind | None, typer.Option(help=help, show_default=shown_default, rich_help_panel="Sampling")]
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def shown_progress() -> Iterator[Progress]:
+    """Bars if standard error is a terminal, plain lines if it is a log."""
+    if not sys.stderr.isatty():
+        from pagoda_server.checkpoints import PrintedProgress
+
+        yield PrintedProgress()
+        return
+    with ProgressBars() as bars:
+        yield bars
+
+
+class ProgressBars:
+    """A checkpoints.Progress that draws one bar a part; a bar that is full stays on the screen."""
+
+    def __init__(self) -> None:
+        self._bars: RichProgress | None = None
+        self._task: TaskID | None = None
+        self._description = ""
+        self._is_complete = False
+
+    def __call__(self, description: str, done: int, total: int, /) -> None:
+        if description != self._description:
+            self._begin(description)
+        if self._bars is None or self._task is None:
+            return
+        self._bars.update(self._task, completed=done, total=total or None)
+        if total and done >= total:
+            self._stop()
+
+    def __enter__(self) -> ProgressBars:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _begin(self, description: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._stop()
+        self._description = description
+        columns = TextColumn("{task.description:<38}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
+        self._bars = Progress(*columns, console=Console(stderr=True))
+        self._task = self._bars.add_task(description, total=None)
+        self._bars.start()
+
+    def _stop(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = self._task = None
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class StreamMeter:
+    """Counts tokens as they arrive; the clock starts when it is made."""
+
+    clock: Callable[[], float] = time.monotonic
+    num_tokens: int = 0
+    start: float = field(init=False)
+    first: float | None = None
+    last: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = self.last = self.clock()
+
+    def add(self, num_tokens: int) -> None:
+        if num_tokens:
+            self.last = self.clock()
+            self.first = self.last if self.first is None else self.first
+            self.num_tokens += num_tokens
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first is None else self.first - self.start
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of the tokens after the first message; None before there are any."""
+        if self.first is None or self.last <= self.first:
+            return None
+        return (self.num_tokens - 1) / (self.last - self.first)
+
+    def __str__(self) -> str:
+        if self.ttft_s is None:
+            return "no tokens"
+        rate = "" if self.tokens_per_s is None else f" · {self.tokens_per_s:.1f} tokens/s"
+        return f"{self.num_tokens} tokens · TTFT {1e3 * self.ttft_s:.0f} ms{rate}"

@@ -38,8 +38,7 @@ def trace(
     tls_ca: TlsCa = None,
 ) -> None:
     """Write what a server's last steps did: which sequences ran, how many tokens each, and why others did not."""
-    from pagoda_server.cli.trace_json import trace_document
-    from pagoda_server.cli.trace_timeline import timelines
+    from pagoda_server.cli.trace_timeline import timelines, trace_document
 
     if picture is not None:
         _check_drawable(picture)

@@ -1,7 +1,7 @@
-"""The router's end of the channel: one long-lived stream to an engine, every request multiplexed on it.
+"""The router's end of the channel: a long-lived stream to each engine that carries every request.
 
-The stream is opened again whenever it closes. What an engine of an older epoch says is never mixed with the new one's:
-a stream that closes fails everything it carried, and sequence numbers are not used twice.
+The stream is opened again whenever it closes. A stream that closes fails every request that it carried, and sequence
+numbers are never reused, so messages from an engine's earlier epoch cannot reach later requests.
 """
 
 from __future__ import annotations
@@ -285,3 +285,18 @@ class EngineChannel:
 def _wake(streams: Sequence[EngineStream]) -> None:
     for stream in streams:
         stream.wake.set()
+
+
+class Dispatcher:
+    def __init__(self, channels: Sequence[EngineChannel]) -> None:
+        self.channels = channels
+
+    @property
+    def ready(self) -> list[EngineChannel]:
+        return [channel for channel in self.channels if channel.is_ready]
+
+    def pick(self) -> EngineChannel:
+        """Raises Unavailable if no engine is ready."""
+        if not (ready := self.ready):
+            raise Unavailable("the engine is loading or being restarted")
+        return min(ready, key=lambda channel: channel.num_live_sequences)

@@ -13,12 +13,11 @@ from grpc_health.v1 import health, health_pb2
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, inference_pb2, trace_pb2
 from pagoda_server import installed_version
-from pagoda_server.router.engines.channel import EngineChannel
-from pagoda_server.router.engines.dispatch import Dispatcher
+from pagoda_server.router.engines.channel import Dispatcher, EngineChannel
 from pagoda_server.router.errors import InvalidArgument, Unavailable
 from pagoda_server.router.request.admission import Admission, LiveRequests
 from pagoda_server.router.request.fields import Limits, check_number
-from pagoda_server.router.request.sampling import sampling_from
+from pagoda_server.router.request.validation import sampling_from
 from pagoda_server.router.text.tokenizer import Tokenizer
 
 log = logging.getLogger("pagoda.router")

@@ -28,13 +28,18 @@ from pagoda.v1 import (
     inference_pb2_grpc,
 )
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress, find_model
-from pagoda_server.router.engines.channel import EngineChannel, WrongEngine
-from pagoda_server.router.engines.dispatch import Dispatcher
+from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
-from pagoda_server.router.process.interceptors import StatusInterceptor, TokenInterceptor
-from pagoda_server.router.process.listen import MAX_MESSAGE_BYTES, auth_token, bind, check_exposure, server_options
-from pagoda_server.router.process.parent_link import ParentLink
+from pagoda_server.router.process.listen import (
+    MAX_MESSAGE_BYTES,
+    StatusInterceptor,
+    TokenInterceptor,
+    auth_token,
+    bind,
+    check_exposure,
+    server_options,
+)
 from pagoda_server.router.process.shared_control import RouterGroup
 from pagoda_server.router.process.supervisor import (
     ChildFailedError,
@@ -43,7 +48,7 @@ from pagoda_server.router.process.supervisor import (
     engine_supervisor,
     spawn_address,
 )
-from pagoda_server.router.process.workers import WorkerConfig, Workers
+from pagoda_server.router.process.workers import ParentLink, WorkerConfig, Workers
 from pagoda_server.router.request.admission import Admission, LiveRequests
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import InferenceServicer
@@ -331,3 +336,7 @@ class Router:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
+
+
+if __name__ == "__main__":  # Workers runs this module for each router and sends its settings to standard input
+    sys.exit(serve_as_worker(WorkerConfig.from_line(sys.stdin.readline()), ParentLink()))

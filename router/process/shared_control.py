@@ -14,8 +14,7 @@ import grpc
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, trace_pb2
 from pagoda_server.router.errors import NotFound
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, watch_interval_s
-from pagoda_server.router.process.interceptors import StatusInterceptor
-from pagoda_server.router.process.listen import server_options
+from pagoda_server.router.process.listen import StatusInterceptor, server_options
 
 ASK_TIMEOUT_S = 2.0
 _NEW_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]

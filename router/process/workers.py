@@ -1,4 +1,4 @@
-"""Several router processes on one port: this process starts them and the engine, and carries no request itself."""
+"""Several router processes on one port: one process starts them and the engine, and serves no requests."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import sys
 import tempfile
+import threading
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.process.listen import reserved_port
-from pagoda_server.router.process.parent_link import ENGINE_HANGS, ENGINE_READY
 from pagoda_server.router.process.supervisor import Supervisor, engine_supervisor, spawn_address
 from pagoda_server.settings import ServeConfig
 from pagoda_server.settings.router import SPAWN
 from pagoda_server.settings.setting import flag
+
+# -- the parent --------------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("pagoda.router")
 
@@ -107,7 +111,7 @@ class Workers:
         )
         return Supervisor(
             f"router {index}",
-            [sys.executable, "-m", "pagoda_server.router.process.worker"],
+            [sys.executable, "-m", "pagoda_server.router.process.main"],
             first_line=WorkerConfig(part, str(self._folder), sockets, spawned).to_line(),
             on_line=partial(self._on_line, index),
             stop_timeout_s=config.grace_s + STOP_MARGIN_S,
@@ -142,3 +146,34 @@ class Workers:
 
 def _part(whole: int, index: int, count: int) -> int:
     return whole * (index + 1) // count - whole * index // count
+
+
+# -- a worker's end of its pipes ---------------------------------------------------------------------------------------
+
+
+# From worker to parent, besides "listening on ADDRESS".
+ENGINE_READY = "engine ready"
+ENGINE_HANGS = "engine hangs"
+
+
+class ParentLink:
+    """Stands in for the engine's supervisor, which is the parent's. From the parent come its count of restarts.
+
+    The end of standard input is the end of the parent, and of this process: a router that nobody looks after would keep
+    the port.
+    """
+
+    def __init__(self) -> None:
+        self.restarts = 0
+        threading.Thread(target=self._listen, name="parent-link", daemon=True).start()
+
+    def mark_ready(self) -> None:
+        print(ENGINE_READY, flush=True)
+
+    def kill(self) -> None:
+        print(ENGINE_HANGS, flush=True)
+
+    def _listen(self) -> None:
+        for line in sys.stdin:
+            self.restarts = int(line)
+        os._exit(1)

@@ -9,7 +9,7 @@ import grpc
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2, inference_pb2_grpc
-from pagoda_server.router.engines.dispatch import Dispatcher
+from pagoda_server.router.engines.channel import Dispatcher
 from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, time_in_engine
 from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument
 from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests

@@ -1,0 +1,1 @@
+"""Text and token ids: `Tokenizer` (with the chat template), `Detokenizer` and `StopMatcher`."""

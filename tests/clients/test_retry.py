@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from pagoda import Overloaded, Unavailable
-from pagoda.retry import Attempts
+from pagoda.connection import Attempts
 
 
 def unavailable(retry_after_s: float | None = None) -> Unavailable:

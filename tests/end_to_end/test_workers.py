@@ -35,7 +35,7 @@ def routers(server: Server) -> list[psutil.Process]:
     return [
         child
         for child in children
-        if child.status() != psutil.STATUS_ZOMBIE and "pagoda_server.router.process.worker" in child.cmdline()
+        if child.status() != psutil.STATUS_ZOMBIE and "pagoda_server.router.process.main" in child.cmdline()
     ]
 
 

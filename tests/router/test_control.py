@@ -10,7 +10,7 @@ import pytest
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2, trace_pb2
-from pagoda_server.router.engines.dispatch import Dispatcher
+from pagoda_server.router.engines.channel import Dispatcher
 from pagoda_server.router.errors import InvalidArgument, Unavailable
 from pagoda_server.router.process.control import (
     MAX_TENANTS_LISTED,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Unpack
 import grpc
 
 from pagoda.chunk import Chunk, chunk_from
-from pagoda.connection import CHANNEL_OPTIONS, call_metadata, credentials
+from pagoda.connection import CHANNEL_OPTIONS, Attempts, call_metadata, credentials
 from pagoda.conversation import ChatMessage
 from pagoda.errors import client_closed, error_from
 from pagoda.request import (
@@ -25,7 +25,6 @@ from pagoda.request import (
     tokenize_request,
     watch_load_request,
 )
-from pagoda.retry import Attempts
 from pagoda.v1 import (
     admin_pb2,
     admin_pb2_grpc,
