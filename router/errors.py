@@ -1,4 +1,4 @@
-"""What can go wrong in the router, as far as a client tells it apart, and how it becomes a gRPC status."""
+"""Errors that a client can tell apart, and how each becomes a gRPC status."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ INTERNAL_MESSAGE = "internal error; the server's log has the details"
 
 
 class ConfigError(Exception):
-    """A setting, model or file that cannot work: reported once at start, never retried."""
+    """A setting, model or file that cannot work. Reported once at start, never retried."""
 
 
 class PagodaError(Exception):
-    """Base of what ends a call. The message goes to the client: no path, host name, repr or prompt belongs in it.
+    """Base class of errors that end a call.
+
+    The message goes to the client, so it must not hold a path, host name, repr or prompt.
 
     details        google.rpc messages that travel with the status
-    retry_after_s  when the client may come back; None: not as a matter of waiting
+    retry_after_s  how long the client should wait before a retry; None if waiting does not help
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
@@ -53,7 +55,7 @@ class InvalidArgument(PagodaError):
 
 
 class Unimplemented(PagodaError):
-    """A field of the request is set that this server does not support; the details name it as InvalidArgument's do."""
+    """The request sets a field that this server does not support; the details name the field."""
 
     code = grpc.StatusCode.UNIMPLEMENTED
 
@@ -73,10 +75,10 @@ class AlreadyExists(PagodaError):
 
 
 class ResourceExhausted(PagodaError):
-    """Too much work, or a reader that has stalled.
+    """The queue is full, or the client has stopped reading.
 
     queue_depth  requests admitted now, for clients that balance load themselves
-    reason       constant in UPPER_SNAKE_CASE that a program can compare with
+    reason       UPPER_SNAKE_CASE constant for programs to compare
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -99,13 +101,13 @@ class DeadlineExceeded(PagodaError):
 
 
 class Unavailable(PagodaError):
-    """Draining, or the engine is loading, dead or restarting."""
+    """The server is draining, or the engine is loading, dead or restarting."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
 
 class Internal(PagodaError):
-    """A bug. The story is for the log; the client gets a fixed text."""
+    """A bug. The log gets the story; the client gets a fixed text."""
 
     def __init__(self, story: str) -> None:
         super().__init__(INTERNAL_MESSAGE)
@@ -113,7 +115,7 @@ class Internal(PagodaError):
 
 
 class Status(NamedTuple):
-    """What ends a call."""
+    """The status that ends a call, as `context.abort` takes it."""
 
     code: grpc.StatusCode
     details: str
@@ -121,11 +123,11 @@ class Status(NamedTuple):
 
 
 def to_status(error: Exception) -> Status:
-    """The status that ends a call which failed with `error`: `context.abort(s.code, s.details, s.trailing_metadata)`.
+    """Convert an exception to the status that ends its call: `context.abort(s.code, s.details, s.trailing_metadata)`.
 
-    The metadata holds `grpc-status-details-bin` and, where the error says when to come back, `grpc-retry-pushback-ms`,
-    which the retries of stock clients heed (gRFC A6). What is not a PagodaError, or is Internal, is logged here in full
-    and leaves as INTERNAL with a fixed text. Cancellation is no Exception and does not belong here.
+    The metadata holds `grpc-status-details-bin` and, if the error has a retry delay, `grpc-retry-pushback-ms`, which
+    stock clients honour (gRFC A6). Internal errors, and exceptions other than PagodaError, are logged in full and
+    become INTERNAL with a fixed text. CancelledError is not an Exception and must not be passed here.
     """
     if isinstance(error, Internal):
         logger.error("internal error: %s", error.story, exc_info=error)

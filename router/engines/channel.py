@@ -21,22 +21,23 @@ from pagoda_server.router.errors import Unavailable
 
 log = logging.getLogger("pagoda.router")
 
-WRONG_ENGINE_PAUSE_S = 5.0  # it answers, so each attempt costs both ends a connection
-RECONNECT_S = 0.1  # a Unix socket or a neighbour: trying is cheap, and a restarted engine is picked up at once
+WRONG_ENGINE_PAUSE_S = 5.0  # the engine answers, so each attempt costs both ends a connection
+RECONNECT_S = 0.1  # an attempt is cheap on one host or to a near one, and finds a restarted engine at once
 
 
 class WrongEngine(Exception):
-    """What answers is an engine, but not one for this router's model. One that is, may take its place."""
+    """The engine at an address does not serve this router's model. The right one may replace it later."""
 
 
 class EngineChannel:
-    """
+    """The channel to one engine: sends requests, and delivers the engine's output to their streams.
+
     address         shm:PATH, shm:@NAME, unix:PATH or HOST:PORT
-    hang_timeout_s  with work under way and no word from the engine for this long, it counts as dead
-    patience_s      nobody answers for this long: then the log says so
-    check           of what the engine says of itself; raises WrongEngine, or what is to end `run`
+    hang_timeout_s  an engine that has work and sends nothing for this long counts as dead
+    patience_s      how long an engine may be absent before the log says so
+    check           checks what the engine reports of itself; raises WrongEngine, or an error that ends `run`
     on_change       called when the engine becomes ready and when it is lost
-    on_hang         called when it hangs: whoever started it may end it
+    on_hang         called when the engine hangs, so that its supervisor can kill it
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class EngineChannel:
         self._traces: dict[int, asyncio.Queue[engine_pb2.Trace | None]] = {}  # None: the engine is lost
         self._last_word = time.monotonic()
         self._away_since = time.monotonic()
-        self._told = ""  # of why it is away
+        self._told = ""  # the last reason logged for its absence
 
     @property
     def is_ready(self) -> bool:
@@ -82,7 +83,7 @@ class EngineChannel:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, submit: engine_pb2.Submit) -> EngineStream:
-        """Sends a request; `first_sequence` is filled in here. Raises Unavailable unless the engine is ready."""
+        """Send a request and fill in its `first_sequence`. Raises Unavailable unless the engine is ready."""
         if not self.is_ready:
             raise Unavailable("the engine is not ready")
         count = submit.sampling.n
@@ -106,7 +107,7 @@ class EngineChannel:
             self._routes.pop(stream.first_sequence + index, None)
 
     async def flush_cache(self) -> int:
-        """Blocks that became free. Raises Unavailable unless the engine is ready."""
+        """Empty the prefix cache; returns the blocks that it freed. Raises Unavailable unless the engine is ready."""
         if not self.is_ready:
             raise Unavailable("the engine is not ready")
         reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -115,13 +116,13 @@ class EngineChannel:
         return await reply
 
     def _post(self, message: engine_pb2.RouterMessage) -> None:
-        """Only once the engine is ready. What the link cannot take at once waits, bounded by admission."""
+        """Send a message to a ready engine. What the link cannot take at once waits; admission bounds it."""
         assert self._link is not None, "an engine that is ready has a link"
         if not (self._outgoing.empty() and self._link.is_free and self._link.try_write(message)):
             self._outgoing.put_nowait(message)
 
     async def trace(self, last_s: float | None) -> list[trace_pb2.StepTracePart]:
-        """The engine's step trace; None: all of it. Raises Unavailable unless the engine is ready and stays so."""
+        """The step trace of the last `last_s` seconds; None: all of it. Raises Unavailable without a ready engine."""
         async with self._tracing:
             if not self.is_ready:
                 raise Unavailable("the engine is not ready")
@@ -162,7 +163,7 @@ class EngineChannel:
             await transport.close()
 
     def _tell_away(self, error: OSError) -> None:
-        """Attempts follow each other closely, so each reason is told once."""
+        """Log why the engine is away. Attempts follow each other closely, so each reason is logged once."""
         if self.is_ready:
             log.warning("lost the engine at %s: %s", self.address, error)
             return
@@ -197,7 +198,7 @@ class EngineChannel:
                         helpers.append(asyncio.create_task(self._send(link, self._outgoing)))
                         await self._on_change()
                     case "cache_flushed":
-                        if self._flushes and not (flush := self._flushes.pop(0)).done():  # its call may be cancelled
+                        if self._flushes and not (flush := self._flushes.pop(0)).done():  # done: its call was cancelled
                             flush.set_result(message.cache_flushed.freed_blocks)
                     case "trace":
                         if parts := self._traces.get(message.trace.number):
@@ -226,7 +227,7 @@ class EngineChannel:
             link.close()
 
     async def _watch(self, link: EngineLink) -> None:
-        """Closes the link and returns once the engine hangs."""
+        """Wait until the engine hangs, then close the link."""
         while True:
             await asyncio.sleep(min(1.0, self._hang_timeout_s / 4))
             if self._routes and time.monotonic() - self._last_word > self._hang_timeout_s:
@@ -251,10 +252,10 @@ class EngineChannel:
                     stream.inboxes[index].logprobs.append(logprobs[at])
                 if stream.has_begun:
                     running.append(stream)
-                else:  # who waits for a first token is served before those who have theirs
+                else:  # streams that wait for their first token go first
                     stream.has_begun = True
                     stream.wake.set()
-        asyncio.get_running_loop().call_soon(_wake, running)  # by then first tokens are written
+        asyncio.get_running_loop().call_soon(_wake, running)  # runs after first tokens are written
         for ended in step.ended:
             if route := self._routes.pop(ended.sequence, None):
                 stream, index = route
@@ -263,7 +264,7 @@ class EngineChannel:
                 stream.wake.set()
 
     async def _lose(self) -> None:
-        """The stream has closed: everything it carried fails, and nobody waits for a word that cannot come."""
+        """Fail every request, flush and trace of a stream that has closed."""
         was_ready, self.info, self._link = self.is_ready, None, None
         if was_ready:
             self._away_since = time.monotonic()
@@ -288,6 +289,8 @@ def _wake(streams: Sequence[EngineStream]) -> None:
 
 
 class Dispatcher:
+    """Picks an engine for each request: the ready one with the fewest sequences."""
+
     def __init__(self, channels: Sequence[EngineChannel]) -> None:
         self.channels = channels
 
@@ -296,7 +299,7 @@ class Dispatcher:
         return [channel for channel in self.channels if channel.is_ready]
 
     def pick(self) -> EngineChannel:
-        """Raises Unavailable if no engine is ready."""
+        """Pick an engine. Raises Unavailable if none is ready."""
         if not (ready := self.ready):
             raise Unavailable("the engine is loading or being restarted")
         return min(ready, key=lambda channel: channel.num_live_sequences)

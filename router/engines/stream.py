@@ -1,4 +1,4 @@
-"""One request's part of the channel: what the engine says of its sequences, until the handler takes it."""
+"""One request on the channel: holds the engine's output until the handler takes it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pagoda_server.router.errors import PagodaError
 
 
 class Wake:
-    """Wakes the one task that waits, at less cost than an asyncio.Event, which keeps a list of waiters for every turn.
+    """An event for one waiter, cheaper than asyncio.Event, which keeps a list of waiters.
 
-    Set from the event loop's thread; what is set stays set until the waiter has seen it.
+    Set it from the event loop's thread. It stays set until the waiter has seen it.
     """
 
     __slots__ = ("_is_set", "_loop", "_waiter")
@@ -29,7 +29,7 @@ class Wake:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Until it is set; it is not afterwards."""
+        """Wait until it is set, and clear it."""
         if not self._is_set:
             self._waiter = self._loop.create_future()
             try:
@@ -41,19 +41,19 @@ class Wake:
 
 @dataclass(slots=True)
 class SequenceInbox:
-    """What the engine has said of one sequence and the handler has not yet taken.
+    """Output of one sequence that the handler has not taken yet.
 
-    score  that of a beam search's hypothesis
+    score  the score of a beam search's hypothesis
     """
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[engine_pb2.Logprobs] = field(default_factory=list)  # one a token where asked for
+    logprobs: list[engine_pb2.Logprobs] = field(default_factory=list)  # one per token if requested
     ended: engine_pb2.Ended | None = None
     score: float | None = None
 
 
 class EngineStream:
-    """One request on the channel: n sequences, one reader. Tokens gather while the reader is busy with its client."""
+    """One request on the channel: n sequences, one reader. Tokens accumulate while the reader writes to its client."""
 
     def __init__(
         self,
@@ -65,30 +65,30 @@ class EngineStream:
     ) -> None:
         """
         abort   asks the engine to end sequences
-        forget  the channel delivers nothing more to the stream
+        forget  tells the channel to deliver nothing more to the stream
         """
         self.first_sequence = first_sequence
         self.inboxes = [SequenceInbox() for _ in range(count)]
         self.error: PagodaError | None = None
         self.wake = Wake()
-        self.has_begun = False  # a token has come
-        self.live = set(range(count))  # sequences whose end has not come
+        self.has_begun = False  # a token has arrived
+        self.live = set(range(count))  # sequences that have not ended
         self._abort = abort
         self._forget = forget
 
     async def wait(self) -> None:
-        """Until there is something in an inbox. Raises Unavailable when the engine is gone."""
+        """Wait until an inbox holds something. Raises Unavailable when the engine is lost."""
         await self.wake.wait()
         if self.error:
             raise self.error
 
     def abort(self, index: int | None = None) -> None:
-        """Asks the engine to end one sequence, or all; their ends still come."""
+        """Ask the engine to end one sequence, or all; their ends still arrive."""
         which = self.live if index is None else self.live & {index}
         self._abort([self.first_sequence + at for at in which])
 
     def close(self) -> None:
-        """Ends what still runs and forgets the request: nothing more is delivered."""
+        """End the sequences that still run, and stop delivery."""
         self.abort()
         self._forget(self)
 

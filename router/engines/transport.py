@@ -18,7 +18,7 @@ EngineLink: TypeAlias = Link[engine_pb2.EngineMessage, engine_pb2.RouterMessage]
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # gRPC's own waits between attempts grow to two minutes; ours are to be felt instead.
+    # gRPC's own delays between attempts grow to two minutes; EngineChannel has shorter ones.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 200),
@@ -26,16 +26,16 @@ CHANNEL_OPTIONS = [
 
 
 class Transport(Protocol):
-    """One engine's address, to be connected to again and again."""
+    """Connects to one engine's address, any number of times."""
 
     async def connect(self) -> EngineLink:
-        """Raises OSError if no engine answers; the link's first read may do so instead."""
+        """Connect to the engine. If none answers, this or the link's first read raises OSError."""
 
     async def close(self) -> None: ...
 
 
 def transport_to(address: str) -> Transport:
-    """Raises ConfigError for a transport that this system lacks."""
+    """The transport for an address. Raises ConfigError if this system lacks it."""
     if not is_shm(address):
         return GrpcTransport(address)
     if not HAS_SHM:
@@ -51,7 +51,7 @@ class ShmTransport:
         return await shm_socket.connect(self._address, engine_pb2.EngineMessage.FromString)
 
     async def close(self) -> None:
-        """Nothing outlives a link."""
+        """Do nothing: no state outlives a link."""
 
 
 class GrpcTransport:
@@ -78,10 +78,10 @@ class GrpcLink:
         try:
             return await anext(self._messages, None)
         except grpc.aio.AioRpcError as error:
-            nobody_there = error.code() is grpc.StatusCode.UNAVAILABLE
-            raise (ConnectionRefusedError if nobody_there else ConnectionError)(error.details()) from error
+            is_absent = error.code() is grpc.StatusCode.UNAVAILABLE
+            raise (ConnectionRefusedError if is_absent else ConnectionError)(error.details()) from error
         except asyncio.CancelledError:
-            if self._is_closed:  # close() cancels the call, and that cancels who reads it
+            if self._is_closed:  # close() cancels the call, which cancels a pending read
                 return None
             raise
 

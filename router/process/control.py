@@ -1,4 +1,4 @@
-"""The Control and Admin services of one router: looking at a running server, and steering it."""
+"""The Control and Admin services of one router: inspect a running server, and steer it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_TENANTS_LISTED = 64
 
 
 class ServingState:
-    """Whether this router can serve, for health checks and for Control: an engine is ready, and it does not drain."""
+    """Whether this router can serve: an engine is ready, and the router is not draining."""
 
     def __init__(self, dispatcher: Dispatcher, admission: Admission) -> None:
         self.health = health.aio.HealthServicer()
@@ -46,7 +46,7 @@ class ServingState:
         return control_pb2.SERVER_STATE_STARTING
 
     async def refresh(self) -> None:
-        """Tells the health service of a change. Control and Admin answer in every state, so they are always serving."""
+        """Report the state to the health service. Control and Admin answer in every state, so they always serve."""
         serving = health_pb2.HealthCheckResponse.SERVING
         not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
         is_serving = self.state == control_pb2.SERVER_STATE_SERVING
@@ -56,14 +56,15 @@ class ServingState:
             await self.health.set(service, serving)
 
     async def drain(self) -> None:
-        """Health says so, and nothing new is admitted; what runs goes on."""
+        """Report NOT_SERVING and admit no new requests; running requests continue."""
         self._admission.is_draining = True
         await self.refresh()
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
-    """
-    engine_restarts  of the engine that this server has started; engines that were started elsewhere have none
+    """The Control service.
+
+    engine_restarts  how often this server has restarted its own engine; 0 for engines that were started elsewhere
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                     await context.write(part)
 
     def load(self) -> control_pb2.Load:
-        """As of each ready engine's last step."""
+        """The load as of each ready engine's last step."""
         load = control_pb2.Load(requests=self._admission.requests, reserved_tokens=self._admission.tokens)
         for at, channel in enumerate(self._dispatcher.channels):
             if channel.is_ready:
@@ -188,6 +189,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
+    """The Admin service."""
+
     def __init__(self, *, dispatcher: Dispatcher, live: LiveRequests, state: ServingState) -> None:
         self._dispatcher = dispatcher
         self._live = live
@@ -224,18 +227,18 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
 
 def watch_interval_s(request: control_pb2.WatchLoadRequest) -> float:
-    """Raises InvalidArgument."""
+    """The interval of a WatchLoad call, checked. Raises InvalidArgument."""
     interval_s = request.interval_s if request.HasField("interval_s") else 1.0
     check_number(interval_s, "interval_s", 0.05, 3600)
     return interval_s
 
 
 def add_tenants(load: control_pb2.Load, engines: Iterable[engine_pb2.Tenants]) -> None:
-    """Adds what tenants have of all engines together. Tenants that an engine does not list are counted, not summed."""
+    """Sum each tenant's load over all engines. Tenants that an engine does not list are counted, not summed."""
     merged: dict[str, control_pb2.TenantLoad] = {}
     unlisted = recent_service = 0
     for tenants in engines:
-        unlisted = max(unlisted, tenants.count - len(tenants.listed))  # they may be the same ones
+        unlisted = max(unlisted, tenants.count - len(tenants.listed))  # engines may leave out the same tenants
         recent_service += tenants.recent_service
         for of_engine in tenants.listed:
             total = merged.setdefault(of_engine.name, control_pb2.TenantLoad(name=of_engine.name))
@@ -261,13 +264,13 @@ def _status(at: int, channel: EngineChannel, restarts: int) -> control_pb2.Engin
 
 
 def _recommended_sampling(tokenizer: Tokenizer, limits: Limits) -> inference_pb2.Sampling | None:
-    """None where the model's folder recommends nothing, or what no request may ask for."""
+    """The model's recommended sampling; None if it has none, or recommends values that no request may set."""
     if not tokenizer.recommended:
         return None
     try:
         recommended = inference_pb2.Sampling(**tokenizer.recommended)
         sampling_from(recommended, limits)
     except (TypeError, ValueError, InvalidArgument) as error:
-        log.warning("generation_config.json: its sampling parameters are not passed on: %s", error)
+        log.warning("ignoring the sampling parameters in generation_config.json: %s", error)
         return None
     return recommended

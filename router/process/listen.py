@@ -33,13 +33,13 @@ SERVER_OPTIONS = [
 
 
 def server_options(shares_port: bool) -> list[tuple[str, int]]:
-    """gRPC shares ports by default: two servers on one by mistake would each get half of the calls."""
+    """gRPC options of a server. gRPC shares ports by default, and two servers on one would split the calls."""
     return [*SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port))]
 
 
 @contextlib.contextmanager
 def reserved_port(listen: str) -> Iterator[str]:
-    """Keeps HOST:PORT for processes that will share it; yields it with the port that was taken. Raises ConfigError."""
+    """Reserve HOST:PORT for processes that will share it, and yield it with the actual port. Raises ConfigError."""
     host, _, port = listen.rpartition(":")
     if is_unix(listen):
         raise ConfigError(f"--workers: processes can share HOST:PORT, not {listen}")
@@ -48,12 +48,12 @@ def reserved_port(listen: str) -> Iterator[str]:
         try:
             found = socket.getaddrinfo(host_of(listen), taken, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             for family, kind, protocol, _, address in found:
-                # Alone first: with SO_REUSEPORT it would succeed beside another server's workers.
+                # Bind without SO_REUSEPORT first: with it, bind would succeed beside another server's workers.
                 with socket.socket(family, kind, protocol) as alone:
                     alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     alone.bind((address[0], taken))
                     taken = alone.getsockname()[1]
-                # It never listens, so that no connection comes here; it keeps the port while workers come and go.
+                # This socket never listens, so it gets no connections; it holds the port while workers restart.
                 shared = stack.enter_context(socket.socket(family, kind, protocol))
                 shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 shared.bind((address[0], taken))
@@ -63,7 +63,7 @@ def reserved_port(listen: str) -> Iterator[str]:
 
 
 def auth_token(config: ServeConfig) -> str | None:
-    """From --auth-token-file or $PAGODA_AUTH_TOKEN. Raises ConfigError if it is empty or no client could send it."""
+    """Read the token from --auth-token-file or $PAGODA_AUTH_TOKEN. Raises ConfigError if the file is no good."""
     if config.auth_token_file is None:
         return os.environ.get("PAGODA_AUTH_TOKEN") or None
     try:
@@ -71,30 +71,30 @@ def auth_token(config: ServeConfig) -> str | None:
     except OSError as error:
         raise ConfigError(f"--auth-token-file: cannot read {config.auth_token_file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--auth-token-file: {config.auth_token_file} holds no text: {error}") from error
+        raise ConfigError(f"--auth-token-file: {config.auth_token_file} is not text: {error}") from error
     if not token:
         raise ConfigError(f"--auth-token-file: {config.auth_token_file} is empty")
     if not (token.isascii() and token.isprintable()):
-        raise ConfigError(f"--auth-token-file: {config.auth_token_file} is to hold one line of printable ASCII")
+        raise ConfigError(f"--auth-token-file: {config.auth_token_file} must hold one line of printable ASCII")
     return token
 
 
 def check_exposure(config: ServeConfig) -> None:
-    """Raises ConfigError for an address that others can reach with neither TLS nor a token to hold them off."""
+    """Raise ConfigError if other hosts can reach the address and neither TLS nor a token protects it."""
     if bool(config.tls_cert) != bool(config.tls_key):
-        raise ConfigError("--tls-cert and --tls-key go together")
+        raise ConfigError("--tls-cert and --tls-key must be given together")
     is_guarded = config.tls_cert is not None or auth_token(config) is not None
     if not (is_local(config.listen) or is_guarded or config.allow_insecure):
         raise ConfigError(
-            f"--listen {config.listen} is reachable by others: give --tls-cert and --tls-key or --auth-token-file, "
-            "or --allow-insecure if the network itself is guarded"
+            f"--listen {config.listen} is reachable from other hosts: give --tls-cert and --tls-key, "
+            "or --auth-token-file, or --allow-insecure if the network itself is protected"
         )
     if not (is_local(config.listen) or config.tls_cert or config.allow_insecure):
         log.warning("--listen %s: without --tls-cert and --tls-key the token travels in the clear", config.listen)
 
 
 def bind(server: grpc.aio.Server, config: ServeConfig) -> GrpcPort:
-    """Raises ConfigError if the configured address cannot be bound with the configured certificate."""
+    """Bind the configured address with the configured certificate. Raises ConfigError."""
     try:
         if config.tls_cert and config.tls_key:
             credentials = _credentials(config.tls_cert, config.tls_key)
@@ -105,11 +105,11 @@ def bind(server: grpc.aio.Server, config: ServeConfig) -> GrpcPort:
 
 
 def _credentials(certificate: str, key: str) -> grpc.ServerCredentials:
-    """Looks at the files before gRPC does, which would say no more than that it cannot bind. Raises ConfigError."""
+    """Read and check the files, because gRPC would only report that it cannot bind. Raises ConfigError."""
     try:
         pair = (Path(key).read_bytes(), Path(certificate).read_bytes())
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.set_ciphers("ALL:@SECLEVEL=0")  # which keys are too weak is gRPC's to say
+        context.set_ciphers("ALL:@SECLEVEL=0")  # gRPC refuses weak keys itself
         context.load_cert_chain(certificate, key, password=lambda: "")
     except ssl.SSLError as error:
         raise ConfigError(
@@ -129,7 +129,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Ends a call that raised with the status that the exception means. CancelledError passes: gRPC needs to see it."""
+    """Ends a call that raised with the exception's gRPC status. CancelledError passes, because gRPC needs it."""
 
     async def intercept_service(
         self, continuation: Continuation, details: grpc.HandlerCallDetails
@@ -152,7 +152,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Lets a call pass only with the server's bearer token. Health checks need none: they tell nothing of anybody."""
+    """Refuses calls without the server's bearer token. Health checks need none: they reveal nothing of requests."""
 
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode()

@@ -1,4 +1,4 @@
-"""The router process: from a configuration to a served address, and back down in order."""
+"""The router process: starts its parts from a configuration, serves, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ from pagoda_server.settings.router import SPAWN
 
 log = logging.getLogger("pagoda.router")
 
-QUEUE_IN_CACHES = 8  # default of max_queued_tokens, in KV caches of all engines: what waits beyond that waits too long
-PATIENCE_S = 5.0  # an engine that is started together with this router may load for longer; then it is one line more
-GC_THRESHOLD = 20_000  # objects more than freed; a request in flight holds about a hundred
+QUEUE_IN_CACHES = 8  # default of max_queued_tokens, as a multiple of all KV caches: more would wait too long
+PATIENCE_S = 5.0  # an engine started at the same time may load for longer; then the log has one line more
+GC_THRESHOLD = 20_000  # net new objects before a collection; a request in flight holds about a hundred
 
 
 def serve(config: ServeConfig, progress: Progress | None = None) -> int:
-    """Serves until SIGTERM or SIGINT. Returns the process's exit code: 0, 1 for a failure, 2 for a wrong setting."""
+    """Serve until SIGTERM or SIGINT. Returns the process's exit code: 0, 1 for a failure, 2 for a wrong setting."""
 
     def run() -> None:
         config.check_engine_is_ours()
@@ -80,7 +80,7 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
 
 
 def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
-    """Serves beside other routers on one port, until SIGTERM or the parent's death. Returns the exit code."""
+    """Serve as one of several routers on a port, until SIGTERM or the parent's death. Returns the exit code."""
     folder = Path(config.folder)
 
     def run() -> None:
@@ -105,9 +105,10 @@ def _exit_code_of(run: Callable[[], None], config: ServeConfig) -> int:
 
 
 def _run(router: Router) -> None:
-    """What is in memory by now stays, and tokens come and go without cycles: garbage is looked for less often.
+    """Run the router with rare garbage collection.
 
-    With Python's own thresholds a collection held up the streams for 10 ms and more.
+    What is in memory now stays, and tokens come and go without reference cycles. With Python's default thresholds,
+    collections held up the streams for 10 ms and more.
     """
     gc.collect()
     gc.freeze()
@@ -118,10 +119,10 @@ def _run(router: Router) -> None:
 class Router:
     """The parts of a router and the order in which they start and stop.
 
-    config   with the name that the model is served under
-    parent   where it is one of several: who has started it
-    sockets  where it is one of several: of all routers' private Control services, its own first
-    spawned  where the engine listens that the parent has spawned; None: it has not
+    config   its served_model_name is set
+    parent   with several routers: the link to the process that started this one
+    sockets  with several routers: addresses of all routers' private services, this one's first
+    spawned  with several routers: address of the engine that the parent has spawned, if it has
     """
 
     def __init__(
@@ -139,9 +140,9 @@ class Router:
         self._tokenizer = tokenizer
         self._sockets = sockets
         self._spawned = spawned
-        self._supervisor: Supervisor | None = None  # of an engine of our own
+        self._supervisor: Supervisor | None = None  # set if this process spawns the engine
         self._keeper: EngineKeeper | None = parent
-        self._group: RouterGroup | None = None  # where it is one of several
+        self._group: RouterGroup | None = None  # set if several routers share the port
         self._live = LiveRequests()
         self._admission = Admission(config.max_requests, config.max_queued_tokens or (1 << 62) // config.workers)
         self._has_served = False  # an engine has been ready
@@ -149,7 +150,7 @@ class Router:
         self._failure: Exception | None = None
 
     async def run(self) -> None:
-        """Until told to stop. Raises ConfigError, ChildFailedError."""
+        """Serve until told to stop. Raises ConfigError, ChildFailedError."""
         self._stop_on_signals()
         with contextlib.ExitStack() as stack:
             addresses = self._engine_addresses(stack)
@@ -249,7 +250,7 @@ class Router:
         return server
 
     async def _join(self, control: ControlServicer, admin: AdminServicer) -> RouterGroup:
-        """One of several routers on a port answers for all of them, and drains if they do."""
+        """Join the routers that share the port: answer for all of them, and drain if they are draining."""
         self._group = RouterGroup(control, admin, self._sockets)
         await self._group.start()
         if await self._group.are_others_draining():
@@ -258,11 +259,14 @@ class Router:
 
     @property
     def _is_engine_ours(self) -> bool:
-        """Somebody looks after it: this process or its parent."""
+        """Whether this process or its parent supervises the engine."""
         return self._config.engine == SPAWN
 
     def _check_engine(self, address: str, info: control_pb2.EngineInfo) -> None:
-        """Raises WrongEngine if others may serve or it may become another, else ConfigError."""
+        """Refuse an engine with another tokenizer.
+
+        Raises ConfigError if it is the only engine and none has served yet, else WrongEngine.
+        """
         if info.tokenizer_sha256 == self._tokenizer.fingerprint:
             return
         fault = f"serves {info.model} with another tokenizer"
@@ -279,7 +283,7 @@ class Router:
         await self._state.refresh()
 
     def _adopt(self, engines: Sequence[control_pb2.EngineInfo]) -> None:
-        """Any of the engines may get a request, so it may ask for what each of them can hold."""
+        """Adopt the smallest limits of all engines, because any of them may get a request."""
         self._inference.limits = replace(
             self._inference.limits,
             max_model_len=min(info.max_model_len for info in engines),
@@ -291,9 +295,9 @@ class Router:
             self._admission.max_tokens = QUEUE_IN_CACHES * capacity // self._config.workers
 
     async def _drain(self) -> None:
-        """Health says so first; then nothing new; then what runs may finish within the grace period."""
+        """Report NOT_SERVING, refuse new requests, and let running ones finish within the grace period."""
         if self._group:
-            await self._group.leave()  # or the router that takes this one's place would drain with it
+            await self._group.leave()  # otherwise the router that replaces this one would drain too
         await self._state.drain()
         if not self._live:
             return
@@ -312,7 +316,7 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def _running(self, parts: list[Callable[[], Awaitable[None]]]) -> AsyncIterator[None]:
-        """Runs the parts beside the body. One that fails stops the router."""
+        """Run the parts beside the body. A part that fails stops the router."""
 
         async def guarded(part: Callable[[], Awaitable[None]]) -> None:
             try:

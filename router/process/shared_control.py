@@ -1,6 +1,7 @@
-"""Control and Admin where several routers share a port: whichever of them is asked answers for all.
+"""Control and Admin of several routers that share a port: the router that is asked answers for all.
 
-Each also serves its own services on a private socket; a router that does not answer there is dead and holds nothing.
+Each router also serves its own services on a private socket. A router that does not answer there is dead and holds no
+requests.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ Answer = TypeVar("Answer")
 class RouterGroup:
     """The routers that share a port, as one of them sees them.
 
-    control, admin  answer for all of the routers
+    control, admin  services that answer for all routers
     """
 
     def __init__(self, control: ControlServicer, admin: AdminServicer, sockets: Sequence[str]) -> None:
         """
-        control, admin  this router's own
-        sockets         where all routers serve their own: this one's, then the others'
+        control, admin  this router's own services
+        sockets         addresses of all routers' private services, this one's first
         """
         self._socket = sockets[0]
         self._others = sockets[1:]
@@ -43,32 +44,32 @@ class RouterGroup:
         self.admin = SharedAdmin(admin, self)
 
     async def start(self) -> None:
-        """Answers the others from now on."""
+        """Start to answer the other routers."""
         self._private.add_insecure_port(self._socket)
         await self._private.start()
 
     async def leave(self) -> None:
-        """The others hear nothing more of this router."""
+        """Stop answering the other routers."""
         await self._private.stop(grace=None)
 
     async def are_others_draining(self) -> bool:
-        """Then a router that starts is to drain too."""
+        """Whether another router is draining; a router that starts must then drain too."""
         request = control_pb2.GetServerInfoRequest()
         infos = await self.ask_control(lambda stub: stub.GetServerInfo(request, timeout=ASK_TIMEOUT_S))
         return any(info.state == control_pb2.SERVER_STATE_DRAINING for info in infos)
 
     async def ask_control(self, call: Callable[[control_pb2_grpc.ControlStub], Awaitable[Answer]]) -> list[Answer]:
-        """The answers of those others that live."""
+        """The answers of the other routers that are alive."""
         return await self._ask(lambda channel: call(control_pb2_grpc.ControlStub(channel)))
 
     async def ask_admin(self, call: Callable[[admin_pb2_grpc.AdminStub], Awaitable[Answer]]) -> list[Answer]:
-        """The answers of those others that live and have found what was asked for."""
+        """The answers of the other routers that are alive and have found the request."""
         return await self._ask(lambda channel: call(admin_pb2_grpc.AdminStub(channel)))
 
     async def _ask(self, call: Callable[[grpc.aio.Channel], Awaitable[Answer]]) -> list[Answer]:
         async def ask(socket: str) -> Answer | None:
             try:
-                # A new connection each time: one that had failed would be tried again only after a while.
+                # Connect anew each time: gRPC delays a reconnect after a failure.
                 async with grpc.aio.insecure_channel(socket, options=_NEW_CONNECTION) as channel:
                     return await call(channel)
             except grpc.aio.AioRpcError as error:
@@ -94,7 +95,7 @@ class SharedControl(control_pb2_grpc.ControlServicer):
         for other in await self._group.ask_control(lambda stub: stub.GetServerInfo(request, timeout=ASK_TIMEOUT_S)):
             info.limits.max_requests += other.limits.max_requests
             info.limits.max_queued_tokens += other.limits.max_queued_tokens
-        for name in ("max_requests", "max_queued_tokens"):  # each router has its part of these
+        for name in ("max_requests", "max_queued_tokens"):  # each router has a share of these
             info.settings[name] = str(getattr(info.limits, name))
         return info
 
@@ -148,7 +149,7 @@ class SharedAdmin(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.AbortRequest,
         context: grpc.aio.ServicerContext[admin_pb2.AbortRequest, admin_pb2.AbortResponse],
     ) -> admin_pb2.AbortResponse:
-        """Any router may hold the request, and each of them one if a client used its id twice."""
+        """Abort the request on every router: several hold one if a client used its id twice."""
         ended = await self._group.ask_admin(lambda stub: stub.Abort(request, timeout=ASK_TIMEOUT_S))
         try:
             return await self._own.Abort(request, context)
@@ -162,7 +163,7 @@ class SharedAdmin(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.DrainRequest,
         context: grpc.aio.ServicerContext[admin_pb2.DrainRequest, admin_pb2.DrainResponse],
     ) -> admin_pb2.DrainResponse:
-        # This one first: a router that is just starting learns of it from here, if the call does not reach it any more.
+        # Drain this router first: one that starts too late for the call below asks this one.
         await self._own.start_draining()
         await self._group.ask_admin(lambda stub: stub.Drain(request))
         return await self._own.Drain(request, context)

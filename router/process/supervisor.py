@@ -1,4 +1,4 @@
-"""Runs a child process and starts it again when it dies: the engine, or one router of several."""
+"""Run a child process, and restart it when it dies: the engine, or one of several routers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from pagoda_server.settings import EXIT_CONFIG, ServeConfig
 log = logging.getLogger("pagoda.router")
 
 BACKOFF_S = (0.2, 10.0)
-HEALTHY_AFTER_S = 60.0  # a child that lived this long died of something new: the backoff starts over
+HEALTHY_AFTER_S = 60.0  # a death after this long has a new cause: the backoff starts over
 MAX_FAILED_STARTS = 5
 STOP_TIMEOUT_S = 5.0
 
 
 class ChildFailedError(Exception):
-    """A child cannot be kept running; `exit_code` is for this process to leave with."""
+    """A child cannot be kept running; this process should exit with `exit_code`."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -36,28 +36,29 @@ class ChildFailedError(Exception):
 
 
 class EngineKeeper(Protocol):
-    """Whoever has started the engine that a router uses."""
+    """What a router needs of the process that started its engine."""
 
     @property
     def restarts(self) -> int: ...
 
     def mark_ready(self) -> None:
-        """The engine has answered."""
+        """Record that the engine has answered."""
 
     def kill(self) -> None:
-        """The engine hangs."""
+        """Kill the engine, which hangs."""
 
 
 class Supervisor:
-    """
-    name            of the child, for the log
-    command         what to run; the child's standard input is a pipe from here: when this process ends, however it
-                    ends, the child reads end-of-file and exits too
-    first_line      to the child's standard input when it starts
-    on_line         gets each line that the child prints, on the event loop; None: standard output is shared
-    stop_timeout_s  from SIGTERM to SIGKILL
+    """Keeps one child process running.
 
-    A child is in a process group of its own: what a terminal's Ctrl-C means to it is for this process to decide.
+    name            the child's name in the log
+    command         what to run
+    first_line      written to the child's standard input when it starts
+    on_line         called on the event loop with each line that the child prints; None: standard output is shared
+    stop_timeout_s  time from SIGTERM to SIGKILL
+
+    The child's standard input is a pipe from this process. When this process ends, however it ends, the child reads
+    end-of-file and exits too. The child has a process group of its own, so a terminal's Ctrl-C does not reach it.
     """
 
     def __init__(
@@ -76,17 +77,17 @@ class Supervisor:
         self._on_line = on_line
         self._stop_timeout_s = stop_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix=name)  # not the loop's, which many children would fill
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix=name)  # many children would fill the loop's own
         self._failed_starts = 0
         self._has_been_ready = False
 
     def mark_ready(self) -> None:
-        """What kills the child from now on is not its start."""
+        """Record that the child has started: a later death is not a failed start."""
         self._failed_starts = 0
         self._has_been_ready = True
 
     async def run(self) -> None:
-        """Until cancelled, which stops the child. Raises ChildFailedError when starting it again is no use."""
+        """Run the child until cancelled, which stops it. Raises ChildFailedError when a restart cannot help."""
         backoff_s = BACKOFF_S[0]
         try:
             while True:
@@ -109,7 +110,7 @@ class Supervisor:
             await self._stop()
 
     def kill(self) -> None:
-        """Ends a child that hangs; run() starts another."""
+        """Kill a child that hangs; run() starts another."""
         if self._process:
             self._process.kill()
 
@@ -118,16 +119,16 @@ class Supervisor:
             self._process.terminate()
 
     def tell(self, line: str) -> None:
-        """To the child's standard input; a child that has just died does not mind."""
+        """Write a line to the child's standard input. Ignored if the child has just died."""
         if self._process and self._process.stdin:
             try:
                 self._process.stdin.write(line.encode() + b"\n")
                 self._process.stdin.flush()
             except OSError:
-                log.debug("%s did not hear %r", self._name, line)
+                log.debug("%s did not receive %r", self._name, line)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # Not asyncio's way: subprocess uses vfork, which runs no fork handlers. gRPC's could not do their work here.
+        # Not the event loop's method: subprocess uses vfork, which runs no fork handlers, and gRPC's would fail here.
         process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -164,7 +165,7 @@ class Supervisor:
 
 
 def engine_supervisor(arguments: Sequence[str]) -> Supervisor:
-    """`arguments` are those of `python -m pagoda_server.engine`."""
+    """A supervisor of an engine; `arguments` are those of `python -m pagoda_server.engine`."""
     return Supervisor("the engine", [sys.executable, "-m", "pagoda_server.engine", *arguments, "--exit-with-parent"])
 
 
@@ -175,7 +176,7 @@ def _read_lines(
     for line in process.stdout:
         try:
             loop.call_soon_threadsafe(on_line, line.decode().rstrip("\n"))
-        except RuntimeError:  # the event loop has closed: nobody wants to know
+        except RuntimeError:  # the event loop has closed
             return
 
 
@@ -185,9 +186,9 @@ def _describe(code: int) -> str:
 
 @contextlib.contextmanager
 def spawn_address(config: ServeConfig) -> Iterator[str]:
-    """Where a spawned engine is to listen: an address of its own over the channel's transport, until the block ends."""
+    """A private address for a spawned engine, over the configured transport; valid until the block ends."""
     if config.channel == "shm" or (config.channel == "auto" and HAS_SHM):
         yield f"{SHM_PREFIX}@pagoda-{secrets.token_hex(8)}"
         return
-    with tempfile.TemporaryDirectory(prefix="pagoda-") as private:  # mode 0700: the socket is ours alone
+    with tempfile.TemporaryDirectory(prefix="pagoda-") as private:  # mode 0700: no other user reaches the socket
         yield f"unix:{private}/engine.sock"

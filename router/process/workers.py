@@ -1,4 +1,4 @@
-"""Several router processes on one port: one process starts them and the engine, and serves no requests."""
+"""Several router processes on one port: their parent starts them and the engine, and serves no requests."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from pagoda_server.settings.setting import flag
 
 log = logging.getLogger("pagoda.router")
 
-STOP_MARGIN_S = 5.0  # beyond the grace period, for what ends when it is over
+STOP_MARGIN_S = 5.0  # beyond the grace period: requests that it cuts off still have to end
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What a worker is told, in one line on its standard input.
+    """A worker's configuration, sent as one line to its standard input.
 
-    serve    settings, with the address that the workers share and this worker's part of the limits
-    folder   of the model
-    sockets  of all workers' private Control services, this one's first
-    spawned  address of the engine that the parent has spawned; None: `serve` says where engines run
+    serve    settings, with the shared address and this worker's share of the limits
+    folder   the model's folder
+    sockets  addresses of all workers' private services, this one's first
+    spawned  address of the engine that the parent has spawned; None if `serve` says where engines run
     """
 
     serve: ServeConfig
@@ -66,7 +66,7 @@ class Workers:
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Until told to stop. Raises ConfigError, ChildFailedError."""
+        """Run until told to stop. Raises ConfigError, ChildFailedError."""
         for limit in ("max_requests", "max_queued_tokens"):
             whole = getattr(self._config, limit)
             if whole is not None and whole < self._config.workers:
@@ -85,14 +85,14 @@ class Workers:
             await self._run_until_stopped()
 
     async def _run_until_stopped(self) -> None:
-        """Routers end before the engine does: what they carry needs it."""
+        """Run every process until a signal or a failure. Routers end before the engine, which their requests need."""
         routers = [asyncio.create_task(router.run()) for router in self._routers]
         engine = [asyncio.create_task(self._engine.run())] if self._engine else []
         stop = asyncio.create_task(self._stop.wait())
         try:
             done, _ = await asyncio.wait({stop, *routers, *engine}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stop}:
-                task.result()  # it has failed
+                task.result()  # raises: these tasks end only by failing
         finally:
             stop.cancel()
             for tasks in (routers, engine):
@@ -137,7 +137,7 @@ class Workers:
             router.tell(str(self._engine.restarts if self._engine else 0))
 
     def _on_signal(self) -> None:
-        """The first one begins to stop; each goes on to the routers, for which a second one ends the wait."""
+        """Stop on the first signal; a second one goes on to the routers and ends their grace period."""
         if self._stop.is_set():
             for router in self._routers:
                 router.terminate()
@@ -151,16 +151,15 @@ def _part(whole: int, index: int, count: int) -> int:
 # -- a worker's end of its pipes ---------------------------------------------------------------------------------------
 
 
-# From worker to parent, besides "listening on ADDRESS".
+# Lines that a worker prints for its parent, besides "listening on ADDRESS".
 ENGINE_READY = "engine ready"
 ENGINE_HANGS = "engine hangs"
 
 
 class ParentLink:
-    """Stands in for the engine's supervisor, which is the parent's. From the parent come its count of restarts.
+    """Stands in for the engine's supervisor, which runs in the parent. The parent sends the number of restarts.
 
-    The end of standard input is the end of the parent, and of this process: a router that nobody looks after would keep
-    the port.
+    Standard input ends when the parent dies. This process then exits, because an orphan would hold the port.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"\xff\xfe\x00", "holds no text"),
+        (b"\xff\xfe\x00", "is not text"),
         (b" \n", "is empty"),
         (b"two\nlines", "one line of printable ASCII"),
         ("größe".encode(), "one line of printable ASCII"),
@@ -35,7 +35,7 @@ def test_a_token_that_no_client_could_send_is_refused(tmp_path: Path, content: b
 
 
 def test_an_address_that_looks_local_and_is_not_is_guarded() -> None:
-    with pytest.raises(ConfigError, match=r"--listen 127\.example\.com:50051 is reachable by others"):
+    with pytest.raises(ConfigError, match=r"--listen 127\.example\.com:50051 is reachable from other hosts"):
         check_exposure(ServeConfig(listen="127.example.com:50051"))
 
 
