@@ -1,4 +1,4 @@
-"""What the router has taken on: how much, bounded by requests and by tokens, and which requests are live."""
+"""Admission: bound the requests and tokens that the router holds, and know which requests are live."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _RETRY_AFTER_S = (0.1, 30.0)
 
 
 class Reservation:
-    """A request's share; a context manager that gives it back."""
+    """One request's share of the limits; a context manager that gives it back."""
 
     def __init__(self, admission: Admission, tokens: int) -> None:
         self.tokens = tokens
         self._admission = admission
 
     def grow(self, tokens: int) -> None:
-        """Reserves more, as the prompt's length becomes known. Raises ResourceExhausted."""
+        """Reserve more, once the prompt's length is known. Raises ResourceExhausted."""
         self._admission.take(tokens, already=self.tokens)
         self.tokens += tokens
 
@@ -37,9 +37,10 @@ class Reservation:
 
 
 class Admission:
-    """
+    """Admits requests within two limits.
+
     max_requests  requests at once, queued and running
-    max_tokens    prompt + max_tokens over them all
+    max_tokens    prompt + max_tokens of all admitted requests
     """
 
     def __init__(self, max_requests: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,7 +54,7 @@ class Admission:
         self._departure_interval_s = 1.0
 
     def reserve(self, tokens: int) -> Reservation:
-        """Admits a request. Raises Unavailable while draining, ResourceExhausted when full."""
+        """Admit a request. Raises Unavailable while draining, ResourceExhausted when full."""
         if self.is_draining:
             raise Unavailable("the server is draining")
         if self.requests >= self.max_requests:
@@ -63,8 +64,8 @@ class Admission:
         return Reservation(self, tokens)
 
     def take(self, tokens: int, already: int = 0) -> None:
-        """For a request that holds `already` of the tokens that are reserved. Raises ResourceExhausted."""
-        # Somebody alone is always let in: the engine itself bounds what one request may hold.
+        """Reserve tokens for a request that holds `already` of them. Raises ResourceExhausted."""
+        # A request alone is always admitted: the engine itself bounds what one request may hold.
         if self.tokens > already and self.tokens + tokens > self.max_tokens:
             raise self._full(f"{self.tokens} tokens are reserved, {tokens} more exceed the limit of {self.max_tokens}")
         self.tokens += tokens
@@ -78,7 +79,7 @@ class Admission:
         self._last_departure = now
 
     def _full(self, why: str) -> ResourceExhausted:
-        # One place becomes free each departure interval, as far as the recent past tells.
+        # In the recent past, one place became free in each departure interval.
         low, high = _RETRY_AFTER_S
         return ResourceExhausted(
             f"the queue is full: {why}",
@@ -88,12 +89,16 @@ class Admission:
 
 
 class LiveRequest:
+    """An admitted request that has not ended."""
+
     def __init__(self) -> None:
-        self.stream: EngineStream | BeamSearchStream | None = None  # none while the prompt is still being tokenized
+        self.stream: EngineStream | BeamSearchStream | None = None  # None while the prompt is being tokenized
         self.is_aborted = False
 
 
 class LiveRequests:
+    """The live requests of this router, by id."""
+
     def __init__(self) -> None:
         self._requests: dict[str, LiveRequest] = {}
         self._idle = asyncio.Event()
@@ -103,7 +108,7 @@ class LiveRequests:
         return len(self._requests)
 
     def add(self, request_id: str) -> LiveRequest:
-        """Raises AlreadyExists."""
+        """Register a request. Raises AlreadyExists."""
         if request_id in self._requests:
             raise AlreadyExists("request_id: a live request has this id")
         self._idle.clear()
@@ -116,7 +121,7 @@ class LiveRequests:
             self._idle.set()
 
     def abort(self, request_id: str) -> None:
-        """Its stream ends with CANCELLED. Raises NotFound."""
+        """End a request; its stream finishes as CANCELLED. Raises NotFound."""
         if (live := self._requests.get(request_id)) is None:
             raise NotFound("request_id: no live request has this id")
         live.is_aborted = True

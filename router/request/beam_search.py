@@ -6,8 +6,8 @@ are among the best `width`. A hypothesis scores its sum of log-probabilities div
 the best `width` hypotheses are kept.
 
 `BeamSearch` is these rules, on tokens and numbers alone. `BeamSearchStream` runs them on an engine: each step is one
-request with a sequence for each beam, which goes on from the beam's tokens by one more and tells its log-probabilities.
-The prefix cache holds what the step before has computed, so each sequence computes one token.
+request with a sequence per beam, which adds one token to the beam's and reports the log-probabilities. The prefix cache
+holds what the previous step computed, so each sequence computes one token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.request.fields import Limits, check_integer, check_number
 from pagoda_server.settings.sampling import PARAMETERS
 
-MOST_LIKELY = 20  # tokens that an engine tells for one position
+MOST_LIKELY = 20  # tokens that an engine reports for one position
 _DEFAULTS = {each.name: each.default for each in PARAMETERS}
 _SUMS = (
     "queue_s",
@@ -43,7 +43,7 @@ _SUMS = (
 
 
 def check_beam_search(sampling: inference_pb2.Sampling, limits: Limits) -> None:
-    """Fill in what a request leaves open; every other field of `sampling` is set. Raises InvalidArgument."""
+    """Check a search and fill in its defaults; all other fields of `sampling` are set. Raises InvalidArgument."""
     search = sampling.beam_search
     check_integer(search.width, "sampling.beam_search.width", 2, limits.max_beams)
     if not search.HasField("length_penalty"):
@@ -51,7 +51,7 @@ def check_beam_search(sampling: inference_pb2.Sampling, limits: Limits) -> None:
     check_number(search.length_penalty, "sampling.beam_search.length_penalty", -5, 5)
     if search.early_stopping not in inference_pb2.EarlyStopping.values():
         raise InvalidArgument(
-            "sampling.beam_search.early_stopping", f"is {search.early_stopping}, which is no value of it"
+            "sampling.beam_search.early_stopping", f"is {search.early_stopping}, which is not a known value"
         )
     if sampling.n > search.width:
         raise InvalidArgument("sampling.n", f"is {sampling.n}, more than beam_search.width, which is {search.width}")
@@ -65,7 +65,7 @@ def check_beam_search(sampling: inference_pb2.Sampling, limits: Limits) -> None:
 
 
 def check_stopping(stopping: inference_pb2.Stopping, output: inference_pb2.Output) -> None:
-    """Refuse what a beam search cannot look for or tell. Raises InvalidArgument."""
+    """Refuse stop strings and top logprobs, which a beam search does not support. Raises InvalidArgument."""
     if stopping.stop:
         raise InvalidArgument(
             "stopping.stop", "is set; a beam search looks for no stop strings, only for stop_token_ids"
@@ -89,10 +89,10 @@ def check_stop_ids(stop_ids: Collection[int], width: int) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """A continuation of the prompt: its parent and one token more; without a parent, no tokens at all.
+    """A continuation of the prompt: its parent and one more token; without a parent it has no tokens.
 
     score    the sum of its tokens' log-probabilities
-    logprob  that of its last token
+    logprob  the log-probability of its last token
     """
 
     score: float = 0.0
@@ -101,7 +101,7 @@ class Beam:
     logprob: float = 0.0
 
     def path(self) -> tuple[list[int], list[float]]:
-        """Its tokens, and their log-probabilities."""
+        """The beam's tokens and their log-probabilities."""
         tokens, logprobs, beam = [], [], self
         while beam.parent is not None:
             tokens.append(beam.token)
@@ -112,7 +112,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A continuation that was ended by the stop id `matched`, or by its length (None)."""
+    """A finished continuation: the stop id `matched` ended it, or its length did (None)."""
 
     score: float
     beam: Beam
@@ -120,14 +120,15 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """
+    """The rules of one search.
+
     params      every field is set
     stop_ids    end a beam as its token number min_tokens + 1 or later; before that they are no candidates
     max_tokens  length at which every beam ends
 
-    length      of each beam
-    beams       those that go on, best first; at first the prompt alone
-    hypotheses  best first
+    length      number of tokens in each beam
+    beams       unfinished beams, best first; initially the prompt alone
+    hypotheses  finished beams, best first
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class BeamSearch:
 
 
 class BeamSearchStream:
-    """A search on an engine, with the face of an EngineStream; its inboxes fill when the search ends, best first.
+    """A search on an engine, with an EngineStream's interface. Its inboxes fill when the search ends, best first.
 
     submit  the request as `to_submit` makes it, with beam_search set; n counts the hypotheses to return
 
@@ -212,7 +213,7 @@ class BeamSearchStream:
         self._clock = clock
         self._began = clock()
         self._timeout_s = submit.timeout_s if submit.HasField("timeout_s") else None
-        self._total = engine_pb2.Ended()  # cached tokens, counts and times of all steps
+        self._total = engine_pb2.Ended()  # the steps' cached tokens, counts and times
         self._step = step = engine_pb2.Submit()
         step.CopyFrom(submit)
         step.logprobs = sampling.beam_search.width + len(submit.stop_token_ids)
@@ -220,7 +221,7 @@ class BeamSearchStream:
         step.sampling.n = 1
         step.sampling.ClearField("beam_search")
         step.ClearField("stop_token_ids")
-        if step.cache.bypass:  # its steps need the cache; under this salt no other request finds them, nor they others
+        if step.cache.bypass:  # the steps need the cache; a salt of their own keeps them apart from other requests
             step.cache.Clear()
             step.cache.salt = secrets.token_hex(32)
         self._stream = channel.submit(step)
@@ -245,7 +246,7 @@ class BeamSearchStream:
         self._stream.abort()
 
     def close(self) -> None:
-        """End what still runs, and forget it."""
+        """End the sequences that still run, and stop delivery."""
         self._stream.close()
 
     async def _ends(self) -> list[engine_pb2.Ended]:
@@ -276,7 +277,7 @@ class BeamSearchStream:
         self._stream = self._channel.submit(step)
 
     def _deliver(self) -> None:
-        """Tell each hypothesis; a vocabulary smaller than n leaves the last ones without tokens."""
+        """Fill the inboxes; a vocabulary smaller than n leaves the last ones without tokens."""
         for inbox, hypothesis in zip(self.inboxes, self._search.hypotheses, strict=False):
             inbox.tokens, logprobs = hypothesis.beam.path()
             if self._tells_logprobs:

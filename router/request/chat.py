@@ -1,4 +1,4 @@
-"""Every field of a chat, checked, as the template takes it. Its texts are bounded together, and so is its JSON."""
+"""Check every field of a chat and convert it for the template. All of its texts share one limit, as does its JSON."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 def chat_from(chat: chat_pb2.Chat, limits: Limits) -> Chat:
-    """Raises InvalidArgument, and Unimplemented for a choice of tools that is not supported."""
+    """Convert a chat. Raises InvalidArgument, or Unimplemented for a tool choice that is not supported."""
     return _ChatReader(limits).read(chat)
 
 
 class _ChatReader:
-    """Reads one chat, and adds up what its texts take."""
+    """Reads one chat and adds up the sizes of its texts."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -57,7 +57,7 @@ class _ChatReader:
     def _message(self, message: chat_pb2.ChatMessage, field: str) -> Message:
         role = _ROLES.get(message.role)
         if role is None:
-            raise InvalidArgument(f"{field}.role", f"is {message.role}, which is no role to speak in")
+            raise InvalidArgument(f"{field}.role", f"is {message.role}, which is not a known role")
         for name, of_role in (("reasoning", "assistant"), ("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if role != of_role and getattr(message, name):
                 raise InvalidArgument(f"{field}.{name}", f"is set, and the message's role is {role}, not {of_role}")
@@ -75,11 +75,11 @@ class _ChatReader:
         if not message.parts:
             return self._text(message.content, f"{field}.content")
         if message.content:
-            raise InvalidArgument(f"{field}.parts", "is set, and so is content")
+            raise InvalidArgument(f"{field}.parts", "must not be set together with content")
         check_count(len(message.parts), f"{field}.parts", self._limits.max_parts)
         for at, part in enumerate(message.parts):
             if not part.HasField("text"):
-                raise InvalidArgument(f"{field}.parts[{at}]", "is of no kind that this server knows; set text")
+                raise InvalidArgument(f"{field}.parts[{at}]", "has a kind that this server does not know; set text")
         return self._text("\n".join(part.text for part in message.parts), f"{field}.parts")
 
     def _tool(self, tool: chat_pb2.Tool, field: str) -> dict[str, Json]:
@@ -110,7 +110,7 @@ class _ChatReader:
         return text
 
     def _json(self, text: str, field: str) -> dict[str, Json]:
-        """The object that a field of JSON text holds; empty where the field is."""
+        """Parse a field of JSON text into an object; an empty field gives an empty object."""
         if not text:
             return {}
         self._text(text, field)
@@ -125,7 +125,7 @@ class _ChatReader:
         except ValueError as error:
             raise InvalidArgument(field, "is not JSON") from error
         if not isinstance(value, dict):
-            raise InvalidArgument(field, "is JSON, but no object")
+            raise InvalidArgument(field, "is JSON but not an object")
         if _is_deeper(value, self._limits.max_json_depth):
             raise _too_deep(field, self._limits.max_json_depth)
         return value
@@ -134,7 +134,7 @@ class _ChatReader:
         field = "chat.template_kwargs"
         for name in kwargs.fields:
             if not _VARIABLE.fullmatch(name):
-                raise InvalidArgument(field, "holds a name that is none of a template's variable")
+                raise InvalidArgument(field, "holds a name that cannot be a template variable")
         return self._struct(kwargs, field, self._limits.max_kwargs_depth)
 
     def _struct(self, struct: Struct, field: str, depth: int) -> dict[str, Json]:
@@ -169,18 +169,18 @@ class _ChatReader:
 
 
 def _shows_tools(choice: chat_pb2.ToolChoice) -> bool:
-    """Raises Unimplemented for a call that the model must make, InvalidArgument for no choice."""
+    """Whether to show the tools. Raises Unimplemented for a required call, InvalidArgument for an unknown mode."""
     if choice.HasField("tool"):
         raise Unimplemented("chat.tool_choice.tool")
     if choice.mode == chat_pb2.TOOL_CHOICE_MODE_REQUIRED:
         raise Unimplemented("chat.tool_choice.mode")
     if choice.mode not in chat_pb2.ToolChoiceMode.values():
-        raise InvalidArgument("chat.tool_choice.mode", f"is {choice.mode}, which is no value of it")
+        raise InvalidArgument("chat.tool_choice.mode", f"is {choice.mode}, which is not a known value")
     return choice.mode != chat_pb2.TOOL_CHOICE_MODE_NONE
 
 
 def _number(value: float, field: str) -> int | float:
-    """A Struct knows doubles alone; a template that prints 3 is not to print 3.0."""
+    """Convert whole numbers to int: a Struct has only doubles, but a template should print 3, not 3.0."""
     if not math.isfinite(value):
         raise InvalidArgument(field, f"holds a number that is {value}")
     return int(value) if value.is_integer() else value

@@ -1,4 +1,4 @@
-"""What a request may ask for, and checks of single fields.
+"""Limits of a request, and checks of single fields.
 
 Each check raises InvalidArgument with the field's path, the value and the limit.
 """
@@ -15,21 +15,21 @@ from pagoda_server.settings import RouterSettings
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Fixed when the engine says hello; with several engines, the smallest limit applies.
+    """Limits of a request. The engine's are known when it is ready; with several engines, the smallest applies.
 
     max_model_len      tokens of prompt + output
     vocab_size         rows of the model's embedding: ids are below it
     kv_token_capacity  tokens that the engine's whole KV cache holds
     has_chat_template  whether the model takes a message or a chat
-    max_text_bytes     UTF-8 bytes of a text, or of a chat's texts together; what the template makes of them may have
-                       8 MiB, whatever this is (ChatTemplate)
-    max_parts          of a message's content
-    max_tools          that a chat offers, or a message calls
-    max_json_bytes     of a chat's tools and tool calls together: JSON is parsed on the event loop
-    max_json_depth     levels of objects and lists
-    max_kwargs_values  of a chat's template_kwargs, those inside others included; max_kwargs_depth: their levels
+    max_text_bytes     UTF-8 bytes of a text, or of a chat's texts together; ChatTemplate limits the rendered text
+    max_parts          parts of a message's content
+    max_tools          tools that a chat offers, or that a message calls
+    max_json_bytes     JSON of a chat's tools and tool calls together; it is parsed on the event loop
+    max_json_depth     nesting of objects and lists in that JSON
+    max_kwargs_values  values in a chat's template_kwargs, nested ones included
+    max_kwargs_depth   nesting of objects and lists in template_kwargs
     max_n              sequences from one input
-    max_request_id     characters
+    max_request_id     characters of a request's id
     """
 
     max_model_len: int
@@ -93,7 +93,7 @@ def check_ids(ids: Sequence[int], field: str, most: int, vocab_size: int) -> Non
 
 
 def _digits(value: float) -> str:
-    """As few as tell the value from others: a little above a limit does not look like the limit."""
+    """The fewest digits that identify the value, so that a value just above a limit does not look like it."""
     for digits in range(1, 17):
         rounded = float(f"{value:.{digits}g}")
         if value in (rounded, c_float(rounded).value):  # most fields hold 32 bits: 0.1 is 0.10000000149 there

@@ -1,4 +1,4 @@
-"""The Inference service: text in, a stream of tokens out. One coroutine a request, from first to last message."""
+"""The Inference service: text in, a stream of tokens out. One coroutine per request, from first to last message."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from pagoda_server.router.text.tokenizer import Tokenizer
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """The Inference service."""
+
     def __init__(
         self,
         *,
@@ -40,7 +42,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         live: LiveRequests,
         stall_timeout_s: float,
     ) -> None:
-        self.limits = limits  # replaced when an engine says what it can hold
+        self.limits = limits  # replaced when an engine reports its own
         self._model = model
         self._tokenizer = tokenizer
         self._admission = admission
@@ -52,7 +54,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         received = time.monotonic()
         params = validate_generate(request, self.limits, self._model)
         tenant = tenant_of(context.invocation_metadata())
-        self._dispatcher.pick()  # without an engine the prompt need not be tokenized
+        self._dispatcher.pick()  # fail before tokenizing if no engine is ready
         with self._admission.reserve(params.num_sequences * (params.max_tokens or 1)) as reservation:
             live = self._live.add(params.request_id)
             try:
@@ -76,10 +78,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         received: float,
     ) -> None:
         engine = self._dispatcher.pick()
-        # First of all, so that the engine need not wait.
+        # Before all else, so that the engine can start.
         stream = live.stream = BeamSearchStream(engine, submit) if params.is_search else engine.submit(submit)
         try:
-            if live.is_aborted:  # while it was tokenized
+            if live.is_aborted:  # during tokenization
                 stream.abort()
             async with ClientWriter(context, self._stall_timeout_s) as writer:
                 call = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received)
@@ -109,7 +111,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 class GenerateCall:
-    """One Generate call from its submission on: takes what the engine says, writes what the client asked for."""
+    """One Generate call after submission: takes the engine's output and writes what the client asked for."""
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class GenerateCall:
             for index in range(params.n)
         ]
         self._unfinished = params.n
-        self._response = inference_pb2.GenerateResponse(request_id=params.request_id)  # used again
+        self._response = inference_pb2.GenerateResponse(request_id=params.request_id)  # reused
 
     async def write_prompt(self, ids: Sequence[int]) -> None:
         response = inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt={})
@@ -145,7 +147,7 @@ class GenerateCall:
         await self._writer.write(response)
 
     async def run(self, stream: EngineStream | BeamSearchStream) -> None:
-        """Until every sequence has ended. Raises what the engine's end means, if it is no regular one."""
+        """Stream until every sequence has ended. Raises an error if the engine ended one irregularly."""
         while self._unfinished:
             await stream.wait()
             for output, inbox in zip(self._outputs, stream.inboxes, strict=True):
@@ -164,7 +166,7 @@ class GenerateCall:
             self._unfinished -= 1
             await self._write_finished(output, is_last=not self._unfinished)
         elif output.stop is not None:
-            stream.abort(output.index)  # only the router knows stop strings; until it is heard, tokens go on coming
+            stream.abort(output.index)  # only the router knows stop strings; tokens arrive until the engine reads this
 
     async def _write_finished(self, output: SequenceOutput, *, is_last: bool) -> None:
         response = inference_pb2.GenerateResponse(request_id=self._response.request_id, finished=output.finished())
@@ -200,7 +202,7 @@ class GenerateCall:
 
 
 def raise_if_failed(ended: engine_pb2.Ended) -> None:
-    """Raises what the engine's end means for the whole call, if it is no regular one."""
+    """Raise the error that ends the whole call, if the engine ended a sequence irregularly."""
     match ended.reason:
         case engine_pb2.END_REASON_DEADLINE:
             raise DeadlineExceeded("the deadline passed, or could not be met any more")

@@ -1,4 +1,4 @@
-"""What goes back to a client: each sequence's tokens as records, text and an end, and the writer that sends them."""
+"""Responses to a client: each sequence's tokens as records, text and an end, and the writer that sends them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,15 @@ _FINISH_REASONS = {
 
 
 class SequenceOutput:
-    """
-    detokenizer    None when the client wants no text
-    stops          stop strings; looked for from the token after the first min_tokens on
-    includes_stop  the text ends with the stop string, or with the text of the token, that ended it
-    token_bytes    of a token id; None when the client does not want them
+    """Turns one sequence's tokens into what its client asked for.
+
+    detokenizer    None if the client wants no text
+    stops          stop strings, looked for after the first min_tokens tokens
+    includes_stop  whether the text includes the stop string, or the stop token's text, that ended the sequence
+    token_bytes    gives a token's bytes; None if the client does not want them
+
+    stop           the stop string that was found
+    ended          the engine's end, once `take` has met it
     """
 
     def __init__(
@@ -48,7 +52,7 @@ class SequenceOutput:
     ) -> None:
         self.index = index
         self.num_tokens = 0
-        self.stop: str | None = None  # the stop string that was met
+        self.stop: str | None = None
         self.ended: engine_pb2.Ended | None = None
         self._score: float | None = None
         self._detokenizer = detokenizer
@@ -58,13 +62,13 @@ class SequenceOutput:
         self._token_bytes = token_bytes
 
     def take(self, inbox: SequenceInbox, into: inference_pb2.Tokens) -> bool:
-        """Empties the inbox. False if there is nothing to send; once the engine's end is taken, `ended` holds it.
+        """Empty the inbox into a message. Returns False if there is nothing to send.
 
-        `into` may hold what was sent before: a message in use again costs half of a new one.
+        `into` may hold an earlier message: reusing one costs half as much as making one.
         """
         ids, logprobs, ended = inbox.tokens, inbox.logprobs, inbox.ended
         inbox.tokens, inbox.logprobs, inbox.ended = [], [], None
-        # After a stop, the engine's tokens are those that it computed before it heard of it.
+        # After a stop string, the engine's tokens are those that it computed before it read the abort.
         text, count = self._text_of(ids, ended) if self.stop is None else ("", 0)
         self.num_tokens += count
         self.ended, self._score = ended, inbox.score
@@ -79,7 +83,7 @@ class SequenceOutput:
         return True
 
     def finished(self) -> inference_pb2.Finished:
-        """The client's view of the end that was taken."""
+        """The `finished` event, once `ended` is set."""
         assert self.ended is not None, "the engine's end comes first"
         if self.stop is not None:
             reason = FinishReason.FINISH_REASON_STOP
@@ -92,10 +96,10 @@ class SequenceOutput:
         )
 
     def _text_of(self, ids: Sequence[int], ended: engine_pb2.Ended | None) -> tuple[str, int]:
-        """Text that these tokens make known, and how many of them there are up to the stop string, if one is met."""
+        """The text that these tokens add, and the number of tokens that count: those up to a stop string, if found."""
         if self._detokenizer is None:
             return "", len(ids)
-        # The id that ended the sequence is reported; whether it is a part of the text is the client's choice.
+        # The id that ended the sequence is always reported; the client chooses whether the text includes it.
         num_before_end = len(ids) - bool(ids and ended is not None and ended.HasField("matched"))
         before_end, at_end = ids[:num_before_end], ids[num_before_end:]
         if self._matcher is None:
@@ -134,8 +138,8 @@ def write_records(
     logprobs: Sequence[engine_pb2.Logprobs] = (),
     token_bytes: TokenBytes | None = None,
 ) -> None:
-    """Replaces the records by those of `ids`; `token_bytes` gives a token's bytes, None leaves them out."""
-    if len(ids) == len(records) == 1 and not logprobs and token_bytes is None:  # as most messages are
+    """Replace the records with those of `ids`. `token_bytes` gives a token's bytes; None leaves them out."""
+    if len(ids) == len(records) == 1 and not logprobs and token_bytes is None:  # as in most messages
         records[0].id = ids[0]
         return
     del records[:]
@@ -153,15 +157,15 @@ def write_records(
 
 
 class ClientWriter:
-    """Writes one call's responses, and gives up a client that reads nothing. A context manager around all writes.
+    """Writes one call's responses, and ends the call if the client stops reading. A context manager around all writes.
 
-    One timer a call looks after its writes: a timeout for each of them would cost as much as building its message.
+    One timer per call watches its writes: a timeout for each write would cost as much as building its message.
     """
 
     def __init__(self, context: GenerateContext, stall_timeout_s: float) -> None:
         self._context = context
         self._stall_timeout_s = stall_timeout_s
-        self._write_began = math.inf  # while none is under way
+        self._write_began = math.inf  # inf: none is under way
         self._timeout = asyncio.timeout(None)
         self._loop = asyncio.get_running_loop()
 
@@ -171,7 +175,7 @@ class ClientWriter:
         return self
 
     async def write(self, response: inference_pb2.GenerateResponse) -> None:
-        """The response may be used again afterwards."""
+        """Write a response, which may be reused afterwards."""
         self._write_began = time.monotonic()
         await self._context.write(response)
         self._write_began = math.inf
@@ -179,7 +183,7 @@ class ClientWriter:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raises ResourceExhausted when the client has stopped reading."""
+        """Raise ResourceExhausted if the client has stopped reading."""
         self._timer.cancel()
         try:
             await self._timeout.__aexit__(kind, error, trace)
@@ -188,7 +192,7 @@ class ClientWriter:
             raise ResourceExhausted(message, reason="READER_STALLED") from None
 
     def _check(self) -> None:
-        """A stalled write ends the call; else looks again when the one under way would have stalled."""
+        """End the call if its write has stalled; otherwise check again at the earliest time at which it could have."""
         now = time.monotonic()
         stalls_at = min(self._write_began, now) + self._stall_timeout_s
         if stalls_at <= now:

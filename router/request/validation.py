@@ -37,15 +37,15 @@ _MAX_SLO_S = 3600.0
 class GenerateParams:
     """A valid request with its defaults filled in.
 
-    prompt_field  where the prompt came from, as errors name it
-    sampling     every field is set, the seed included; beam_search only where it is asked for
-    max_tokens   None: as many as the context leaves, up to a default (`check_prompt` tells)
-    logprobs     None: none; 0: of the chosen token; N: also of the N most likely
-    has_text     the response carries text, else token ids alone
-    has_prompt   the response begins with the prompt's token ids
-    has_token_bytes       each token carries its bytes
-    keeps_special_tokens  in the text
-    includes_stop         the text ends with the stop string or token that ended it
+    prompt_field          the input field that is set, as errors name it
+    sampling              every field is set, the seed included; beam_search only if requested
+    max_tokens            None: as many as the context leaves, up to a default (see `check_prompt`)
+    logprobs              None: none; 0: of the chosen token; N: also of the N most likely
+    has_text              whether the response carries text besides token ids
+    has_prompt            whether the response begins with the prompt's token ids
+    has_token_bytes       whether each token carries its bytes
+    keeps_special_tokens  whether the text keeps special tokens
+    includes_stop         whether the text includes the stop string or token that ended it
     """
 
     request_id: str
@@ -70,12 +70,12 @@ class GenerateParams:
 
     @property
     def n(self) -> int:
-        """Sequences that are returned."""
+        """Sequences to return."""
         return self.sampling.n
 
     @property
     def is_search(self) -> bool:
-        """Whether beams are searched (router/request/beam_search.py)."""
+        """Whether this is a beam search (router/request/beam_search.py)."""
         return self.sampling.HasField("beam_search")
 
     @property
@@ -85,7 +85,7 @@ class GenerateParams:
 
 
 def validate_generate(request: inference_pb2.GenerateRequest, limits: Limits, served: str) -> GenerateParams:
-    """All that can be told before the prompt is tokenized.
+    """Check everything that can be checked before the prompt is tokenized.
 
     Raises InvalidArgument, NotFound for the model, Unimplemented for a field that this server does not support.
     """
@@ -124,7 +124,7 @@ def validate_generate(request: inference_pb2.GenerateRequest, limits: Limits, se
 
 
 def check_prompt(params: GenerateParams, prompt_len: int, limits: Limits) -> int:
-    """What could not be told before tokenizing: whether prompt and output fit. Returns the resolved max_tokens.
+    """Check that prompt and output fit, once the prompt is tokenized. Returns the resolved max_tokens.
 
     Raises InvalidArgument.
     """
@@ -158,13 +158,13 @@ def to_submit(
     timeout_s: float | None = None,
     tenant: str = "",
 ) -> engine_pb2.Submit:
-    """The request as the engine takes it; the channel names the sequences.
+    """Convert a request for the engine; the channel numbers its sequences.
 
     max_tokens  as `check_prompt` resolved it
-    timeout_s   from now; None: no deadline
+    timeout_s   counts from now; None: no deadline
     tenant      as `tenant_of` found it
 
-    Raises InvalidArgument if a beam search cannot be made with so many ids that end a sequence.
+    Raises InvalidArgument if too many ids end a sequence for a beam search.
     """
     stop_ids = {*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids}
     if params.is_search:
@@ -187,33 +187,33 @@ def to_submit(
 
 @dataclass(frozen=True, slots=True)
 class TokenizeParams:
+    """A valid request with its defaults filled in."""
+
     prompt: str | Chat
     add_special_tokens: bool
 
 
 def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: Limits, served: str) -> TokenizeParams:
-    """Empty text is allowed. Raises as `validate_generate` does."""
+    """Check a Tokenize request; its text may be empty. Raises InvalidArgument, NotFound for the model."""
     check_model(request.model, served)
     adds_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
     prompt = _text_input(request, limits)
     if prompt is None:
         raise InvalidArgument("input", "is missing: set one of prompt, message, chat")
     if isinstance(prompt, Chat) and not adds_special_tokens:
-        raise InvalidArgument(
-            "add_special_tokens", "is off, and the chat template adds them: only a prompt goes without"
-        )
+        raise InvalidArgument("add_special_tokens", "must be true for a message or a chat, whose template adds them")
     return TokenizeParams(prompt, adds_special_tokens)
 
 
 def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: Limits, served: str) -> tuple[int, ...]:
-    """The token ids. Raises InvalidArgument, NotFound for the model."""
+    """Check a Detokenize request and return its ids. Raises InvalidArgument, NotFound for the model."""
     check_model(request.model, served)
     check_ids(request.token_ids, "token_ids", limits.max_model_len, limits.vocab_size)
     return tuple(request.token_ids)
 
 
 def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The tenant's name, or "" for the calls that name none, which share one. Raises InvalidArgument."""
+    """The tenant that a call's metadata names, or "": all calls without one share that. Raises InvalidArgument."""
     given = [value for key, value in metadata or () if key == TENANT_KEY]
     if not given:
         return ""
@@ -226,9 +226,9 @@ def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 
 
 def check_model(model: str, served: str) -> None:
-    """Empty means the one that is served. Raises NotFound."""
+    """Raise NotFound unless the model is the served one; an empty name means that one."""
     if model not in ("", served):
-        raise NotFound(f"model: not served here; {served} is")
+        raise NotFound(f"model: not served here; the served model is {served}")
 
 
 def _request_id(request_id: str, limits: Limits) -> str:
@@ -242,7 +242,7 @@ def _request_id(request_id: str, limits: Limits) -> str:
 
 
 def _check_supported(request: inference_pb2.GenerateRequest) -> None:
-    """Raises Unimplemented for a field that this server knows and does not support."""
+    """Raise Unimplemented for a field that the protocol has and this server does not support."""
     if request.HasField("guided"):
         raise Unimplemented(f"guided.{request.guided.WhichOneof('format') or 'format'}")
     if request.lora_name:
@@ -270,7 +270,7 @@ def _prompt(request: inference_pb2.GenerateRequest, limits: Limits) -> Prompt:
 def _text_input(
     request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, limits: Limits
 ) -> str | Chat | None:
-    """Text to take as it stands, or a chat; None where neither is given."""
+    """The input's text or chat; None if neither is given."""
     match request.WhichOneof("input"):
         case "prompt":
             check_bytes(request.prompt, "prompt", limits.max_text_bytes)
@@ -339,7 +339,7 @@ _DEFAULTS: dict[str, Any] = {each.name: each.default for each in PARAMETERS}
 
 
 def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb2.Sampling:
-    """The same with every field set. Raises InvalidArgument."""
+    """Check sampling fields and fill in their defaults. Raises InvalidArgument."""
     check_count(len(given.logit_bias), "sampling.logit_bias", limits.max_logit_bias)
     for id, bias in given.logit_bias.items():
         check_id(id, f"sampling.logit_bias[{id}]", limits.vocab_size)
@@ -347,7 +347,7 @@ def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb
     check_ids(given.allowed_token_ids, "sampling.allowed_token_ids", limits.vocab_size, limits.vocab_size)
     resolved = inference_pb2.Sampling(n=1, seed=secrets.randbits(64), **_DEFAULTS)
     resolved.MergeFrom(given)
-    resolved.DiscardUnknownFields()  # a client may send megabytes of them, and this message goes on to the engine
+    resolved.DiscardUnknownFields()  # a client may send megabytes of them, and this message goes to the engine
     for each in PARAMETERS:
         low, high, is_low_allowed = each.interval.low, each.interval.high, each.interval.includes_low
         value = getattr(resolved, each.name)

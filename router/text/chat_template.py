@@ -1,4 +1,4 @@
-"""A model's chat template, run in jinja2's sandbox: a conversation becomes the text that the model was trained on."""
+"""Run a model's chat template in jinja2's sandbox: it renders a conversation in the format of the model's training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # model famili
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call of an earlier answer."""
+    """A tool call in an earlier answer."""
 
     name: str
     arguments: dict[str, Json]
@@ -60,11 +60,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """
+    """A conversation.
+
     messages         at least one
-    continue_last    the text ends inside the last message instead of opening the assistant's next one
-    tools            what the model is told of the functions that it may call: {"type": "function", "function": …}
-    template_kwargs  more variables of the template
+    continue_last    continue the last message instead of starting the assistant's next one
+    tools            functions that the model may call: {"type": "function", "function": …}
+    template_kwargs  additional variables of the template
     """
 
     messages: tuple[Message, ...]
@@ -73,7 +74,7 @@ class Chat:
     template_kwargs: Mapping[str, Json] = field(default_factory=dict)
 
     def with_texts(self, change: Callable[[str], str]) -> Chat:
-        """The same chat with each text that its client wrote replaced by `change` of it."""
+        """A copy of the chat with `change` applied to every text that the client wrote."""
         return Chat(
             tuple(_message_with_texts(message, change) for message in self.messages),
             self.continue_last,
@@ -110,14 +111,14 @@ def _json_with_texts(value: Any, change: Callable[[str], str]) -> Any:
 class ChatTemplate:
     """A template in the dialect of Hugging Face's `apply_chat_template`, compiled once; threads may share it.
 
-    reads_tools  whether it tells the model of the tools that it may call
-    kwargs       variables that it reads and `Chat.template_kwargs` may set; ascending
+    reads_tools  whether it shows the model the tools
+    kwargs       variables that it reads and `Chat.template_kwargs` may set, in ascending order
     """
 
     def __init__(self, source: str, variables: Mapping[str, str] | None = None, max_bytes: int = 8 << 20) -> None:
         """
-        variables  what the template may name besides the conversation, such as bos_token
-        max_bytes  UTF-8 bytes of a rendered conversation
+        variables  the template's variables besides the conversation, such as bos_token
+        max_bytes  limit of a rendered conversation, in bytes of UTF-8
 
         Raises ConfigError if the template does not compile.
         """
@@ -134,13 +135,13 @@ class ChatTemplate:
         self.kwargs = tuple(sorted(names - self._reserved))
 
     def render(self, chat: Chat) -> str:
-        """Raises InvalidArgument if the template refuses or fails, or its text is too long."""
+        """Render a conversation. Raises InvalidArgument if the template fails or its text is too long."""
         if taken := sorted(self._reserved.intersection(chat.template_kwargs)):
             raise InvalidArgument(f"chat.template_kwargs.{taken[0]}", "is set by the server")
         if not chat.continue_last:
             return self._run(chat, chat.messages, add_generation_prompt=True)
         *earlier, last = chat.messages
-        # The end of the last message is found by a mark that no client can have typed.
+        # A mark that no client can have typed shows where the last message ends.
         mark = f"{secrets.randbits(128)} "
         marked = replace(last, content=last.content + mark)
         text, found, rest = self._run(chat, (*earlier, marked), add_generation_prompt=False).rpartition(mark.rstrip())
@@ -164,7 +165,7 @@ class ChatTemplate:
                 num_bytes += len(piece.encode())
                 if num_bytes > self._max_bytes:
                     break
-        except Exception as error:  # a template is a program: whatever it raises is about this conversation
+        except Exception as error:  # a template is a program that may raise anything
             logger.info("the chat template failed with %s", type(error).__name__)
             raise InvalidArgument("chat", "the model's chat template does not accept this conversation") from error
         if num_bytes > self._max_bytes:
@@ -173,7 +174,7 @@ class ChatTemplate:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The dialect that templates are written in, as transformers defines it."""
+    """The template dialect that transformers defines."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
@@ -184,7 +185,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here it means its content."""
+    """`{% generation %}…{% endgeneration %}` marks text for training; here it only renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -200,7 +201,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja2's own, without HTML escapes."""
+    """Convert to JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

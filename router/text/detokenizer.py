@@ -1,10 +1,10 @@
-"""Token ids to text as they come: for any ids, all deltas together are what decoding all ids at once gives.
+"""Convert token ids to text as they arrive: all deltas together equal the decoding of all ids at once.
 
-The reference is `tokenizers.Tokenizer.decode`. What it does depends on the tokenizer's decoder:
+The reference is `tokenizers.Tokenizer.decode`. The method depends on the tokenizer's decoder:
 
 byte-level   every token is bytes (GPT-2, Llama 3, Qwen); text follows when they complete a character
-piece-wise   every token is text of its own, or one byte (SentencePiece: Llama 2, Mistral, Gemma; also WordPiece)
-any other    no text is certain before the last token: all of it comes with `flush`
+piece-wise   every token is a text or one byte (SentencePiece: Llama 2, Mistral, Gemma; also WordPiece)
+any other    no text is certain before the last token, so `flush` returns all of it
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from pagoda_server.router.text.piece_detokenizer import PieceWise, PieceWiseKind
 
 logger = logging.getLogger(__name__)
 
-Tokens: TypeAlias = dict[int, str]  # ids that decoding does not pass over
+Tokens: TypeAlias = dict[int, str]  # ids that decoding does not skip
 
 
 class Detokenizer(Protocol):
     """One sequence's text so far."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids add and that no later id can change. Ids outside the vocabulary add nothing."""
+        """The text that these ids add and no later id can change. Ids outside the vocabulary add nothing."""
 
     def flush(self) -> str:
-        """What is still held after the last id, such as the replacement of a character cut short."""
+        """The text still held after the last id, such as the replacement of an incomplete character."""
 
 
 class Detokenization:
-    """How a tokenizer turns ids into text; what it works out about a token is kept for all sequences.
+    """Makes a tokenizer's detokenizers, which share what it learns about each token.
 
-    Threads may share it. Tokens that are added to the tokenizer later do not count.
+    Threads may share it. It does not see tokens that are added to the tokenizer later.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -48,7 +48,7 @@ class Detokenization:
         self._kind = {False: _kind_of(tokenizer.decoder, tokens), True: _kind_of(tokenizer.decoder, ordinary)}
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """For a new sequence."""
+        """A detokenizer for a new sequence."""
         return self._kind[skip_special_tokens].detokenizer()
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -56,12 +56,12 @@ class Detokenization:
         return detokenizer.push(ids) + detokenizer.flush()
 
     def token_bytes(self, id: int) -> bytes:
-        """The UTF-8 bytes of a token inside a text; of a special token, its name; of other ids, none."""
+        """A token's UTF-8 bytes inside a text; a special token's name; empty for unknown ids."""
         return self._kind[False].token_bytes(id)
 
 
 class _Kind(Protocol):
-    """How the tokens of one kind of tokenizer become text."""
+    """One kind of tokenizer: how its tokens become text."""
 
     def detokenizer(self) -> Detokenizer: ...
 
@@ -76,7 +76,7 @@ def _kind_of(decoder: decoders.Decoder | None, tokens: Tokens) -> _Kind:
         return _ByteLevelKind(tokens)
     if (plan := piece_wise(description)) is not None:
         return PieceWiseKind(tokens, plan)
-    logger.warning("the tokenizer's decoder does not work token by token: text will come at the end of each sequence")
+    logger.warning("the tokenizer's decoder needs all tokens at once: text will arrive at the end of each sequence")
     return _WholeKind(tokens, decoder)
 
 
@@ -95,7 +95,7 @@ class _TokenBytes(dict[int, bytes]):
             return b""
         try:
             self[id] = bytes([_BYTE_OF_CHAR[char] for char in token])
-        except KeyError:  # an added token that is not written in the byte alphabet stands for itself
+        except KeyError:  # an added token outside the byte alphabet stands for itself
             self[id] = token.encode()
         return self[id]
 

@@ -1,4 +1,4 @@
-"""Ids to text where every token has a text of its own, or is one byte: SentencePiece's decoders, and WordPiece's."""
+"""Convert ids to text where every token is a text or one byte: SentencePiece's and WordPiece's decoders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Step: TypeAlias = dict[str, Any]  # one decoder as tokenizer.json writes it
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Characters to remove where the text begins, `count` at most."""
+    """Up to `count` characters to remove from the beginning of the text."""
 
     char: str
     count: int
@@ -26,10 +26,11 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class PieceWise:
-    """
-    join       tokens to text, by steps that look at one token and at whether it is the first
-    has_bytes  then tokens like <0xE2> become bytes
-    strip      then the beginning of the joined text is cut
+    """The steps of a piece-wise decoder.
+
+    join       joins tokens to text; looks at one token at a time and at whether it is the first
+    has_bytes  whether tokens like <0xE2> then become bytes
+    strip      what is then cut from the beginning of the text
     """
 
     join: Callable[[list[str]], str]
@@ -38,7 +39,7 @@ class PieceWise:
 
 
 def piece_wise(decoder: Step) -> PieceWise | None:
-    """Reads [token-wise steps …, ByteFallback?, (Fuse, Strip on the left?)?]; None for a decoder of another form."""
+    """Read [token-wise steps …, ByteFallback?, (Fuse, Strip on the left?)?]; None for a decoder of another form."""
     rest = flat(decoder)
     token_wise = []
     while rest and rest[0]["type"] in ("Replace", "Metaspace", "WordPiece", "Strip"):
@@ -54,7 +55,7 @@ def piece_wise(decoder: Step) -> PieceWise | None:
 
 
 def flat(step: Step) -> list[Step]:
-    """The steps of a decoder, those of nested sequences included."""
+    """The steps of a decoder, with nested sequences flattened."""
     if step["type"] != "Sequence":
         return [step]
     return [inner for part in step["decoders"] for inner in flat(part)]
@@ -79,7 +80,7 @@ class Pieces(dict[int, "str | int | None"]):
         self._anchor_len = len(join([self._ANCHOR]))
 
     def first(self, id: int) -> str | int | None:
-        """What the token adds where it is the first."""
+        """What the token adds as the first one."""
         token = self._tokens.get(id)
         return None if token is None else self._text_or_byte(self._join([token]))
 
@@ -150,9 +151,9 @@ class PieceDetokenizer:
 
 
 class _ByteRun:
-    """Adjacent byte tokens. All of a run is text if all of it is UTF-8; otherwise each of its bytes is one U+FFFD.
+    """A run of adjacent byte tokens. If all of it is UTF-8 it is text; otherwise each byte is one U+FFFD.
 
-    So its text is certain when the run ends, or as soon as it cannot become UTF-8 any more.
+    Its text is known when the run ends, or as soon as it can no longer become UTF-8.
     """
 
     def __init__(self) -> None:

@@ -1,18 +1,18 @@
-"""Keeps the special tokens that a chat template writes apart from the same text typed by a user, which stays text.
+"""Distinguish special tokens that a chat template writes from the same text typed by a user, which stays text.
 
-In a template's output, <|im_end|> from the template and <|im_end|> from a message look the same. So:
+In a template's output, <|im_end|> from the template and <|im_end|> from a message look the same. Therefore:
 
 1. `disarm` puts a mark inside every special token's text in a message, before the template sees it;
-2. what still reads as a special token in the rendered text is the template's own: `encode_rendered` replaces it by an
-   alias, an unguessable string that is a token of the tokenizer, and takes the marks out;
-3. the tokenizer sees all of the text at once, aliases as tokens and typed special tokens as text; the ids of aliases
-   become those of what they stand for.
+2. what still reads as a special token in the rendered text is the template's own: `encode_rendered` replaces it with an
+   alias, an unguessable string that is a token of the tokenizer, and removes the marks;
+3. the tokenizer sees the whole text at once, with aliases as tokens and typed special tokens as text; the ids of
+   aliases are then replaced with the ids of their special tokens.
 
-The template is trusted to put messages in whole, or a part in one piece: one that cuts a part out of a message's middle
-could join what is left to a special token.
+The template is trusted to insert a message, or one piece of it, unchanged. A template that cuts out the middle of a
+message could join the rest to a special token.
 
-Text without typed special tokens gives the same ids as with the tokenizer's own handling, as an alias is added with the
-same options (white space it takes in, normalization) as its token.
+Text without typed special tokens gives the same ids as the tokenizer's own handling, because an alias has the same
+options (surrounding white space, normalization) as its token.
 """
 
 from __future__ import annotations
@@ -26,40 +26,42 @@ _OUTSIDE_ANY_VOCABULARY = "\U0010ffff"
 
 
 class SpecialTokens:
+    """Encodes text in which special tokens are text, and templates in which they are tokens."""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Changes the tokenizer: its special tokens are text from now on, and aliases are added above its last id."""
+        """Change the tokenizer: its special tokens become text, and aliases are added above its last id."""
         self._tokenizer = tokenizer
-        # A mark cannot go inside a single character: one that is a special token stays text even in a template.
+        # A mark does not fit inside a single character: one that is a special token stays text even in a template.
         added = tokenizer.get_added_tokens_decoder()
         special = {id: token for id, token in added.items() if token.special and len(token.content) > 1}
         longest_first = sorted((token.content for token in special.values()), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._longest = len(longest_first[0]) if longest_first else 0
         self._beginnings = {content[:end] for content in longest_first for end in range(1, len(content))}
-        # Digits stay whatever a template does to the case of a text. Who guesses the mark can only have it taken out.
+        # Digits survive a template that changes case. A user who guesses the mark can only have it removed.
         self._mark = _random_digits()[-16:]
         self._alias = {token.content: f"{_random_digits()}{id}" for id, token in special.items()}
         self._id_of_alias = self._add_aliases(special)
         tokenizer.encode_special_tokens = True
-        # What stands for characters outside the vocabulary comes up in plain text rightly.
+        # The token for characters outside the vocabulary may occur in plain text.
         unknown = tokenizer.encode(_OUTSIDE_ANY_VOCABULARY, add_special_tokens=False).ids
         self._forgeable = frozenset(special).difference(unknown)
 
     def disarm(self, typed: str) -> str:
-        """The text of a message as the template may see it: no special token begins in it."""
+        """A message's text for the template: marked so that no special token begins in it."""
         while (disarmed := self._pattern.sub(self._broken, typed)) != typed:  # again where special tokens overlap
             typed = disarmed
         return self._disarm_end(typed)
 
     def encode_rendered(self, rendered: str) -> list[int]:
-        """Ids of a template's output whose messages were disarmed."""
+        """Encode a template's output whose messages were disarmed."""
         aliased = self._pattern.sub(lambda match: self._alias[match[0]], rendered)
         ids = self.encode(aliased.replace(self._mark, ""), add_special_tokens=False)
         return [self._id_of_alias.get(id, id) for id in ids]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of text in which nothing is a special token; `add_special_tokens` puts the tokenizer's own around it."""
-        # Of the ways to encode, this is the one that lets other threads run meanwhile.
+        """Encode text in which nothing is a special token; `add_special_tokens` puts the tokenizer's own around it."""
+        # This way of encoding alone lets other threads run meanwhile.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids = encoding.ids
         if self._forgeable.isdisjoint(ids):
@@ -74,7 +76,7 @@ class SpecialTokens:
         return match[0][0] + self._mark + match[0][1:]
 
     def _disarm_end(self, typed: str) -> str:
-        """Marks a beginning of a special token that the next message's text could complete."""
+        """Mark a trailing start of a special token, which the next message's text could complete."""
         text = typed.rstrip()
         for start in range(max(len(text) - self._longest + 1, 0), len(text)):
             if text[start:] in self._beginnings:
@@ -82,7 +84,7 @@ class SpecialTokens:
         return typed
 
     def _spelled(self, id: int) -> list[int]:
-        """The token's characters one by one: a search for the likeliest split (Unigram) finds it in plain text."""
+        """Encode the token's characters one by one: Unigram's search for the likeliest split finds it in plain text."""
         characters = list(self._tokenizer.id_to_token(id) or "")
         return [
             piece
@@ -92,7 +94,7 @@ class SpecialTokens:
 
     def _add_aliases(self, special: dict[int, AddedToken]) -> dict[int, int]:
         tokenizer = self._tokenizer
-        # New ids are counted on from the number of tokens; where ids have gaps, that many would run into those in use.
+        # The library numbers new tokens from the vocabulary's size. If ids have gaps, the first ones would collide.
         highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         gaps = highest + 1 - tokenizer.get_vocab_size(with_added_tokens=True)
         tokenizer.add_tokens([_random_digits() for _ in range(gaps)])

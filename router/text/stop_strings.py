@@ -1,4 +1,4 @@
-"""Finds the first stop string in text that arrives in pieces, and holds back only what may still become one."""
+"""Find the first stop string in text that arrives in pieces, and hold back only what may still become one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class StopMatcher:
     """Looks for stop strings in one sequence's text.
 
     The match is the one that ends first: the sequence stops at the earliest character that completes any stop string,
-    so the outcome does not depend on how the text was cut into deltas. Of several that end there, the longest counts.
-    Each character is looked at once (Aho & Corasick, 1975), however much text came before.
+    so the outcome does not depend on how the text was cut into deltas. If several end there, the longest counts.
+    Each character is examined once (Aho & Corasick, 1975), however much text came before.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -24,7 +24,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, delta: str) -> str:
-        """Returns the text that is now safe to emit: all that comes before a stop string, and none of what follows."""
+        """Return the text that is now safe to emit: all text before a stop string, and none after it."""
         automaton, node = self._automaton, self._node
         if self.matched is not None:
             return ""
@@ -42,7 +42,7 @@ class StopMatcher:
         return text[:safe]
 
     def flush(self) -> str:
-        """The text held back, at the end of a sequence that ended otherwise."""
+        """Return the text held back, when the sequence ends for another reason."""
         held, self._node, self._held = self._held, 0, ""
         return held
 
@@ -70,7 +70,7 @@ class _Automaton:
         return self.children[node].get(char, 0)
 
 
-@lru_cache(maxsize=16)  # a request's sequences share one; bounded, as 16 stop strings of 256 characters take a megabyte
+@lru_cache(maxsize=16)  # a request's sequences share one; 16 stop strings of 256 characters take a megabyte
 def _build(stops: tuple[str, ...]) -> _Automaton:
     automaton = _Automaton([{}], [0], [0], [None], frozenset(stop[0] for stop in stops))
     for stop in stops:
@@ -89,7 +89,7 @@ def _build(stops: tuple[str, ...]) -> _Automaton:
 
 
 def _link(automaton: _Automaton) -> None:
-    """Sets each node's fallback, and its stop where a shorter one ends there; breadth first, as shorter come first."""
+    """Set each node's fallback, and its stop if a shorter one ends there. Breadth first: shorter strings come first."""
     queue = deque(automaton.children[0].values())
     while queue:
         node = queue.popleft()

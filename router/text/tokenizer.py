@@ -1,4 +1,4 @@
-"""Text and chats to token ids, and back; off the event loop where it takes long."""
+"""Convert text and chats to token ids and back, in threads where it takes long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagoda_server.router.text.detokenizer import Detokenization, Detokenizer
 from pagoda_server.router.text.special_tokens import SpecialTokens
 from pagoda_server.router.text.tokenizer_files import TokenizerFiles
 
-# The threads here are the parallelism; the library's own would compete with the engine for its cores.
+# Parallelism comes from this file's threads; the library's own would compete with the engine for cores.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 Result = TypeVar("Result")
@@ -28,17 +28,17 @@ _NUM_THREADS = 4
 
 
 class Tokenizer:
-    """Threads may share it.
+    """A model's tokenizer and chat template. Threads may share it.
 
-    fingerprint        SHA-256 of tokenizer.json, in hex: the engine's must be the same
-    vocab_size         highest token id + 1; the model's embedding may have more rows
-    eos_token_ids      end a sequence; ascending
-    chat_template      None: chats cannot be encoded
-    recommended        sampling that the model's authors recommend, by the names that Hugging Face gives its parameters
+    fingerprint    SHA-256 of tokenizer.json, in hex; the engine's must be equal
+    vocab_size     highest token id + 1; the model's embedding may have more rows
+    eos_token_ids  ids that end a sequence, in ascending order
+    chat_template  None if the model has none
+    recommended    sampling parameters that the model's authors recommend, by Hugging Face's names
     """
 
     def __init__(self, folder: Path) -> None:
-        """Reads a Hugging Face model folder. Raises ConfigError if a file is missing or cannot be used."""
+        """Read a Hugging Face model folder. Raises ConfigError if a file is missing or cannot be used."""
         files = TokenizerFiles.read(folder)
         try:
             tokenizer = tokenizers.Tokenizer.from_str(files.tokenizer_json.decode())
@@ -58,32 +58,32 @@ class Tokenizer:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Text that reads like a special token stays text; `add_special_tokens` puts the tokenizer's own around it."""
+        """Encode text. Typed special tokens stay text; `add_special_tokens` puts the tokenizer's own around it."""
         return self._special_tokens.encode(text, add_special_tokens)
 
     def encode_chat(self, chat: Chat) -> list[int]:
-        """The template's special tokens are tokens; what reads like one in a client's text stays text.
+        """Render and encode a chat. The template's special tokens are tokens; those that a client typed stay text.
 
-        Only for a model with a chat template. Raises InvalidArgument if it refuses the conversation.
+        The model must have a chat template. Raises InvalidArgument if the template refuses the conversation.
         """
         assert self.chat_template, "validation refuses a chat where there is no template"
         disarmed = chat.with_texts(self._special_tokens.disarm)
         return self._special_tokens.encode_rendered(self.chat_template.render(disarmed))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """All at once; ids outside the vocabulary add nothing."""
+        """Decode all ids at once; ids outside the vocabulary add nothing."""
         return self._detokenization.decode(ids, skip_special_tokens)
 
     def token_bytes(self, id: int) -> bytes:
-        """The UTF-8 bytes of a token inside a text; the name of a special token."""
+        """A token's UTF-8 bytes inside a text; a special token's name."""
         return self._detokenization.token_bytes(id)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """For a new sequence."""
+        """A detokenizer for a new sequence."""
         return self._detokenization.detokenizer(skip_special_tokens)
 
     async def encode_prompt(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
-        """`encode` or `encode_chat` in a thread; token ids are taken as they are."""
+        """Run `encode` or `encode_chat` in a thread; token ids are returned unchanged."""
         match prompt:
             case str():
                 return await self._in_thread(lambda: self.encode(prompt, add_special_tokens))
@@ -93,7 +93,7 @@ class Tokenizer:
                 return list(prompt)
 
     async def decode_ids(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """`decode` in a thread."""
+        """Run `decode` in a thread."""
         return await self._in_thread(lambda: self.decode(ids, skip_special_tokens))
 
     def close(self) -> None:
@@ -108,5 +108,5 @@ def _contained(work: Callable[[], Result]) -> Result:
         return work()
     except Exception:
         raise
-    except BaseException as error:  # a panic of the library is one request's fault, not the end of the process
+    except BaseException as error:  # a panic in the library must fail one request, not the process
         raise Internal("the tokenizer panicked") from error

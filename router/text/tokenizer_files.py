@@ -18,12 +18,13 @@ _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """
-    tokenizer_json  as it stands in the file
+    """A model folder's statements about its tokenizer and its sampling.
+
+    tokenizer_json  the file's content
     special_tokens  role → text, such as eos_token → <|im_end|>; templates use them
-    chat_template   jinja2; None for a model that does not chat
-    eos_token_ids   that end a generation, besides special_tokens' eos_token
-    recommended     sampling parameters that generation_config.json gives, by name, as they stand there
+    chat_template   jinja2; None if the model has none
+    eos_token_ids   ids that end a sequence, besides special_tokens' eos_token
+    recommended     sampling parameters in generation_config.json, by name, unchecked
     """
 
     tokenizer_json: bytes
@@ -71,7 +72,7 @@ def _read_object(path: Path) -> Json:
 
 
 def _special_tokens(config: Json) -> dict[str, str]:
-    """Each is written as its text, or as an object that has it as `content`."""
+    """Special tokens by role. The file gives each as its text, or as an object with the text as `content`."""
     texts = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -81,7 +82,7 @@ def _special_tokens(config: Json) -> dict[str, str]:
 
 
 def _chat_template(folder: Path, config: Json) -> str | None:
-    """A file of its own goes before the entry in the tokenizer's configuration."""
+    """The chat template: its own file takes precedence over tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     content = _read(path)
     if content is not None:
@@ -96,7 +97,7 @@ def _chat_template(folder: Path, config: Json) -> str | None:
 
 
 def _eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """One id or several; what is said about generation goes before what is said about the model."""
+    """End-of-sequence ids: generation_config.json takes precedence over config.json."""
     for name in ("generation_config.json", "config.json"):
         told = _read_object(folder / name).get("eos_token_id")
         if told is not None:
@@ -109,6 +110,6 @@ def _eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 def _recommended(folder: Path) -> dict[str, Any]:
     generation = _read_object(folder / "generation_config.json")
-    if generation.get("do_sample") is False:  # then transformers takes the most likely token and heeds no other field
+    if generation.get("do_sample") is False:  # transformers then decodes greedily and ignores the other fields
         return {"temperature": 0.0}
     return {name: generation[name] for name in _RECOMMENDED if generation.get(name) is not None}

@@ -118,7 +118,7 @@ def test_an_unknown_model_is_not_found(inference: inference_pb2_grpc.InferenceSt
         with pytest.raises(grpc.RpcError) as caught:
             call()
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        assert caught.value.details() == "model: not served here; synthetic is"
+        assert caught.value.details() == "model: not served here; the served model is synthetic"
 
 
 def test_a_very_small_temperature_succeeds(inference: inference_pb2_grpc.InferenceStub) -> None:

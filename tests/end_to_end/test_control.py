@@ -233,7 +233,7 @@ def test_a_model_is_served_under_the_name_it_is_given(workers: str) -> None:
         assert control.GetServerInfo(control_pb2.GetServerInfoRequest()).model == "org/name"
         with pytest.raises(grpc.RpcError) as caught:
             inference.Tokenize(inference_pb2.TokenizeRequest(prompt="x", model="synthetic"))
-        assert caught.value.details() == "model: not served here; org/name is"
+        assert caught.value.details() == "model: not served here; the served model is org/name"
 
 
 def test_a_unix_socket_is_served_too(tmp_path: Path) -> None:
