@@ -1,8 +1,8 @@
 """Every setting of the router and the engine, declared once.
 
-`EngineConfig` and `ServeConfig` are what the two processes are told. Their fields carry help, unit, range and panel.
-The command lines, the arguments of a spawned engine, the checks, GetServerInfo's `settings` and docs/settings.md are
-made from them. What a request may set of sampling is declared in settings/sampling.py.
+`EngineConfig` and `ServeConfig` configure the two processes. Their fields carry help, unit, range and panel; the
+command lines, the arguments of a spawned engine, the checks, GetServerInfo's `settings` and docs/settings.md are made
+from them. settings/sampling.py declares the sampling parameters of a request.
 """
 
 from pagoda_server.settings.engine import EngineConfig, EngineSettings

@@ -16,7 +16,7 @@ _INTRODUCTION = """\
 
 <!-- `make settings` writes this page from settings/; edit the texts there. -->
 
-`pagoda serve` takes every option but those of the last section, and passes the engine's on to an engine that it spawns.
+`pagoda serve` takes every option except those of the last section, and passes the engine's to an engine that it spawns.
 `python -m pagoda_server.engine`, an engine that runs apart, takes the engine's options and those of the last section.
 [operations.md](operations.md) explains how they work together. `GetServerInfo` reports the values in effect, without
 paths and addresses.

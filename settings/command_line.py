@@ -47,5 +47,5 @@ def _parameter(declared: Field[Any], kind: Any) -> Parameter:
 
 
 def _spellings(declared: Field[Any]) -> list[str]:
-    """A switch that is off by default needs no way to turn it off."""
+    """The option's spellings, where typer's are wrong: a switch that is off by default has no --no- form."""
     return [flag(declared.name)] if declared.default is False else []

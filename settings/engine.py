@@ -1,4 +1,4 @@
-"""The engine's settings, and those that it shares with the router. A new one is an entry here and its use."""
+"""The engine's settings, and those that it shares with the router. To add one, add an entry here and use it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Overlap = Literal["auto", "on", "off"]
 
 CPU_BLOCK_SIZE = 4
 GPU_BLOCK_SIZE = 16
-MAX_GB = 1_000_000_000  # more than any machine has; so many bytes still fit into 64 bits
+MAX_GB = 1_000_000_000  # more than any machine has, and as bytes it still fits into 64 bits
 MAX_THREADS = 4096
 MAX_BLOCK_SIZE = 1 << 20
 
@@ -42,7 +42,7 @@ def _check_listen(address: str) -> None:
 
 
 def _weight_of_tenant(text: str) -> dict[str, float]:
-    """Raises ValueError."""
+    """Parse NAME=WEIGHT,NAME=WEIGHT. Raises ValueError."""
     weights: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, weight = part.partition("=")
@@ -69,7 +69,7 @@ class CommonSettings(Settings):
 
 @dataclass(frozen=True)
 class EngineSettings(CommonSettings):
-    """Settings that a router passes on to an engine that it spawns."""
+    """Settings that a router passes to an engine that it spawns."""
 
     device: Device = setting(
         "auto", "Where the model runs. auto takes a GPU if torch finds one, else the CPU.", panel=ENGINE_MODEL
@@ -174,15 +174,15 @@ class EngineSettings(CommonSettings):
                 "otherwise decodes fill every step and a waiting prompt never advances"
             )
         if self.weight_of_tenant() and self.policy != "fair":
-            raise SettingError(f"--tenant-weights: --policy {self.policy} has no shares; fair has")
+            raise SettingError(f"--tenant-weights needs --policy fair, not {self.policy}")
 
     @property
     def target_itl_s(self) -> float | None:
-        """None: no target."""
+        """The target in seconds; None: no target."""
         return self.target_itl_ms / 1e3 if self.target_itl_ms else None
 
     def tokens_a_block(self, device_type: str) -> int:
-        """Small blocks waste few slots. A GPU's kernels are made for blocks of 16."""
+        """The block size: by default small on a CPU, which wastes few slots, and 16 on a GPU, as its kernels expect."""
         return self.block_size or (CPU_BLOCK_SIZE if device_type == "cpu" else GPU_BLOCK_SIZE)
 
     def weight_of_tenant(self) -> dict[str, float]:
@@ -191,7 +191,7 @@ class EngineSettings(CommonSettings):
 
 @dataclass(frozen=True)
 class EngineConfig(EngineSettings):
-    """What `python -m pagoda_server.engine` is told."""
+    """Settings of `python -m pagoda_server.engine`."""
 
     listen: str = setting(
         "127.0.0.1:50052",

@@ -19,7 +19,7 @@ from pagoda_server.settings.setting import (
 
 SPAWN = "spawn"
 MAX_QUEUED_TOKENS = 1 << 62
-SHORTEST_TIMEOUT_S = 0.1  # the router looks several times within a timeout whether it is over
+SHORTEST_TIMEOUT_S = 0.1  # the router checks a timeout several times before it expires
 
 
 def _check_name(name: str) -> None:
@@ -39,7 +39,7 @@ def _check_engine(engine: str) -> None:
 
 @dataclass(frozen=True)
 class RouterSettings(CommonSettings):
-    """Settings of the router alone, besides those of both processes."""
+    """Settings of the router, and those of both processes."""
 
     served_model_name: str | None = setting(
         None, "Name that clients call the model by.", check=_check_name, shown_default="its own, or its folder's"
@@ -51,8 +51,8 @@ class RouterSettings(CommonSettings):
     )  # fmt: skip
     engine: str = setting(
         SPAWN,
-        "Where the engine runs. 'spawn' starts it here. Else the addresses of running engines, separated by commas: "
-        "shm:PATH, unix:PATH or HOST:PORT.",
+        "Where the engine runs. 'spawn' starts it here. Otherwise the addresses of running engines, separated by "
+        "commas: shm:PATH, unix:PATH or HOST:PORT.",
         check=_check_engine, is_private=True,
     )  # fmt: skip
     channel: Literal["auto", "shm", "grpc"] = setting(
@@ -106,7 +106,7 @@ class RouterSettings(CommonSettings):
     )  # fmt: skip
     auth_token_file: str | None = setting(
         None,
-        "File with the token that every call must carry. Else $PAGODA_AUTH_TOKEN, if it is set.",
+        "File with the token that every call must carry. Without it, $PAGODA_AUTH_TOKEN counts if it is set.",
         panel=EXPOSURE, is_private=True,
     )  # fmt: skip
     tls_cert: str | None = setting(
@@ -122,11 +122,11 @@ class RouterSettings(CommonSettings):
 
 @dataclass(frozen=True)
 class ServeConfig(RouterSettings, EngineSettings):
-    """What `pagoda serve` is told: the router's settings, and those of the engine that it spawns."""
+    """Settings of `pagoda serve`: the router's, and those of the engine that it spawns."""
 
     @property
     def engine_addresses(self) -> list[str]:
-        """Of engines that run elsewhere."""
+        """Addresses of engines that run elsewhere."""
         return self.engine.split(",")
 
     @property
@@ -134,7 +134,7 @@ class ServeConfig(RouterSettings, EngineSettings):
         return is_local(self.listen) if self.reflection is None else self.reflection
 
     def check_engine_is_ours(self) -> None:
-        """Raises SettingError for settings of a spawned engine if there is none: they would change nothing."""
+        """Raise SettingError for a spawned engine's settings if there is none, because they would have no effect."""
         if self.engine == SPAWN:
             return
         common = {declared.name for declared in fields(CommonSettings)}

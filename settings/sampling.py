@@ -1,6 +1,6 @@
-"""The specification of sampling parameters: the router checks requests by it, and the engine samples by it.
+"""The specification of sampling parameters, from which the router checks requests and the engine samples.
 
-A number that a request may set is one entry here. Its field in protos/pagoda/v1/inference.proto has the same name.
+Each number that a request may set is one entry here. Its field in protos/pagoda/v1/inference.proto has the same name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One number of `Sampling`; `default` changes nothing, and for the temperature takes the most likely token."""
+    """One number of `Sampling`. Its default changes nothing; the temperature's takes the most likely token."""
 
     name: str
     default: float
@@ -50,7 +50,7 @@ class Sampling:
     """How a sequence's next token is chosen; the defaults take the most likely token.
 
     logit_bias  (token id, bias): no id twice, each bias within LOGIT_BIAS
-    seed        determines the randomness together with the position of the token to choose: the same at any load
+    seed        determines the randomness, with the position of the token to choose: the same at any load
     """
 
     temperature: float = field(default=0.0, metadata=_spec(Interval(0, 100), "0 takes the most likely token."))

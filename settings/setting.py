@@ -1,4 +1,4 @@
-"""What a setting is: a field of a frozen dataclass that carries its help, unit, range and panel."""
+"""A setting: a field of a frozen dataclass that carries its help, unit, range and panel."""
 
 from __future__ import annotations
 
@@ -15,28 +15,36 @@ EXPOSURE = "Exposure"
 ENGINE_MODEL = "Engine: model"
 ENGINE_KV_CACHE = "Engine: KV cache"
 ENGINE_SCHEDULING = "Engine: scheduling"
-PANELS = (GENERAL, LIMITS, EXPOSURE, ENGINE_MODEL, ENGINE_KV_CACHE, ENGINE_SCHEDULING)  # as help and docs order them
+PANELS = (
+    GENERAL,
+    LIMITS,
+    EXPOSURE,
+    ENGINE_MODEL,
+    ENGINE_KV_CACHE,
+    ENGINE_SCHEDULING,
+)  # in --help's order
 
-EXIT_CONFIG = 2  # what both processes exit with for a setting that cannot work: no restart mends it
-MAX_UINT32 = (1 << 32) - 1  # the widest count that the protocol carries
+EXIT_CONFIG = 2  # exit code of both processes for a setting that cannot work: a restart would not help
+MAX_UINT32 = (1 << 32) - 1  # the largest count that the protocol carries
 
 
 class SettingError(Exception):
-    """A setting has a value that it cannot have. The message names the flag, the value and the limit."""
+    """A setting has an invalid value. The message names the flag, the value and the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """
-    help           one or two sentences: what the setting does
-    panel          heading of --help and docs/settings.md that it stands under
-    unit           of a number; --help shows it in place of the number's type
+    """What a setting's declaration says besides its type and default.
+
+    help           what the setting does, in one or two sentences
+    panel          heading under which --help and docs/settings.md list it
+    unit           unit of a number; --help shows it in place of the type
     at_least       smallest value
-    above          largest value that is too small
-    at_most        largest value; a number that has none must still be finite
-    check          raises ValueError whose message goes on after the flag; the value None is not checked
-    shown_default  what happens by default, where the value None does not tell
-    is_private     a secret, a path or an address: GetServerInfo leaves it out
+    above          bound that the value must exceed
+    at_most        largest value; a number without one must still be finite
+    check          raises ValueError, whose message follows the flag; not called for None
+    shown_default  what happens by default, if the value None does not tell
+    is_private     whether GetServerInfo leaves it out: a secret, a path or an address
     """
 
     help: str
@@ -51,7 +59,7 @@ class About:
 
     @property
     def range(self) -> str:
-        """The allowed numbers in words; empty if any is allowed."""
+        """The allowed numbers in words; empty if all are allowed."""
         match self.above, self.at_least, self.at_most:
             case None, None, None:
                 return ""
@@ -65,7 +73,7 @@ class About:
                 return f"above {below}, at most {highest}"
 
     def check_value(self, flag: str, value: Any) -> None:
-        """Raises SettingError."""
+        """Raise SettingError if the setting cannot have this value."""
         if value is None:
             return
         if isinstance(value, (int, float)) and not self._is_in_range(value):
@@ -78,7 +86,7 @@ class About:
                 raise SettingError(f"{flag} {error}") from None
 
     def _is_in_range(self, value: float) -> bool:
-        """False for nan, too."""
+        """Whether the value is allowed; NaN never is."""
         lowest = -math.inf if self.at_least is None else self.at_least
         highest = math.inf if self.at_most is None else self.at_most
         return lowest <= value <= highest and value != math.inf and (self.above is None or value > self.above)
@@ -97,12 +105,13 @@ def setting(
     shown_default: str = "",
     is_private: bool = False,
 ) -> Value:
-    """A field of a `Settings` class; `About` describes the arguments."""
+    """Declare a setting as a field of a `Settings` class; `About` describes the arguments."""
     about = About(help, panel, unit, at_least, above, at_most, check, shown_default, is_private)
     return field(default=default, metadata={"about": about})
 
 
 def about(declared: Field[Any]) -> About:
+    """The declaration of a setting."""
     described: About = declared.metadata["about"]
     return described
 
@@ -120,7 +129,7 @@ class Settings:
             about(declared).check_value(flag(declared.name), getattr(self, declared.name))
 
     def arguments(self, declared_by: type[Settings]) -> list[str]:
-        """The command line that gives these settings to another process, of those that `declared_by` has."""
+        """The command line that gives the settings in `declared_by` to another process."""
         arguments = []
         for declared in fields(declared_by):
             match getattr(self, declared.name):
@@ -135,9 +144,9 @@ class Settings:
         return arguments
 
     def reported(self, declared_by: type[Settings], **effective: object) -> dict[str, str]:
-        """What clients may know, as text by name, of the settings that `declared_by` has. What is unset is left out.
+        """The public settings in `declared_by` as text, by name. Unset ones are left out.
 
-        effective  values that took the place of None or "auto"
+        effective  values that replace None or "auto"
         """
         values = {declared.name: getattr(self, declared.name) for declared in fields(declared_by)} | effective
         return {

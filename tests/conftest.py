@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from pagoda.v1 import admin_pb2_grpc, control_pb2_grpc, inference_pb2_grpc
     from tests.servers import Server
 
-# Where the suite is a script's background job, SIGINT is ignored and every process started here would inherit that; the
-# tests that interrupt one need what a terminal gives.
+# In a script's background job SIGINT is ignored, and every process started here would inherit that. Tests that
+# interrupt a process need a terminal's default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Workers and the servers that they start share the cores: with as many threads of torch's in each as there are cores,
@@ -37,7 +37,7 @@ if os.environ.get("PAGODA_INSTRUCTION_SET"):
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line for each reason why tests were skipped, the most frequent first."""
+    """Print one line per reason for skipped tests, most frequent first."""
     reports = terminalreporter.stats.get("skipped", [])
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
     for reason, count in reasons.most_common():
@@ -62,7 +62,7 @@ def plain_model_folder(default_model_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def synthetic_server() -> Iterator[Server]:
-    """The synthetic model, 2 ms a step; shared, so leave it as it was."""
+    """A server of the synthetic model, 2 ms per step. Tests share it and must leave it unchanged."""
     from tests.servers import running_server
 
     with running_server("--model", "synthetic", "--step-ms", "2", "--max-requests", "256") as server:

@@ -55,7 +55,7 @@ class Server:
             time.sleep(0.05)
 
     def stop(self, timeout_s: float = 60.0) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 

@@ -1,11 +1,11 @@
-"""A CUDA device simulated on the CPU: what a card would do to code that a CPU forgives.
+"""A CUDA device simulated on the CPU: it shows faults that a card punishes and a CPU forgives.
 
-- Tensors on it say that they are on "cuda". An op that mixes them with the host's fails.
-- What is launched runs as late as the rules allow, when the host waits: pinned memory that is written too early, and
-  results that are read too early, show as wrong numbers. Or at once: what is overwritten before it is read shows.
-- Memory that nobody has written holds NaN. It is limited, counted, and runs out as on a card.
-- A graph records what is launched, and repeats it at the same addresses. What it computed on the way is lost after it.
-- What makes the host wait is noted, and is an error where torch is told so, or while a graph is captured.
+- Its tensors say that they are on "cuda". An op that mixes them with the host's tensors fails.
+- Launched work runs as late as CUDA's rules allow, when the host waits: pinned memory that is written too early, and
+  results that are read too early, give wrong numbers. Or it runs at once, which shows what is overwritten too early.
+- Uninitialized memory holds NaN. Memory is limited and counted, and it runs out as on a card.
+- A graph records launches and repeats them at the same addresses. Its intermediate results are lost after a replay.
+- Ops that make the host wait are noted. They are an error if torch is told so, or during the capture of a graph.
 
 Ops are computed by torch's CPU kernels, Triton's by its interpreter. There is one stream, and no speed.
 """
@@ -38,7 +38,7 @@ _UNWRITTEN = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, a
 
 
 class Memory:
-    """What an allocation on the device has taken of it, as long as the host holds a tensor there."""
+    """The device memory of one allocation, held as long as the host holds a tensor in it."""
 
     _size = 0  # of one that there was no room for
 
@@ -58,7 +58,7 @@ class Memory:
 
 
 class CudaTensor(Tensor):
-    """`contents` are the values, once what was launched has run. Torch's code takes it for one of the meta device."""
+    """A tensor on the device. `contents` are its values once the launched work has run; torch sees a meta tensor."""
 
     contents: Tensor
     memory: Memory
@@ -119,7 +119,7 @@ class SimulatedCuda(TorchDispatchMode):
                 self.run()
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """What was launched, in its order, to its end or until that is so."""
+        """Run launched work in order, to its end or until the condition holds."""
         self._refuse_if_broken()
         with _disable_current_modes(), torch.inference_mode():
             while self._launched and not until():
@@ -130,7 +130,7 @@ class SimulatedCuda(TorchDispatchMode):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def wait(self, reason: str) -> None:
-        """The host waits for all that was launched, in an op that does not say so."""
+        """Make the host wait for all launched work, as an op does that synchronizes implicitly."""
         assert self.captured is None, f"{reason}: operation not permitted when stream is capturing"
         if self.waiting_is_an_error:
             raise RuntimeError(f"called a synchronizing CUDA operation: {reason}")
@@ -139,7 +139,7 @@ class SimulatedCuda(TorchDispatchMode):
 
     @property
     def num_launched(self) -> int:
-        """Works that wait to be run."""
+        """How many launched works have not run."""
         return len(self._launched)
 
     # -- memory -----------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class SimulatedCuda(TorchDispatchMode):
         return tensor.untyped_storage().data_ptr() in self._pinned
 
     def allocate(self, like: Tensor) -> CudaTensor:
-        """A tensor on the device that nobody has written."""
+        """An uninitialized tensor on the device."""
         span = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
         memory = Memory(self, span * like.dtype.itemsize if like.numel() else 0)
         real = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
@@ -367,9 +367,10 @@ class Event:
 
 
 class Graph:
-    """
+    """A captured graph.
+
     works    what was launched during the capture
-    buffers  what was allocated then: later replays use the memory of those that nobody holds any more
+    buffers  what was allocated then; replays use the memory of those that the host no longer holds
     """
 
     def __init__(self, device: SimulatedCuda) -> None:
@@ -394,7 +395,7 @@ class Graph:
 
 
 def made_on_the_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.tensor`, which asks CUDA for a device before it asks anybody else."""
+    """Wrap `torch.tensor` to make tensors on the host; torch would ask CUDA for a device first."""
 
     def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         made = make(*args, **kwargs)
@@ -404,19 +405,19 @@ def made_on_the_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def is_of_device(target: Any) -> bool:
-    """Meta is what torch takes it for, where it makes a number a tensor beside others."""
+    """Whether a target is the simulated device; torch calls it meta where it converts a number to a tensor."""
     return target is not None and torch.device(target).type in ("cuda", "meta")
 
 
 def without_lists(index: Any) -> Any:
-    """What a card is sent instead of a list, and waits for."""
+    """Replace lists in an index by device tensors; a card needs that copy, and the host waits for it."""
     if isinstance(index, tuple):
         return tuple(without_lists(part) for part in index)
     return torch.tensor(index).to(CUDA) if isinstance(index, list) else index
 
 
 def with_index(leaf: Any) -> Any:
-    """Where a device of CUDA has no number, torch would ask CUDA for it."""
+    """Give a CUDA device its index, for which torch would ask CUDA."""
     return CUDA if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
 
 
@@ -429,7 +430,7 @@ def has_mask(indices: Sequence[Tensor | None]) -> Iterator[bool]:
 
 
 def real(values: Any) -> Any:
-    """With what tensors of the device hold instead of them, inside dataclasses too."""
+    """Replace device tensors by their contents, inside dataclasses too."""
 
     def of(leaf: Any) -> Any:
         if is_dataclass(leaf) and not isinstance(leaf, type):
@@ -449,7 +450,7 @@ def to_meta(values: Any) -> Any:
 
 
 def poison(tensor: Tensor) -> None:
-    """What can be noticed if it is used: NaN, and integers that are no index."""
+    """Fill a tensor with values whose use shows: NaN, and integers that are not an index."""
     if tensor.dtype.itemsize == 1:
         tensor.view(torch.uint8).fill_(0x7F)  # NaN in float8
     elif tensor.is_floating_point():

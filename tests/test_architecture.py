@@ -1,4 +1,4 @@
-"""Which module may import which, and the floor plan: what keeps the processes apart and the core free of tensors."""
+"""Which module may import which: rules that keep the processes apart and the core free of tensors."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_running_router_has_loaded_no_torch() -> None:
 
 
 def modules() -> dict[str, ast.Module]:
-    """Every module of the project by its name, but for the generated stubs."""
+    """Every module of the project by its name, except the generated stubs."""
     found = {}
     for package, root in PACKAGES.items():
         for folder, _, files in os.walk(root, followlinks=True):  # the server's rooms are links
@@ -113,7 +113,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def arrows_from(tree: ast.Module, modules: Mapping[str, ast.Module]) -> Iterator[str]:
-    """What a module imports of the project: at the top, within functions, and for type checking alone."""
+    """The project's modules that a module imports: at the top, within functions, and for type checking."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)

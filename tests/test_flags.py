@@ -19,18 +19,18 @@ FLAG = re.compile(r"(?<![\w#-])--[a-z][a-z-]*[a-z]")
 
 
 def options_of(given: Any) -> set[str]:
-    """Of a command and its commands."""
+    """The options of a command and its subcommands."""
     own = {option for parameter in given.params for option in (*parameter.opts, *parameter.secondary_opts)}
     return own.union(*(options_of(each) for each in getattr(given, "commands", {}).values()))
 
 
 def engine(config: EngineConfig) -> int:
-    """An engine."""
+    """Start an engine."""
     raise NotImplementedError
 
 
 def flags_of(page: str) -> set[str]:
-    """Those of lines about Pagoda: other programs have their own, and so has the first column of the table for vLLM."""
+    """Options in lines about Pagoda; lines about other programs and the vLLM column of a table are skipped."""
     lines = (ROOT / page).read_text().replace("| vLLM | Pagoda |", "\0").split("\0")
     text = "\n".join((*lines[:1], *(re.sub(r"^\|[^|]*\|", "", part, flags=re.MULTILINE) for part in lines[1:])))
     return {flag for line in text.splitlines() if not OTHER_PROGRAM.search(line) for flag in FLAG.findall(line)}

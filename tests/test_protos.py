@@ -1,4 +1,4 @@
-"""The committed stubs are those of the committed protos, and run where clients run."""
+"""The committed stubs match the committed protos and run where clients run."""
 
 from __future__ import annotations
 

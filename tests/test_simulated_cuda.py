@@ -1,4 +1,4 @@
-"""The simulated card is an instrument: what it is to notice, it notices."""
+"""The simulated card detects what it is made to detect."""
 
 from __future__ import annotations
 

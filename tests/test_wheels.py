@@ -1,4 +1,4 @@
-"""Both distributions as a user has them: built, installed beside other packages, used from outside the tree."""
+"""Both distributions as a user gets them: built, installed beside other packages, used from outside the tree."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build(hook: str, project: Path, out: Path, **environment: str) -> Path:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What git has or would add, links as links."""
+    """Files that git has or would add; links stay links."""
     folder = tmp_path_factory.mktemp("checkout")
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
     for name in listed:
@@ -76,7 +76,7 @@ def metadata(wheel: Path) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Somewhere outside the tree."""
+    """A folder outside the tree."""
     return tmp_path_factory.mktemp("elsewhere")
 
 
@@ -104,7 +104,7 @@ def server_python(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def address(server_python: Path, folder: Path) -> Iterator[str]:
-    """Of `pagoda serve`, run from the wheels."""
+    """The address of `pagoda serve`, run from the wheels."""
     command = [server_python.parent / "pagoda", "serve", "--model", "synthetic", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

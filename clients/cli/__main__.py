@@ -37,7 +37,7 @@ def _options(
 
 
 def _serve(config: ServeConfig) -> int:
-    """Serve a model: a router, and the engine that it spawns and supervises unless --engine says where one runs."""
+    """Serve a model: start a router, and an engine that it supervises unless --engine gives the address of one."""
     from pagoda_server.cli.terminal import shown_progress
     from pagoda_server.router.process.main import serve
 

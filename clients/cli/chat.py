@@ -67,7 +67,7 @@ def chat(
 
 
 class Conversation:
-    """Turns of user and assistant, all of which go with each question."""
+    """A conversation with the user, sent in full with each question."""
 
     def __init__(
         self, connect: Callable[[], AsyncClient], console: Console, system: str | None, options: GenerateOptions
@@ -79,7 +79,7 @@ class Conversation:
         self._turns = list(self._beginning)
 
     def run(self) -> None:
-        """Until the user leaves."""
+        """Ask and answer until the user leaves."""
         while True:
             try:
                 text = self._console.input("[bold cyan]you ›[/] ").strip()
@@ -103,7 +103,7 @@ class Conversation:
                     self._ask(text)
 
     def _ask(self, text: str) -> None:
-        """Streams the answer. A stopped one stays in the conversation as far as it came; a failed question does not."""
+        """Stream the answer. A stopped answer stays in the conversation; a failed question does not."""
         from pagoda.errors import PagodaError
 
         question: ChatMessage = {"role": "user", "content": text}

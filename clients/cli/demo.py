@@ -43,11 +43,11 @@ LOG_LINES = 15
 
 
 class ServerError(Exception):
-    """The server did not start, or did not stop as it should."""
+    """The server did not start or stop as it should."""
 
 
 class ServerProcess:
-    """Starts with the block, and is gone, its engine included, when the block ends."""
+    """`pagoda serve` in a process group of its own; leaving the block kills it and its engine."""
 
     def __init__(self, arguments: list[str]) -> None:
         self.address = ""
@@ -56,7 +56,7 @@ class ServerProcess:
 
     def __enter__(self) -> ServerProcess:
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-        environment.pop("PAGODA_AUTH_TOKEN", None)  # this server is for nobody else
+        environment.pop("PAGODA_AUTH_TOKEN", None)  # the demo calls this server without a token
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pagoda_server.cli", "serve", "--listen", "127.0.0.1:0", *self._arguments],
             env=environment,
@@ -85,7 +85,7 @@ class ServerProcess:
             reader.join(timeout=1.0)
 
     def wait_ready(self, on_wait: Callable[[], None]) -> None:
-        """Until health is SERVING; `on_wait` is called ten times a second meanwhile. Raises ServerError."""
+        """Wait until health is SERVING, calling `on_wait` ten times a second. Raises ServerError."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._is_serving():
             if (code := self._process.poll()) is not None:
@@ -96,7 +96,7 @@ class ServerProcess:
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """SIGTERM. Raises ServerError if the server does not then end with exit code 0."""
+        """Send SIGTERM. Raises ServerError unless the server then ends with exit code 0."""
         self._process.terminate()
         try:
             code = self._process.wait(STOP_TIMEOUT_S)
@@ -135,7 +135,7 @@ LOG_WIDTH = 110
 
 @dataclass(slots=True)
 class Stream:
-    """One prompt and what has come of it so far."""
+    """One prompt and its output so far."""
 
     prompt: str
     is_chat: bool
@@ -149,6 +149,8 @@ class Stream:
 
 
 class View(Protocol):
+    """Shows the streams as they grow, for as long as its block runs."""
+
     def __enter__(self) -> View: ...
 
     def __exit__(
@@ -156,7 +158,7 @@ class View(Protocol):
     ) -> None: ...
 
     def show(self, stream: Stream, delta: str) -> None:
-        """The stream has grown by this text, or has finished."""
+        """Show that the stream has grown by `delta`, or has finished."""
 
 
 def view_of(streams: list[Stream], console: Console) -> View:
@@ -164,7 +166,7 @@ def view_of(streams: list[Stream], console: Console) -> View:
 
 
 class Panels:
-    """A panel a stream, which shows the end of its text."""
+    """A panel per stream, which shows the end of its text."""
 
     def __init__(self, streams: list[Stream], console: Console) -> None:
         self._streams = streams
@@ -181,7 +183,7 @@ class Panels:
         self._live.stop()
 
     def show(self, stream: Stream, delta: str) -> None:
-        pass  # the live display looks at the streams by itself
+        pass  # the live display reads the streams itself
 
     def _grid(self) -> Table:
         num_rows = -(-len(self._streams) // COLUMNS)
@@ -205,7 +207,7 @@ class Panels:
 
 
 class Log:
-    """Every delta in the order of arrival behind its stream's number: `3│ Stockholm`. Newlines show as ⏎."""
+    """Every delta in order of arrival, after its stream's number: `3│ Stockholm`. Newlines show as ⏎."""
 
     def __init__(self, streams: list[Stream], console: Console) -> None:
         self._streams = streams
@@ -258,10 +260,10 @@ TEXTS = [
 
 
 def main(model: str = DEFAULT_MODEL, *serve_options: str) -> int:
-    """Returns the exit code: 0, or 1 with a message and the server's last log lines on standard error."""
+    """Run the demo. Returns 0, or 1 after printing a message and the server's last log lines to standard error."""
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
-    # As Ctrl-C, which unwinds through the server's block and asyncio alike; the default would leave the server behind.
-    # A script's background job starts with Ctrl-C ignored, and then SIGTERM would be too.
+    # SIGTERM acts as Ctrl-C, which unwinds asyncio and the server's block; by default it would leave the server behind.
+    # A script's background job starts with SIGINT ignored, which would then ignore SIGTERM too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     server = ServerProcess(["--model", model, *serve_options])

@@ -33,18 +33,16 @@ if TYPE_CHECKING:
 @with_sampling_options
 def generate(
     sampling: GenerateOptions,
-    prompt: Annotated[str, typer.Argument(help="The text; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="The text, or - to read it from standard input.")],
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it stands, without the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message, for a model that chats.")] = None,
     max_tokens: MaxTokens = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
-    beams: Annotated[
-        int | None, typer.Option(help="Search for the best answer with so many beams.", show_default=False)
-    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be repeated.")] = None,
+    beams: Annotated[int | None, typer.Option(help="Use beam search with this many beams.", show_default=False)] = None,
     length_penalty: Annotated[
-        float | None, typer.Option(help="Of --beams: above 0 favours long answers.", show_default=False)
+        float | None, typer.Option(help="With --beams: above 0 favours long answers.", show_default=False)
     ] = None,
     priority: Annotated[int, typer.Option(help="Higher runs earlier.")] = 0,
     ttft_ms: Annotated[float | None, typer.Option(help="Target for the first token.", show_default=False)] = None,
@@ -56,11 +54,11 @@ def generate(
     tls: Tls = False,
     tls_ca: TlsCa = None,
 ) -> None:
-    """Stream one answer to standard output; figures go to standard error."""
+    """Stream one answer to standard output, and its figures to standard error."""
     if system is not None and raw:
-        raise typer.BadParameter("raw text has no system message", param_hint="--system")
+        raise typer.BadParameter("cannot be combined with --raw", param_hint="--system")
     if length_penalty is not None and beams is None:
-        raise typer.BadParameter("is of a beam search: give --beams too", param_hint="--length-penalty")
+        raise typer.BadParameter("needs --beams", param_hint="--length-penalty")
     text = read_standard_input() if prompt == "-" else prompt
     options: GenerateOptions = {
         **sampling,
@@ -96,12 +94,12 @@ def read_standard_input() -> str:
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise typer.BadParameter(
-            f"standard input is no {error.encoding}: byte {byte:#x}", param_hint="PROMPT"
+            f"standard input is not {error.encoding}: byte {byte:#x}", param_hint="PROMPT"
         ) from None
 
 
 async def write_stream(chunks: AsyncIterator[Chunk]) -> tuple[StreamMeter, FinishReason | None]:
-    """Writes each delta to standard output as it comes, and ends the line, also where the answer breaks off."""
+    """Write each delta to standard output as it arrives. Ends the line even if the answer breaks off."""
     meter, reason, has_text = StreamMeter(), None, False
     try:
         async for chunk in chunks:

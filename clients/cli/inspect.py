@@ -22,7 +22,7 @@ TENANTS_SHOWN = 8
 
 
 def models() -> None:
-    """List what `pagoda serve --model` takes by name."""
+    """List the models that `pagoda serve --model` knows by name."""
     from rich.console import Console
     from rich.table import Table
 
@@ -43,8 +43,8 @@ def models() -> None:
 
 
 def status(
-    watch: Annotated[bool, typer.Option("--watch", help="Go on showing the load until Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks, with --watch.")] = 1.0,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing the load until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between updates, with --watch.")] = 1.0,
     address: Address = DEFAULT_ADDRESS,
     token: Token = None,
     tls: Tls = False,
@@ -101,7 +101,7 @@ def _engine_rows(engine: control_pb2.EngineInfo) -> dict[str, str]:
 
 
 def load_tables(load: control_pb2.Load) -> Group:
-    """The whole server's, then each engine's."""
+    """The server's load, then each engine's."""
     from rich.console import Group
 
     rows = {"requests": f"{load.requests} admitted, {load.reserved_tokens} tokens reserved"}
@@ -119,12 +119,12 @@ def _load_rows(load: control_pb2.EngineLoad) -> dict[str, str]:
     rows = {
         "sequences": f"{load.running} running, {load.waiting} waiting",
         "KV blocks": f"{load.blocks_referenced} in use, {load.blocks_evictable} cached, {load.blocks_free} free "
-        f"of {load.blocks_total}; {100 * load.kv_waste:.1f} % of the slots in use are for no token",
+        f"of {load.blocks_total}; {100 * load.kv_waste:.1f} % of the slots in use hold no token",
         "last step": f"{load.step_sequences} sequences, {load.step_tokens} tokens, {1e3 * load.step_s:.1f} ms",
         "since start": f"{load.steps} steps, {load.prompt_tokens} prompt tokens "
         f"({100 * load.prefix_hit_rate:.0f} % cached), {load.output_tokens} output tokens, "
         f"{load.preemptions} preemptions",
-        "for nothing": f"{load.recomputed_tokens} tokens computed again, {load.dropped_tokens} after their end",
+        "wasted": f"{load.recomputed_tokens} tokens computed again, {load.dropped_tokens} after their sequence's end",
     }
     if load.host_blocks_total:
         rows["host memory"] = (
@@ -135,7 +135,7 @@ def _load_rows(load: control_pb2.EngineLoad) -> dict[str, str]:
 
 
 def _tenants(load: control_pb2.Load) -> str:
-    """A line for each of the most served; calls that name no tenant are in parentheses."""
+    """One line per tenant, most served first; "(none)" stands for calls without a tenant."""
     lines = [
         f"{tenant.name or '(none)'}: {100 * tenant.share:.0f} % of the last 10 s, "
         f"{tenant.running} running, {tenant.waiting} waiting"
@@ -161,12 +161,12 @@ HEALTH_TIMEOUT_S = 3.0
 
 
 def health(
-    service: Annotated[str, typer.Option(help="The service asked about; empty: the whole server.")] = "",
+    service: Annotated[str, typer.Option(help="Service to check. Empty checks the whole server.")] = "",
     address: Address = DEFAULT_ADDRESS,
     tls: Tls = False,
     tls_ca: TlsCa = None,
 ) -> None:
-    """Ask a router or an engine whether it is serving: exit code 0 if it is, 1 if not."""
+    """Check whether a router or an engine is serving. The exit code is 0 if it is, 1 if not."""
     with errors_reported(address):
         if is_shm(address):
             answer = "SERVING" if asyncio.run(_says_hello(address)) else "UNAVAILABLE"
@@ -177,7 +177,7 @@ def health(
 
 
 async def _says_hello(address: str) -> bool:
-    """An engine on shared memory has no health service: it is well if it greets as it greets a router."""
+    """Whether an engine on shared memory, which has no health service, greets this process as it does a router."""
     from pagoda.engine.v1 import engine_pb2
     from pagoda_server.channel import shm_socket
     from pagoda_server.channel.shm_link import ShmLink

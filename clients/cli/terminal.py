@@ -32,7 +32,7 @@ Address = Annotated[str, typer.Option(envvar="PAGODA_ADDRESS", help="HOST:PORT o
 Token = Annotated[
     str | None, typer.Option(envvar="PAGODA_AUTH_TOKEN", show_envvar=True, help="Bearer token of the server.")
 ]
-Tenant = Annotated[str | None, typer.Option(envvar="PAGODA_TENANT", help="Who the call is for.", show_default=False)]
+Tenant = Annotated[str | None, typer.Option(envvar="PAGODA_TENANT", help="Tenant of the call.", show_default=False)]
 Tls = Annotated[bool, typer.Option("--tls", help="Use TLS with the system's authorities.")]
 TlsCa = Annotated[
     Path | None,
@@ -41,15 +41,15 @@ TlsCa = Annotated[
 Timeout = Annotated[float | None, typer.Option(help="Deadline in seconds.", show_default=False)]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(help="Tokens to generate at most.", show_default="the server's --default-max-tokens"),
+    typer.Option(help="Most tokens to generate.", show_default="the server's --default-max-tokens"),
 ]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 ENDINGS = {
-    "length": "max_tokens or the end of the context reached",
+    "length": "reached max_tokens or the end of the context",
     "cancelled": "cancelled by the server",
 }
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has ended
+INTERRUPTED = 130  # a shell's exit code for a program that Ctrl-C has ended
 
 
 def connect(
@@ -62,8 +62,8 @@ def connect(
 ) -> AsyncClient:
     """A client for the running event loop.
 
-    The commands use asyncio for the sake of Ctrl-C: it cancels a task there, while a KeyboardInterrupt that hits the
-    blocking grpc as it starts a call leaves the call without the thread that would end it, and closing waits for ever.
+    The commands use asyncio because Ctrl-C then cancels a task. In the blocking client, a KeyboardInterrupt during the
+    start of a call can leave the call without the thread that would end it, and closing then waits forever.
     """
     from pagoda.aio import AsyncClient
 
@@ -75,14 +75,14 @@ def print_error(message: str) -> None:
 
 
 def print_ending(reason: FinishReason | None) -> None:
-    """One line to standard error where an answer is not at its own end."""
+    """Print one line to standard error if the answer did not end by itself."""
     if reason != "stop":
-        typer.secho(f"[stopped: {ENDINGS.get(str(reason), 'it does not say why')}]", dim=True, err=True)
+        typer.secho(f"[stopped: {ENDINGS.get(str(reason), 'no reason given')}]", dim=True, err=True)
 
 
 @contextmanager
 def errors_reported(address: str = "") -> Iterator[None]:
-    """An expected error becomes one red line and exit code 1; Ctrl-C, exit code 130."""
+    """Turn an expected error into one red line and exit code 1, and Ctrl-C into exit code 130."""
     from pagoda.errors import PagodaError, Unavailable
     from pagoda_server.checkpoints import CheckpointError
 
@@ -90,7 +90,7 @@ def errors_reported(address: str = "") -> Iterator[None]:
         yield
     except (PagodaError, CheckpointError, OSError) as error:
         if isinstance(error, BrokenPipeError):
-            raise  # the reader has seen enough: typer ends quietly
+            raise  # the reader has closed the pipe: typer exits quietly
         print_error(f"{address} is unavailable: {error}" if isinstance(error, Unavailable) else str(error))
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
@@ -101,9 +101,9 @@ def errors_reported(address: str = "") -> Iterator[None]:
 
 
 def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the command's argument `sampling` by an option for each parameter, and one for the seed.
+    """Replace a command's argument `sampling` with an option for each sampling parameter and one for the seed.
 
-    The command gets as `sampling` the options that were given, by name.
+    The command receives the given options by name as `sampling`.
     """
     options = {
         each.name: _option(each.help, f"{each.default:g}", int if each.is_integer else float) for each in PARAMETERS
@@ -115,7 +115,7 @@ def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
         values = {name: given.pop(name) for name in options}
         command(**given, sampling={name: value for name, value in values.items() if value is not None})
 
-    types = get_type_hints(command, localns={"GenerateOptions": dict}, include_extras=True)  # imported for mypy alone
+    types = get_type_hints(command, localns={"GenerateOptions": dict}, include_extras=True)  # imported only for mypy
     own = [each for each in inspect.signature(command).parameters.values() if each.name != "sampling"]
     added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in options]
     sampled.__annotations__ = {each.name: types[each.name] for each in own} | options
@@ -134,7 +134,7 @@ def _option(help: str, shown_default: str | bool, kind: type) -> Any:
 
 @contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """Bars if standard error is a terminal, plain lines if it is a log."""
+    """Show progress on standard error: as bars on a terminal, else as plain lines."""
     if not sys.stderr.isatty():
         from pagoda_server.checkpoints import PrintedProgress
 
@@ -145,7 +145,7 @@ def shown_progress() -> Iterator[Progress]:
 
 
 class ProgressBars:
-    """A checkpoints.Progress that draws one bar a part; a bar that is full stays on the screen."""
+    """A checkpoints.Progress that draws one bar per part; a full bar stays on the screen."""
 
     def __init__(self) -> None:
         self._bars: RichProgress | None = None
@@ -192,7 +192,7 @@ class ProgressBars:
 
 @dataclass(slots=True)
 class StreamMeter:
-    """Counts tokens as they arrive; the clock starts when it is made."""
+    """Counts a stream's tokens as they arrive; the clock starts when the meter is created."""
 
     clock: Callable[[], float] = time.monotonic
     num_tokens: int = 0
@@ -215,7 +215,7 @@ class StreamMeter:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of the tokens after the first message; None before there are any."""
+        """Rate of the tokens after the first message; None before there are any."""
         if self.first is None or self.last <= self.first:
             return None
         return (self.num_tokens - 1) / (self.last - self.first)

@@ -27,17 +27,17 @@ MOST_S = 60.0  # what an engine keeps
 
 
 def trace(
-    seconds: Annotated[float, typer.Option(help="How far back.", min=0.001, max=MOST_S)] = 10.0,
+    seconds: Annotated[float, typer.Option(help="Seconds to look back.", min=0.001, max=MOST_S)] = 10.0,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Trace JSON, for ui.perfetto.dev or chrome://tracing.")
     ] = Path("trace.json"),
-    picture: Annotated[Path | None, typer.Option(help="Draw it too: .png, .svg or .pdf.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Also draw it, as .png, .svg or .pdf.")] = None,
     address: Address = DEFAULT_ADDRESS,
     token: Token = None,
     tls: Tls = False,
     tls_ca: TlsCa = None,
 ) -> None:
-    """Write what a server's last steps did: which sequences ran, how many tokens each, and why others did not."""
+    """Write what a server's last steps did: which sequences ran, with how many tokens, and why others did not."""
     from pagoda_server.cli.trace_timeline import timelines, trace_document
 
     if picture is not None:
@@ -66,7 +66,7 @@ async def _take(
 
 
 def _check_drawable(picture: Path) -> None:
-    """Before anything is asked of the server."""
+    """Exit unless the picture can be drawn."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""A step trace as a picture: what each sequence was doing, what the steps computed, the KV blocks. Needs matplotlib."""
+"""Draw a step trace: what each sequence did, what the steps computed, and the KV blocks. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DPI = 150
 
 
 def draw(timeline: Timeline, title: str, path: Path) -> None:
-    """One engine's trace, in the format that the path's suffix names."""
+    """Draw one engine's trace, in the format that the path's suffix names."""
     tracks_height = min(MAX_HEIGHT - 4, 0.6 + 0.16 * len(timeline.tracks))
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(12, tracks_height + 3.8))
@@ -98,7 +98,7 @@ def _blocks(axis: Axes, timeline: Timeline) -> None:
 
 
 def _levels(timeline: Timeline, values: list[list[float]], width: int) -> list[list[float]]:
-    """Times, then each of `width` values: level over a step, zero where the engine had nothing to do."""
+    """Times, then each of `width` values: constant during a step, zero while the engine was idle."""
     points: list[list[float]] = []
     last_end = 0.0
     for step, row in zip(timeline.steps, values, strict=True):

@@ -20,7 +20,7 @@ HoldReason = trace_pb2.HoldReason
 MoveKind = trace_pb2.MoveKind
 
 
-# Moves of a sequence that has run, if its tokens are in the cache then.
+# Moves of a sequence that has run, if it has computed tokens.
 _LEAVES_RUNNING = (
     MoveKind.MOVE_KIND_PREEMPTED,
     MoveKind.MOVE_KIND_FINISHED,
@@ -31,19 +31,19 @@ _LEAVES_RUNNING = (
 
 
 class Doing(StrEnum):
-    """What a sequence does for a while; a step does the last three of them."""
+    """What a sequence does during a span. The last three happen in steps."""
 
     WAITING = "waiting"
     PREEMPTED = "preempted"
-    HELD = "held"  # it runs, but a step goes by without it
+    HELD = "held"  # it runs, but takes no part in a step
     PREFILL = "prefill"
     DECODE = "decode"
-    PADDING = "padding"  # computed and dropped: the sequence had ended meanwhile
+    PADDING = "padding"  # computed and dropped, because the sequence had ended
 
 
 @dataclass(slots=True)
 class Span:
-    """tokens: computed meanwhile; why: of those that do not compute."""
+    """tokens: computed in the span; why: the reason for not computing."""
 
     doing: Doing
     start_s: float
@@ -55,7 +55,7 @@ class Span:
 
 @dataclass(slots=True)
 class Track:
-    """One sequence. `moves`: when it was preempted or ended, and which of the two."""
+    """One sequence. `moves`: when it was preempted or ended, and the kind of each move."""
 
     sequence: int
     request_id: str = ""
@@ -81,7 +81,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One engine's trace. Tracks are in the order in which sequences began."""
+    """One engine's trace. Tracks are in the order of their sequences' first spans."""
 
     engine: int
     token_budget: int
@@ -95,7 +95,7 @@ class Timeline:
 
 
 def timelines(parts: Iterable[trace_pb2.StepTracePart]) -> list[Timeline]:
-    """One for each engine that the parts are of."""
+    """One timeline for each engine."""
     by_engine: dict[int, list[trace_pb2.StepTracePart]] = {}
     for part in parts:
         by_engine.setdefault(part.engine, []).append(part)
@@ -103,7 +103,7 @@ def timelines(parts: Iterable[trace_pb2.StepTracePart]) -> list[Timeline]:
 
 
 def hold_name(reason: trace_pb2.HoldReason) -> str:
-    """As one says it: "no blocks". Empty where nothing holds."""
+    """The reason in words, such as "no blocks"; empty if there is none."""
     return "" if not reason else HoldReason.Name(reason).removeprefix("HOLD_REASON_").lower().replace("_", " ")
 
 
@@ -130,7 +130,7 @@ class _Reader:
     def _track(self, id: int) -> Track:
         return self._tracks.setdefault(id, Track(id))
 
-    # -- those that wait --------------------------------------------------------------------------------------------
+    # -- waiting sequences ------------------------------------------------------------------------------------------
 
     def _read_moves(self) -> None:
         holds = _Holds(self._steps, self._origin)
@@ -156,7 +156,7 @@ class _Reader:
         for id, since in waiting.items():
             self._tracks[id].spans += holds.spans(*since, end_s)
 
-    # -- those that run ---------------------------------------------------------------------------------------------
+    # -- running sequences-------------------------------------------------------------------------------------------
 
     def _with_ids(self) -> Iterator[tuple[trace_pb2.TracedStep, Sequence[int]]]:
         ids: Sequence[int] = ()
@@ -201,7 +201,7 @@ class _Reader:
 
 
 def _in_order(spans: list[Span]) -> list[Span]:
-    """Who gives up its blocks while its last step is under way waits from that step's end on."""
+    """Sort spans without overlaps: a sequence that is preempted during its last step waits from that step's end."""
     ordered: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start_s):
         if ordered:
@@ -212,7 +212,7 @@ def _in_order(spans: list[Span]) -> list[Span]:
 
 
 class _Holds:
-    """What held the next in line, and so all that waited, at any time."""
+    """What held up the next in line, and so every waiting sequence, over time."""
 
     def __init__(self, steps: Iterable[trace_pb2.TracedStep], origin: float) -> None:
         self._since: list[float] = []
@@ -224,7 +224,7 @@ class _Holds:
                 self._why.append(why)
 
     def spans(self, doing: Doing, start: float, end: float) -> Iterator[Span]:
-        """A wait from `start` to `end`, in as many spans as it had reasons."""
+        """Split a wait from `start` to `end` into one span per reason."""
         at = max(0, bisect.bisect_right(self._since, start) - 1)
         while start < end:
             until = min(end, self._since[at + 1]) if at + 1 < len(self._since) else end
@@ -243,7 +243,11 @@ _FIRST_TRACK = 2
 
 
 def trace_document(engines: Iterable[Timeline]) -> dict[str, Any]:
-    """The whole file, for json.dump."""
+    """A document in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+    An engine is a process, its steps one thread and each sequence another; batch, tokens, queue and blocks are
+    counters. Timestamps are in microseconds.
+    """
     events = [event for timeline in engines for event in _engine(timeline)]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -292,7 +296,7 @@ def _track(pid: int, tid: int, track: Track) -> Iterator[Event]:
 
 
 def _slice(pid: int, tid: int, name: str, start_s: float, end_s: float, args: Event) -> Event:
-    # The end is rounded, not the length: neighbours never overlap.
+    # Round the end, not the length, so that neighbours never overlap.
     start = _us(start_s)
     return {"ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": _us(end_s) - start, "name": name, "args": args}
 

@@ -1,4 +1,4 @@
-"""One way to call that works with either client, so that each behaviour is tested once and holds for both."""
+"""One interface to both clients, so that each behaviour is tested once and holds for both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Blocking:
             return getattr(client, method)(*arguments, **options)
 
     def take_two_then_leave(self, method: str, *arguments: Any) -> list[Chunk]:
-        """Leaves the loop after the second; the connection stays open for a while."""
+        """Leaves the loop after two chunks; the connection stays open for a while."""
         client, taken = Client(self.address), []
         for chunk in getattr(client, method)(*arguments):
             taken.append(chunk)

@@ -1,4 +1,4 @@
-"""A server that answers as it is told, over a real socket, and remembers what it was asked."""
+"""A server on a real socket that answers as told and records its requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Behaviour = Callable[[Message, grpc.ServicerContext], Iterator[Message]]
 
 @dataclass
 class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlServicer, admin_pb2_grpc.AdminServicer):
-    """behaviours: one a call, the last for all further calls; `ended`: a stream is over, for any reason."""
+    """behaviours: one per call, the last for all further calls; `ended`: a stream has ended, for any reason."""
 
     behaviours: list[Behaviour] = field(default_factory=lambda: [answer("Hello", " world")])
     requests: list[Message] = field(default_factory=list)
@@ -116,7 +116,7 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
         return self.behaviours.pop(0) if len(self.behaviours) > 1 else self.behaviours[0]
 
     def _unary(self, request: Message, context: grpc.ServicerContext, response: Callable[[], Message]) -> Message:
-        """A behaviour that fails fails this call too; one that answers lets it answer."""
+        """Fail this call if its behaviour fails; otherwise answer it."""
         self._note(request, context)
         for _ in self._next_behaviour()(request, context):
             break
@@ -124,7 +124,7 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
 
 
 def answer(*deltas: str, reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_STOP) -> Behaviour:
-    """One token a delta, then the end, with ids 0, 1, 2, …"""
+    """One token per delta with ids 0, 1, 2, …, then the end."""
 
     def behave(request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
         for i, delta in enumerate(deltas):
@@ -142,13 +142,13 @@ def answer(*deltas: str, reason: inference_pb2.FinishReason = inference_pb2.FINI
 
 
 def answer_without_end(request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
-    """Tokens until the client goes."""
+    """Send tokens until the client leaves."""
     while context.is_active():
         yield inference_pb2.GenerateResponse(tokens=inference_pb2.Tokens(text="more "))
 
 
 def silence(request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
-    """Nothing until the client goes."""
+    """Send nothing until the client leaves."""
     gone = threading.Event()
     context.add_callback(gone.set)
     gone.wait(30)
@@ -157,7 +157,7 @@ def silence(request: Message, context: grpc.ServicerContext) -> Iterator[Message
 
 
 def fail(code: grpc.StatusCode, message: str = "told to fail", *details: Message, after: int = 0) -> Behaviour:
-    """Ends the call with this status and google.rpc details, after so many messages."""
+    """End the call with this status and google.rpc details, after a number of messages."""
 
     def behave(request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
         for _ in range(after):

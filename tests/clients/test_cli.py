@@ -116,7 +116,7 @@ def test_generate_reads_a_prompt_from_standard_input(server: FakeServer) -> None
 def test_a_system_message_for_raw_text_is_a_usage_error(server: FakeServer) -> None:
     result = pagoda("generate", "text", "--raw", "--system", "Be brief.")
     assert result.exit_code == 2
-    assert "no system message" in result.stderr
+    assert "cannot be combined with --raw" in result.stderr
     assert server.requests == []
 
 
@@ -136,9 +136,9 @@ def test_an_error_is_one_line_and_exit_code_1(server: FakeServer) -> None:
     ("reason", "line"),
     [
         (inference_pb2.FINISH_REASON_STOP, ""),
-        (inference_pb2.FINISH_REASON_LENGTH, "[stopped: max_tokens or the end of the context reached]\n"),
+        (inference_pb2.FINISH_REASON_LENGTH, "[stopped: reached max_tokens or the end of the context]\n"),
         (inference_pb2.FINISH_REASON_CANCELLED, "[stopped: cancelled by the server]\n"),
-        (99, "[stopped: it does not say why]\n"),
+        (99, "[stopped: no reason given]\n"),
     ],
 )
 def test_an_answer_that_breaks_off_says_why(server: FakeServer, reason: Any, line: str) -> None:
@@ -163,10 +163,10 @@ def test_an_error_in_the_middle_of_an_answer_ends_its_line(server: FakeServer) -
         (["generate", "text", "--seed", "-1"], "sampling.seed: is -1, must be from 0 to 18446744073709551615"),
         (["generate", "text", "--token", "é"], "token: must be printable ASCII text"),
         (["generate", "text", "--timeout", "nan"], "timeout_s: is nan, must be a number of seconds"),
-        (["generate", "a\udcffb"], "message: is no text: what stands at position 1 is no character of Unicode"),
+        (["generate", "a\udcffb"], "message: is not text: there is no valid character at position 1"),
         (
             ["health", "--service", "\udcff"],
-            "service: is no text: what stands at position 0 is no character of Unicode",
+            "service: is not text: there is no valid character at position 0",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Both clients against a server that fails, dawdles and answers on demand."""
+"""Both clients against a server that fails, delays and answers on demand."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_value_that_fits_no_field_is_refused_before_any_call(
         ({"priority": 1 << 31}, "priority: is 2147483648, must be from -2147483648 to 2147483647"),
         ({"stop_token_ids": [3, -2]}, "stopping.stop_token_ids: is -2, must be from 0 to 4294967295"),
         ({"logit_bias": {-5: 1.0}}, "sampling.logit_bias: is -5, must be from 0 to 4294967295"),
-        ({"model": "a\ud800"}, "model: is no text: what stands at position 1 is no character of Unicode"),
+        ({"model": "a\ud800"}, "model: is not text: there is no valid character at position 1"),
     ],
 )
 def test_the_refusal_names_field_value_and_limit(options: dict[str, Any], message: str, server: FakeServer) -> None:

@@ -1,4 +1,4 @@
-"""The demo on the synthetic model: what it shows, and that nothing is left when it ends in any way."""
+"""The demo on the synthetic model: what it shows, and that it leaves no process behind however it ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def mark() -> str:
-    """A value of --hang-timeout-s that no other test has: it tells this test's processes from others."""
+    """A value of --hang-timeout-s that no other test uses, to identify this test's processes."""
     return f"{600 + uuid.uuid4().int % 10**9 / 10**9:.9f}"
 
 
@@ -49,7 +49,7 @@ def routers(mark: str) -> list[psutil.Process]:
 
 
 def server_processes(mark: str) -> list[psutil.Process]:
-    """The router that the demo has started, and its engine; both must be running."""
+    """The demo's router and its engine; both must be running."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         for router in routers(mark):

@@ -23,7 +23,7 @@ from tests.servers import Server, running_server
 
 
 class TimedEngine(SteppedEngine):
-    """Steps that take from one second to the next."""
+    """Steps of one second each."""
 
     def step(self, duration_s: float = 1.0):  # type: ignore[no-untyped-def]
         plan = self.scheduler.schedule()
@@ -45,7 +45,7 @@ def spans(timeline: Timeline, at: int) -> list[tuple[str, float, float, int, str
 
 
 def check_format(events: list[dict[str, Any]]) -> None:
-    """The Trace Event Format's rules for the phases that are used, and what viewers require of slices."""
+    """Check the Trace Event Format's rules for the phases in use, and what viewers require of slices."""
     slices = defaultdict(list)
     names = set()
     for event in events:

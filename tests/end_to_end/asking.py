@@ -1,4 +1,4 @@
-"""Requests and answers, in fewer words than the stubs need."""
+"""Short forms of requests and answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagoda.v1 import chat_pb2, control_pb2, control_pb2_grpc, inference_pb2, in
 def request(
     text: str, max_tokens: int, *, stop: list[str] | None = None, sampling: dict[str, float] | None = None
 ) -> inference_pb2.GenerateRequest:
-    """Text to be continued; end-of-sequence ignored, as the synthetic model meets it by chance."""
+    """A request to continue a text. It ignores end-of-sequence, which the synthetic model emits by chance."""
     return inference_pb2.GenerateRequest(
         prompt=text,
         sampling=inference_pb2.Sampling(**(sampling or {})),  # type: ignore[arg-type]
@@ -26,7 +26,7 @@ def chat(content: str, max_tokens: int) -> inference_pb2.GenerateRequest:
 
 
 def engine_load(control: control_pb2_grpc.ControlStub) -> control_pb2.EngineLoad:
-    """That of the only engine."""
+    """The load of the only engine."""
     (load,) = control.GetLoad(control_pb2.GetLoadRequest()).engines
     return load
 
@@ -50,7 +50,7 @@ class Answer:
         return "".join(response.tokens.text for response in self.responses if response.tokens.index == index)
 
     def prompt_ids(self) -> list[int]:
-        """Of the event that comes before all others, where it was asked for."""
+        """Ids in the prompt event, which comes first if requested."""
         return [token.id for token in self.responses[0].prompt.tokens]
 
     def finished(self, index: int = 0) -> inference_pb2.Finished:

@@ -1,4 +1,4 @@
-"""Bad input: the status, the field it names, and that nobody else notices."""
+"""Bad input: the status, the field that it names, and no effect on other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools, thoughts and template variables, through a real router and its template; retries by a stock client."""
+"""Tools, reasoning and template variables through a real router and its template; retries by a stock client."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ START, END = 256, 257
 
 @pytest.fixture(scope="module")
 def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The synthetic model with a template that knows tools, and with sampling that its authors recommend."""
+    """The synthetic model with a template that reads tools, and with recommended sampling."""
     folder = tmp_path_factory.mktemp("models") / "tooled"
     shutil.copytree(resolve("synthetic"), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -143,7 +143,7 @@ def test_a_model_without_a_chat_template_refuses_a_message_and_continues_a_promp
 
 
 def test_a_stock_client_comes_back_when_it_is_told_to() -> None:
-    """Its own backoff would be 10 minutes, so only `grpc-retry-pushback-ms` can bring it back."""
+    """A client whose own backoff is 10 minutes, so that only `grpc-retry-pushback-ms` can make it retry in time."""
     retries = {
         "maxAttempts": 5,
         "initialBackoff": "600s",

@@ -1,4 +1,4 @@
-"""The real model through real processes: its answers are transformers' own, whatever else runs."""
+"""The real model through real processes gives transformers' answers, whatever else runs."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_only_allowed_tokens_are_chosen_and_logprobs_stay_those_of_the_model(
 
 @pytest.fixture(scope="module")
 def served_by_default(default_model_folder: Path) -> Iterator[Server]:
-    """As a newcomer serves it: no flag but the port."""
+    """The default model without any flag except the port."""
     with running_server() as server:
         yield server
 
@@ -246,7 +246,7 @@ def test_sizes_are_those_of_the_model(served_by_default: Server) -> None:
 
 
 def weight_bytes_kept(engine: control_pb2.EngineInfo) -> float:
-    """What a backend keeps of the weights at most. Products in int8 look the tied embedding up in the packed head."""
+    """Most bytes of weights that a backend keeps. With int8 products the embedding is read from the head."""
     embedding_bytes = engine.vocab_size * 576 * 2
     int8 = (64 + 12) / 128  # of bfloat16: beside 64 values there are two scales at most and a sum, float32 each
     if engine.kernel_backend.startswith("native-int8-weight"):

@@ -1,4 +1,4 @@
-"""What a client can rely on when something breaks: real processes, really killed."""
+"""What a client can rely on when something breaks: real processes that are really killed."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_token_bound_refuses_what_exceeds_it() -> None:
 
 @pytest.fixture(scope="module", params=["grpc", "shm"])
 def fragile_server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Its engine gets killed and stopped; it is ready again after each test."""
+    """A server whose engine the tests kill and stop; it is ready again after each test."""
     with running_server(*SYNTHETIC, "--channel", request.param) as server:
         yield server
 
@@ -191,7 +191,7 @@ def test_a_killed_router_takes_its_engine_with_it(transport: str) -> None:
 
 
 def held_by(pid: int) -> tuple[int, int]:
-    """Descriptors, mappings of a channel's memory."""
+    """Numbers of descriptors and of mappings of a channel's memory."""
     process = psutil.Process(pid)
     return process.num_fds(), sum("pagoda-channel" in area.path for area in process.memory_maps(grouped=False))
 
@@ -430,7 +430,7 @@ def test_stalled_readers_slow_nobody_down(
     assert wait_idle(control).blocks_referenced == 0
 
 
-# Of itself gRPC would widen the window to megabytes before the server feels that nobody reads.
+# By default gRPC would widen the window to megabytes before the server notices a stalled reader.
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
 
 
@@ -465,7 +465,7 @@ def test_a_reader_that_stalls_for_too_long_is_given_up() -> None:
 
 @contextlib.contextmanager
 def cable_to(address: str) -> Iterator[tuple[str, threading.Event]]:
-    """Another address of a server, and what cuts it without a word to either end."""
+    """A second address of a server, and an event that cuts it without telling either end."""
     cut = threading.Event()
 
     def carry(source: socket.socket, target: socket.socket) -> None:

@@ -22,7 +22,7 @@ SMALL = ModelShape("small", 4, 8, 2, 64, 256, 512, 300)
 
 
 def test_requests_at_once_get_the_tokens_that_each_gets_alone(tmp_path: Path) -> None:
-    """Nothing must be fetched for it: weights are random, in float32, where batches do not change what is likeliest."""
+    """A model that needs no download: random weights in float32, where batches do not change the likeliest token."""
     write_model(tmp_path, SMALL, max_positions=512)
     requests = [request(f"{at} is a number, and " * (1 + at % 7), 12 + at % 20) for at in range(24)]
     options = ("--device", "cuda", "--dtype", "float32", "--kv-cache-gb", "0.05", "--max-num-seqs", "12")

@@ -1,4 +1,4 @@
-"""A server that launches each step before it has read the one before."""
+"""A server that launches each step before it has read the previous one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several router processes on one port: what a client can rely on is what it can rely on with one."""
+"""Several router processes on one port give a client the same guarantees as one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ARGUMENTS = ("--model", "synthetic", "--step-ms", "2", "--workers", str(WORKERS)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Whole again after each test."""
+    """A server with all of its processes, which are running again after each test."""
     with running_server(*ARGUMENTS, "--max-requests", "33") as server:
         yield server
 
@@ -48,7 +48,7 @@ def wait_for(what: str, is_so: Callable[[], bool], timeout_s: float = 60.0) -> N
 
 @contextlib.contextmanager
 def connections(server: Server, count: int) -> Iterator[list[grpc.Channel]]:
-    """Ready, each with a socket of its own: the kernel spreads connections, not calls, over the routers."""
+    """Separate connections to ready routers: the kernel spreads connections, not calls, over the routers."""
     with contextlib.ExitStack() as stack:
         options = [("grpc.use_local_subchannel_pool", 1)]
         channels = [stack.enter_context(grpc.insecure_channel(server.address, options=options)) for _ in range(count)]
@@ -58,7 +58,7 @@ def connections(server: Server, count: int) -> Iterator[list[grpc.Channel]]:
 
 
 def held_by(server: Server) -> list[int]:
-    """Clients' connections of each router."""
+    """The client connections of each router."""
     port = int(server.address.rpartition(":")[2])
     return [
         sum(link.status == psutil.CONN_ESTABLISHED and link.laddr.port == port for link in router.net_connections())
@@ -209,7 +209,7 @@ def test_sigterm_lets_the_streams_of_all_routers_finish_and_leaves_nothing() -> 
         assert server.process.wait(10) == 0
         assert not any(child.is_running() for child in children)
         host, _, port = server.address.rpartition(":")
-        with socket.socket() as again:  # with no option set: nobody has the port any more
+        with socket.socket() as again:  # binds without options: the port is free again
             again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             again.bind((host, int(port)))
 

@@ -189,7 +189,7 @@ def test_a_step_time_is_the_synthetic_models_alone(saved: Callable[[str], Path])
         ({"threads": -1}, "--threads must be from 1 to 4096, not -1"),
         ({"tenant_weights": "a=0"}, "--tenant-weights takes NAME=WEIGHT,… with positive weights, not 'a=0'"),
         ({"listen": ""}, "--listen '' is not shm:PATH, unix:PATH or HOST:PORT"),
-        ({"tenant_weights": "a=2"}, "--tenant-weights: --policy priority has no shares"),
+        ({"tenant_weights": "a=2"}, "--tenant-weights needs --policy fair, not priority"),
     ],
 )
 def test_settings_that_no_model_can_meet_are_refused(settings: dict[str, Any], message: str) -> None:

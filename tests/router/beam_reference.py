@@ -1,4 +1,4 @@
-"""Beam search over the synthetic model in its plainest form: whole texts and no blocks, every candidate written out."""
+"""A plain reference of beam search over the synthetic model: whole texts, no blocks, every candidate written out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def beam_params(
 
 @dataclass(frozen=True)
 class Expected:
-    """A hypothesis: its tokens, its worth, and the stop id that ended it."""
+    """A hypothesis: its tokens, its score, and the stop id that ended it."""
 
     tokens: list[int]
     score: float
@@ -39,7 +39,7 @@ def expected_beams(
     stop_ids: frozenset[int] = frozenset(),
     min_tokens: int = 0,
 ) -> list[Expected]:
-    """What a search finds, best first."""
+    """The hypotheses that a search finds, best first."""
     width = params.width
     texts: list[tuple[float, list[int]]] = [(0.0, [])]
     finished: list[Expected] = []

@@ -1,4 +1,4 @@
-"""A router's channel to an engine in this process, which makes a step whenever a reader waits."""
+"""A router's channel to an engine in this process, which runs a step whenever a reader waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a beam search may be combined with, and what its client is told."""
+"""Which fields a beam search may be combined with, and what its client receives."""
 
 from __future__ import annotations
 

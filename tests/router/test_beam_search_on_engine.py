@@ -1,4 +1,4 @@
-"""Beam searches on an engine: what the reference finds, whatever becomes of their sequences between two steps."""
+"""Beam searches on an engine find what the reference finds, whatever happens to their sequences between steps."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ async def test_its_deadline_is_that_of_every_step() -> None:
 
 
 class FaultyRunner:
-    """Finds fault with the second sequence of every step that samples more than one."""
+    """Fails the second sequence of every step that samples more than one."""
 
     def __init__(self, runner: Runner) -> None:
         self.lookahead = runner.lookahead

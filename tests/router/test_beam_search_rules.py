@@ -1,4 +1,4 @@
-"""The rules of beam search: by hand, and against all continuations there are."""
+"""The rules of beam search: computed by hand, and against all possible continuations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ A, B, END = 0, 1, 2
 
 
 def run(search: BeamSearch, model: dict[tuple[int, ...], dict[int, float]]) -> list[tuple[list[int], float]]:
-    """model: probabilities of the tokens that follow a text."""
+    """Search a model given as the probabilities of the tokens that follow a text."""
     while not search.is_over:
         found = []
         for beam in search.beams:
@@ -27,7 +27,7 @@ def run(search: BeamSearch, model: dict[tuple[int, ...], dict[int, float]]) -> l
 
 
 def test_a_search_worked_out_by_hand() -> None:
-    """A is the likelier start and B the better one, which greedy search does not find."""
+    """A is the likelier start, but B leads to the best text, which greedy search does not find."""
     model = {
         (): {A: 0.6, B: 0.3, END: 0.1},
         (A,): {A: 0.4, B: 0.35, END: 0.25},

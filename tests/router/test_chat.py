@@ -1,4 +1,4 @@
-"""Chats as they come from a client: what each field becomes, and every bound."""
+"""Chats from a client: what each field becomes, and every limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that reads nothing is given up; one that reads slowly is not."""
+"""The call of a client that reads nothing is ended; that of a slow reader is not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESPONSE = inference_pb2.GenerateResponse()
 
 
 class SlowContext:
-    """Takes a message in so many seconds."""
+    """Takes a number of seconds to write a message."""
 
     def __init__(self, write_s: float) -> None:
         self._write_s = write_s

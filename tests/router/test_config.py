@@ -1,4 +1,4 @@
-"""What `pagoda serve` refuses to be told, and what it tells an engine that it spawns."""
+"""Settings that `pagoda serve` refuses, and those that it passes to an engine that it spawns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deltas against the tokenizers library's decode of all ids at once."""
+"""Deltas are compared with the tokenizers library's decoding of all ids at once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DETOKENIZATIONS = {name: Detokenization(tokenizer) for name, tokenizer in TOKENI
 
 
 def byte_ids(tokenizer: Tokenizer) -> list[int]:
-    """Ids that stand for parts of characters: tokens that alone decode to U+FFFD or are written as <0x…>."""
+    """Ids of parts of characters: tokens that alone decode to U+FFFD or are written as <0x…>."""
     vocab = tokenizer.get_vocab()
     return sorted(id for token, id in vocab.items() if token.startswith("<0x") or tokenizer.decode([id]) == "\ufffd")
 

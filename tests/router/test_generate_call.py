@@ -1,4 +1,4 @@
-"""What a client sees of sequences, whatever their order of arrival."""
+"""What a client receives, in whatever order sequences advance."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Writer:
 
 
 class Engine:
-    """A stream that puts these inboxes before its reader, one set after the other."""
+    """A stream that gives its reader these inboxes, one set after the other."""
 
     def __init__(self, *says: dict[int, SequenceInbox]) -> None:
         self.inboxes: list[SequenceInbox] = []

@@ -1,4 +1,4 @@
-"""The public port: who may be let in, and with what."""
+"""The public port: addresses, tokens and certificates that it accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of the engine's tokens: text, records, and the end, as the client sees them."""
+"""The engine's tokens as the client sees them: text, records and the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ids_of(text: str) -> list[int]:
 def text_and_end(
     output: SequenceOutput, ids: list[int], ended: engine_pb2.Ended, step: int = 1
 ) -> tuple[str, inference_pb2.Finished]:
-    """The ids come `step` at a time, the last of them with the end."""
+    """Output of ids that arrive `step` at a time, the last of them with the end."""
     text, into = "", inference_pb2.Tokens()
     for at in range(0, len(ids), step):
         is_last = at + step >= len(ids)

@@ -16,7 +16,7 @@ stop_lists = st.lists(st.text(letters, min_size=1, max_size=6), min_size=1, max_
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """By definition: the earliest place at which any stop string ends; of several that end there, the longest."""
+    """The definition: the earliest position at which any stop string ends; if several end there, the longest."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

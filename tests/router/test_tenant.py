@@ -1,4 +1,4 @@
-"""The tenant that a call names in its metadata."""
+"""The tenant that a call's metadata names."""
 
 from __future__ import annotations
 

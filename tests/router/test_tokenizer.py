@@ -1,4 +1,4 @@
-"""Text and chats to ids, against transformers where it is right, and against hostile text."""
+"""Text and chats to ids: like transformers where it is right, and safe with hostile text."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_no_text_of_a_chat_can_bring_in_special_tokens(whole: Tokenizer, texts: 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A template that shows every text that a chat has."""
+    """A template that renders every text of a chat."""
     return Tokenizer(model_folder(tmp_path_factory.mktemp("whole"), byte_level(), chat_template=WHOLE))
 
 
@@ -294,7 +294,7 @@ def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None
 
 
 async def test_event_loop_turns_while_a_long_prompt_is_encoded(served: dict[str, Tokenizer]) -> None:
-    """The library's plain `encode` keeps the interpreter to itself all the while, from whatever thread."""
+    """The library's plain `encode` holds the interpreter lock throughout, in any thread."""
     long = "The quick brown fox, 12345.\n" * 30_000
     work = asyncio.ensure_future(served["ChatML"].encode_prompt(long))
     turns = 0

@@ -1,4 +1,4 @@
-"""The table of bad inputs: each is refused by the field's name, before anything is made of it."""
+"""A table of bad inputs: each is refused with its field's name before anything is allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models come with, trained here in milliseconds."""
+"""Small tokenizers of the kinds that models use, trained here in milliseconds."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Kettle(Settings):
 
 
 def parsed(config: type[Settings], *arguments: str) -> Any:
-    """What a command makes of its arguments."""
+    """The configuration that a command makes of its arguments."""
     given: list[Settings] = []
 
     def run(settings: Settings) -> int:
@@ -87,7 +87,7 @@ SPECIAL = {"listen": "unix:/s", "engine": "unix:/e", "block_size": 32, "policy":
 
 
 def another_value(field: Field[Any], kind: Any) -> Any:
-    """One that is not the default."""
+    """A valid value other than the default."""
     if field.name in SPECIAL:
         return SPECIAL[field.name]
     kind = next((each for each in get_args(kind) if each is not NoneType), kind) if type(kind) is UnionType else kind
@@ -100,7 +100,7 @@ def another_value(field: Field[Any], kind: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def told() -> ServeConfig:
-    """Settings of which none is the default."""
+    """A configuration in which no setting has its default."""
     kinds = get_type_hints(ServeConfig)
     return ServeConfig(**{field.name: another_value(field, kinds[field.name]) for field in fields(ServeConfig)})
 

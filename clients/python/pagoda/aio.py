@@ -1,4 +1,4 @@
-"""The client for asyncio: the same calls as the blocking one, awaited."""
+"""The client for asyncio, with the calls of the blocking client."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """A connection to a server, for the event loop that it is made in; arguments and errors are those of Client.
+    """A connection to a server, for the current event loop. Arguments and errors are those of Client.
 
-    A stream starts when it is first read. Closing its iterator cancels the call, on which the server frees all that the
-    call held; so does cancelling the task that reads it. Leaving an `async for` loop early closes the iterator once
-    nothing refers to it; `contextlib.aclosing` does so at a definite moment.
+    A stream starts when it is first read. Closing its iterator, or cancelling the task that reads it, cancels the call,
+    and the server frees everything that the call held. Leaving an `async for` loop early closes the iterator once
+    nothing refers to it; `contextlib.aclosing` closes it at a definite moment.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class AsyncClient:
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[Chunk, None]:
-        """Answers or continues one of four inputs.
+        """Answer or continue one of four inputs.
 
-        message    what a user says, answered through the model's chat template
+        message    a user's message, answered through the model's chat template
         prompt     a text to continue as it stands
-        chat       a conversation, or a user's message that goes with tools or template_kwargs
-        token_ids  to continue as they are
+        chat       a conversation; or a user's message, if it needs tools or template_kwargs
+        token_ids  token ids to continue as they are
         """
         request = generate_request(Input(message, prompt, chat, token_ids), options)
         return self._stream(self._inference.Generate, request, self._attempts(timeout_s), chunk_from)
@@ -97,7 +97,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[Chunk, None]:
-        """Answers a conversation: `generate(chat=messages)`."""
+        """Answer a conversation: `generate(chat=messages)`."""
         return self.generate(chat=messages, timeout_s=timeout_s, **options)
 
     async def tokenize(
@@ -110,9 +110,9 @@ class AsyncClient:
         model: str = "",
         **options: Unpack[ChatOptions],
     ) -> list[int]:
-        """The ids that `generate` of the same input would compute on.
+        """The token ids that `generate` would use for the same input.
 
-        add_special_tokens  False: of a prompt alone, without what the tokenizer puts around it
+        add_special_tokens  False: leave out the tokenizer's own special tokens; for a prompt only
         """
         request = tokenize_request(Input(message, prompt, chat), options, add_special_tokens, model)
         response: inference_pb2.TokenizeResponse = await self._call(self._inference.Tokenize, request)
@@ -128,7 +128,7 @@ class AsyncClient:
         return info
 
     async def models(self) -> list[control_pb2.ModelInfo]:
-        """What can be named as a request's model, and what each can do."""
+        """The models that a request may name, and what each can do."""
         request = control_pb2.ListModelsRequest()
         response: control_pb2.ListModelsResponse = await self._call(self._control.ListModels, request)
         return list(response.models)
@@ -138,30 +138,30 @@ class AsyncClient:
         return load
 
     def watch_load(self, interval_s: float = 1.0) -> AsyncGenerator[control_pb2.Load, None]:
-        """How busy the server is, every `interval_s`, until the iterator is closed. `timeout_s` does not apply."""
+        """Stream the load every `interval_s`, until the iterator is closed. `timeout_s` does not apply."""
         request = watch_load_request(interval_s)
         return self._stream(self._control.WatchLoad, request, Attempts(self._retries, None), lambda load: load)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a live request; its stream finishes as CANCELLED."""
+        """End a live request; its stream finishes as CANCELLED."""
         await self._call(self._admin.Abort, abort_request(request_id))
 
     async def drain(self, *, timeout_s: float | None = None) -> None:
-        """Has the server admit nothing more, and returns when nothing is live."""
+        """Make the server refuse new requests, and return when none is live."""
         await self._call(self._admin.Drain, admin_pb2.DrainRequest(), timeout_s)
 
     async def flush_cache(self) -> int:
-        """Forgets every cached prefix that no sequence uses; returns the number of blocks that became free."""
+        """Forget every cached prefix that no sequence uses. Returns the number of freed blocks."""
         response: admin_pb2.FlushCacheResponse = await self._call(self._admin.FlushCache, admin_pb2.FlushCacheRequest())
         return response.freed_blocks
 
     def step_trace(self, last_s: float | None = None) -> AsyncGenerator[trace_pb2.StepTracePart, None]:
-        """What the engines' steps of the last so many seconds did, in parts; None: all that they keep."""
+        """Stream the engines' step traces of the last `last_s` seconds, in parts; None: all that they keep."""
         request = step_trace_request(last_s)
         return self._stream(self._control.GetStepTrace, request, self._attempts(None), lambda part: part)
 
     async def close(self) -> None:
-        """Cancels whatever is under way; later calls raise Cancelled."""
+        """Cancel running calls; later calls raise Cancelled."""
         self._is_closed = True
         await self._channel.close()
 

@@ -1,4 +1,4 @@
-"""What arrives on a stream, as plain values."""
+"""The messages of a stream as plain values."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     TOOL_CALLS = "tool_calls"
-    OTHER = "other"  # a reason that a newer server has and this client does not know
+    OTHER = "other"  # a newer server's reason that this client does not know
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural logarithms.
+    """A token's log-probability (natural logarithm).
 
     top        (id, logprob) of the most likely tokens, best first
-    top_bytes  their texts' bytes, where asked for
+    top_bytes  the bytes of their texts, if requested
     """
 
     logprob: float
@@ -31,7 +31,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of a tool call. id and name come with a call's first part; arguments, joined, are a JSON object."""
+    """A part of a tool call. The first part has id and name; the joined arguments are a JSON object."""
 
     index: int
     id: str = ""
@@ -41,7 +41,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """completion_tokens: over all sequences of the request; cached_tokens: of the prompt, not computed again."""
+    """Token counts. completion_tokens counts all sequences; cached_tokens were prompt tokens found in the cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -50,11 +50,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """As the server measured it, of the request's slowest sequence.
+    """Times and counts of the request's slowest sequence, as the server measured them.
 
-    preempted_s    waiting to run again after its blocks went to others; no part of prefill and decode
-    saved_tokens   of those that it had computed by then: copied to host memory
-    loaded_tokens  and copied back
+    preempted_s    waiting to run again after a preemption; not part of prefill_s and decode_s
+    saved_tokens   preempted tokens that were copied to host memory
+    loaded_tokens  preempted tokens that were copied back
     """
 
     queue_s: float
@@ -75,16 +75,16 @@ class Chunk:
     """One message of a stream: new tokens of one sequence, or its end.
 
     index          which of the request's n sequences
-    text           what the tokens add; joined over the stream it is the full text
-    reasoning      what they add to the thoughts before the answer, where the server tells the two apart
-    tool_call      what they add to a tool call, where the server tells calls from text
-    tokens         new ids; often one, more where the reader is slower than the server
-    logprobs       one an id where asked for, else empty
-    token_bytes    one an id where asked for, else empty: a token's text, which need not be whole characters
-    prompt_ids     what the prompt became, on the first chunk where asked for
+    text           text that the tokens add; joined over the stream it is the full text
+    reasoning      reasoning that they add, if the server separates it from the answer
+    tool_call      part of a tool call that they add, if the server separates calls from text
+    tokens         new ids; often one, more if the reader is slower than the server
+    logprobs       one per id if requested, else empty
+    token_bytes    one per id if requested, else empty; a token's bytes need not be whole characters
+    prompt_ids     the prompt's ids, on the first chunk, if requested
     finish_reason  set when the sequence ends
     matched        the stop string or token id that ended it
-    score          of a beam search's hypothesis
+    score          the score of a beam search's hypothesis
     usage, timing  on the last chunk of the stream
     """
 
@@ -113,6 +113,7 @@ _REASONS = {
 
 
 def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:
+    """Convert one message of the stream."""
     usage = _usage(response.usage) if response.HasField("usage") else None
     timing = _timing(response.timing) if response.HasField("timing") else None
     match response.WhichOneof("event"):

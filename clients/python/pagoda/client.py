@@ -43,14 +43,15 @@ class Client:
 
     address    HOST:PORT or unix:PATH
     token      sent as `authorization: Bearer …`
-    tenant     who the calls are for, sent as `x-pagoda-tenant`: tenants share a server whose policy is fair
+    tenant     the tenant that the calls are for, sent as `x-pagoda-tenant`; it matters to a server with a fair policy
     tls        True: TLS with the system's authorities; a path: TLS with the authorities in that PEM file
-    timeout_s  deadline of each call that is not given its own, all its attempts included; None: none
-    retries    of a call that failed before its first message because the server was unavailable or overloaded
+    timeout_s  default deadline of a call, all its attempts included; None: no deadline
+    retries    further attempts of a call that failed before its first message because the server was unavailable or
+               overloaded
 
-    Every call raises a PagodaError, for a wrong argument InvalidArgument; so does the constructor, and OSError if the
-    PEM file cannot be read. An unknown option is a TypeError. A stream starts when it is first read, and closing its
-    iterator (leaving the `for` loop is enough) cancels the call, on which the server frees all that the call held.
+    A call that fails raises PagodaError. A wrong argument raises InvalidArgument, an unknown option TypeError. The
+    constructor raises OSError if it cannot read the PEM file. A stream starts when it is first read. Closing its
+    iterator (leaving the `for` loop is enough) cancels the call, and the server frees everything that the call held.
     """
 
     def __init__(
@@ -87,12 +88,12 @@ class Client:
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Generator[Chunk, None, None]:
-        """Answers or continues one of four inputs.
+        """Answer or continue one of four inputs.
 
-        message    what a user says, answered through the model's chat template
+        message    a user's message, answered through the model's chat template
         prompt     a text to continue as it stands
-        chat       a conversation, or a user's message that goes with tools or template_kwargs
-        token_ids  to continue as they are
+        chat       a conversation; or a user's message, if it needs tools or template_kwargs
+        token_ids  token ids to continue as they are
         """
         request = generate_request(Input(message, prompt, chat, token_ids), options)
         return self._stream(self._inference.Generate, request, self._attempts(timeout_s), chunk_from)
@@ -104,7 +105,7 @@ class Client:
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Generator[Chunk, None, None]:
-        """Answers a conversation: `generate(chat=messages)`."""
+        """Answer a conversation: `generate(chat=messages)`."""
         return self.generate(chat=messages, timeout_s=timeout_s, **options)
 
     def tokenize(
@@ -117,9 +118,9 @@ class Client:
         model: str = "",
         **options: Unpack[ChatOptions],
     ) -> list[int]:
-        """The ids that `generate` of the same input would compute on.
+        """The token ids that `generate` would use for the same input.
 
-        add_special_tokens  False: of a prompt alone, without what the tokenizer puts around it
+        add_special_tokens  False: leave out the tokenizer's own special tokens; for a prompt only
         """
         request = tokenize_request(Input(message, prompt, chat), options, add_special_tokens, model)
         response: inference_pb2.TokenizeResponse = self._call(self._inference.Tokenize, request)
@@ -135,7 +136,7 @@ class Client:
         return info
 
     def models(self) -> list[control_pb2.ModelInfo]:
-        """What can be named as a request's model, and what each can do."""
+        """The models that a request may name, and what each can do."""
         request = control_pb2.ListModelsRequest()
         response: control_pb2.ListModelsResponse = self._call(self._control.ListModels, request)
         return list(response.models)
@@ -145,30 +146,30 @@ class Client:
         return load
 
     def watch_load(self, interval_s: float = 1.0) -> Generator[control_pb2.Load, None, None]:
-        """How busy the server is, every `interval_s`, until the iterator is closed. `timeout_s` does not apply."""
+        """Stream the load every `interval_s`, until the iterator is closed. `timeout_s` does not apply."""
         request = watch_load_request(interval_s)
         return self._stream(self._control.WatchLoad, request, Attempts(self._retries, None), lambda load: load)
 
     def abort(self, request_id: str) -> None:
-        """Ends a live request; its stream finishes as CANCELLED."""
+        """End a live request; its stream finishes as CANCELLED."""
         self._call(self._admin.Abort, abort_request(request_id))
 
     def drain(self, *, timeout_s: float | None = None) -> None:
-        """Has the server admit nothing more, and returns when nothing is live."""
+        """Make the server refuse new requests, and return when none is live."""
         self._call(self._admin.Drain, admin_pb2.DrainRequest(), timeout_s)
 
     def flush_cache(self) -> int:
-        """Forgets every cached prefix that no sequence uses; returns the number of blocks that became free."""
+        """Forget every cached prefix that no sequence uses. Returns the number of freed blocks."""
         response: admin_pb2.FlushCacheResponse = self._call(self._admin.FlushCache, admin_pb2.FlushCacheRequest())
         return response.freed_blocks
 
     def step_trace(self, last_s: float | None = None) -> Generator[trace_pb2.StepTracePart, None]:
-        """What the engines' steps of the last so many seconds did, in parts; None: all that they keep."""
+        """Stream the engines' step traces of the last `last_s` seconds, in parts; None: all that they keep."""
         request = step_trace_request(last_s)
         return self._stream(self._control.GetStepTrace, request, self._attempts(None), lambda part: part)
 
     def close(self) -> None:
-        """Cancels whatever is under way; later calls raise Cancelled."""
+        """Cancel running calls; later calls raise Cancelled."""
         self._is_closed = True
         self._channel.close()
 

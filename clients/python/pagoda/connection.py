@@ -21,15 +21,17 @@ CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # A peer that has vanished without a word is noticed though the stream is quiet.
+    # Pings detect a peer that has vanished, even on a quiet stream.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # else an answer may take a minute, whatever the line above says
+    ("grpc.http2.ping_timeout_ms", 10_000),  # otherwise an answer may take a minute, whatever keepalive_timeout_ms is
 ]
 
 
 def credentials(tls: bool | str | Path) -> grpc.ChannelCredentials | None:
-    """tls: whether to use TLS with the system's authorities, or a PEM file of the authorities to trust.
+    """Credentials for TLS; None for a connection without it.
+
+    tls  True: trust the system's authorities; a path: trust the authorities in that PEM file
 
     Raises OSError if the file cannot be read.
     """
@@ -39,10 +41,10 @@ def credentials(tls: bool | str | Path) -> grpc.ChannelCredentials | None:
 
 
 def call_metadata(token: str | None, tenant: str | None) -> list[tuple[str, str]]:
-    """Raises InvalidArgument for what cannot travel so."""
+    """The metadata of each call. Raises InvalidArgument for a value that metadata cannot carry."""
     for name, value in {"token": token, "tenant": tenant}.items():
         if value is not None and not (isinstance(value, str) and value.isascii() and value.isprintable()):
-            raise wrong(name, "must be printable ASCII text")  # without its value, which may be a secret
+            raise wrong(name, "must be printable ASCII text")  # omits the value, which may be a secret
     given = {"authorization": token and f"Bearer {token}", "x-pagoda-tenant": tenant}
     return [(key, value) for key, value in given.items() if value is not None]
 
@@ -50,19 +52,20 @@ def call_metadata(token: str | None, tenant: str | None) -> list[tuple[str, str]
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 MAX_SUGGESTED_S = 30.0
-MAX_TIMEOUT_S = 1e9  # gRPC takes what ends in a few centuries for what has ended
+MAX_TIMEOUT_S = 1e9  # gRPC treats a deadline centuries away as one that has passed
 
 
 class Attempts:
     """The attempts of one call, which share its retries and its deadline.
 
-    A call is tried again if the server was unavailable, after an exponential backoff with jitter, or if it was
-    overloaded and said when to come back, after that time. Never once a message has arrived: what the caller has seen
-    cannot be taken back. Never if the wait would outlast the deadline, or the server suggests more than 30 s.
+    A call is retried if the server was unavailable, after an exponential backoff with jitter, or if the server was
+    overloaded and suggested a delay, after that delay. A call is not retried once a message has arrived, because what
+    the caller has seen cannot be taken back; nor if the wait would outlast the deadline or exceed 30 s. Nothing here
+    waits: both clients sleep in their own way.
 
-    timeout_s  of all attempts together; None or infinity: there is no deadline
+    timeout_s  deadline of all attempts together; None or infinity: no deadline
 
-    Raises InvalidArgument if timeout_s is no number.
+    Raises InvalidArgument if timeout_s is not a number.
     """
 
     def __init__(
@@ -82,11 +85,11 @@ class Attempts:
         self._deadline = None if timeout_s is None or timeout_s > MAX_TIMEOUT_S else clock() + timeout_s
 
     def remaining_s(self) -> float | None:
-        """What is left for the next attempt; None without a deadline."""
+        """Time left for the next attempt; None without a deadline."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def delay_after(self, error: PagodaError, *, has_begun: bool) -> float:
-        """Seconds to wait before the next attempt. Raises `error` where there is to be none."""
+        """Seconds to wait before the next attempt. Raises `error` if there must be none."""
         delay_s = self._delay_after(error)
         remaining_s = self.remaining_s()
         outlasts = delay_s is not None and remaining_s is not None and delay_s >= remaining_s

@@ -1,4 +1,4 @@
-"""From a conversation in Python's terms to the message that carries it."""
+"""Convert a conversation of Python dicts to the protocol's Chat."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from google.protobuf.message import Message
 from pagoda.fields import assign, assign_json, wrong
 from pagoda.v1 import chat_pb2
 
-# As OpenAI's clients have it: {"role": "user", "content": "…"}, where content may be a list of {"type": "text", "text":
-# "…"}. An assistant's message may have "tool_calls" and "reasoning", a tool's "tool_call_id", each a "name".
+# OpenAI's format: {"role": "user", "content": "…"}, where content may be a list of {"type": "text", "text": "…"}. An
+# assistant's message may have "tool_calls" and "reasoning", a tool's message "tool_call_id", and each a "name".
 ChatMessage = Mapping[str, Any]
-# {"name": "…", "description": "…", "parameters": {…}}, or that under "function", as OpenAI's clients have it.
+# {"name": "…", "description": "…", "parameters": {…}}, or this dict under "function", as in OpenAI's format.
 Tool = Mapping[str, Any]
 # "auto", "none", "required", or the name of a tool as {"name": "…"}.
 ToolChoice = Literal["auto", "none", "required"] | Mapping[str, Any]
@@ -41,7 +41,7 @@ def chat(
     tool_choice: ToolChoice | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> chat_pb2.Chat:
-    """A text is one message of the user. Raises InvalidArgument for what is no conversation."""
+    """Convert a conversation; a text is one user message. Raises InvalidArgument."""
     conversation: Any = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     rendered = chat_pb2.Chat(continue_last=bool(continue_last))
     _check_list(conversation, "chat.messages", "messages or a text")
@@ -126,7 +126,7 @@ def _set_choice(added: chat_pb2.ToolChoice, choice: object, field: str) -> None:
 
 
 def _function(value: object, field: str) -> Mapping[str, Any]:
-    """What OpenAI's clients put under "function", or the dict itself."""
+    """The dict under "function", as in OpenAI's format, or the dict itself."""
     if not isinstance(value, Mapping):
         raise wrong(field, f"is {_kind(value)}, must be a dict")
     function = value.get("function", value)
@@ -142,7 +142,7 @@ def _assign_all(message: Message, values: Mapping[str, Any], names: Sequence[str
 
 
 def _json(value: object, field: str) -> str:
-    """A text is taken for JSON text; anything else becomes one."""
+    """Convert a value to JSON text; a str already is JSON text."""
     if isinstance(value, str):
         return value
     try:

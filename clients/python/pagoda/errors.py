@@ -1,4 +1,4 @@
-"""What can end a call, as a class to catch, made from the gRPC status and its google.rpc details."""
+"""Exceptions for failed calls, made from the gRPC status and its google.rpc details."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ M = TypeVar("M", bound=Message)
 
 
 class PagodaError(Exception):
-    """Any failed call. Statuses without a class of their own arrive as this one.
+    """A call failed. Statuses without a subclass raise this class itself.
 
     code           the gRPC status
-    retry_after_s  when the server suggests to try again; None where waiting will not help or it does not say
+    retry_after_s  the delay that the server suggests before a retry; None if it suggests none
     """
 
     def __init__(self, message: str, code: grpc.StatusCode, retry_after_s: float | None = None) -> None:
@@ -27,7 +27,7 @@ class PagodaError(Exception):
 
 
 class InvalidArgument(PagodaError):
-    """field: path of the field that is wrong, such as `sampling.temperature`; None if the server does not name one."""
+    """An argument is wrong. field: its path, such as `sampling.temperature`; None if the server does not name it."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message, grpc.StatusCode.INVALID_ARGUMENT)
@@ -35,7 +35,7 @@ class InvalidArgument(PagodaError):
 
 
 class Unauthenticated(PagodaError):
-    """No token, or a wrong one."""
+    """The token is missing or wrong."""
 
 
 class PermissionDenied(PagodaError):
@@ -43,17 +43,17 @@ class PermissionDenied(PagodaError):
 
 
 class NotFound(PagodaError):
-    """No such model, or no live request of this id."""
+    """There is no such model, or no live request with this id."""
 
 
 class AlreadyExists(PagodaError):
-    """A request of this id is live."""
+    """A live request has this id."""
 
 
 class Overloaded(PagodaError):
     """The queue is full, the message too large, or this client has stopped reading.
 
-    queue_depth  requests that the server has admitted, where it says so
+    queue_depth  requests that the server has admitted, if it says so
     """
 
     def __init__(self, message: str, retry_after_s: float | None = None, queue_depth: int | None = None) -> None:
@@ -66,7 +66,7 @@ class DeadlineExceeded(PagodaError):
 
 
 class Unavailable(PagodaError):
-    """The server cannot be reached, drains, or has no running engine."""
+    """The server cannot be reached, is draining, or has no running engine."""
 
 
 class Cancelled(PagodaError):
@@ -74,7 +74,7 @@ class Cancelled(PagodaError):
 
 
 class Unimplemented(PagodaError):
-    """The server knows no such call or feature. field: path of the field that asks for it; None for a call."""
+    """The server does not support a call or a feature. field: path of the feature's field; None for a call."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message, grpc.StatusCode.UNIMPLEMENTED)
@@ -93,7 +93,7 @@ _PLAIN: dict[grpc.StatusCode, type[PagodaError]] = {
 
 
 def error_from(failure: grpc.RpcError) -> PagodaError:
-    """The typed error that a failed call of grpc or grpc.aio means."""
+    """Convert a failed call of grpc or grpc.aio to a typed error."""
     code, message, status = failure.code(), failure.details() or "", _status(failure)
     if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
         violations = _detail(status, error_details_pb2.BadRequest()).field_violations
@@ -117,13 +117,13 @@ def _status(failure: grpc.RpcError) -> status_pb2.Status:
         if key == STATUS_DETAILS_KEY:
             try:
                 return status_pb2.Status.FromString(value)
-            except DecodeError:  # the details are a courtesy: without them the status still says what happened
+            except DecodeError:  # the status says what happened even without details
                 break
     return status_pb2.Status()
 
 
 def _detail(status: status_pb2.Status, message: M) -> M:
-    """The first detail of this message's type; the message as it is, empty, where there is none."""
+    """Unpack the first detail of this message's type into the message; leave it empty if there is none."""
     for detail in status.details:
         if detail.Unpack(message):
             break

@@ -1,4 +1,4 @@
-"""Python's values into the fields of messages; one that does not fit is an InvalidArgument with the field's path."""
+"""Assign Python values to message fields; a value that does not fit raises InvalidArgument with the field's path."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _RANGES = {
 
 
 def assign(message: Message, path: str, value: object, *, called: str | None = None) -> None:
-    """Sets the field at a path such as `sampling.top_k`. Raises InvalidArgument.
+    """Set the field at a path such as `sampling.top_k`. Raises InvalidArgument.
 
-    called  the path as the caller knows it, where the message is to be a part of another
+    called  the path as the caller knows it, if the message will be part of another
     """
     *parents, name = path.split(".")
     for parent in parents:
@@ -44,7 +44,7 @@ def assign(message: Message, path: str, value: object, *, called: str | None = N
 
 
 def assign_json(struct: Struct, value: object, field: str) -> None:
-    """Sets a Struct to a dict of texts, numbers, booleans, None, lists and dicts. Raises InvalidArgument."""
+    """Set a Struct to a dict of texts, numbers, booleans, None, lists and dicts. Raises InvalidArgument."""
     if not isinstance(value, Mapping):
         raise wrong(field, f"is {type(value).__name__}, must be a dict")
     try:
@@ -58,9 +58,9 @@ def wrong(field: str, description: str) -> InvalidArgument:
 
 
 def _complaint(field: Any, value: object, error: Exception) -> str:
-    """What is wrong with the value in words of its own where protobuf's would not tell."""
+    """What is wrong with the value, in clearer words than protobuf's where those do not tell."""
     if isinstance(error, UnicodeEncodeError):
-        return f"is no text: what stands at position {error.start} is no character of Unicode"
+        return f"is not text: there is no valid character at position {error.start}"
     if isinstance(value, Mapping) and field.message_type is not None:
         field, value = field.message_type.fields_by_name["key"], list(value)
     if field.type in _RANGES:

@@ -1,4 +1,4 @@
-"""From the arguments of a Python call to the request messages."""
+"""Convert the arguments of Python calls to request messages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pagoda.v1 import admin_pb2, control_pb2, inference_pb2, trace_pb2
 
 
 class ChatOptions(TypedDict, total=False):
-    """What goes with a conversation; each is the server's default where it is left out or None.
+    """Options of a conversation. An option that is None or left out has the server's default.
 
-    continue_last    go on with the last message, which must be the assistant's
+    continue_last    continue the last message, which must be the assistant's
     tools            functions that the model may call
     tool_choice      "auto", "none", "required" or {"name": …}
     template_kwargs  variables of the model's chat template, such as enable_thinking
@@ -27,9 +27,9 @@ class ChatOptions(TypedDict, total=False):
 
 
 class GenerateOptions(ChatOptions, total=False):
-    """Options of `generate` and `chat`; each is the server's default where it is left out or None.
+    """Options of `generate` and `chat`. An option that is None or left out has the server's default.
 
-    Ranges and meanings are those of protos/pagoda/v1/inference.proto.
+    protos/pagoda/v1/inference.proto gives meanings and ranges.
     """
 
     max_tokens: int | None
@@ -104,7 +104,7 @@ _EARLY_STOPPING = {
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What a call is about; exactly one is set."""
+    """The input of a call; exactly one field is set."""
 
     message: str | None = None
     prompt: str | None = None
@@ -114,7 +114,7 @@ class Input:
     def put_into(
         self, request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, options: ChatOptions
     ) -> None:
-        """Raises InvalidArgument for no input, for two, and for chat options without a chat."""
+        """Write the input to a request. Raises InvalidArgument for none, for two, and for options without a chat."""
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "nothing"
@@ -126,14 +126,14 @@ class Input:
             raise wrong(next(iter(chat_options)), f"goes with chat, not with {given[0]}")
         elif self.token_ids is not None:
             assert isinstance(request, inference_pb2.GenerateRequest), "Tokenize has no token ids"
-            request.token_ids.SetInParent()  # an empty prompt is the server's to refuse, not "no input"
+            request.token_ids.SetInParent()  # the server refuses an empty prompt; it is not "no input"
             assign(request, "token_ids.ids", self.token_ids)
         else:
             assign(request, given[0], getattr(self, given[0]))
 
 
 def generate_request(asked: Input, options: GenerateOptions) -> inference_pb2.GenerateRequest:
-    """Raises InvalidArgument for a value that does not fit its field, TypeError for an unknown option."""
+    """Build a request. Raises InvalidArgument for a value that does not fit, TypeError for an unknown option."""
     request = inference_pb2.GenerateRequest()
     asked.put_into(request, options)
     for name, value in options.items():
@@ -151,7 +151,7 @@ def generate_request(asked: Input, options: GenerateOptions) -> inference_pb2.Ge
 def tokenize_request(
     asked: Input, options: ChatOptions, add_special_tokens: bool, model: str
 ) -> inference_pb2.TokenizeRequest:
-    """Raises InvalidArgument, TypeError for an unknown option."""
+    """Build a request. Raises InvalidArgument, TypeError for an unknown option."""
     request = inference_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
     assign(request, "model", model)
     if unknown := options.keys() - set(_CHAT_OPTIONS):

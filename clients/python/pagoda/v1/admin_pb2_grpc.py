@@ -55,15 +55,15 @@ class AdminServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Abort(self, request, context):
-        """Ends a live request; its stream finishes with CANCELLED. NOT_FOUND if no request of that id is live.
+        """Ends a live request; its stream finishes with CANCELLED. NOT_FOUND if no live request has that id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops admitting requests and answers when none is live. The server goes on running and reports NOT_SERVING; there
-        is no way back but a restart.
+        """Stops admitting requests and answers when none is live. The server keeps running and reports NOT_SERVING; only a
+        restart makes it serve again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -87,16 +87,16 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """The same, again and again, until the client cancels. INVALID_ARGUMENT for an interval out of range.
+        """GetLoad at regular intervals, until the client cancels. INVALID_ARGUMENT for an interval out of range.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStepTrace(self, request, context):
-        """What the engines' last steps did: which sequences ran, how many tokens each, which were preempted, and why the
-        others did not run. It is always recorded. A stream, because it is longer than a message may be: for each engine,
-        its parts in order. INVALID_ARGUMENT for a time that is not positive; UNAVAILABLE while no engine is ready, or if
+        """What the engines' last steps did: which sequences ran, with how many tokens, which were preempted, and why the
+        others did not run. Engines always record it. The stream carries each engine's trace in parts, in order, because it
+        may exceed a message. INVALID_ARGUMENT for a time that is not positive; UNAVAILABLE while no engine is ready, or if
         one is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -63,14 +63,14 @@ class InferenceServicer(object):
         last message of the call carries `usage` and `timing`. Cancelling the call frees everything it holds.
 
         INVALID_ARGUMENT    a field is wrong; google.rpc.BadRequest names it
-        UNIMPLEMENTED       a field is set that this server does not support; google.rpc.BadRequest names it
+        UNIMPLEMENTED       the server does not support a field that is set; google.rpc.BadRequest names it
         NOT_FOUND           `model` is not the model served here
         ALREADY_EXISTS      `request_id` is live
-        RESOURCE_EXHAUSTED  the queue is full (google.rpc.RetryInfo and the trailer `grpc-retry-pushback-ms` say when to come
-        back), or the reader has stalled
-        DEADLINE_EXCEEDED   the call's deadline passed, or cannot be met any more: queued work is dropped, not computed
-        UNAVAILABLE         draining, or the engine is loading, dead or restarting
-        UNAUTHENTICATED     the server wants a token, and the metadata `authorization` is not `Bearer` and that token
+        RESOURCE_EXHAUSTED  the queue is full (google.rpc.RetryInfo and the trailer `grpc-retry-pushback-ms` say when to
+        retry), or the client has stopped reading
+        DEADLINE_EXCEEDED   the call's deadline passed or can no longer be met: queued work is dropped, not computed
+        UNAVAILABLE         the server is draining, or the engine is loading, dead or restarting
+        UNAUTHENTICATED     the server requires a token, and the metadata `authorization` is not `Bearer` and that token
         INTERNAL            a fault of the server; its log has the details
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -78,7 +78,7 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Turns an input into the token ids that Generate would compute on.
+        """Turns an input into the token ids that Generate would use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
