@@ -90,7 +90,7 @@ def test_every_file_that_the_build_reads_is_in_the_images() -> None:
 
 
 @pytest.mark.parametrize("service", ["model", "router", "engine", "engine-gpu"])
-def test_targets_exist_and_nobody_is_root(service: str) -> None:
+def test_targets_exist_and_no_service_runs_as_root(service: str) -> None:
     users = re.findall(r"^USER (.+)$", stage(SERVICES[service]["build"]["target"]), re.MULTILINE)
     assert users[-1] == "pagoda"
 

@@ -53,7 +53,7 @@ def test_what_makes_the_host_wait_is_noted_and_can_be_an_error(
         read(x)
 
 
-def test_copies_of_pinned_memory_arithmetic_and_numbers_make_nobody_wait(cuda: SimulatedCuda) -> None:
+def test_copies_of_pinned_memory_arithmetic_and_numbers_do_not_make_the_host_wait(cuda: SimulatedCuda) -> None:
     x, there, back = torch.empty(2, device="cuda"), pinned(2), pinned(2)
     there[0], there[1] = 1.0, 2.0
     x.copy_(there, non_blocking=True)
@@ -81,7 +81,7 @@ def test_what_is_launched_runs_when_the_host_waits(cuda: SimulatedCuda) -> None:
     assert x.tolist() == [9, 9]
 
 
-def test_memory_that_nobody_has_written_holds_nan_and_is_counted(cuda: SimulatedCuda) -> None:
+def test_uninitialized_memory_holds_nan_and_is_counted(cuda: SimulatedCuda) -> None:
     x = torch.empty(100, device="cuda")
     assert x.isnan().all()
     assert torch.cuda.memory_allocated() >= 400

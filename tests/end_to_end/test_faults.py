@@ -416,7 +416,7 @@ def test_engines_of_several_sizes_are_asked_for_what_each_of_them_can_hold(tmp_p
         assert {part.engine for part in control.GetStepTrace(trace_pb2.GetStepTraceRequest())} == {1, 2}
 
 
-def test_stalled_readers_slow_nobody_down(
+def test_stalled_readers_do_not_slow_others_down(
     inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
 ) -> None:
     stalled = [inference.Generate(request(f"stalled {at}", max_tokens=3000)) for at in range(20)]

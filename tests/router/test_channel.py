@@ -106,7 +106,7 @@ async def nothing() -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "shm:/no/such/socket", "unix:/no/such/socket"])
-async def test_an_address_where_nobody_answers_is_told_once_and_not_at_once(
+async def test_an_address_where_no_engine_answers_is_logged_once_and_not_at_once(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     patient = EngineChannel(address, hang_timeout_s=60, patience_s=60, on_change=nothing)

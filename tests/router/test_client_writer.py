@@ -28,7 +28,7 @@ def writer(write_s: float, stall_timeout_s: float) -> ClientWriter:
     return ClientWriter(cast(GenerateContext, SlowContext(write_s)), stall_timeout_s)
 
 
-async def test_a_write_that_nobody_takes_ends_the_call_after_the_stall_timeout() -> None:
+async def test_a_write_that_is_not_read_ends_the_call_after_the_stall_timeout() -> None:
     async def call() -> None:
         async with writer(60, 0.1) as client:
             await asyncio.sleep(0.05)
