@@ -20,7 +20,7 @@ from rich.table import Table
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
-from pagoda_server.engine.core.sequence import Sampled, StepPlan
+from pagoda_server.engine.core.step import Sampled, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.loop import Add, EngineLoop
 from pagoda_server.engine.loop.step_trace import StepTrace

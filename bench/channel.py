@@ -30,7 +30,7 @@ from rich.table import Table
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2
-from pagoda_server.engine.core.output import Counters, StepOutput
+from pagoda_server.engine.core.step import Counters, StepOutput
 from pagoda_server.engine.loop.loop import Inbox, LoadSnapshot
 from pagoda_server.engine.scheduling.tenants import TenantTable
 from pagoda_server.engine.serving.listen import start_listening

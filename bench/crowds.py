@@ -16,7 +16,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Sampled
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.scheduling.policies import POLICIES
 from pagoda_server.engine.scheduling.scheduler import Scheduler
@@ -47,7 +48,9 @@ class Engine:
         id, self.count = self.count, self.count + 1
         tokens = [(7 * id + at) % 1000 for at in range(32)]
         params = SamplingParams(max_tokens=500)
-        seq = Sequence(id, tokens, len(tokens), params, self.now, self.now + timeout_s, ttft_s=ttft_s)
+        seq = Sequence(
+            id, tokens, Request(len(tokens), arrived=self.now, deadline=self.now + timeout_s, ttft_s=ttft_s), params
+        )
         self.scheduler.add(seq)
 
     def step(self) -> float:

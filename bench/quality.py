@@ -25,7 +25,8 @@ from bench.record import Setting
 from bench.report import Cells
 from bench.turns import bars
 from pagoda_server.cli.progress_bars import shown_progress
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.models import read_config
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
@@ -111,7 +112,7 @@ def read(runner: ModelRunner, tokens: list[int], on_tokens: Callable[[int], None
 def text_logits(runner: ModelRunner, tokens: list[int], on_tokens: Callable[[int], None]) -> Tensor:
     """`Reading.logits`: one chunked prefill, with nothing else in the cache."""
     seq = _sequence(0, tokens, max_tokens=0)
-    seq.blocks = list(range(-(-len(tokens) // runner.info.kv_cache.block_size)))
+    seq.blocks = BlockTable(range(-(-len(tokens) // runner.info.kv_cache.block_size)))
     parts = []
     for start in range(0, len(tokens) - 1, CHUNK_LEN):
         chunk = Chunk(seq, start, min(CHUNK_LEN, len(tokens) - 1 - start), samples=False)
@@ -142,7 +143,7 @@ def continuations(runner: ModelRunner, prompts: list[list[int]], on_tokens: Call
     while not (plan := scheduler.schedule()).is_empty:
         scheduler.commit(plan, runner.execute(plan))
         on_tokens(len(scheduler.take_output().tokens))
-    return [seq.tokens[seq.prompt_len :] for seq in seqs]
+    return [seq.tokens[seq.request.prompt_len :] for seq in seqs]
 
 
 def compare(base: Reading, other: Reading) -> Quality:
@@ -242,4 +243,4 @@ def quality(folder: Path, text: Path, *, threads: int, output: Path) -> None:
 
 def _sequence(number: int, tokens: list[int], max_tokens: int) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence(number, list(tokens), len(tokens), params, arrived=0.0, deadline=math.inf, bypass_cache=True)
+    return Sequence(number, list(tokens), Request(len(tokens), bypass_cache=True), params)

@@ -6,7 +6,6 @@ of them for one step, and the first starts again. Measured is the time from then
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ import typer
 
 from pagoda_server.checkpoints import resolve
 from pagoda_server.checkpoints.progress import no_progress
-from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Sampled, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.steps_in_flight import Launched, StepsInFlight
 from pagoda_server.engine.runners.load import InformedRunner, load_runner
@@ -83,7 +83,9 @@ def resume(runner: InformedRunner, length: int, token_budget: int, uses_host: bo
 
     prompt = random.Random(length).choices(range(1000, 20_000), k=length - OUTPUT)
     seq, other = (
-        Sequence(id, tokens, len(tokens), SamplingParams(max_tokens=count), time.monotonic(), math.inf, priority=id)
+        Sequence(
+            id, tokens, Request(len(tokens), arrived=time.monotonic(), priority=id), SamplingParams(max_tokens=count)
+        )
         for id, (tokens, count) in enumerate(((prompt, 2 * OUTPUT), (prompt[::-1] + [1000] * OUTPUT, 1)))
     )
     scheduler.add(seq)
@@ -99,9 +101,9 @@ def resume(runner: InformedRunner, length: int, token_budget: int, uses_host: bo
     while seq.num_tokens < length + OUTPUT:
         step()
     scheduler.check_integrity()
-    assert seq.preemptions == 1
-    assert (seq.loaded_tokens > 0.9 * length) == uses_host
-    return Resumption(resume_s, watched.copied_s, seq.tokens[seq.prompt_len :])
+    assert seq.account.preemptions == 1
+    assert (seq.account.loaded_tokens > 0.9 * length) == uses_host
+    return Resumption(resume_s, watched.copied_s, seq.tokens[seq.request.prompt_len :])
 
 
 def main(

@@ -6,7 +6,6 @@ PAGODA_INSTRUCTION_SET chooses another instruction set than the fastest of the p
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -18,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pagoda_server.checkpoints import DEFAULT_MODEL, resolve
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.scheduling.scheduler import Scheduler
@@ -45,7 +45,7 @@ def steps(runner: ModelRunner, count: int, prompt_len: int, output_len: int) -> 
     params = SamplingParams(max_tokens=output_len)
     for number in range(count):
         prompt = torch.randint(0, runner.info.vocab_size, (prompt_len,)).tolist()
-        scheduler.add(Sequence(number, prompt, prompt_len, params, arrived=0.0, deadline=math.inf, bypass_cache=True))
+        scheduler.add(Sequence(number, prompt, Request(prompt_len, bypass_cache=True), params))
     while not (plan := scheduler.schedule()).is_empty:
         started = time.perf_counter()
         sampled = runner.launch(plan).result()

@@ -20,8 +20,8 @@ from bench.gpu.idle import idle_fraction, start_profiler
 from bench.gpu.random_model import write_model
 from bench.gpu.rows import Bar, Bench, Row, explain
 from pagoda_server.checkpoints.progress import no_progress
-from pagoda_server.engine.core.output import StepOutput
-from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Sampled, StepOutput, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.loop import Abort, Add, EngineLoop, LoadSnapshot
 from pagoda_server.engine.loop.steps_in_flight import Launched
@@ -230,4 +230,4 @@ def _case(shape: ModelShape, batch: int, context: int) -> str:
 def _sequence(number: int, context: int, vocab_size: int) -> Sequence:
     prompt = np.random.default_rng(number).integers(0, vocab_size, context).tolist()
     params = SamplingParams(max_tokens=MAX_TOKENS)
-    return Sequence(number, prompt, context, params, arrived=time.monotonic(), deadline=math.inf, bypass_cache=True)
+    return Sequence(number, prompt, Request(context, arrived=time.monotonic(), bypass_cache=True), params)

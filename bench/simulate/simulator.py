@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from bench.measure import Targets
 from bench.simulate.arrivals import Arrivals
-from pagoda_server.engine.core.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Sampled, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.scheduling.scheduler import Scheduler
@@ -186,14 +187,16 @@ class _Run:
                 Sequence(
                     id,
                     [0] * prompt_len,
-                    prompt_len,
+                    Request(
+                        prompt_len,
+                        arrived=at,
+                        deadline=at + self._server.timeout_s,
+                        priority=arrivals.priority[id],
+                        tenant=arrivals.tenant[id],
+                        ttft_s=self._targets.ttft_ms / 1e3,
+                        tpot_s=self._targets.tpot_ms / 1e3,
+                    ),
                     self._params[arrivals.output_len[id]],
-                    arrived=at,
-                    deadline=at + self._server.timeout_s,
-                    priority=arrivals.priority[id],
-                    tenant=arrivals.tenant[id],
-                    ttft_s=self._targets.ttft_ms / 1e3,
-                    tpot_s=self._targets.tpot_ms / 1e3,
                 )
             )
 
@@ -220,9 +223,9 @@ class _Run:
             seq, self._last_event = ended.seq, now
             self._live -= 1
             self._ends[ended.reason.value] += 1
-            if ended.reason is EndReason.LENGTH and seq.first_token is not None:
-                self._ttft_s[seq.id] = seq.first_token - seq.arrived
-                self._tpot_s[seq.id] = (ended.at - seq.first_token) / max(1, seq.output_len - 1)
+            if ended.reason is EndReason.LENGTH and seq.account.first_token is not None:
+                self._ttft_s[seq.id] = seq.account.first_token - seq.request.arrived
+                self._tpot_s[seq.id] = (ended.at - seq.account.first_token) / max(1, seq.output_len - 1)
 
     def _skip_idle_time(self) -> bool:
         """Nothing can run until somebody arrives or has to leave. False if neither will happen."""

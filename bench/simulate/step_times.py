@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from itertools import product
 from statistics import median
@@ -11,7 +10,7 @@ import numpy as np
 
 from pagoda_server.checkpoints import resolve
 from pagoda_server.checkpoints.progress import no_progress
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.runners.load import load_runner
 from pagoda_server.engine.runners.synthetic import StepTime
@@ -66,4 +65,4 @@ def measure(model: str) -> StepTime:
 
 def _sequence(id: int, length: int) -> Sequence:
     params = SamplingParams(max_tokens=1000)
-    return Sequence(id, [(7 * id + at) % 1000 for at in range(length)], length, params, 0.0, math.inf)
+    return Sequence(id, [(7 * id + at) % 1000 for at in range(length)], Request(length), params)

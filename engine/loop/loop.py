@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from pagoda_server.engine.core.output import Counters, StepOutput
 from pagoda_server.engine.core.sequence import Sequence
+from pagoda_server.engine.core.step import Counters, StepOutput
 from pagoda_server.engine.kv.host_blocks import HostLoad
 from pagoda_server.engine.loop.step_trace import TraceSnapshot
 from pagoda_server.engine.loop.steps_in_flight import Runner, StepsInFlight

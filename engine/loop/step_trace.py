@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from pagoda_server.engine.core.output import Hold, StepOutput
-from pagoda_server.engine.core.sequence import EndReason, Sequence, State, StepPlan
+from pagoda_server.engine.core.sequence import EndReason, Sequence, State
+from pagoda_server.engine.core.step import Hold, StepOutput, StepPlan
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 
 KEEP_S = 60.0
@@ -143,15 +143,24 @@ class StepTrace:
             if seq.id in moved or seq.state is State.FINISHED:
                 continue
             if seq.state is State.RUNNING:
-                yield _move(seq, "started", seq.accounted_until, seq.num_computed)
-            elif seq.first_scheduled is None:
-                yield _move(seq, "waits", seq.arrived, 0)
+                yield _move(seq, "started", seq.account.booked_until, seq.num_computed)
+            elif seq.account.first_scheduled is None:
+                yield _move(seq, "waits", seq.request.arrived, 0)
             else:
-                yield _move(seq, "preempted", seq.accounted_until, seq.num_lost)
+                yield _move(seq, "preempted", seq.account.booked_until, seq.account.lost_tokens)
 
 
 def _move(seq: Sequence, kind: MoveKind, at: float, num_computed: int) -> Move:
-    return (at, kind, seq.id, seq.request_id, seq.arrived, seq.prompt_len, len(seq.tokens), num_computed)
+    return (
+        at,
+        kind,
+        seq.id,
+        seq.request.request_id,
+        seq.request.arrived,
+        seq.request.prompt_len,
+        len(seq.tokens),
+        num_computed,
+    )
 
 
 def _size(sketch: Sketch, neighbour: Sketch | None) -> int:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pagoda_server.engine.core.errors import EngineError
-from pagoda_server.engine.core.sequence import Chunk, Sampled, State, StepPlan, TokenLogprobs
+from pagoda_server.engine.core.sequence import State
+from pagoda_server.engine.core.step import Chunk, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.loop.step_trace import Sketch, StepTrace
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
-from pagoda_server.engine.core.output import Ended
-from pagoda_server.engine.core.sequence import EndReason, SamplingParams, Sequence, TokenLogprobs
+from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Ended, TokenLogprobs
 from pagoda_server.engine.kv.blocks import chain_root
 from pagoda_server.engine.loop.loop import LoadSnapshot
 from pagoda_server.engine.runners.sampling import AllowedTokens
@@ -27,8 +28,27 @@ _NUMBERS = {parameter.name for parameter in PARAMETERS}
 _SEED_MASK = (1 << 64) - 1
 
 
-def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: float) -> Sequence:
-    """The request's sequence number `index` of n. Siblings draw from different seeds."""
+def sequences_from_submit(submit: engine_pb2.Submit, ids: Mapping[int, int], now: float) -> list[Sequence]:
+    """Return a request's sequences. `ids` maps the number of each, of n, to its id."""
+    request = Request(
+        prompt_len=len(submit.prompt),
+        arrived=now,
+        deadline=now + submit.timeout_s if submit.HasField("timeout_s") else math.inf,
+        age_s=submit.age_s,
+        priority=submit.priority,
+        tenant=submit.tenant,
+        ttft_s=submit.slo.ttft_ms / 1e3 if submit.slo.HasField("ttft_ms") else math.inf,
+        tpot_s=submit.slo.tpot_ms / 1e3 if submit.slo.HasField("tpot_ms") else math.inf,
+        cache_root=chain_root(submit.cache.salt),
+        bypass_cache=submit.cache.bypass,
+        request_id=submit.request_id,
+        shares_prompt=len(ids) > 1 and not submit.outputs,
+    )
+    return [_sequence(submit, request, index, id) for index, id in ids.items()]
+
+
+def _sequence(submit: engine_pb2.Submit, request: Request, index: int, id: int) -> Sequence:
+    """Return the request's sequence number `index`. Siblings draw from different seeds."""
     sampling = submit.sampling
     params = SamplingParams(
         **{name: value for field, value in sampling.ListFields() if (name := field.name) in _NUMBERS},
@@ -40,23 +60,8 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
         logprobs=submit.logprobs if submit.HasField("logprobs") else None,
     )
     output = submit.outputs[index].ids if submit.outputs else ()
-    return Sequence(
-        id=id,
-        tokens=[*submit.prompt, *output],
-        prompt_len=len(submit.prompt),
-        params=params,
-        arrived=now,
-        deadline=now + submit.timeout_s if submit.HasField("timeout_s") else math.inf,
-        priority=submit.priority,
-        tenant=submit.tenant,
-        ttft_s=submit.slo.ttft_ms / 1e3 if submit.slo.HasField("ttft_ms") else math.inf,
-        tpot_s=submit.slo.tpot_ms / 1e3 if submit.slo.HasField("tpot_ms") else math.inf,
-        cache_root=chain_root(submit.cache.salt),
-        bypass_cache=submit.cache.bypass,
-        request_id=submit.request_id,
-        token_mask=AllowedTokens(sampling.allowed_token_ids) if sampling.allowed_token_ids else None,
-        age_s=submit.age_s,
-    )
+    mask = AllowedTokens(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
+    return Sequence(id, [*submit.prompt, *output], request, params, mask)
 
 
 @dataclass(slots=True)
@@ -87,22 +92,22 @@ class PendingOutput:
 
 
 def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
-    seq = ended.seq
+    account = ended.seq.account
     return engine_pb2.Ended(
         sequence=sequence,
         reason=_END_REASONS[ended.reason],
         matched=ended.matched,
-        cached_tokens=seq.cached_tokens,
-        preemptions=seq.preemptions,
-        recomputed_tokens=seq.recomputed_tokens,
-        queue_s=seq.queue_s,
-        prefill_s=seq.prefill_s,
-        decode_s=seq.decode_s,
-        preempted_s=seq.preempted_s,
+        cached_tokens=account.cached_tokens,
+        preemptions=account.preemptions,
+        recomputed_tokens=account.recomputed_tokens,
+        queue_s=account.queue_s,
+        prefill_s=account.prefill_s,
+        decode_s=account.decode_s,
+        preempted_s=account.preempted_s,
         detail=ended.detail,
-        preempted_tokens=seq.preempted_tokens,
-        saved_tokens=seq.saved_tokens,
-        loaded_tokens=seq.loaded_tokens,
+        preempted_tokens=account.preempted_tokens,
+        saved_tokens=account.saved_tokens,
+        loaded_tokens=account.loaded_tokens,
     )
 
 

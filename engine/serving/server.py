@@ -14,11 +14,11 @@ from typing import TypeAlias
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
 from pagoda_server.channel.link import Link
-from pagoda_server.engine.core.output import StepOutput
+from pagoda_server.engine.core.step import StepOutput
 from pagoda_server.engine.loop import loop as engine_loop
 from pagoda_server.engine.loop.step_trace import TraceSnapshot
 from pagoda_server.engine.scheduling.tenants import TenantTable
-from pagoda_server.engine.serving.codec import PendingOutput, sequence_from_submit, tenants_message
+from pagoda_server.engine.serving.codec import PendingOutput, sequences_from_submit, tenants_message
 from pagoda_server.engine.serving.trace_codec import trace_messages
 
 log = logging.getLogger("pagoda.engine")
@@ -154,8 +154,7 @@ class EngineServer:
 
     def submit(self, connection: Connection, submit: engine_pb2.Submit) -> None:
         """Name the request's sequences and put them into the loop's inbox."""
-        now = self._clock()
-        seqs = []
+        ids = {}
         numbers = range(submit.first_sequence, submit.first_sequence + (submit.sampling.n or 1))
         if live := connection.ids.keys() & numbers:
             log.warning("the router used a live sequence number again; dropped")
@@ -165,11 +164,8 @@ class EngineServer:
             id = next(self._next_id)
             self._routes[id] = (connection, number)
             connection.ids[number] = id
-            seqs.append(sequence_from_submit(submit, index, id, now))
-        if len(seqs) > 1 and not submit.outputs:
-            for seq in seqs:
-                seq.request = seqs[0].id
-        if seqs:
+            ids[index] = id
+        if seqs := sequences_from_submit(submit, ids, self._clock()):
             self._put(engine_loop.Add(seqs[0], tuple(seqs[1:])))
 
     def _reply_flushed(self, connection: Connection, freed: int) -> None:

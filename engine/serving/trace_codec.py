@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
-from pagoda_server.engine.core.output import Hold
 from pagoda_server.engine.core.sequence import EndReason
+from pagoda_server.engine.core.step import Hold
 from pagoda_server.engine.loop.step_trace import Move, MoveKind, Step, TraceSnapshot
 
 PER_PART = 512  # steps, and moves

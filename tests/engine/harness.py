@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol, TypedDict, Unpack
 
-from pagoda_server.engine.core.output import Ended
-from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Ended, Sampled, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool, chain_root
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo
@@ -165,26 +165,20 @@ class SteppedEngine:
             min_tokens=rules.get("min_tokens", 0),
         )
         tokens = [*prompt, *rules.get("output", [])]
-        ids = [next(self._ids) for _ in range(count)]
-        seqs = [
-            Sequence(
-                id=id,
-                tokens=list(tokens),
-                prompt_len=len(prompt),
-                params=params,
-                arrived=self.now,
-                age_s=rules.get("age_s", 0.0),
-                deadline=self.now + rules.get("timeout_s", math.inf),
-                priority=rules.get("priority", 0),
-                tenant=rules.get("tenant", ""),
-                ttft_s=rules.get("ttft_s", math.inf),
-                tpot_s=rules.get("tpot_s", math.inf),
-                cache_root=chain_root(rules.get("salt", "")),
-                bypass_cache=rules.get("bypass", False),
-                request=ids[0] if count > 1 else None,
-            )
-            for id in ids
-        ]
+        request = Request(
+            len(prompt),
+            arrived=self.now,
+            deadline=self.now + rules.get("timeout_s", math.inf),
+            age_s=rules.get("age_s", 0.0),
+            priority=rules.get("priority", 0),
+            tenant=rules.get("tenant", ""),
+            ttft_s=rules.get("ttft_s", math.inf),
+            tpot_s=rules.get("tpot_s", math.inf),
+            cache_root=chain_root(rules.get("salt", "")),
+            bypass_cache=rules.get("bypass", False),
+            shares_prompt=count > 1,
+        )
+        seqs = [Sequence(next(self._ids), list(tokens), request, params) for _ in range(count)]
         for seq in seqs:
             self.outputs[seq.id] = []
             self.arrived_with[seq.id] = seq.num_tokens
@@ -221,7 +215,7 @@ class SteppedEngine:
     def expected(self, seq: Sequence) -> list[int]:
         """What it is to be told."""
         count = self.arrived_with[seq.id]
-        return expected_tokens(seq.tokens[:count], seq.prompt_len + seq.params.max_tokens - count, VOCAB_SIZE)
+        return expected_tokens(seq.tokens[:count], seq.request.prompt_len + seq.params.max_tokens - count, VOCAB_SIZE)
 
     def _take_output(self) -> None:
         output = self.scheduler.take_output()

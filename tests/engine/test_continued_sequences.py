@@ -55,7 +55,7 @@ def test_neither_prompt_nor_output_is_counted_again() -> None:
     assert after.service - before.service == 2, "one token of output"
     counters = engine.scheduler.counters
     assert (counters.prompt_tokens, counters.cached_tokens, counters.output_tokens) == (32, 0, 2)
-    assert second.cached_tokens == 32
+    assert second.account.cached_tokens == 32
 
 
 @pytest.mark.parametrize("block_size", [2, 4, 16])

@@ -14,16 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagoda_server.engine.core.output import Ended
-from pagoda_server.engine.core.sequence import (
-    EndReason,
-    Sampled,
-    SamplingParams,
-    Sequence,
-    StepPlan,
-    TokenLogprobs,
-    TokenMask,
-)
+from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence, TokenMask
+from pagoda_server.engine.core.step import Ended, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.steps_in_flight import Launched, Runner, StepsInFlight
 from pagoda_server.engine.runners.cuda import DeviceRunner
@@ -87,7 +79,7 @@ class Served:
 
     def add(self, prompt: list[int], params: SamplingParams, mask: TokenMask | None = None) -> Sequence:
         tokens = list(prompt)
-        seq = Sequence(next(self._ids), tokens, len(prompt), params, arrived=0.0, deadline=math.inf, token_mask=mask)
+        seq = Sequence(next(self._ids), tokens, Request(len(prompt)), params, token_mask=mask)
         self.scheduler.add(seq)
         return seq
 
@@ -148,7 +140,7 @@ def ask(served: Served, count: int, max_tokens: int = 100) -> list[Sequence]:
 
 
 def outputs(seqs: Iterable[Sequence]) -> list[list[int]]:
-    return [seq.tokens[seq.prompt_len :] for seq in seqs]
+    return [seq.tokens[seq.request.prompt_len :] for seq in seqs]
 
 
 def one_by_one(folder: Path, count: int, max_tokens: int = 100) -> list[list[int]]:
@@ -241,9 +233,9 @@ def test_a_sequence_whose_mask_depends_on_its_tokens_waits_for_its_last_token_an
         served.run()
         assert ahead == ({seqs[3].id} if runner.lookahead else set()), "only this one is computed ahead"
         for seq, mask in zip(seqs, masks, strict=False):
-            last = seq.tokens[seq.prompt_len - 1 :]
+            last = seq.tokens[seq.request.prompt_len - 1 :]
             assert all(abs(after - before) == 1 for before, after in itertools.pairwise(last))
-            assert mask.asked == [seq.prompt_len + at for at in range(12)]
+            assert mask.asked == [seq.request.prompt_len + at for at in range(12)]
         found.append(outputs(seqs))
     assert found[0] == found[1]
 

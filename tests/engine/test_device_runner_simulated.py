@@ -20,7 +20,8 @@ from bench.gpu.parts import PARTS
 from bench.gpu.rows import Bench, Ceilings
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.sequence import SamplingParams, StepPlan
+from pagoda_server.engine.core.sequence import SamplingParams
+from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.engine.runners import load, loaded_model
 from pagoda_server.engine.runners.cuda.outcomes import DeviceStep
 from pagoda_server.kernels import Backend, HeadNorms, PagedKV, load_backend
@@ -153,7 +154,7 @@ def test_the_default_model_starts_on_a_card_of_two_gigabytes_and_answers(
     served = Served(runner, 40, block_size=runner.info.kv_cache.block_size)
     seq = served.add(tokenizer.encode(question, add_special_tokens=False).ids, SamplingParams(max_tokens=10))
     served.run()
-    assert "Stockholm" in tokenizer.decode(seq.tokens[seq.prompt_len :])
+    assert "Stockholm" in tokenizer.decode(seq.tokens[seq.request.prompt_len :])
 
 
 def test_a_fault_that_the_card_keeps_ends_the_engine_and_not_one_request_after_the_other(

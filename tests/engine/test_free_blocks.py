@@ -7,8 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.kv.free_blocks import FreeBlocks
+from pagoda_server.engine.kv.blocks import BlockPool, FreeBlocks
 from tests.engine.test_blocks import chain, published
 
 

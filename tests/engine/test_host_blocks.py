@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, State, StepPlan
+from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence, State
+from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.kv.prefix_cache import Prefix
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
@@ -38,8 +39,8 @@ def test_who_was_preempted_computes_nothing_again(prefix_caching: bool, lookahea
     assert counters.preemptions > 0
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in seqs)
     assert counters.recomputed_tokens <= lookahead * counters.preemptions, "what the step in flight computed is lost"
-    assert host.loaded_tokens == sum(seq.loaded_tokens for seq in seqs) > 0
-    assert sum(seq.saved_tokens for seq in seqs) == host.saved_tokens >= host.loaded_tokens
+    assert host.loaded_tokens == sum(seq.account.loaded_tokens for seq in seqs) > 0
+    assert sum(seq.account.saved_tokens for seq in seqs) == host.saved_tokens >= host.loaded_tokens
     assert (host.blocks_total, host.blocks_used) == (40, 0)
 
 
@@ -47,7 +48,7 @@ def test_without_host_memory_it_is_computed_again() -> None:
     engine, seqs = crowded(0, prefix_caching=False)
     engine.run()
     assert engine.scheduler.counters.recomputed_tokens == engine.scheduler.counters.preempted_tokens > 0
-    assert not any(seq.saved_tokens or seq.loaded_tokens for seq in seqs)
+    assert not any(seq.account.saved_tokens or seq.account.loaded_tokens for seq in seqs)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -59,8 +60,10 @@ def test_nothing_is_copied_before_others_write_over_it(prefix_caching: bool) -> 
     preempt(engine, seq)
     engine.run()
     assert engine.outputs[seq.id] == engine.expected(seq)
-    assert (seq.recomputed_tokens, seq.saved_tokens, seq.loaded_tokens) == (0, 0, 0), "its blocks were still there"
-    assert seq.preempted_tokens > 30
+    assert (seq.account.recomputed_tokens, seq.account.saved_tokens, seq.account.loaded_tokens) == (0, 0, 0), (
+        "its blocks were still there"
+    )
+    assert seq.account.preempted_tokens > 30
 
 
 def test_only_what_others_write_over_is_copied() -> None:
@@ -72,8 +75,8 @@ def test_only_what_others_write_over_is_copied() -> None:
     engine.run()
     assert engine.outputs[seq.id] == engine.expected(seq)
     assert engine.outputs[other.id] == engine.expected(other)
-    assert seq.recomputed_tokens == 0
-    assert 0 < seq.saved_tokens == seq.loaded_tokens <= 20
+    assert seq.account.recomputed_tokens == 0
+    assert 0 < seq.account.saved_tokens == seq.account.loaded_tokens <= 20
 
 
 def test_where_host_memory_is_full_the_rest_is_computed_again() -> None:
@@ -103,7 +106,7 @@ def test_a_preemption_at_any_step_changes_no_token(prefix_caching: bool, lookahe
         engine.run()
         assert engine.outputs[seq.id] == engine.expected(seq)
         assert engine.outputs[other.id] == engine.expected(other)
-        saved += seq.saved_tokens
+        saved += seq.account.saved_tokens
     assert at > 18
     assert saved > 100
 
@@ -116,7 +119,7 @@ def test_host_blocks_are_given_back_once_their_content_is_in_use_again() -> None
     engine.add(prompt(18, 3), max_tokens=1, priority=1)
     while seq.state is not State.RUNNING:
         engine.step()
-    assert seq.loaded_tokens > 0
+    assert seq.account.loaded_tokens > 0
     assert engine.scheduler.host.load().blocks_used == 0
 
 
@@ -128,10 +131,10 @@ def test_what_was_loaded_is_found_by_others_again() -> None:
     engine.add(prompt(49, 3), max_tokens=1, priority=1)
     while seq.state is not State.RUNNING:
         engine.step()
-    assert seq.loaded_tokens > 30
+    assert seq.account.loaded_tokens > 30
     again = engine.add(prompt(38), max_tokens=1)
     engine.run()
-    assert again.cached_tokens > 32
+    assert again.account.cached_tokens > 32
 
 
 def test_what_was_kept_on_the_device_is_found_by_others_again() -> None:
@@ -142,21 +145,28 @@ def test_what_was_kept_on_the_device_is_found_by_others_again() -> None:
     engine.scheduler.flush_cache()
     engine.step()
     engine.step()
-    assert (seq.state, seq.recomputed_tokens) == (State.RUNNING, 0)
+    assert (seq.state, seq.account.recomputed_tokens) == (State.RUNNING, 0)
     again = engine.add(prompt(38), max_tokens=1)
     engine.run()
-    assert again.cached_tokens > 32
+    assert again.account.cached_tokens > 32
+
+
+def committed_sequence(id: int, tokens: list[int], blocks: list[int]) -> Sequence:
+    """A sequence whose first nine tokens are computed."""
+    seq = Sequence(id, tokens, Request(len(tokens)), SamplingParams(), blocks=BlockTable(blocks))
+    seq.blocks.num_committed = 9
+    return seq
 
 
 def test_who_is_preempted_again_before_it_computes_keeps_what_it_kept() -> None:
     host = HostBlocks(3, 4, CostModel(16, lambda: 0.0))
-    seq = Sequence(0, [1] * 10, 10, SamplingParams(), 0.0, float("inf"), blocks=[10, 11, 12], num_committed=9)
+    seq = committed_sequence(0, [1] * 10, [10, 11, 12])
     host.keep(seq)
     host.taken([10, 11, 12])
     assert [block for block, _ in host.saves()] == [10, 11, 12]
     prefix = host.extend(seq, Prefix())
     assert (prefix.num_tokens, len(prefix.loads)) == (9, 3)
-    seq.state, seq.blocks, seq.num_committed = State.RUNNING, prefix.table([30, 31, 32]), 0
+    seq.state, seq.blocks = State.RUNNING, BlockTable(prefix.table([30, 31, 32]))
     host.started(seq, prefix)
     host.check_integrity()
     host.keep(seq)
@@ -187,7 +197,7 @@ def test_who_has_started_from_what_a_failed_step_saved_starts_again(failure: str
     engine.run()
     assert engine.outputs[seq.id] == engine.expected(seq)
     assert engine.outputs[other.id] == engine.expected(other)
-    assert seq.preemptions == 2
+    assert seq.account.preemptions == 2
 
 
 def test_who_finds_its_content_with_others_does_without_its_own() -> None:
@@ -206,10 +216,7 @@ def test_who_finds_its_content_with_others_does_without_its_own() -> None:
 
 def test_what_is_no_longer_kept_is_not_saved() -> None:
     host = HostBlocks(1, 4, CostModel(16, lambda: 0.0))
-    first, second = (
-        Sequence(id, [1] * 9, 9, SamplingParams(), 0.0, float("inf"), blocks=blocks, num_committed=9)
-        for id, blocks in enumerate(([10, 11, 12], [20, 21, 22]))
-    )
+    first, second = (committed_sequence(id, [1] * 9, blocks) for id, blocks in enumerate(([10, 11, 12], [20, 21, 22])))
     host.keep(first)
     host.keep(second)
     host.taken([12])
@@ -218,7 +225,7 @@ def test_what_is_no_longer_kept_is_not_saved() -> None:
     assert (host.num_kept(first), host.num_kept(second)) == (4, 9)
     host.taken([22])
     assert host.saves() == [(22, 0)]
-    assert (first.saved_tokens, second.saved_tokens) == (0, 1)
+    assert (first.account.saved_tokens, second.account.saved_tokens) == (0, 1)
     assert host.saves() == []
 
 
@@ -261,7 +268,7 @@ def test_what_is_kept_is_not_taken_for_what_must_be_computed_before_a_deadline()
     for _ in range(6):
         engine.step()
     preempt(engine, seq)
-    assert engine.scheduler._tables.num_cached(seq) == seq.num_lost > 40
+    assert engine.scheduler._tables.num_cached(seq) == seq.account.lost_tokens > 40
 
 
 def test_copies_that_take_longer_than_computing_are_tried_now_and_then() -> None:
@@ -279,7 +286,7 @@ def test_copies_that_take_longer_than_computing_are_tried_now_and_then() -> None
 def test_the_faster_way_is_learned_from_steps() -> None:
     now = 0.0
     costs = CostModel(512, lambda: now)
-    seq = Sequence(0, [1] * 500, 500, SamplingParams(), 0.0, float("inf"))
+    seq = Sequence(0, [1] * 500, Request(500), SamplingParams())
 
     def step(length: int, copies: int) -> None:
         """A millisecond a token and 3 a copy."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.scheduling.pacing import ADVANCE_EVERY, LEAST_GROWTH, MIN_PREFILL
 from pagoda_server.engine.timing.cost_model import RunningQuantile, StepLoad, StepTimeFilter
@@ -37,7 +38,7 @@ def step_times_beside(engine: SteppedEngine, prompt_len: int) -> list[float]:
     """Of the steps until a prompt that arrives now has its first token."""
     seq = engine.add(prompt(prompt_len, 99), max_tokens=2, bypass=True)
     times = []
-    while seq.first_token is None:
+    while seq.account.first_token is None:
         started = engine.now
         engine.step()
         times.append(engine.now - started)
@@ -106,7 +107,7 @@ def test_every_admitted_prompt_advances_in_any_eight_steps_however_many_pass_it(
         engine.step()
         waited = 0 if low.num_computed > before else waited + 1
         longest = max(longest, waited)
-        assert low.preemptions == 0
+        assert low.account.preemptions == 0
     assert 0 < longest < ADVANCE_EVERY
 
 
@@ -130,8 +131,8 @@ def crowd(step_time: TakesTime, target_itl_s: float | None) -> Crowd:
     gaps, chunks = [], []
     while not (plan := engine.step()).is_empty:
         chunks.append([(chunk.seq.id, chunk.start, chunk.length) for chunk in plan.chunks])
-        gaps += [step_time.of(plan)] * sum(chunk.start >= chunk.seq.prompt_len for chunk in plan.chunks)
-    ttfts = sorted(seq.first_token - seq.arrived for seq in seqs if seq.first_token is not None)
+        gaps += [step_time.of(plan)] * sum(chunk.start >= chunk.seq.request.prompt_len for chunk in plan.chunks)
+    ttfts = sorted(seq.account.first_token - seq.request.arrived for seq in seqs if seq.account.first_token is not None)
     return Crowd(engine.now, ttfts[len(ttfts) // 2], sorted(gaps)[int(0.99 * len(gaps))], chunks)
 
 
@@ -231,7 +232,7 @@ def test_the_target_is_held_again_soon_after_the_machine_has_slowed_down() -> No
 
 def test_a_server_that_has_long_only_decoded_still_knows_what_a_prompt_takes() -> None:
     rng, model, machine = random.Random(5), StepTimeFilter(), Machine(random.Random(5), 0.1)
-    seqs = [Sequence(id, [1], 1, SamplingParams(), 0.0, math.inf) for id in range(9)]
+    seqs = [Sequence(id, [1], Request(1), SamplingParams()) for id in range(9)]
 
     def plan(context_len: int, start: int, length: int) -> StepPlan:
         decodes = [Chunk(seq, context_len, 1, True) for seq in seqs[:8]]

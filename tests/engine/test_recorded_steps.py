@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels import Recording, has_native, has_native_int8_weight, load_backend, set_num_threads
 from pagoda_server.kernels.backend import BACKENDS
@@ -161,11 +162,10 @@ def test_preempted_and_copied_sequences_are_served_the_same(
     def serve(runner: ModelRunner) -> tuple[dict[int, list[int]], object]:
         served = Served(runner, 30)
         params = SamplingParams(max_tokens=24, temperature=1.0, top_p=0.9, logprobs=3)
+        request = Request(11, shares_prompt=True)
         for at in range(4):  # siblings, which copy the block that their prompt ends in
             prompt = random_prompt(11, seed=4)
-            served.scheduler.add(
-                Sequence(100 + at, prompt, 11, replace(params, seed=at), 0.0, float("inf"), request=100)
-            )
+            served.scheduler.add(Sequence(100 + at, prompt, request, replace(params, seed=at)))
         for at in range(3):
             served.add(random_prompt(5 + at, seed=at), replace(params, seed=at))
         served.run()

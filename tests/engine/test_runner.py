@@ -19,7 +19,8 @@ from torch import Tensor
 from pagoda_server.checkpoints import resolve
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, StepPlan
+from pagoda_server.engine.core.sequence import SamplingParams
+from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.runners import load
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.runners.cpu.step_arrays import attended_parts
@@ -491,5 +492,5 @@ def test_who_computes_a_prompts_last_token_again_finds_its_logits_to_the_last_bi
     for at in range(4):
         seq = sequences.sequence(random_prompt(200 + 30 * at, seed=at), 1)
         whole = step_logits(runner, [next_chunk(seq)])
-        again = step_logits(runner, [Chunk(seq, seq.prompt_len - 1, 1, samples=True)])
+        again = step_logits(runner, [Chunk(seq, seq.request.prompt_len - 1, 1, samples=True)])
         assert torch.equal(whole, again), at

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence, TokenMask
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.runners.cpu.sampler import Choice, Sampler
 from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.kernels import load_backend
@@ -26,7 +26,7 @@ def sequence(
     number: int, prompt: list[int], output: list[int] | None = None, mask: TokenMask | None = None, **params: Any
 ) -> Sequence:
     tokens = prompt + (output or [])
-    return Sequence(number, tokens, len(prompt), SamplingParams(**params), 0.0, math.inf, token_mask=mask)
+    return Sequence(number, tokens, Request(len(prompt)), SamplingParams(**params), token_mask=mask)
 
 
 def logits_of(**likely: float) -> torch.Tensor:

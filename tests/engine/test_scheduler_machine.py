@@ -128,14 +128,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         higher: whenever that one starts, or takes a block."""
         size, by_higher = self.engine.pool.block_size, 0
         if self.policy == "priority":
-            higher = [other for other in self.seqs if other.priority > seq.priority]
-            by_higher = sum((1 + other.preemptions) * (1 + -(-len(other.tokens) // size)) for other in higher)
+            higher = [other for other in self.seqs if other.request.priority > seq.request.priority]
+            by_higher = sum((1 + other.account.preemptions) * (1 + -(-len(other.tokens) // size)) for other in higher)
         return 1 + seq.output_len // size + by_higher + self.num_extra
 
     def teardown(self):
         self.engine.run()
         for seq in self.seqs:
-            assert seq.preemptions <= self.most_preemptions(seq), "they chase each other"
+            assert seq.account.preemptions <= self.most_preemptions(seq), "they chase each other"
         assert self.engine.pool.num_referenced == 0
         assert self.engine.scheduler.host.load().blocks_used == 0
         for seq in self.seqs:

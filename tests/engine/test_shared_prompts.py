@@ -60,9 +60,9 @@ def test_who_waits_for_its_prompt_holds_up_nobody() -> None:
     short = engine.add(prompt(5, 1), max_tokens=2)
     engine.step()
     engine.step()
-    assert short.first_token is not None
+    assert short.account.first_token is not None
     assert engine.scheduler.num_waiting == 3
-    assert first.first_token is None
+    assert first.account.first_token is None
     engine.run()
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in others)
 
@@ -121,8 +121,8 @@ def test_what_is_shared_within_a_request_is_no_cache_hit() -> None:
     engine.run()
     again = engine.add_siblings(3, prompt(30), max_tokens=4)
     engine.run()
-    assert [seq.cached_tokens for seq in first] == [0, 0, 0]
-    assert [seq.cached_tokens for seq in again] == [29, 29, 29]
+    assert [seq.account.cached_tokens for seq in first] == [0, 0, 0]
+    assert [seq.account.cached_tokens for seq in again] == [29, 29, 29]
     counters = engine.scheduler.counters
     assert (counters.prompt_tokens, counters.cached_tokens) == (60, 29)
 
@@ -134,7 +134,7 @@ def test_siblings_that_bypass_the_cache_share_only_with_each_other() -> None:
     seqs = engine.add_siblings(3, prompt(30), max_tokens=4, bypass=True)
     tokens, _ = run_and_count(engine)
     assert tokens == 30 + 2 + 3 * 3
-    assert [seq.cached_tokens for seq in seqs] == [0, 0, 0]
+    assert [seq.account.cached_tokens for seq in seqs] == [0, 0, 0]
 
 
 def test_preempted_siblings_lose_no_token() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence as Items
 from pathlib import Path
@@ -20,7 +19,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.settings.engine import EngineConfig
 
@@ -127,7 +127,7 @@ class ShuffledBlocks:
             raise AssertionError(f"the test's cache has {len(self._free)} free blocks; {num_blocks} are wanted")
         params = params or SamplingParams()
         self._num_sequences += 1
-        seq = Sequence(self._num_sequences, list(prompt), len(prompt), params, arrived=0.0, deadline=math.inf)
+        seq = Sequence(self._num_sequences, list(prompt), Request(len(prompt)), params)
         seq.blocks = [self._free.pop() for _ in range(num_blocks)]
         return seq
 
@@ -151,7 +151,7 @@ def generate(runner: ModelRunner, seq: Sequence, count: int, chunk_size: int = 1
     """The sequence alone, until it has `count` tokens of output."""
     while seq.output_len < count:
         step(runner, [next_chunk(seq, chunk_size)])
-    return seq.tokens[seq.prompt_len :]
+    return seq.tokens[seq.request.prompt_len :]
 
 
 def step_logits(runner: ModelRunner, chunks: list[Chunk]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagoda_server.engine.core.sequence import Sampled, StepPlan
+from pagoda_server.engine.core.step import Sampled, StepPlan
 from pagoda_server.engine.loop.steps_in_flight import Launched, Runner
 from tests.engine.harness import ContentCheckingRunner
 

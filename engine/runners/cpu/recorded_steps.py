@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.sequence import Chunk
+from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.models import Decoder, Embedded, StepInputs
 from pagoda_server.kernels import Backend, PagedKV, Recorder, Recording
 

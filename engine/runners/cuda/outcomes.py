@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagoda_server.engine.core.sequence import Sampled, Sequence, TokenLogprobs
+from pagoda_server.engine.core.sequence import Sequence
+from pagoda_server.engine.core.step import Sampled, TokenLogprobs
 from pagoda_server.engine.runners.cuda.staging import Layout, all_launched, host_bytes
 from pagoda_server.kernels import MAX_TOP_LOGPROBS, SampledRows
 

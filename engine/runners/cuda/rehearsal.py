@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Chunk, StepPlan
 
 
 def largest_plan(token_budget: int, max_num_seqs: int, block_size: int) -> StepPlan:
@@ -15,8 +15,8 @@ def largest_plan(token_budget: int, max_num_seqs: int, block_size: int) -> StepP
     params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=0)
     chunks = []
     for number in range(max_num_seqs):
-        seq = Sequence(number, [0] * length, length, params, arrived=0.0, deadline=math.inf)
-        seq.blocks = list(range(number * blocks_each, (number + 1) * blocks_each))
+        blocks = BlockTable(range(number * blocks_each, (number + 1) * blocks_each))
+        seq = Sequence(number, [0] * length, Request(length), params, blocks=blocks)
         chunks.append(Chunk(seq, 0, length, samples=True))
     return StepPlan(chunks)
 
@@ -31,7 +31,7 @@ def prompts_of_all_sizes(num_tokens: int, longest: int, block_size: int) -> Iter
         chunks = []
         for start in range(0, size, longest):
             length = min(longest, size - start)
-            seq = Sequence(-1, [0] * length, length, params, arrived=0.0, deadline=math.inf)
-            seq.blocks = list(range(-(-length // block_size)))
+            blocks = BlockTable(range(-(-length // block_size)))
+            seq = Sequence(-1, [0] * length, Request(length), params, blocks=blocks)
             chunks.append(Chunk(seq, 0, length, samples=True))
         yield StepPlan(chunks)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, State
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence, State
+from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.runners.cuda.staging import Staging
 from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault
 from pagoda_server.kernels import MAX_TOP_LOGPROBS, SamplingRows, allocate_rows
@@ -223,8 +224,8 @@ class _RowParameters:
         self._biased.add(row)
 
     def _write_counts(self, row: int, seq: Sequence) -> None:
-        counts = Counter(seq.tokens[seq.prompt_len :])
-        for token in set(seq.tokens[: seq.prompt_len]):
+        counts = Counter(seq.tokens[seq.request.prompt_len :])
+        for token in set(seq.tokens[: seq.request.prompt_len]):
             counts[token] += IN_PROMPT
         ids = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
         values = np.fromiter(counts.values(), dtype=np.int32, count=len(counts))
@@ -245,7 +246,7 @@ def _single_values(params: SamplingParams, seq: Sequence) -> dict[str, float]:
         "temperature": params.temperature if draws_at_random(params) else 0.0,
         "seed_low": low,
         "seed_high": high,
-        "min_position": seq.prompt_len + params.min_tokens,
+        "min_position": seq.request.prompt_len + params.min_tokens,
         "num_logprobs": -1 if params.logprobs is None else params.logprobs,
         "is_masked": seq.token_mask is not None,
     }

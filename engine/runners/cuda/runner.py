@@ -12,7 +12,8 @@ import torch
 
 from pagoda_server.checkpoints.progress import Progress, no_progress
 from pagoda_server.engine.core.errors import OutOfMemory
-from pagoda_server.engine.core.sequence import Chunk, Sampled, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import Sequence
+from pagoda_server.engine.core.step import Chunk, Sampled, StepPlan
 from pagoda_server.engine.runners.cuda.copies import CopyInputs
 from pagoda_server.engine.runners.cuda.graphs import DecodeGraphs
 from pagoda_server.engine.runners.cuda.host_copies import HostCopies, nothing_copied

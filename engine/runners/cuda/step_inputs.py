@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.sequence import Chunk
+from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.models import StepInputs
 from pagoda_server.engine.runners.cuda.rows import DeviceRows
 from pagoda_server.engine.runners.cuda.staging import Staging
