@@ -80,7 +80,7 @@ class Sampled:
 
 # Why a sequence does not compute in a step: the batch is full; no blocks are left; other sequences have the step's
 # tokens; it can no longer meet its deadline and leaves soon; its last token is being computed.
-Hold: TypeAlias = Literal["no place", "no blocks", "no budget", "not its turn", "token pending"]
+Hold: TypeAlias = Literal["no place", "no blocks", "no budget", "late", "token pending"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,7 +216,7 @@ class Scheduler:
                 return "no budget"
             if self._deadlines.is_lost(seq, self.clock()):
                 if self.running and not self._deadlines.takes_leave():
-                    return "not its turn"
+                    return "late"
                 self._end(seq, EndReason.DEADLINE)
                 continue
             while not self._start(seq):

@@ -37,8 +37,8 @@ def sequences_from_submit(submit: engine_pb2.Submit, ids: Mapping[int, int], now
         age_s=submit.age_s,
         priority=submit.priority,
         tenant=submit.tenant,
-        ttft_s=submit.slo.ttft_ms / 1e3 if submit.slo.HasField("ttft_ms") else math.inf,
-        tpot_s=submit.slo.tpot_ms / 1e3 if submit.slo.HasField("tpot_ms") else math.inf,
+        ttft_s=submit.slo.ttft_s if submit.slo.HasField("ttft_s") else math.inf,
+        tpot_s=submit.slo.tpot_s if submit.slo.HasField("tpot_s") else math.inf,
         cache_root=chain_root(submit.cache.salt),
         bypass_cache=submit.cache.bypass,
         request_id=submit.request_id,
@@ -111,9 +111,9 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
     )
 
 
-def _load_message(load: LoadSnapshot) -> control_pb2.Load:
+def _load_message(load: LoadSnapshot) -> control_pb2.EngineLoad:
     counters = load.counters
-    return control_pb2.Load(
+    return control_pb2.EngineLoad(
         waiting=load.waiting,
         running=load.running,
         blocks_total=load.blocks_total,

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from pagoda.v1 import control_pb2_grpc, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
-from tests.end_to_end.asking import ask, request
+from tests.end_to_end.asking import ask, engine_load, request
 from tests.servers import running_server
 
 
@@ -24,7 +24,7 @@ def test_streams_of_a_server_that_launches_steps_ahead_get_their_own_tokens(host
     ):
         inference = inference_pb2_grpc.InferenceStub(channel)
         answers = list(threads.map(lambda text: ask(inference, request(text, max_tokens=30)), texts))
-        load = control_pb2_grpc.ControlStub(channel).GetLoad(control_pb2.GetLoadRequest())
+        load = engine_load(control_pb2_grpc.ControlStub(channel))
     for text, answer in zip(texts, answers, strict=True):
         assert answer.ids() == expected_tokens(text.encode(), 30, 258)
     assert load.preemptions > 0, "the cache is too small for all of them"
