@@ -93,7 +93,8 @@ class BlockTables:
         """Note that so many leading tokens of a running sequence are computed; let others find the full blocks."""
         table = seq.blocks
         table.num_committed = num_computed
-        self._host.computed(seq)
+        if self._host.num_blocks:
+            self._host.computed(seq)
         if num_computed // self._pool.block_size > table.num_published:
             self._prefixes.publish(seq, num_computed)
 

@@ -17,7 +17,7 @@ from pagoda.v1 import control_pb2_grpc, inference_pb2_grpc, trace_pb2
 from pagoda_server.cli.__main__ import app
 from pagoda_server.cli.trace_json import trace_document
 from pagoda_server.cli.trace_timeline import Doing, Timeline, timelines
-from pagoda_server.engine.serving.trace_codec import trace_messages
+from pagoda_server.engine.serving.codec import trace_messages
 from tests.end_to_end.asking import ask, request
 from tests.engine.harness import SteppedEngine
 from tests.servers import Server, running_server

@@ -23,7 +23,7 @@ VOCAB_SIZE = 258
 def synthetic_runner(
     num_blocks: int, block_size: int, lookahead: int = 0, num_host_blocks: int = 0, copy_s: float = 0.0
 ) -> SyntheticRunner:
-    """copy_s: of a block to or from host memory, if there is any."""
+    """Make a synthetic runner. Copying a block to or from host memory takes `copy_s`."""
     spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, element_bytes=4, block_size=block_size)
     info = RunnerInfo(
         model="synthetic",
@@ -44,13 +44,13 @@ def synthetic_runner(
 
 
 class WrongContent(BaseException):
-    """No Exception: a step that fails is computed again, which must not hide this."""
+    """Not an Exception, because a step that fails is computed again, and that must not hide this."""
 
 
 class ContentCheckingRunner(SyntheticRunner):
-    """Before it computes a chunk, looks at every slot of its context: each must hold what its sequence's tokens give.
+    """Checks every slot of a chunk's context before it computes it: each must hold what the sequence's tokens give.
 
-    is_misled  a step was not computed, and what follows it is worth nothing before it is computed again
+    is_misled  a step was not computed, so later steps are void until it is computed again
     """
 
     def __init__(self, info: RunnerInfo, lookahead: int, copy_s: float) -> None:
@@ -102,7 +102,7 @@ class Rules(TypedDict, total=False):
 
 class TakesTime(Protocol):
     def of(self, plan: StepPlan) -> float:
-        """Seconds that a step takes."""
+        """Return the seconds that a step takes."""
 
 
 class SteppedEngine:
@@ -124,8 +124,8 @@ class SteppedEngine:
         copy_s: float = 0.0,
     ) -> None:
         """
-        step_time  of a step in simulated time; None: a second passes after each step, which takes none
-        copy_s     of a block to or from host memory
+        step_time  how long a step takes in simulated time; None: no time, and a second passes between steps
+        copy_s     how long a copy of a block to or from host memory takes
         """
         self.now = 0.0
         self.step_time = step_time
@@ -158,7 +158,7 @@ class SteppedEngine:
     def add_siblings(
         self, count: int, prompt: list[int], max_tokens: int = 8, **rules: Unpack[Rules]
     ) -> list[Sequence]:
-        """The sequences of one request."""
+        """Add a request of several sequences."""
         params = SamplingParams(
             max_tokens=max_tokens,
             stop_token_ids=rules.get("stop_token_ids", frozenset()),
@@ -205,7 +205,7 @@ class SteppedEngine:
         return plan
 
     def run(self, limit: int = 10_000) -> int:
-        """Steps until nothing is left to do; the number of steps."""
+        """Step until nothing is left to do; return the number of steps."""
         for count in range(limit):
             was_busy = len(self.steps) > 0
             if self.step().is_empty and not was_busy:
@@ -213,7 +213,7 @@ class SteppedEngine:
         raise AssertionError(f"still at work after {limit} steps")
 
     def expected(self, seq: Sequence) -> list[int]:
-        """What it is to be told."""
+        """Return the tokens that a sequence must generate."""
         count = self.arrived_with[seq.id]
         return expected_tokens(seq.tokens[:count], seq.request.prompt_len + seq.params.max_tokens - count, VOCAB_SIZE)
 

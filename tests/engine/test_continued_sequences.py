@@ -1,4 +1,4 @@
-"""Sequences that arrive with output and go on from there, as each step of a beam search does."""
+"""Sequences that arrive with output and continue it, as in each step of a beam search."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_its_age_is_its_place_in_line(policy: PolicyName) -> None:
 
 
 def test_its_next_token_is_due_after_those_that_it_has() -> None:
-    """By its first token alone it would be late, and wait behind everything that is not."""
+    """If only its first token counted, it would be late and wait behind all sequences that are not."""
     engine = SteppedEngine(max_num_seqs=1, policy="deadline")
     running = engine.add(prompt(5), 3)
     engine.step()

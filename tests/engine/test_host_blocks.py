@@ -1,4 +1,4 @@
-"""What preempted sequences have computed comes back, from their old blocks or from the host, and changes no token."""
+"""Preempted sequences get back what they computed, from their old blocks or from the host, and no token changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def crowded(host_blocks: int, **settings: object) -> tuple[SteppedEngine, list[S
 
 
 def preempt(engine: SteppedEngine, seq: Sequence) -> None:
-    """Whatever else runs."""
+    """Preempt a sequence, whatever else runs."""
     assert seq.state is State.RUNNING
     engine.scheduler._preempt(seq)
     engine.scheduler.check_integrity()
@@ -32,7 +32,7 @@ def preempt(engine: SteppedEngine, seq: Sequence) -> None:
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_who_was_preempted_computes_nothing_again(prefix_caching: bool, lookahead: int) -> None:
+def test_a_preempted_sequence_computes_nothing_again(prefix_caching: bool, lookahead: int) -> None:
     engine, seqs = crowded(40, prefix_caching=prefix_caching, lookahead=lookahead)
     engine.run()
     counters, host = engine.scheduler.counters, engine.scheduler.host.load()
@@ -90,7 +90,7 @@ def test_where_host_memory_is_full_the_rest_is_computed_again() -> None:
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_preemption_at_any_step_changes_no_token(prefix_caching: bool, lookahead: int) -> None:
-    """Each time, another sequence then writes over part of what it left."""
+    """After each preemption, another sequence overwrites part of what it left."""
     saved = 0
     for at in range(1, 22):
         engine = SteppedEngine(
@@ -152,13 +152,13 @@ def test_what_was_kept_on_the_device_is_found_by_others_again() -> None:
 
 
 def committed_sequence(id: int, tokens: list[int], blocks: list[int]) -> Sequence:
-    """A sequence whose first nine tokens are computed."""
+    """Return a sequence whose first nine tokens are computed."""
     seq = Sequence(id, tokens, Request(len(tokens)), SamplingParams(), blocks=BlockTable(blocks))
     seq.blocks.num_committed = 9
     return seq
 
 
-def test_who_is_preempted_again_before_it_computes_keeps_what_it_kept() -> None:
+def test_a_sequence_preempted_again_before_it_computes_keeps_what_it_kept() -> None:
     host = HostBlocks(3, 4, CostModel(16, lambda: 0.0))
     seq = committed_sequence(0, [1] * 10, [10, 11, 12])
     host.keep(seq)
@@ -178,8 +178,8 @@ def test_who_is_preempted_again_before_it_computes_keeps_what_it_kept() -> None:
 
 @pytest.mark.parametrize("failure", ["at launch", "when read", "computed"])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_who_has_started_from_what_a_failed_step_saved_starts_again(failure: str, lookahead: int) -> None:
-    """In one step another sequence takes some of its blocks, and it starts from what is saved of them."""
+def test_a_sequence_that_started_from_what_a_failed_step_saved_starts_again(failure: str, lookahead: int) -> None:
+    """In one step another sequence takes some of its blocks, and it starts from the saved content."""
     engine = SteppedEngine(num_blocks=40, token_budget=64, host_blocks=40, prefix_caching=False, lookahead=lookahead)
     unreliable = UnreliableRunner(engine.runner)
     engine.runner, engine.steps = unreliable, StepsInFlight(engine.scheduler, unreliable)  # type: ignore[assignment]
@@ -200,8 +200,8 @@ def test_who_has_started_from_what_a_failed_step_saved_starts_again(failure: str
     assert seq.account.preemptions == 2
 
 
-def test_who_finds_its_content_with_others_does_without_its_own() -> None:
-    """Two compute a prompt in one step that begins alike; only the first one's blocks of that can be found."""
+def test_a_sequence_that_finds_its_content_in_the_cache_drops_its_own() -> None:
+    """Two sequences compute the same prefix in one step; only the first one's blocks can be found."""
     engine = SteppedEngine(num_blocks=40, token_budget=80, max_num_seqs=8, host_blocks=40, lookahead=1)
     seqs = [engine.add(prompt(30) + rest, max_tokens=12) for rest in ([], [1, 2, 3, 4, 5])]
     for _ in range(4):
@@ -245,8 +245,8 @@ def test_a_failure_of_any_step_changes_no_token(failure: str, lookahead: int) ->
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_who_is_cancelled_gives_host_blocks_back_at_once(lookahead: int) -> None:
-    """At every step of a run in which everybody is preempted now and then."""
+def test_a_cancelled_sequence_gives_host_blocks_back_at_once(lookahead: int) -> None:
+    """Cancel it at every step of a run in which all sequences are preempted now and then."""
     given_back = 0
     for at in range(1, 60):
         engine, seqs = crowded(30, prefix_caching=False, lookahead=lookahead)
@@ -272,7 +272,7 @@ def test_what_is_kept_is_not_taken_for_what_must_be_computed_before_a_deadline()
 
 
 def test_copies_that_take_longer_than_computing_are_tried_now_and_then() -> None:
-    """A block's copy takes the time in which 40 tokens are computed; without a measurement nobody knows."""
+    """Copying a block takes as long as computing 40 tokens, which only a measurement can show."""
     engine, seqs = crowded(40, prefix_caching=False, step_time=StepTime(0.001, 0.0, 0.01), copy_s=0.4)
     engine.run()
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in seqs)
@@ -289,7 +289,7 @@ def test_the_faster_way_is_learned_from_steps() -> None:
     seq = Sequence(0, [1] * 500, Request(500), SamplingParams())
 
     def step(length: int, copies: int) -> None:
-        """A millisecond a token and 3 a copy."""
+        """Take 1 ms a token and 3 ms a copy."""
         nonlocal now
         costs.scheduled(after_idle=True)
         now += 0.01 + 0.001 * length + 0.003 * copies

@@ -1,4 +1,4 @@
-"""The loop thread with a runner that misbehaves."""
+"""The loop thread, also with a runner that misbehaves."""
 
 from __future__ import annotations
 

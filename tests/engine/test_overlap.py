@@ -1,4 +1,4 @@
-"""A step is launched before the tokens of the one before it are known: what that must not change, and what it costs."""
+"""Steps that are launched before the previous one's tokens are known: what must not change, and what it costs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_sequence_cancelled_in_flight_returns_its_blocks_at_once_and_ends_once
 
 
 def test_blocks_that_a_step_in_flight_still_writes_can_be_given_away() -> None:
-    """A full pool: every block that a stopped sequence leaves is taken up in the next step by one that waits."""
+    """In a full pool, a waiting sequence takes every block of a stopped sequence in the next step."""
     engine = SteppedEngine(num_blocks=6, block_size=4, max_num_seqs=2, max_model_len=24, lookahead=1)
     stops = frozenset(range(0, VOCAB_SIZE, 5))
     seqs = [engine.add(prompt(7 + at % 3, at), max_tokens=10, stop_token_ids=stops) for at in range(30)]

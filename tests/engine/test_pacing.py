@@ -1,4 +1,4 @@
-"""Bounded interference: what a step may take beside decodes, and what every prompt gets all the same."""
+"""Bounded interference: how long prompts may make a step with decodes, and what every prompt gets in any case."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_TARGET_S = EngineConfig("any").target_itl_s
 
 
 def decoding_engine(target_itl_s: float | None) -> SteppedEngine:
-    """Eight streams that decode; a step of a full budget takes 57 ms beside them."""
+    """Return an engine with eight decoding streams, beside which a step of the full budget takes 57 ms."""
     engine = SteppedEngine(
         num_blocks=4000, token_budget=512, max_num_seqs=16, max_model_len=9000,
         target_itl_s=target_itl_s, step_time=STEP_TIME,
@@ -35,7 +35,7 @@ def decoding_engine(target_itl_s: float | None) -> SteppedEngine:
 
 
 def step_times_beside(engine: SteppedEngine, prompt_len: int) -> list[float]:
-    """Of the steps until a prompt that arrives now has its first token."""
+    """Add a prompt; return how long each step takes until its first token."""
     seq = engine.add(prompt(prompt_len, 99), max_tokens=2, bypass=True)
     times = []
     while seq.account.first_token is None:
@@ -113,7 +113,7 @@ def test_every_admitted_prompt_advances_in_any_eight_steps_however_many_pass_it(
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """What 48 requests that come at once met, of an engine that has not computed anything before."""
+    """What 48 requests meet that come at once to an engine that has computed nothing before."""
 
     seconds: float
     median_ttft_s: float
@@ -177,8 +177,8 @@ def test_a_target_of_zero_is_none() -> None:
 class Machine:
     """A step reads the keys before each of its chunks once, and each prompt token reads those before it.
 
-    At 4,000 tokens of context a prompt token takes nearly four times what the first one takes. `noise`: of a step, each
-    way. `slowdown` can be changed on the way.
+    At 4,000 tokens of context a prompt token takes nearly four times as long as the first one. `noise` makes a step
+    faster or slower by up to this. `slowdown` may change during a run.
     """
 
     random: random.Random
@@ -198,7 +198,7 @@ class Machine:
 
 
 def fresh_engine(machine: Machine, target_itl_s: float | None = None) -> SteppedEngine:
-    """Has computed eight short prompts in a step and decoded for 300 steps: it has seen no chunk beside decodes."""
+    """Return an engine that decoded eight short prompts for 300 steps, and has not seen a chunk beside decodes."""
     engine = SteppedEngine(
         num_blocks=4000, token_budget=512, max_num_seqs=64, max_model_len=9000,
         target_itl_s=target_itl_s, step_time=machine,

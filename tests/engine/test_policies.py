@@ -1,4 +1,4 @@
-"""Who is next in line under each policy, and the bounds that docs/scheduling.md states, in simulated time."""
+"""Which sequence is next under each policy, and the bounds that docs/scheduling.md states, in simulated time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_only_under_priority_does_a_higher_one_displace_the_lowest_at_the_sequen
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in (low, lower, high))
 
 
-def test_who_has_started_by_its_age_keeps_its_place() -> None:
+def test_a_sequence_that_started_by_its_age_keeps_its_place() -> None:
     engine = SteppedEngine(max_num_seqs=1, ageing_s=5.0)
     engine.add(prompt(3), max_tokens=20, priority=1000)
     old = engine.add(prompt(3, 1), max_tokens=20)
@@ -96,7 +96,7 @@ def test_a_higher_one_displaces_for_blocks_only_if_it_can_then_start() -> None:
 
 
 class FairLoad:
-    """Tenants of whom somebody waits all the time, on a small cache. `served`: weighted tokens, after each step."""
+    """Tenants that always have a waiting sequence, on a small cache. `served` holds weighted tokens after each step."""
 
     def __init__(self, policy: PolicyName, weights: dict[str, float], seed: int) -> None:
         self.engine = SteppedEngine(
@@ -116,7 +116,7 @@ class FairLoad:
         return sum(seq.request.prompt_len + OUTPUT_WEIGHT * seq.output_len for seq in started)
 
     def run(self, steps: int, tenants: dict[str, int]) -> list[dict[str, float]]:
-        """tenants: how many of each wait at least."""
+        """Step; `tenants` says how many sequences of each wait at least."""
         history = []
         for _ in range(steps):
             for tenant, depth in tenants.items():
@@ -128,7 +128,7 @@ class FairLoad:
 
 
 def unfairness(history: list[dict[str, float]], weights: dict[str, float]) -> float:
-    """The most by which any two tenants' service differs in any interval, divided by their weights."""
+    """Return the largest difference of any two tenants' weighted service in any interval."""
     worst = 0.0
     for one in weights:
         for other in weights:
@@ -160,7 +160,7 @@ def test_first_come_first_served_breaks_the_bound_that_fair_keeps() -> None:
     assert unfairness(history, weights) > 2 * OUTPUT_WEIGHT * 160
 
 
-def test_idling_earns_no_credit_and_nobody_is_held_back_while_there_is_room() -> None:
+def test_idling_earns_no_credit_and_no_sequence_is_held_back_while_there_is_room() -> None:
     load = FairLoad("fair", {}, 0)
     alone = load.run(400, {"a": 4})
     both = load.run(800, {"a": 4, "b": 4})
@@ -182,7 +182,7 @@ def test_names_made_up_by_clients_are_not_remembered_for_ever() -> None:
 # -- targets -----------------------------------------------------------------------------------------------------------
 
 
-def test_least_slack_is_first_and_who_is_late_comes_behind() -> None:
+def test_least_slack_is_first_and_late_sequences_are_last() -> None:
     engine = SteppedEngine(max_num_seqs=1, policy="deadline")
     engine.add(prompt(3), max_tokens=5, ttft_s=0.5)
     late, loose, tight = (engine.add(prompt(3, at), max_tokens=2, ttft_s=s) for at, s in enumerate((2.0, 40.0, 20.0)))
@@ -215,7 +215,7 @@ def test_thousands_that_become_late_at_once_are_not_touched() -> None:
     started = time.thread_time()
     assert next(policy.in_line()) is timely
     assert time.thread_time() - started < added_s / 10
-    assert list(islice(policy, 3)) == seqs[:3], "nobody has moved"
+    assert list(islice(policy, 3)) == seqs[:3], "no sequence has moved"
 
 
 def test_those_that_became_late_first_are_the_first_of_the_late() -> None:
@@ -241,7 +241,7 @@ def test_slack_is_taken_from_the_time_that_a_prompt_will_likely_take() -> None:
     assert (long.account.first_token or math.inf) - long.request.arrived <= 24.0
 
 
-def test_who_can_meet_its_target_but_not_its_deadline_is_late() -> None:
+def test_a_sequence_that_can_meet_its_target_but_not_its_deadline_is_late() -> None:
     engine = SteppedEngine(max_num_seqs=1, policy="deadline")
     engine.add(prompt(3), max_tokens=6)
     engine.step()
@@ -253,7 +253,7 @@ def test_who_can_meet_its_target_but_not_its_deadline_is_late() -> None:
 
 
 def goodput(policy: PolicyName, seed: int) -> int:
-    """Of 400 requests at three times what the engine can do: how many had their first token within 4 s."""
+    """Count first tokens within 4 s among 400 requests that arrive three times as fast as they can be served."""
     engine = SteppedEngine(
         num_blocks=400, max_num_seqs=4, token_budget=32, policy=policy, step_time=StepTime(0.1, 0.01, 0.002)
     )
@@ -278,7 +278,7 @@ def test_under_overload_twice_as_many_meet_their_target_as_first_come_first_serv
 # -- deadlines ---------------------------------------------------------------------------------------------------------
 
 
-def test_who_can_no_longer_make_its_deadline_leaves_before_it_has_passed_and_costs_no_step() -> None:
+def test_a_sequence_that_cannot_meet_its_deadline_leaves_before_it_passes_and_costs_no_step() -> None:
     engine = SteppedEngine(max_num_seqs=1, token_budget=16, num_blocks=200, max_model_len=500, step_time=StepTime(1.0))
     engine.add(prompt(20), max_tokens=60)
     engine.step()
@@ -293,7 +293,7 @@ def test_who_can_no_longer_make_its_deadline_leaves_before_it_has_passed_and_cos
     assert short.id not in engine.ended
 
 
-def test_nobody_is_dropped_who_could_have_had_its_first_token_alone() -> None:
+def test_no_sequence_is_dropped_that_could_have_had_its_first_token_alone() -> None:
     step_time = StepTime(0.05, 0.01, 0.001)
     engine = SteppedEngine(num_blocks=400, token_budget=32, max_num_seqs=4, max_model_len=300, step_time=step_time)
     rng = random.Random(3)
@@ -321,7 +321,7 @@ def test_nobody_is_dropped_who_could_have_had_its_first_token_alone() -> None:
 def crowd_that_is_lost(
     policy: PolicyName, count: int, timeout_s: float = math.inf
 ) -> tuple[SteppedEngine, list[Sequence]]:
-    """All of them in the same step, while another sequence runs, which has `timeout_s`."""
+    """Add sequences that become hopeless in the same step, while another one with `timeout_s` runs."""
     engine = SteppedEngine(
         num_blocks=400, max_num_seqs=1, token_budget=16, max_model_len=1000, policy=policy, step_time=StepTime(1.0)
     )
@@ -332,7 +332,7 @@ def crowd_that_is_lost(
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline"])
-def test_of_those_that_wait_in_vain_so_many_leave_in_a_step_while_somebody_runs(policy: PolicyName) -> None:
+def test_a_bounded_number_of_hopeless_sequences_leaves_in_a_step_while_another_runs(policy: PolicyName) -> None:
     engine, lost = crowd_that_is_lost(policy, 10 * LEAVING)
     gone = []
     while engine.scheduler.num_waiting:
@@ -345,17 +345,17 @@ def test_of_those_that_wait_in_vain_so_many_leave_in_a_step_while_somebody_runs(
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline"])
-def test_those_that_wait_in_vain_hold_up_nobody_when_nobody_runs(policy: PolicyName) -> None:
+def test_hopeless_sequences_hold_up_no_other_when_none_runs(policy: PolicyName) -> None:
     engine, _ = crowd_that_is_lost(policy, 5 * LEAVING)
     engine.now += 100.0
-    engine.abort(0)  # who runs
+    engine.abort(0)  # the running one
     alive = engine.add(prompt(4, 99), max_tokens=2, timeout_s=50.0)
     assert [chunk.seq for chunk in engine.step().chunks] == [alive]
     engine.run()
     assert engine.ended[alive.id].reason is EndReason.LENGTH
 
 
-def test_who_runs_leaves_at_its_deadline_however_many_wait_in_vain() -> None:
+def test_a_running_sequence_leaves_at_its_deadline_however_many_others_are_hopeless() -> None:
     engine, _ = crowd_that_is_lost("fcfs", 10 * LEAVING, timeout_s=15.0)
     running = engine.scheduler.running[0]
     while running.id not in engine.ended:

@@ -1,4 +1,4 @@
-"""What a prompt takes over from those before it: parts of blocks too, and what stays worth keeping."""
+"""What a prompt takes over from earlier ones, parts of blocks included, and what the cache keeps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def test_less_than_a_quarter_of_a_block_is_computed_instead() -> None:
 
 
 @pytest.mark.parametrize("rules", [{"salt": "other"}, {"bypass": True}])
-def test_no_part_of_a_block_is_found_under_another_salt_or_by_who_bypasses(rules: dict[str, str | bool]) -> None:
+def test_no_part_of_a_block_is_found_under_another_salt_or_when_the_cache_is_bypassed(
+    rules: dict[str, str | bool],
+) -> None:
     engine = SteppedEngine(block_size=16, token_budget=64)
     engine.add(prompt(16), max_tokens=1)
     engine.run()
@@ -85,7 +87,7 @@ def test_the_source_of_a_copy_is_held_until_the_step_that_makes_it_is_committed(
     assert engine.pool.num_referenced == 1, "a step that fails is computed again"
 
 
-def test_who_ends_before_its_first_step_needs_no_copy() -> None:
+def test_a_sequence_that_ends_before_its_first_step_needs_no_copy() -> None:
     engine = SteppedEngine(block_size=8, target_itl_s=1e-6, step_time=StepTime(0.001, 0.0, 0.01))
     engine.add(prompt(17), max_tokens=1)
     engine.run()

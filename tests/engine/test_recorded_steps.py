@@ -1,4 +1,4 @@
-"""Recorded decode steps beside the same steps op by op: they are to have the same bits."""
+"""Recorded decode steps give the same bits as the same steps computed op by op."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(not has_native(), reason="products do not run in
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a model with heads of a size that there is compiled attention for."""
+    """Return the folder of a model whose head size has compiled attention."""
     folders: dict[str, Path] = {}
 
     def save(name: str) -> Path:
@@ -62,7 +62,7 @@ def load(folder: Path, dtype: str = "float32", **settings: int) -> ModelRunner:
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
-    """Grows by one each time that Python calls an op."""
+    """Return a list that grows whenever Python calls an op."""
     op, calls = getattr(native, name), []
 
     def count(*arguments: object) -> object:
@@ -74,7 +74,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
 
 
 def check_decodes(runner: ModelRunner, seqs: list[Sequence]) -> None:
-    """Logits of a step op by op, recorded, and replayed."""
+    """Return a step's logits: op by op, recorded, and replayed."""
     assert runner._recorded is not None
     chunks = [next_chunk(seq) for seq in seqs]
     with torch.inference_mode():
@@ -181,7 +181,7 @@ def test_preempted_and_copied_sequences_are_served_the_same(
 
 
 def watch_copies(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """Grows by each plan that copies blocks."""
+    """Return a list that gathers the plans that copy blocks."""
     execute, plans = ModelRunner.execute, []
 
     def watched(self: ModelRunner, plan: StepPlan) -> object:

@@ -1,4 +1,4 @@
-"""The runner: what it makes of a checkpoint and its settings, and steps as the scheduler plans them."""
+"""The runner of a CPU: how it uses a checkpoint and its settings, and how it computes planned steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ needs_int8 = pytest.mark.skipif(not has_native(), reason="needs compiled code fo
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders of saved models, by their names in MODELS; not to be changed."""
+    """Return folders of saved models by their names in MODELS. Tests must not change them."""
     folders: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
@@ -61,7 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def copied(saved: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A llama of one's own, to be broken."""
+    """Return a Llama that a test may break."""
     folder = tmp_path / "broken"
     shutil.copytree(saved("llama"), folder)
     return folder
@@ -485,7 +485,9 @@ def test_logits_in_int8_are_near_those_in_float32(
 
 
 @needs_int8
-def test_who_computes_a_prompts_last_token_again_finds_its_logits_to_the_last_bit(default_model_folder: Path) -> None:
+def test_a_sequence_that_computes_a_prompts_last_token_again_finds_its_logits_to_the_last_bit(
+    default_model_folder: Path,
+) -> None:
     config = EngineConfig(str(default_model_folder), quantization="int8", kv_cache_gb=0.1, threads=1)
     runner = ModelRunner(config)
     sequences = ShuffledBlocks(runner)

@@ -1,4 +1,4 @@
-"""Each sequence is sampled by its own parameters, whatever stands beside it."""
+"""Each sequence is sampled by its own parameters, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sequence(
 
 
 def logits_of(**likely: float) -> torch.Tensor:
-    """A row of zeros, but for tokens named t0, t1, …"""
+    """Return a row of zeros except for tokens named t0, t1, …"""
     row = torch.zeros(VOCAB_SIZE)
     for name, value in likely.items():
         row[int(name[1:])] = value

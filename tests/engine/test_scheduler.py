@@ -56,7 +56,7 @@ def test_what_paging_wastes_is_less_than_a_block_a_sequence_also_while_a_long_pr
         assert engine.scheduler.num_slots_unused < 4 * max(1, len(engine.scheduler.running))
 
 
-def test_who_comes_back_from_a_preemption_has_a_block_more() -> None:
+def test_a_sequence_that_resumes_has_one_block_more() -> None:
     engine = SteppedEngine(num_blocks=10, block_size=4, prefix_caching=False)
     for at in range(5):
         engine.add(prompt(6, at), max_tokens=20)
@@ -168,7 +168,7 @@ def test_a_queued_sequence_whose_deadline_passes_costs_no_step() -> None:
     assert late.id not in ran
 
 
-def test_what_can_never_fit_is_rejected_and_disturbs_nobody() -> None:
+def test_a_sequence_that_can_never_fit_is_rejected_and_disturbs_no_other() -> None:
     engine = SteppedEngine(num_blocks=10, block_size=4, max_model_len=100)
     fine = engine.add(prompt(4), max_tokens=4)
     too_large = engine.add(prompt(30), max_tokens=20)
@@ -250,7 +250,7 @@ def test_the_preempted_does_not_come_straight_back() -> None:
 
 
 def test_a_short_prompt_does_not_wait_until_long_ones_are_computed() -> None:
-    """It takes half a step at most: the long prompts lose no more than that."""
+    """It takes at most half a step, so the long prompts lose no more than that."""
     engine = SteppedEngine(token_budget=16, num_blocks=200, max_model_len=300)
     long = [engine.add(list(range(100, 220)), max_tokens=4) for _ in range(2)]
     engine.step()
@@ -274,7 +274,7 @@ def test_short_prompts_without_end_at_most_double_a_long_prompt_s_time() -> None
     assert steps <= 2 * 160 / 16
 
 
-def test_a_short_prompt_overtakes_nobody_of_higher_priority() -> None:
+def test_a_short_prompt_overtakes_no_sequence_of_higher_priority() -> None:
     engine = SteppedEngine(token_budget=16, num_blocks=200, max_model_len=300)
     engine.add(list(range(100)), max_tokens=1, priority=1)
     engine.step()

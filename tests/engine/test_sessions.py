@@ -1,4 +1,4 @@
-"""The engine's sessions over a link that the test holds in its hand."""
+"""The engine's sessions over a link that the test controls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trace says of steps in simulated time, where every one of them lasts a second."""
+"""The trace of steps in simulated time, where every step lasts a second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from pagoda_server.engine.core.sequence import EndReason
 from pagoda_server.engine.loop import step_trace
 from pagoda_server.engine.loop.step_trace import TraceSnapshot
-from pagoda_server.engine.serving.trace_codec import trace_messages
+from pagoda_server.engine.serving.codec import trace_messages
 from tests.engine.harness import SteppedEngine
 
 
@@ -17,7 +17,7 @@ def kinds(snapshot: TraceSnapshot, id: int) -> list[object]:
     return [move[1] for move in snapshot.moves if move[2] == id]
 
 
-def test_a_step_tells_who_computed_how_many_tokens() -> None:
+def test_a_step_tells_which_sequences_computed_how_many_tokens() -> None:
     engine = SteppedEngine(token_budget=10)
     engine.add([1, 2, 3], max_tokens=4)
     engine.step()

@@ -11,7 +11,7 @@ from tests.engine.harness import VOCAB_SIZE, SteppedEngine
 from tests.engine.test_scheduler import prompt
 
 
-def test_who_has_computed_least_for_its_blocks_gives_them_up() -> None:
+def test_the_sequence_that_computed_least_for_its_blocks_gives_them_up() -> None:
     engine = SteppedEngine(num_blocks=47, block_size=4, token_budget=16, max_num_seqs=4, prefix_caching=False)
     decoding = [engine.add(prompt(8, at), max_tokens=30) for at in range(2)]
     engine.step()

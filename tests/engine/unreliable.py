@@ -1,4 +1,4 @@
-"""A runner whose steps fail when they are told to."""
+"""A runner whose steps fail on demand."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ class Broken:
 
 
 class UnreliableRunner:
-    """Fails the steps that it is told to: at their launch or when they are read, without computing anything of them, or
-    computed.
-    """
+    """Fails chosen steps: at their launch, or when they are read, computed or not."""
 
     def __init__(self, runner: Runner) -> None:
         self.failures: list[str] = []

@@ -57,8 +57,9 @@ class DecodeArrays:
         size, count = self._block_size, len(chunks)
         tokens, starts, slots = [], [], []
         for row, chunk in enumerate(chunks):
-            start, blocks = chunk.start, chunk.seq.blocks
-            tokens.append(chunk.seq.tokens[start])
+            seq, start = chunk.seq, chunk.start
+            blocks = seq.blocks
+            tokens.append(seq.tokens[start])
             starts.append(start)
             slots.append(blocks[start // size] * size + start % size)
             if self._blocks[row] is not blocks:
