@@ -1,4 +1,4 @@
-"""Root mean square normalisation, with the addition to the residual stream that comes before it in a decoder."""
+"""Root mean square normalization, with the addition to the residual stream that precedes it in a decoder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
     x         [..., size], the weight's dtype; float32 without a residual
     weight    [size]
-    residual  x's shape, in its dtype or in float32; if given it is first increased by x, in place, and normalised
+    residual  x's shape, in x's dtype or in float32; if given, x is added to it in place and the sum is normalized
     return    x's shape and the weight's dtype; a new tensor
 
     The mean is taken in float32.

@@ -1,4 +1,4 @@
-// The norms of queries' and keys' heads, made of each instruction set's rms_norm.
+// Norms of the heads of queries and keys, by the instruction set's rms_norm.
 #pragma once
 
 #include <cstring>
@@ -16,7 +16,7 @@ struct HeadNormArgs {
 };
 
 inline void head_norms(ThreadPool& pool, const Ops& ops, Dtype dtype, const HeadNormArgs& args) {
-    static ThreadPool& alone = *new ThreadPool;  // parts of an op cannot be shared out again
+    static ThreadPool& alone = *new ThreadPool;  // a part of an op cannot use the pool again
     int64_t head_bytes = args.head_dim * (dtype == Dtype::float32 ? 4 : 2);
     int64_t token_bytes = (args.num_heads + 2 * args.num_kv_heads) * head_bytes;
     int64_t tokens_a_part = rows_per_part(args.num_tokens, token_bytes / 2);
