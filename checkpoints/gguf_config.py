@@ -1,7 +1,8 @@
-"""Converts GGUF metadata to the config.json of the architectures that the engine runs."""
+"""Converts GGUF metadata to config.json, for the architectures in FAMILIES, where a new family is an entry."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,24 +13,31 @@ from pagoda_server.checkpoints.gguf_file import GgufFile
 ROPE_FACTORS = "rope_freqs.weight"
 
 
+_PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How an architecture's checkpoints differ from those of others.
+    """How an architecture's files differ from those of others.
 
+    norms               of a layer: the GGUF's names, and the checkpoint's
     interleaved_rotary  the GGUF keeps the rows of Q and K in the order of interleaved rotary pairs
     qkv_bias            None: the file decides
     """
 
     transformers_class: str
+    norms: Mapping[str, str]
     interleaved_rotary: bool = False
     qkv_bias: bool | None = None
-    qk_norm: bool = False
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", interleaved_rotary=True),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True),
+    "llama": Family("LlamaForCausalLM", _PRE_NORMS, interleaved_rotary=True),
+    "qwen2": Family("Qwen2ForCausalLM", _PRE_NORMS, qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", _PRE_NORMS | _QK_NORMS, qkv_bias=False),
+    "olmo2": Family("Olmo2ForCausalLM", _POST_NORMS | _QK_NORMS, qkv_bias=False),
 }
 
 

@@ -33,9 +33,6 @@ _PROJECTIONS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-
 
 _GROUPED = (gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1)
 
@@ -83,8 +80,9 @@ def _tensor_names(shape: ModelShape) -> dict[str, str]:
     names = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
     if not shape.tied_embeddings:
         names["output.weight"] = "lm_head.weight"
+    weights = {**_PROJECTIONS, **FAMILIES[shape.family].norms}
     for layer in range(shape.num_layers):
-        for ours, theirs in (_PROJECTIONS | _NORMS | (_QK_NORMS if FAMILIES[shape.family].qk_norm else {})).items():
+        for ours, theirs in weights.items():
             names[f"blk.{layer}.{ours}.weight"] = f"model.layers.{layer}.{theirs}.weight"
         for projection in _biased_projections(shape):
             names[f"blk.{layer}.{projection}.bias"] = f"model.layers.{layer}.{_PROJECTIONS[projection]}.bias"

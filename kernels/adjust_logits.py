@@ -1,4 +1,4 @@
-"""Penalties, biases and bans: what changes logits before a token is chosen."""
+"""What changes logits before a token is chosen: penalties, biases, bans and masks."""
 
 from __future__ import annotations
 
@@ -10,42 +10,57 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LogitAdjustments:
-    """Changes to single logits, as lists of (row, token id): only what a sequence has seen or names is touched.
+    """Changes to some rows: to single logits as lists of (row, token id), and to whole rows as masks.
 
     seen_rows, seen_ids    [seen] int64, tokens of prompt or output in rows with penalties, no pair twice
     seen_counts            [seen] float32, times that the output holds the token
-    repetition             [seen] float32, divides positive and multiplies negative logits (CTRL; Keskar et al., 2019)
-    presence, frequency    [seen] float32, subtracted once if the output holds the token, and for each time it does
+    repetition_penalty     [seen] float32, divides positive and multiplies negative logits (CTRL; Keskar et al., 2019)
+    presence_penalty       [seen] float32, subtracted once if the output holds the token
+    frequency_penalty      [seen] float32, subtracted for each time that the output holds the token
     bias_rows, bias_ids    [biases] int64, no pair twice
     bias                   [biases] float32, added
     banned_rows, banned_ids  [banned] int64, tokens that cannot be chosen
+    masked_rows            [masked] int64, no row twice
+    token_masks            [masked, ceil(vocab / 32)] int32; token 32 * w + i can be chosen if bit i of word w is set
     """
 
     seen_rows: Tensor
     seen_ids: Tensor
     seen_counts: Tensor
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
     bias_rows: Tensor
     bias_ids: Tensor
     bias: Tensor
     banned_rows: Tensor
     banned_ids: Tensor
+    masked_rows: Tensor
+    token_masks: Tensor
 
 
 def adjust_logits(logits: Tensor, adjustments: LogitAdjustments) -> None:
-    """Applies penalties, then biases, then bans, in place.
+    """Applies penalties, then biases, then bans and masks, in place.
 
     logits  [rows, vocab] float32
     """
     a = adjustments
     if len(a.seen_rows):
         seen = logits[a.seen_rows, a.seen_ids]
-        seen = torch.where(seen > 0, seen / a.repetition, seen * a.repetition)
-        seen -= a.presence * (a.seen_counts > 0) + a.frequency * a.seen_counts
+        seen = torch.where(seen > 0, seen / a.repetition_penalty, seen * a.repetition_penalty)
+        seen -= a.presence_penalty * (a.seen_counts > 0) + a.frequency_penalty * a.seen_counts
         logits[a.seen_rows, a.seen_ids] = seen
     if len(a.bias_rows):
         logits[a.bias_rows, a.bias_ids] += a.bias
     if len(a.banned_rows):
         logits[a.banned_rows, a.banned_ids] = float("-inf")
+    if len(a.masked_rows):
+        is_banned = ~unpack_masks(a.token_masks, logits.shape[1])
+        logits[a.masked_rows] = logits[a.masked_rows].masked_fill_(is_banned, float("-inf"))
+
+
+def unpack_masks(token_masks: Tensor, vocab: int) -> Tensor:
+    """[masked, vocab] bool, whether a token can be chosen."""
+    octets = token_masks.view(torch.uint8)[:, :, None]  # four to a word, the lowest first
+    bits = octets.bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=octets.device)).bitwise_and_(1)
+    return bits.view(torch.bool).flatten(1)[:, :vocab]

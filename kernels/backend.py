@@ -40,7 +40,7 @@ from pagoda_server.kernels.paged_attention import (
     plan_attention_cpu,
     plan_attention_native,
 )
-from pagoda_server.kernels.rms_norm import rms_norm, rms_norm_cpu, rms_norm_native
+from pagoda_server.kernels.rms_norm import add, add_native, rms_norm, rms_norm_cpu, rms_norm_native
 from pagoda_server.kernels.rope_and_store_kv import (
     HeadNorms,
     rope_and_store_kv,
@@ -70,8 +70,8 @@ LinearMaker = Callable[[Any, Tensor | None], Linear]
 class Backend:
     """The ops of one backend. The reference function of the same name is each op's contract.
 
-    It is in the file of that name; `gated_linear` is beside `linear`, `plan_attention` beside `paged_attention`, and
-    `sample_rows` in row_sampling.py.
+    It is in the file of that name, except that `gated_linear` is beside `linear`, `add` beside `rms_norm`,
+    `plan_attention` beside `paged_attention`, and `sample_rows` in row_sampling.py.
 
     embedding    its result has the dtype of the residual stream: the table's, or float32
     head         a `linear` whose product, the logits, is float32; None: `linear` serves as the head
@@ -83,6 +83,7 @@ class Backend:
     linear: LinearMaker
     gated_linear: LinearMaker
     rms_norm: RmsNorm
+    add: Callable[[Tensor, Tensor], None]
     rope_and_store_kv: RopeAndStoreKV
     plan_attention: Callable[[np.ndarray, np.ndarray, np.ndarray, PagedKV, int | None], AttentionPlan]
     paged_attention: Callable[[Tensor, PagedKV, AttentionPlan], Tensor]
@@ -104,6 +105,7 @@ REFERENCE = Backend(
     linear=linear,
     gated_linear=gated_linear,
     rms_norm=rms_norm,
+    add=add,
     rope_and_store_kv=rope_and_store_kv,
     plan_attention=plan_attention,
     paged_attention=paged_attention,
@@ -118,6 +120,7 @@ CPU = Backend(
     linear=linear_cpu,
     gated_linear=gated_linear_cpu,
     rms_norm=rms_norm_cpu,
+    add=add,
     rope_and_store_kv=rope_and_store_kv_cpu,
     plan_attention=plan_attention_cpu,
     paged_attention=paged_attention_cpu,
@@ -132,6 +135,7 @@ NATIVE = Backend(
     linear=linear_cpu,
     gated_linear=gated_linear_native,
     rms_norm=rms_norm_native,
+    add=add_native,
     rope_and_store_kv=rope_and_store_kv_native,
     plan_attention=plan_attention_native,
     paged_attention=paged_attention_native,

@@ -1,4 +1,4 @@
-"""Root mean square normalization, with the addition to the residual stream that precedes it in a decoder."""
+"""Root mean square normalization, and the addition to the residual stream before or after it."""
 
 from __future__ import annotations
 
@@ -57,3 +57,21 @@ def rms_norm_native(x: Tensor, weight: Tensor, eps: float, residual: Tensor | No
         eps,
     )
     return out
+
+
+def add(residual: Tensor, x: Tensor) -> None:
+    """Add x to the residual stream in place: `rms_norm`'s addition alone.
+
+    residual  x's shape, in its dtype or in float32
+    """
+    residual.add_(x)
+
+
+def add_native(residual: Tensor, x: Tensor) -> None:
+    """`add` by compiled code, so that a step that adds can be recorded."""
+    if native is None or not takes(x) or not takes(residual):
+        add(residual, x)
+        return
+    size = x.shape[-1]
+    numbers = x.numel() // size, size, 0.0
+    native.rms_norm(DTYPES[x.dtype], x.data_ptr(), 0, residual.data_ptr(), DTYPES[residual.dtype], 0, *numbers)

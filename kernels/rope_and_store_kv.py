@@ -18,14 +18,24 @@ FP8_MAX = 448.0  # of float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The weights by which `rms_norm` normalizes every head of queries and keys before it is rotated.
+    """The weights by which `rms_norm` normalizes queries and keys before they are rotated, in the dtype of the heads.
 
-    query, key  [head_dim], in the dtype of the heads
+    query  [head_dim] to normalize each head, or [num_heads * head_dim] to normalize all heads of a token at once
+    key    [head_dim] or [num_kv_heads * head_dim], likewise
     """
 
     query: Tensor
     key: Tensor
     eps: float
+
+    def apply(self, qkv: Tensor, num_kv_heads: int, rms_norm: Callable[..., Tensor]) -> Tensor:
+        """Return a copy of `rope_and_store_kv`'s `qkv` with normalized queries and keys."""
+        queries, keys, values = qkv.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
+        parts = [
+            rms_norm(heads.reshape(len(qkv), -1, len(weight)), weight, self.eps).view(heads.shape)
+            for heads, weight in ((queries, self.query), (keys, self.key))
+        ]
+        return torch.cat((*parts, values), dim=1)
 
 
 def rope_and_store_kv(
@@ -42,7 +52,8 @@ def rope_and_store_kv(
 
     Dimension i is paired with i + head_dim / 2, as in Hugging Face's checkpoints. Rotation is in float32.
     """
-    qkv = _normalise(qkv, kv, norms, rms_norm)
+    if norms is not None:
+        qkv = norms.apply(qkv, kv.num_kv_heads, rms_norm)
     half = kv.head_dim // 2
     rotated = qkv[:, : -kv.num_kv_heads].float()
     first, second = rotated[..., :half], rotated[..., half:]
@@ -57,7 +68,8 @@ def rope_and_store_kv_cpu(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
 ) -> Tensor:
     """`rope_and_store_kv` in fewer passes: a roll swaps the halves, and the sines carry their signs."""
-    qkv = _normalise(qkv, kv, norms, rms_norm_cpu)
+    if norms is not None:
+        qkv = norms.apply(qkv, kv.num_kv_heads, rms_norm_cpu)
     half = kv.head_dim // 2
     wide = qkv[:, : -kv.num_kv_heads].float()
     cos, sin = torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
@@ -105,20 +117,12 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scales[..., None]).to(torch.float8_e4m3fn), scales
 
 
-def _normalise(qkv: Tensor, kv: PagedKV, norms: HeadNorms | None, rms_norm: Callable[..., Tensor]) -> Tensor:
-    if norms is None:
-        return qkv
-    queries, keys, values = qkv.tensor_split((-2 * kv.num_kv_heads, -kv.num_kv_heads), dim=1)
-    queries, keys = rms_norm(queries, norms.query, norms.eps), rms_norm(keys, norms.key, norms.eps)
-    return torch.cat((queries, keys, values), dim=1)
-
-
 def _normalise_native(qkv: Tensor, kv: PagedKV, norms: HeadNorms) -> Tensor:
     assert native is not None
     out = empty(*qkv.shape, dtype=qkv.dtype)
     num_tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv.num_kv_heads
     addresses = qkv.data_ptr(), norms.query.data_ptr(), norms.key.data_ptr(), out.data_ptr()
-    sizes = num_tokens, num_heads, kv.num_kv_heads, kv.head_dim
+    sizes = num_tokens, num_heads, kv.num_kv_heads, kv.head_dim, len(norms.query), len(norms.key)
     native.head_norms(DTYPES[qkv.dtype], *addresses, *sizes, norms.eps)
     return out
 

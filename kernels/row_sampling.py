@@ -6,7 +6,8 @@ and positions only, so that it can be launched before the tokens of the step bef
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,39 +21,49 @@ IN_PROMPT = 1 << 30  # of a count: the prompt holds the token
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # below it, a division would give no number
 
 
+def _row(dtype: torch.dtype, neutral: float, width: str = "") -> dict[str, Any]:
+    return {"dtype": dtype, "neutral": neutral, "width": width}
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """How the sequence of each row chooses its tokens. All [max_rows, …], on the device, at fixed addresses.
 
-    temperature               [max_rows] float32; below SMALLEST_TEMPERATURE: the most likely token
-    top_k                     [max_rows] int32; 0: all; 1: the most likely token, of equals the one with the lowest id
-    top_p, min_p              [max_rows] float32; 1 and 0: all
-    seed_low, seed_high       [max_rows] int32, halves of the 64-bit seed
-    repetition, presence, frequency  [max_rows] float32; 1, 0 and 0: none
-    min_position              [max_rows] int32; before it (tokens of the sequence, prompt included) no stop id is chosen
-    num_logprobs              [max_rows] int32; -1: none, 0: of the chosen token, N: also of the N most likely
-    stop_ids                  [max_rows, max_stops] int32; -1: no entry
-    bias_ids, bias            [max_rows, max_biases] int32 and float32; id -1: no entry; no id twice
-    counts                    [max_rows, vocab] int32: times that the output holds the token, plus IN_PROMPT
-    last_token                [max_rows] int32, the token that was chosen last
+    temperature         [max_rows] float32; below SMALLEST_TEMPERATURE: the most likely token
+    top_k               [max_rows] int32; 0: all; 1: the most likely token, of equals the one with the lowest id
+    top_p, min_p        [max_rows] float32; 1 and 0: all
+    top_n_sigma         [max_rows] float32; 0: all
+    seed_low, seed_high  [max_rows] int32, halves of the 64-bit seed
+    repetition_penalty, presence_penalty, frequency_penalty  [max_rows] float32; 1, 0 and 0: none
+    min_position        [max_rows] int32; before it (tokens of the sequence, prompt included) no stop id is chosen
+    num_logprobs        [max_rows] int32; -1: none, 0: of the chosen token, N: also of the N most likely
+    is_masked           [max_rows] int32; 1: only tokens of token_masks can be chosen
+    stop_ids            [max_rows, max_stops] int32; -1: no entry
+    bias_ids, bias      [max_rows, max_biases] int32 and float32; id -1: no entry; no id twice
+    token_masks         [max_rows, ceil(vocab / 32)] int32, bit i of word w: token 32 * w + i can be chosen
+    counts              [max_rows, vocab] int32: times that the output holds the token, plus IN_PROMPT
+    last_token          [max_rows] int32, the token that was chosen last
     """
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed_low: Tensor
-    seed_high: Tensor
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-    min_position: Tensor
-    num_logprobs: Tensor
-    stop_ids: Tensor
-    bias_ids: Tensor
-    bias: Tensor
-    counts: Tensor
-    last_token: Tensor
+    temperature: Tensor = field(metadata=_row(torch.float32, 0))
+    top_k: Tensor = field(metadata=_row(torch.int32, 0))
+    top_p: Tensor = field(metadata=_row(torch.float32, 1))
+    min_p: Tensor = field(metadata=_row(torch.float32, 0))
+    top_n_sigma: Tensor = field(metadata=_row(torch.float32, 0))
+    seed_low: Tensor = field(metadata=_row(torch.int32, 0))
+    seed_high: Tensor = field(metadata=_row(torch.int32, 0))
+    repetition_penalty: Tensor = field(metadata=_row(torch.float32, 1))
+    presence_penalty: Tensor = field(metadata=_row(torch.float32, 0))
+    frequency_penalty: Tensor = field(metadata=_row(torch.float32, 0))
+    min_position: Tensor = field(metadata=_row(torch.int32, 0))
+    num_logprobs: Tensor = field(metadata=_row(torch.int32, -1))
+    is_masked: Tensor = field(metadata=_row(torch.int32, 0))
+    stop_ids: Tensor = field(metadata=_row(torch.int32, -1, "stops"))
+    bias_ids: Tensor = field(metadata=_row(torch.int32, -1, "biases"))
+    bias: Tensor = field(metadata=_row(torch.float32, 0, "biases"))
+    token_masks: Tensor = field(metadata=_row(torch.int32, 0, "words"))
+    counts: Tensor = field(metadata=_row(torch.int32, 0, "vocab"))
+    last_token: Tensor = field(metadata=_row(torch.int32, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +82,22 @@ class SampledRows:
     top: Tensor
 
 
+_NAMES = {each.name for each in fields(SamplingRows)}
+
+
 def allocate_rows(max_rows: int, vocab: int, max_stops: int, max_biases: int, device: torch.device) -> SamplingRows:
     """Rows that take their most likely token, and nothing else."""
-
-    def filled(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.full((max_rows, *shape), value, dtype=dtype, device=device)
-
+    widths = {"": (), "stops": (max_stops,), "biases": (max_biases,), "words": (-(-vocab // 32),), "vocab": (vocab,)}
     return SamplingRows(
-        temperature=filled(0, torch.float32),
-        top_k=filled(0, torch.int32),
-        top_p=filled(1, torch.float32),
-        min_p=filled(0, torch.float32),
-        seed_low=filled(0, torch.int32),
-        seed_high=filled(0, torch.int32),
-        repetition=filled(1, torch.float32),
-        presence=filled(0, torch.float32),
-        frequency=filled(0, torch.float32),
-        min_position=filled(0, torch.int32),
-        num_logprobs=filled(-1, torch.int32),
-        stop_ids=filled(-1, torch.int32, max_stops),
-        bias_ids=filled(-1, torch.int32, max_biases),
-        bias=filled(0, torch.float32, max_biases),
-        counts=filled(0, torch.int32, vocab),
-        last_token=filled(0, torch.int32),
+        **{
+            each.name: torch.full(
+                (max_rows, *widths[each.metadata["width"]]),
+                each.metadata["neutral"],
+                dtype=each.metadata["dtype"],
+                device=device,
+            )
+            for each in fields(SamplingRows)
+        }
     )
 
 
@@ -115,9 +119,9 @@ def sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, sampling: Sampl
     positions  [batch] int32, tokens before the one to choose: with the seed they determine the noise
 
     Log-probabilities are those of the model, in float32, before anything changes the logits; equally likely tokens
-    come in ascending order. Then penalties, biases and bans (`adjust_logits`), then the choice (`sample`, with the
-    noise of `noise_key(seed, position)`): the same token as those choose. It becomes the row's `last_token`, and its
-    count grows by one if the row has penalties. A broken row (-1) changes neither.
+    come in ascending order. Then penalties, biases, bans and masks (`adjust_logits`), then the choice (`sample`, with
+    the noise of `noise_key(seed, position)`): the same token as those choose. It becomes the row's `last_token`, and
+    its count grows by one if the row has penalties. A broken row (-1) changes neither.
     """
     live = (rows >= 0).nonzero()[:, 0]
     row, position, raw = rows[live].long(), positions[live].long(), logits[live].float()
@@ -139,8 +143,8 @@ def sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, sampling: Sampl
 
 
 def _has_penalties(row: Tensor, sampling: SamplingRows) -> Tensor:
-    changes = (sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0)
-    return changes[row]
+    s = sampling
+    return ((s.repetition_penalty != 1) | (s.presence_penalty != 0) | (s.frequency_penalty != 0))[row]
 
 
 def _adjustments(row: Tensor, position: Tensor, sampling: SamplingRows) -> LogitAdjustments:
@@ -151,19 +155,22 @@ def _adjustments(row: Tensor, position: Tensor, sampling: SamplingRows) -> Logit
     bias_rows, biases = (bias_ids >= 0).nonzero(as_tuple=True)
     holds_back = (position < sampling.min_position[row])[:, None]
     stop_ids = sampling.stop_ids[row]
+    masked = (sampling.is_masked[row] != 0).nonzero()[:, 0]
     banned_rows, stops = (holds_back & (stop_ids >= 0) & (stop_ids < counts.shape[1])).nonzero(as_tuple=True)
     return LogitAdjustments(
         seen_rows=seen_rows,
         seen_ids=seen_ids,
         seen_counts=(counts[seen_rows, seen_ids] & (IN_PROMPT - 1)).float(),
-        repetition=sampling.repetition[of_seen],
-        presence=sampling.presence[of_seen],
-        frequency=sampling.frequency[of_seen],
+        repetition_penalty=sampling.repetition_penalty[of_seen],
+        presence_penalty=sampling.presence_penalty[of_seen],
+        frequency_penalty=sampling.frequency_penalty[of_seen],
         bias_rows=bias_rows,
         bias_ids=bias_ids[bias_rows, biases].long(),
         bias=sampling.bias[row[bias_rows], biases],
         banned_rows=banned_rows,
         banned_ids=stop_ids[banned_rows, stops].long(),
+        masked_rows=masked,
+        token_masks=sampling.token_masks[row[masked]],
     )
 
 
@@ -171,11 +178,5 @@ def _draws(row: Tensor, position: Tensor, sampling: SamplingRows) -> Draws:
     drawing = ((sampling.temperature[row] >= SMALLEST_TEMPERATURE) & (sampling.top_k[row] != 1)).nonzero()[:, 0]
     of_draw = row[drawing]
     seeds = (sampling.seed_high[of_draw].long() << 32) | (sampling.seed_low[of_draw].long() & 0xFFFF_FFFF)
-    return Draws(
-        rows=drawing,
-        temperature=sampling.temperature[of_draw],
-        top_k=sampling.top_k[of_draw].long(),
-        top_p=sampling.top_p[of_draw],
-        min_p=sampling.min_p[of_draw],
-        keys=noise_keys(seeds, position[drawing]),
-    )
+    parameters = {each.name: getattr(sampling, each.name)[of_draw] for each in fields(Draws) if each.name in _NAMES}
+    return Draws(rows=drawing, keys=noise_keys(seeds, position[drawing]), **parameters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -14,11 +14,15 @@ from pagoda_server.kernels.gumbel import gumbel
 class Draws:
     """The rows whose token is drawn at random; all others take their most likely token.
 
+    Fields beside rows and keys are parameters of sampling, by their names.
+
     rows         [draws] int64, ascending
     temperature  [draws] float32, positive
-    top_k        [draws] int64, keep the k most likely tokens; 0: all
+    top_k        [draws] int64 or int32, keep the k most likely tokens; 0: all
     top_p        [draws] float32, then keep the fewest tokens whose probability among the kept reaches p; 1: all
     min_p        [draws] float32, then keep tokens at least min_p times as likely as the most likely; 0: all
+    top_n_sigma  [draws] float32, then keep logits at most so many standard deviations below the best (top-nσ; Tang et
+                 al., 2024), of the row's logits that are not -inf; 0: all
     keys         [draws] int64, by gumbel.noise_key
     """
 
@@ -27,12 +31,17 @@ class Draws:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    top_n_sigma: Tensor
     keys: Tensor
 
     def select(self, draws: Tensor) -> Draws:
         """Some of them, by their positions here."""
-        parts = (self.rows, self.temperature, self.top_k, self.top_p, self.min_p, self.keys)
-        return Draws(*(part[draws] for part in parts))
+        return Draws(*(getattr(self, each.name)[draws] for each in fields(self)))
+
+    @property
+    def is_limited(self) -> Tensor:
+        """[draws] bool, whether a rule may drop tokens."""
+        return (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0) | (self.top_n_sigma > 0)
 
 
 def sample(logits: Tensor, draws: Draws) -> Tensor:
@@ -61,7 +70,7 @@ def scale(logits: Tensor, best: Tensor, draws: Draws) -> Tensor:
 
 
 def find_cutoff(leading: Tensor, scaled: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """The least scaled logit that top-k, top-p and min-p keep.
+    """The least scaled logit that top-k, top-p, min-p and top-nσ keep.
 
     leading  [draws, n], the n greatest of each row of `scaled`, in descending order
     return   [draws] float32, and [draws] bool: whether every token that is kept is sure to be among the leading ones
@@ -72,7 +81,7 @@ def find_cutoff(leading: Tensor, scaled: Tensor, draws: Draws) -> tuple[Tensor, 
     unlimited = torch.full_like(last, float("-inf"))
 
     is_topped = (draws.top_k > 0) & (draws.top_k < vocab)
-    kth = (draws.top_k - 1).clamp(0, leading.shape[-1] - 1)
+    kth = (draws.top_k.long() - 1).clamp(0, leading.shape[-1] - 1)
     top_k_cutoff = torch.where(is_topped, leading.gather(1, kth[:, None])[:, 0], unlimited)
     # Tokens as likely as the k-th are kept too, so the leading ones must go on to a less likely one.
     is_sure = ~is_topped | (last < top_k_cutoff)
@@ -84,4 +93,16 @@ def find_cutoff(leading: Tensor, scaled: Tensor, draws: Draws) -> tuple[Tensor, 
     top_p_cutoff = torch.where(draws.top_p < 1, leading.gather(1, num_kept[:, None] - 1)[:, 0], unlimited)
 
     cutoff = torch.maximum(torch.maximum(top_k_cutoff, top_p_cutoff), draws.min_p.log())
+    near = (draws.top_n_sigma > 0).nonzero()[:, 0]
+    if len(near):
+        reach = draws.top_n_sigma[near].double() * _deviation(scaled[near])
+        cutoff[near] = torch.maximum(cutoff[near], -reach.float())
     return cutoff, is_sure & (last < cutoff) | is_complete
+
+
+def _deviation(rows: Tensor) -> Tensor:
+    """[rows] float64: the standard deviation of each row's values that are not -inf."""
+    is_finite = rows != float("-inf")
+    count = is_finite.sum(dim=-1, keepdim=True)
+    mean = rows.double().masked_fill_(~is_finite, 0).sum(dim=-1, keepdim=True) / count
+    return (rows.double() - mean).masked_fill_(~is_finite, 0).square_().sum(dim=-1).div_(count[:, 0]).sqrt_()

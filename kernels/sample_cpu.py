@@ -38,7 +38,7 @@ def sample_native(logits: Tensor, draws: Draws) -> Tensor:
 def _draw(logits: Tensor, best: Tensor, tokens: Tensor, draws: Draws) -> None:
     if len(draws.rows):
         scaled = scale(logits, best, draws)
-        is_limited = (draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0)
+        is_limited = draws.is_limited
         limited, free = is_limited.nonzero()[:, 0], (~is_limited).nonzero()[:, 0]
         if len(limited):
             tokens[draws.rows[limited]] = _draw_limited(scaled[limited], draws.select(limited))

@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pagoda_server.cli.sampling_options import with_sampling_options
 from pagoda_server.cli.terminal import (
     DEFAULT_ADDRESS,
     Address,
     MaxTokens,
-    Seed,
-    Temperature,
     Tls,
     TlsCa,
     Token,
-    TopK,
-    TopP,
     connect,
     errors_reported,
     print_ending,
@@ -38,13 +35,11 @@ if TYPE_CHECKING:
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
+@with_sampling_options
 def chat(
+    sampling: GenerateOptions,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.0,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    seed: Seed = None,
     address: Address = DEFAULT_ADDRESS,
     token: Token = None,
     tls: Tls = False,
@@ -56,18 +51,15 @@ def chat(
     with suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
     options: GenerateOptions = {
+        **sampling,
         "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "seed": seed,
     }
     console = Console()
     connection = partial(connect, address, token, tls, tls_ca)
 
     async def model_name() -> str:
         async with connection() as client:
-            return (await client.model_info()).name
+            return (await client.models())[0].name
 
     with errors_reported(address):
         console.print(f"[bold]{asyncio.run(model_name())}[/] at {address}. {HELP}.", highlight=False)

@@ -9,20 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pagoda_server.cli.sampling_options import with_sampling_options
 from pagoda_server.cli.stream_meter import StreamMeter
 from pagoda_server.cli.terminal import (
     DEFAULT_ADDRESS,
     Address,
     MaxTokens,
-    Seed,
-    Temperature,
     Tenant,
     Timeout,
     Tls,
     TlsCa,
     Token,
-    TopK,
-    TopP,
     connect,
     errors_reported,
     print_ending,
@@ -33,18 +30,16 @@ if TYPE_CHECKING:
     from pagoda.request import GenerateOptions
 
 
+@with_sampling_options
 def generate(
+    sampling: GenerateOptions,
     prompt: Annotated[str, typer.Argument(help="The text; - reads it from standard input.")],
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it stands, without a chat template.")
+        bool, typer.Option("--raw", help="Continue the text as it stands, without the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message, for a model that chats.")] = None,
     max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.0,
-    top_p: TopP = None,
-    top_k: TopK = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
-    seed: Seed = None,
     beams: Annotated[
         int | None, typer.Option(help="Search for the best answer with so many beams.", show_default=False)
     ] = None,
@@ -68,23 +63,21 @@ def generate(
         raise typer.BadParameter("is of a beam search: give --beams too", param_hint="--length-penalty")
     text = read_standard_input() if prompt == "-" else prompt
     options: GenerateOptions = {
-        "raw": raw,
+        **sampling,
         "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
         "stop": stop,
-        "seed": seed,
         "beams": beams,
         "length_penalty": length_penalty,
         "priority": priority,
-        "ttft_ms": ttft_ms,
-        "tpot_ms": tpot_ms,
+        "ttft_s": None if ttft_ms is None else ttft_ms / 1e3,
+        "tpot_s": None if tpot_ms is None else tpot_ms / 1e3,
     }
 
     async def answer() -> tuple[StreamMeter, FinishReason | None]:
         async with connect(address, token, tls, tls_ca, timeout, tenant) as client:
-            if system is None:
+            if raw:
+                chunks = client.generate(prompt=text, **options)
+            elif system is None:
                 chunks = client.generate(text, **options)
             else:
                 conversation = [{"role": "system", "content": system}, {"role": "user", "content": text}]

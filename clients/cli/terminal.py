@@ -28,10 +28,6 @@ MaxTokens = Annotated[
     int | None,
     typer.Option(help="Tokens to generate at most.", show_default="the server's --default-max-tokens"),
 ]
-Temperature = Annotated[float, typer.Option(help="0 always takes the most likely token.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability.")]
-TopK = Annotated[int | None, typer.Option(help="Keep this many of the most likely tokens.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.", show_default=False)]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 ENDINGS = {

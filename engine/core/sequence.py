@@ -9,26 +9,36 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
+
+from pagoda_server.settings.sampling import Sampling
+
+
+class TokenMask(Protocol):
+    """Decides which tokens a sequence may choose next: a fixed set, or a grammar that follows the sequence.
+
+    depends_on_tokens  the mask changes with the sequence's tokens. The sequence then waits for its last token before
+                       its next step is launched, even where steps overlap.
+    """
+
+    @property
+    def depends_on_tokens(self) -> bool: ...
+
+    def fill(self, tokens: list[int], words: memoryview) -> None:
+        """Writes the mask of the token that follows `tokens`, the same whenever it is asked for the same tokens.
+
+        words  uint32, all zero, one bit for each token id of the vocabulary: bit i of word w allows token 32 * w + i
+        """
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How one sequence's next token is chosen; defaults take the most likely token.
+class SamplingParams(Sampling):
+    """How one sequence's tokens are chosen, and when it ends.
 
-    seed            with the position of the token to choose, determines the randomness: the same at any load
     stop_token_ids  end the sequence; they cannot be chosen before min_tokens tokens exist
     logprobs        None: none; 0: of the chosen token; N: also of the N most likely
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
@@ -69,6 +79,7 @@ class Sequence:
     tpot_s        target for the mean time of each token after the first; math.inf for none
     age_s         by so many seconds its request is older than it: the steps of a beam search keep one place in line
     request_id    the client's name for what it is part of
+    token_mask    restricts which tokens it may choose; None: nothing does
     max_len       tokens, prompt included, at which it ends with LENGTH; the scheduler sets it on arrival
     request       names the request whose prompt it shares with others; None: it has its own
     """
@@ -87,6 +98,7 @@ class Sequence:
     bypass_cache: bool = False
     request: int | None = None
     request_id: str = ""
+    token_mask: TokenMask | None = None
     age_s: float = 0.0
 
     state: State = State.WAITING
@@ -150,7 +162,9 @@ class Sequence:
 
     @property
     def awaits_token(self) -> bool:
-        """There is nothing to compute: the last token that it may have is pending."""
+        """There is nothing to compute: its next step or its end depends on a token that is pending."""
+        if self.num_pending and self.token_mask is not None and self.token_mask.depends_on_tokens:
+            return True
         return len(self.tokens) + self.num_pending >= self.max_len
 
     @property

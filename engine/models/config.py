@@ -1,4 +1,4 @@
-"""What config.json says of a model, checked and in one vocabulary."""
+"""The settings of a model: config.json, checked and in one vocabulary."""
 
 from __future__ import annotations
 
@@ -11,50 +11,11 @@ from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models.rope import RopeConfig
 
 DEFAULT_ROPE_THETA = 10_000.0
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """
-    family                   name of the model code that runs it
-    ffn_size                 width of the feed-forward layer
-    max_position_embeddings  positions that the model was trained for, RoPE scaling included
-    sliding_window           tokens that a query sees at most; None: all
-    qkv_bias, output_bias    of the attention's projections
-    qk_norm                  queries and keys are normalised before they are rotated
-    has_int4_weights         some weights of the checkpoint are in 4 bits
-    """
-
-    family: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope: RopeConfig
-    tie_word_embeddings: bool
-    sliding_window: int | None = None
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    has_int4_weights: bool = False
-
-    @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
+DEFAULT_RMS_NORM_EPS = 1e-6
 
 
 class ConfigFile:
-    """config.json of a checkpoint. What it lacks, or has of the wrong type, is a ConfigError that names the field."""
+    """config.json of a checkpoint. Each method raises a ConfigError that names the field if it is missing or wrong."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "config.json"
@@ -69,7 +30,7 @@ class ConfigFile:
 
     @property
     def architecture(self) -> str:
-        """What the model code is chosen by; empty if the file does not say."""
+        """The first name in `architectures`; empty if the file does not say."""
         architectures = self._fields.get("architectures") or [""]
         if not isinstance(architectures, list) or not isinstance(architectures[0], str):
             raise ConfigError(f"config.json: architectures must be a list of names, not {architectures!r}")
@@ -100,7 +61,7 @@ class ConfigFile:
         return 0 if self._fields.get(name) == 0 else self.size(name, default)
 
     def optional_size(self, name: str, absent: int | None = None) -> int | None:
-        """None where the file says null; `absent` where it says nothing."""
+        """None if the file says null, `absent` if it says nothing."""
         return None if self._fields.get(name, absent) is None else self.size(name, absent)
 
     def number(self, name: str, default: float) -> float:
@@ -119,14 +80,14 @@ class ConfigFile:
         return self._fields.get(name) is not None
 
     def has_int4_weights(self) -> bool:
-        """Raises ConfigError for weights that are quantized in any but the importer's own format."""
+        """Raises ConfigError if weights are quantized in another format than the importer's own."""
         found = self._fields.get("quantization_config")
         if found not in (None, QUANTIZATION_CONFIG):
             raise ConfigError(f"config.json: quantization_config {found!r} is not supported; {QUANTIZATION_CONFIG} is")
         return found is not None
 
     def rope(self) -> RopeConfig:
-        """From `rope_parameters`, or from `rope_theta` and `rope_scaling`, as older files have it."""
+        """Read from `rope_parameters`, or from `rope_theta` and `rope_scaling` as older files have them."""
         theta = self.number("rope_theta", DEFAULT_ROPE_THETA)
         parameters = self._fields.get("rope_parameters") or self._fields.get("rope_scaling") or {}
         if not isinstance(parameters, dict):
@@ -134,38 +95,86 @@ class ConfigFile:
         return RopeConfig.parse(parameters, theta, self.size("max_position_embeddings"))
 
 
-def read_llama_like(file: ConfigFile, family: str, head_dim: int | None = None) -> ModelConfig:
-    """The fields that all families share; `head_dim` is the family's default, None: hidden size over heads.
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The settings that families share. A family that has more of them puts them in a subclass.
 
-    Raises ConfigError for what no family here supports.
+    family                   the name of the family, as in `model_type`
+    ffn_size                 width of a dense feed-forward layer
+    max_position_embeddings  positions that the model was trained for, RoPE scaling included
+    windows                  for each layer, how many tokens a query sees at most, its own included; None: all
+    qkv_bias, output_bias    whether the attention's projections have biases
+    has_int4_weights         whether the checkpoint holds some weights in 4 bits
     """
-    activation = file.text("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError(f"config.json: hidden_act {activation!r} is not supported; only 'silu' is")
-    if file.number("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("config.json: partial_rotary_factor is not supported; heads are rotated whole")
-    hidden_size, num_heads = file.size("hidden_size"), file.size("num_attention_heads")
-    num_kv_heads = file.size("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key-value heads")
-    if head_dim is None and not file.has("head_dim") and hidden_size % num_heads:
-        raise ConfigError(f"config.json: hidden_size {hidden_size} is not a multiple of {num_heads} attention heads")
-    head_dim = file.size("head_dim", head_dim or hidden_size // num_heads)
-    if head_dim % 2:
-        raise ConfigError(f"config.json: head_dim must be even, as RoPE turns pairs; it is {head_dim}")
-    rope = file.rope()
-    return ModelConfig(
-        family=family,
-        num_layers=file.size("num_hidden_layers"),
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        ffn_size=file.size("intermediate_size"),
-        vocab_size=file.size("vocab_size"),
-        max_position_embeddings=max(file.size("max_position_embeddings"), rope.extended_positions),
-        rms_norm_eps=file.number("rms_norm_eps", 1e-6),
-        rope=rope,
-        tie_word_embeddings=file.flag("tie_word_embeddings", False),
-        has_int4_weights=file.has_int4_weights(),
-    )
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    has_int4_weights: bool = False
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @staticmethod
+    def read(
+        file: ConfigFile, family: str, head_dim: int | None = None, rms_norm_eps: float = DEFAULT_RMS_NORM_EPS
+    ) -> ModelConfig:
+        """Reads the fields that all families share, for a model without biases and windows.
+
+        head_dim, rms_norm_eps  what the family assumes if config.json does not say; without head_dim, a head has its
+                                share of the hidden size
+
+        Raises ConfigError for what no family here supports.
+        """
+        activation = file.text("hidden_act", "silu")
+        if activation != "silu":
+            raise ConfigError(f"config.json: hidden_act {activation!r} is not supported; only 'silu' is")
+        if file.number("partial_rotary_factor", 1.0) != 1.0:
+            raise ConfigError("config.json: partial_rotary_factor is not supported; heads are rotated whole")
+        num_layers, hidden_size = file.size("num_hidden_layers"), file.size("hidden_size")
+        num_heads = file.size("num_attention_heads")
+        num_kv_heads = file.size("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise ConfigError(f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key-value heads")
+        if head_dim is None and not file.has("head_dim") and hidden_size % num_heads:
+            raise ConfigError(
+                f"config.json: hidden_size {hidden_size} is not a multiple of {num_heads} attention heads"
+            )
+        head_dim = file.size("head_dim", head_dim or hidden_size // num_heads)
+        if head_dim % 2:
+            raise ConfigError(f"config.json: head_dim must be even, as RoPE turns pairs; it is {head_dim}")
+        rope = file.rope()
+        return ModelConfig(
+            family=family,
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            ffn_size=file.size("intermediate_size"),
+            vocab_size=file.size("vocab_size"),
+            max_position_embeddings=max(file.size("max_position_embeddings"), rope.extended_positions),
+            rms_norm_eps=file.number("rms_norm_eps", rms_norm_eps),
+            rope=rope,
+            tie_word_embeddings=file.flag("tie_word_embeddings", False),
+            windows=(None,) * num_layers,
+            has_int4_weights=file.has_int4_weights(),
+        )

@@ -1,21 +1,28 @@
-"""Qwen3: Llama whose queries and keys are normalised, head by head, before they are rotated (Yang et al., 2025)."""
+"""Qwen3 (Yang et al., 2025): Llama that normalises each head of queries and keys before it rotates them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda_server.engine.models.config import ConfigFile, ModelConfig, read_llama_like
-from pagoda_server.engine.models.qwen2 import qwen_sliding_window
+from pagoda_server.engine.models.config import ConfigFile, ModelConfig
+from pagoda_server.engine.models.decoder import Layer
+from pagoda_server.engine.models.llama import Llama, LlamaLayer
+from pagoda_server.engine.models.qwen2 import qwen_windows
+from pagoda_server.engine.models.weights import Weights
+from pagoda_server.kernels import HeadNorms
 
-_HEAD_DIM = 128  # what transformers assumes where config.json is silent
+_HEAD_DIM = 128  # what transformers assumes if config.json does not say
 
 
-def configure_qwen3(file: ConfigFile) -> ModelConfig:
-    attention_bias = file.flag("attention_bias", False)
-    return replace(
-        read_llama_like(file, "qwen3", head_dim=_HEAD_DIM),
-        qk_norm=True,
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        sliding_window=qwen_sliding_window(file),
-    )
+class Qwen3(Llama):
+    architecture, model_type = "Qwen3ForCausalLM", "qwen3"
+
+    @classmethod
+    def configure(cls, file: ConfigFile) -> ModelConfig:
+        config = ModelConfig.read(file, cls.model_type, head_dim=_HEAD_DIM)
+        bias = file.flag("attention_bias", False)
+        return replace(config, qkv_bias=bias, output_bias=bias, windows=qwen_windows(file, config.num_layers))
+
+    def make_layer(self, weights: Weights, at: str, window: int | None) -> Layer:
+        query, key = (weights.norm(f"{at}.self_attn.{name}_norm", self.config.head_dim) for name in ("q", "k"))
+        return LlamaLayer(weights, at, self.config, window, HeadNorms(query, key, self.config.rms_norm_eps))

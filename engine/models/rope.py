@@ -1,4 +1,4 @@
-"""Rotary position embedding: how fast each pair of dimensions turns, by the variants that checkpoints use."""
+"""Rotary position embedding, in the variants that checkpoints use: how fast each pair of dimensions turns."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class RopeConfig:
     """
     variant             default, linear, llama3 or yarn
     theta               base of the geometric series of wavelengths
-    factor              how much longer contexts are than those the frequencies were trained for
-    original_positions  positions of the training that the variant extends
-    low_freq_factor, high_freq_factor    of llama3
-    beta_fast, beta_slow, truncate       of yarn
+    factor              how much longer contexts are than those that the frequencies were trained for
+    original_positions  the number of positions in training, which the variant extends
     attention_factor    multiplies cosines and sines
+
+    low_freq_factor and high_freq_factor belong to llama3; beta_fast, beta_slow and truncate to yarn.
     """
 
     theta: float
@@ -38,12 +38,12 @@ class RopeConfig:
 
     @property
     def extended_positions(self) -> int:
-        """Positions that the variant reaches by itself, whatever max_position_embeddings says; 0: it does not tell."""
+        """How many positions the variant reaches, whatever max_position_embeddings says; 0 if it does not tell."""
         return int(self.factor * self.original_positions) if self.variant == "yarn" else 0
 
     @staticmethod
     def parse(parameters: Mapping[str, Any], theta: float, max_position_embeddings: int) -> RopeConfig:
-        """From an object of config.json. Raises ConfigError for an unknown variant or a broken field."""
+        """Reads an object of config.json. Raises ConfigError for an unknown variant or a broken field."""
         variant = parameters.get("rope_type") or parameters.get("type") or "default"
         if variant not in _FREQUENCIES:
             raise ConfigError(f"config.json: RoPE type {variant!r} is not supported; {', '.join(_FREQUENCIES)} are")
@@ -101,26 +101,26 @@ class Rope:
 
 
 def _default(config: RopeConfig, head_dim: int) -> Tensor:
-    """theta^(-2i / head_dim), radians a position (Su et al., 2021)."""
+    """theta^(-2i / head_dim) radians for each position (Su et al., 2021)."""
     return 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 
 def _linear(config: RopeConfig, head_dim: int) -> Tensor:
-    """Positions are interpolated (Chen et al., 2023)."""
+    """Interpolates positions (Chen et al., 2023)."""
     return _default(config, head_dim) / config.factor
 
 
 def _llama3(config: RopeConfig, head_dim: int) -> Tensor:
-    """Llama 3.1: long wavelengths are interpolated, short ones are kept, those between are blended."""
+    """Interpolates long wavelengths, keeps short ones, and blends those between (Llama 3.1)."""
     kept = _default(config, head_dim)
-    turns = config.original_positions * kept / (2 * math.pi)  # over the length of the training's contexts
+    turns = config.original_positions * kept / (2 * math.pi)  # over the contexts of the training
     low, high = config.low_freq_factor, config.high_freq_factor
     share_kept = ((turns - low) / (high - low)).clamp(0, 1)
     return torch.lerp(kept / config.factor, kept, share_kept)
 
 
 def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
-    """YaRN (Peng et al., 2023): like llama3, but the blend is linear in the dimension."""
+    """Like llama3, but the blend is linear in the dimension (YaRN; Peng et al., 2023)."""
     kept = _default(config, head_dim)
 
     def dimension_that_turns(times: float) -> float:
@@ -137,7 +137,7 @@ def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_gain(factor: float, scale: float) -> float:
-    """Sharpens attention over longer contexts."""
+    """The factor that sharpens attention over longer contexts."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

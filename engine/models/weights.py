@@ -1,64 +1,103 @@
-"""Weights from safetensors files straight into a model's parameters, one tensor at a time.
+"""The weights of a model: read from safetensors files one tensor at a time, and turned at once into what computes.
 
-A weight that the checkpoint holds in 4 bits (checkpoints/grouped_weights.py) goes to an Int4Weight as it is, and to a
-tensor dequantized.
+Weights that the checkpoint holds in 4 bits (checkpoints/grouped_weights.py) stay in 4 bits if the backend takes them.
+Otherwise they are dequantized.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pagoda_server.checkpoints.grouped_weights import MINIMUMS, SCALES, VALUES, quantized_names
+from pagoda_server.checkpoints.grouped_weights import GROUP_SIZE, MINIMUMS, SCALES, VALUES, quantized_names
 from pagoda_server.checkpoints.progress import Progress, no_progress
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.kernels import Int4Weight
+from pagoda_server.kernels import Backend, Int4Weight, Linear
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-INITIALIZER_RANGE = 0.02  # of random weights, as transformers has it
-VALUES_AT_ONCE = 1 << 20  # dequantized at a time: it takes some 12 bytes a value until the rows are in their place
+INITIALIZER_RANGE = 0.02  # of random weights, as in transformers
+VALUES_AT_ONCE = 1 << 20  # dequantized at a time: until the rows are in their place, a value takes some 12 bytes
 
-Place = Tensor | Int4Weight
+Weight = Tensor | Int4Weight
+Place = TypeVar("Place", Tensor, Int4Weight)
 
 
-def load_weights(folder: Path, places: Mapping[str, Place], progress: Progress = no_progress) -> None:
-    """Fills `places`, by their names in the checkpoint, converting to their dtype and device.
+class Tensors(Protocol):
+    """Where weights come from. `in_4_bits` names the weights that can fill an Int4Weight."""
 
-    Beyond the places it needs memory for about one tensor. Tensors of the checkpoint that have no place are left alone.
-    Raises ConfigError for a missing or broken file, and for a tensor that is missing or has another shape.
+    in_4_bits: frozenset[str]
+
+    def fill(self, place: Weight, name: str) -> None: ...
+
+
+class Checkpoint:
+    """The tensors in a folder's safetensors files.
+
+    Reading a tensor takes memory for about that tensor, besides the place that it fills. Raises ConfigError if a file
+    is missing or broken.
     """
-    total = sum(place.nbytes for place in places.values())
-    done = 0
-    for path, names in _files(folder, places).items():
-        for name in names:
-            # Opened for each tensor: what is read of a mapped file counts as resident until the file is closed.
+
+    def __init__(self, folder: Path, progress: Progress = no_progress) -> None:
+        self._progress = progress
+        self._index = folder / INDEX_FILE if (folder / INDEX_FILE).exists() else folder / SINGLE_FILE
+        self._files: dict[str, Path] = {}  # by tensor
+        self._total = self._done = 0
+        for path in _shards(self._index) if self._index.name == INDEX_FILE else [self._index]:
             with _opened(path) as file:
-                _fill(places[name], file, name, path)
-            done += places[name].nbytes
-            progress("loading weights", done, total)
+                self._files |= dict.fromkeys(file.keys(), path)
+            self._total += _data_bytes(path)
+        self.in_4_bits = frozenset(quantized_names(self._files))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of a tensor; bfloat16 for one in 4 bits. Raises ConfigError if there is no such tensor."""
+        if name in self.in_4_bits:
+            return torch.bfloat16
+        with self._opened(name) as file:
+            dtype: torch.dtype = file.get_slice(name)[:0].dtype
+        return dtype
+
+    def fill(self, place: Weight, name: str) -> None:
+        """Converts a tensor to the dtype and device of `place`.
+
+        Raises ConfigError if there is no such tensor, or if it has another shape.
+        """
+        is_in_4_bits = name in self.in_4_bits
+        parts = [name + part for part in (VALUES, SCALES, MINIMUMS)] if is_in_4_bits else [name]
+        # The file is opened for each tensor, because what was read of a mapped file stays resident until it is closed.
+        with self._opened(*parts) as file:
+            stored = [file.get_tensor(part) for part in parts]
+            weight = Int4Weight(*stored) if is_in_4_bits else stored[0]
+            if list(weight.shape) != list(place.shape):
+                shapes = (
+                    f"shape {list(weight.shape)} in {self._index.name}, but config.json makes it {list(place.shape)}"
+                )
+                raise ConfigError(f"tensor {name} has {shapes}")
+            _copy(weight, place)
+        self._done += weight.nbytes
+        self._progress("loading weights", self._done, self._total)
+
+    def _opened(self, *names: str) -> AbstractContextManager[Any]:
+        """The file that holds these tensors."""
+        for name in names:
+            if name not in self._files:
+                raise ConfigError(f"tensor {name} is missing in {self._index.name}")
+        return _opened(self._files[names[0]])
 
 
-def quantized_weights(folder: Path) -> frozenset[str]:
-    """The weights that the checkpoint holds in 4 bits. Raises ConfigError like `load_weights`."""
-    index = folder / INDEX_FILE
-    if index.exists():
-        return quantized_names(_weight_map(index))
-    with _opened(folder / SINGLE_FILE) as file:
-        return quantized_names(file.keys())
+class RandomTensors:
+    """Weights as an untrained model has them, drawn on their own device: for measurements."""
 
+    in_4_bits: frozenset[str] = frozenset()
 
-def draw_weights(places: Mapping[str, Place]) -> None:
-    """Fills `places` with random weights as untrained models have them, each on its own device: for measurements."""
-    for name, place in places.items():
+    def fill(self, place: Weight, name: str) -> None:
         assert isinstance(place, Tensor)
         if "norm" in name:
             place.fill_(1.0)
@@ -66,57 +105,94 @@ def draw_weights(places: Mapping[str, Place]) -> None:
             place.normal_(std=INITIALIZER_RANGE)
 
 
-def stored_dtype(folder: Path, name: str) -> torch.dtype:
-    """The dtype of one of the checkpoint's tensors; bfloat16 if quantized. Raises ConfigError as `load_weights`."""
-    ((path, _),) = _files(folder, [name]).items()
-    with _opened(path) as file:
-        if name in quantized_names(file.keys()):
-            return torch.bfloat16
-        dtype: torch.dtype = _find(file, name, path)[:0].dtype
-        return dtype
+class Weights:
+    """Makes the parts of a model from tensors, by the names that they have in a checkpoint without .weight or .bias.
+
+    num_bytes  of the weights so far, as they were loaded: a backend may pack them more densely
+    """
+
+    def __init__(self, tensors: Tensors, ops: Backend, device: torch.device, dtype: torch.dtype) -> None:
+        self.ops, self.dtype = ops, dtype
+        self.num_bytes = 0
+        self._tensors, self._device = tensors, device
+
+    def norm(self, name: str, size: int) -> Tensor:
+        """The weight of a norm, [size]."""
+        return self._filled(self._empty(size), {f"{name}.weight": size})
+
+    def linear(self, rows: Mapping[str, int], in_size: int, has_bias: bool = False) -> Linear:
+        """One product in place of several with the same input.
+
+        rows  the products by name, with the size of each one's output; they are stacked in this order
+        """
+        weight, bias = self._stacked(rows, in_size), self._bias(rows, has_bias)
+        return self.ops.linear(weight, bias)
+
+    def gated_linear(self, rows: Mapping[str, int], in_size: int, has_bias: bool = False) -> Linear:
+        """`linear` of silu(first half of a row) · second half."""
+        weight, bias = self._stacked(rows, in_size), self._bias(rows, has_bias)
+        return self.ops.gated_linear(weight, bias)
+
+    def whole(self, name: str, out_size: int, in_size: int) -> Tensor:
+        """A matrix [out_size, in_size], never in 4 bits."""
+        return self._filled(self._empty(out_size, in_size), {f"{name}.weight": out_size})
+
+    def head(self, name: str, vocab_size: int, hidden_size: int, tied_to: Tensor | None) -> Linear:
+        """The product that gives the logits. With `tied_to` its weight is that matrix, and `name` is not read."""
+        make = self.ops.head or self.ops.linear
+        return make(self._stacked({name: vocab_size}, hidden_size) if tied_to is None else tied_to, None)
+
+    def _stacked(self, rows: Mapping[str, int], in_size: int) -> Weight:
+        """In 4 bits if the backend takes that and all rows are."""
+        names = {f"{name}.weight": size for name, size in rows.items()}
+        out_size = sum(rows.values())
+        if self.ops.takes_int4 and names.keys() <= self._tensors.in_4_bits:
+            if in_size % GROUP_SIZE:
+                raise ConfigError(
+                    f"tensor {next(iter(names))} is in 4 bits, of which {GROUP_SIZE} inputs share a scale, but"
+                    f" config.json gives it {in_size} inputs: not a multiple of {GROUP_SIZE}"
+                )
+            return self._filled(Int4Weight.allocate(out_size, in_size), names)
+        return self._filled(self._empty(out_size, in_size), names)
+
+    def _bias(self, rows: Mapping[str, int], has_bias: bool) -> Tensor | None:
+        if not has_bias:
+            return None
+        return self._filled(self._empty(sum(rows.values())), {f"{name}.bias": size for name, size in rows.items()})
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, device=self._device, dtype=self.dtype)
+
+    def _filled(self, place: Place, rows: Mapping[str, int]) -> Place:
+        for name, part in zip(rows, place.split(list(rows.values())), strict=True):
+            self._tensors.fill(part, name)
+        self.num_bytes += place.nbytes
+        return place
 
 
-def _fill(place: Place, file: Any, name: str, path: Path) -> None:
-    if isinstance(place, Tensor) and name not in quantized_names(file.keys()):
-        _check_shape(name, list(_find(file, name, path).get_shape()), list(place.shape), path)
-        place.copy_(file.get_tensor(name))
-        return
-    values, scales, minimums = (_find(file, name + part, path) for part in (VALUES, SCALES, MINIMUMS))
-    weight = Int4Weight(values[:], scales[:], minimums[:])
-    _check_shape(name, list(weight.shape), list(place.shape), path)
-    if isinstance(place, Tensor):
+def _copy(weight: Weight, place: Weight) -> None:
+    if isinstance(weight, Tensor):
+        assert isinstance(place, Tensor)
+        place.copy_(weight)
+    elif isinstance(place, Int4Weight):
+        place.copy_(weight)
+    else:
         rows = max(1, VALUES_AT_ONCE // place.shape[1])
         for target, part in zip(place.split(rows), weight.split(rows), strict=True):
             target.copy_(part.dequantize())
-    else:
-        place.copy_(weight)
 
 
-def _check_shape(name: str, stored: list[int], wanted: list[int], path: Path) -> None:
-    if stored != wanted:
-        raise ConfigError(f"tensor {name} has shape {stored} in {path.name}, but config.json makes it {wanted}")
-
-
-def _files(folder: Path, names: Iterable[str]) -> dict[Path, list[str]]:
-    """The tensors to read from each file."""
-    index = folder / INDEX_FILE
-    if not index.exists():
-        return {folder / SINGLE_FILE: list(names)}
-    weight_map = _weight_map(index)
-    files: defaultdict[Path, list[str]] = defaultdict(list)
-    for name in names:
-        stored = name if name in weight_map else name + VALUES
-        if stored not in weight_map:
-            raise ConfigError(f"tensor {name} is missing in {INDEX_FILE}")
-        files[folder / str(weight_map[stored])].append(name)
-    return dict(files)
-
-
-def _weight_map(index: Path) -> dict[str, object]:
+def _shards(index: Path) -> list[Path]:
     try:
-        return dict(json.loads(index.read_bytes())["weight_map"])
-    except (ValueError, KeyError, TypeError):
+        return [index.parent / str(name) for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{index} is not the index of a sharded checkpoint") from None
+
+
+def _data_bytes(path: Path) -> int:
+    """The file without its header, whose length is in the first 8 bytes."""
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
 @contextmanager
@@ -128,10 +204,3 @@ def _opened(path: Path) -> Iterator[Any]:
         raise ConfigError(f"the model folder has no {path.name}: {path.parent}") from None
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
-
-
-def _find(file: Any, name: str, path: Path) -> Any:
-    try:
-        return file.get_slice(name)
-    except SafetensorError:
-        raise ConfigError(f"tensor {name} is missing in {path.name}") from None

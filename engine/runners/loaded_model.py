@@ -1,4 +1,4 @@
-"""A checkpoint with the settings that it is served with: its weights on a device, and the ops that compute it."""
+"""A model as it is served: its weights on a device, the backend that computes it, and the cache that it needs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 
 from pagoda_server.checkpoints.progress import Progress, no_progress
 from pagoda_server.engine.core.errors import ConfigError, EngineError
-from pagoda_server.engine.models import Llama, load_model, read_config
-from pagoda_server.engine.models.weights import stored_dtype
+from pagoda_server.engine.models import Decoder, load_model, read_config
+from pagoda_server.engine.models.decoder import EMBEDDING
+from pagoda_server.engine.models.weights import Checkpoint
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
 from pagoda_server.kernels import (
     Backend,
+    PagedKV,
     has_native,
     has_native_int8_weight,
     instruction_set,
@@ -25,6 +27,8 @@ from pagoda_server.kernels import (
 )
 from pagoda_server.settings.engine import EngineConfig, Quantization
 
+DEFAULT_CPU_BYTES = 500_000_000  # of a KV cache
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # in lower case
 
@@ -32,13 +36,13 @@ _OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # i
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """
-    longest      tokens of a sequence, prompt and output, that the model was trained for or that are wanted of it
-    spec         the KV cache that it needs
-    cache_dtype  of its pages
+    longest      tokens of a sequence, prompt and output: what the model was trained for, or --max-model-len
+    spec         the size of its KV cache
+    cache_dtype  of the cache's pages
     """
 
     name: str
-    model: Llama
+    model: Decoder
     ops: Backend
     device: torch.device
     dtype: torch.dtype
@@ -47,7 +51,7 @@ class LoadedModel:
     cache_dtype: torch.dtype
 
     def info(self, num_blocks: int, settings: EngineConfig) -> RunnerInfo:
-        """What there is to say of it with a cache of this size. Raises ConfigError if that is too small."""
+        """Describes the model with a cache of this size. Raises ConfigError if that is too small."""
         wanted_len = settings.max_model_len
         config = self.model.config
         return RunnerInfo(
@@ -65,12 +69,22 @@ class LoadedModel:
             instruction_set=instruction_set() if self.device.type == "cpu" else "",
         )
 
+    def allocate_cache(self, num_blocks: int) -> list[PagedKV]:
+        """The pages of each layer. They are not cleared, so on a CPU memory that no token has used is not resident."""
+        spec = self.spec
+        shape = (spec.num_layers, 2, num_blocks, spec.block_size, spec.num_kv_heads)
+        pages = torch.empty(*shape, spec.head_dim, device=self.device, dtype=self.cache_dtype)
+        if not spec.scale_bytes:
+            return [PagedKV(keys, values) for keys, values in pages]
+        scales = torch.empty(shape, device=self.device, dtype=torch.float32)
+        return [PagedKV(*layer, *layer_scales) for layer, layer_scales in zip(pages, scales, strict=True)]
+
 
 def load_for_serving(
     config: EngineConfig, device: torch.device, progress: Progress = no_progress, backend: str | None = None
 ) -> LoadedModel:
     """
-    backend  of kernels; None: the best for this device
+    backend  the name of a kernel backend; None: the best for this device
 
     Raises ConfigError if the checkpoint cannot be served with these settings.
     """
@@ -95,7 +109,7 @@ def load_for_serving(
 
 @contextmanager
 def enough_memory(purpose: str, *flags: str, error: type[EngineError] = ConfigError) -> Iterator[None]:
-    """Raises `error` with the flags that help if the device's memory runs out inside."""
+    """Raises `error`, which names the flags that can help, if the device's memory runs out inside."""
     try:
         yield
     except RuntimeError as cause:
@@ -106,7 +120,7 @@ def enough_memory(purpose: str, *flags: str, error: type[EngineError] = ConfigEr
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Torch has a class for its GPU allocator only: not for the host's, graphs, cuBLAS, and kernels being loaded."""
+    """Torch has an exception for its GPU allocator only, not for the host, graphs, cuBLAS or loading kernels."""
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or any(part in text for part in _OUT_OF_MEMORY)
 
@@ -120,17 +134,17 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, folder: Path) -> torch.dtype:
-    """auto: bfloat16, but float32 for a checkpoint of float32."""
+    """`auto` means float32 for a checkpoint in float32, and bfloat16 for any other."""
     if name != "auto":
         return _DTYPES[name]
-    is_float32 = stored_dtype(folder, "model.embed_tokens.weight") == torch.float32
+    is_float32 = Checkpoint(folder).dtype_of(f"{EMBEDDING}.weight") == torch.float32
     return torch.float32 if is_float32 else torch.bfloat16
 
 
 def choose_backend(
     device: torch.device, dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool = False
 ) -> str:
-    """The name of a kernel backend. Raises ConfigError if there is none with these properties."""
+    """The name of the fastest kernel backend. Raises ConfigError if none computes with these settings."""
     if device.type == "cpu":
         return _choose_cpu_backend(dtype, quantization, has_int4_weights)
     if quantization == "fp8":
@@ -166,10 +180,10 @@ def _choose_cpu_backend(dtype: torch.dtype, quantization: Quantization, has_int4
 
 
 def _best_quantization(dtype: torch.dtype, has_int4_weights: bool) -> Quantization:
-    """What auto means on a CPU: what took the least time where it was measured (docs/performance.md).
+    """What `auto` means on a CPU: the fastest choice, as measured in docs/performance.md.
 
-    Weights in 4 bits are computed with as the checkpoint holds them, so they lose less than they do in int8. With AMX
-    products of int8 weights are the fastest; without instructions for bytes those of whole weights are.
+    Weights in 4 bits are used as the checkpoint holds them, so they lose less than they would in int8. With AMX,
+    products of int8 weights are the fastest; without instructions for bytes, products of whole weights are.
     """
     if dtype != torch.bfloat16 or not has_native() or instruction_set() == "generic":
         return "none"
@@ -177,7 +191,7 @@ def _best_quantization(dtype: torch.dtype, has_int4_weights: bool) -> Quantizati
 
 
 def _int8_backend() -> str:
-    """Where products of bfloat16 are as fast, activations stay as they are."""
+    """Activations stay in bfloat16 if products of bfloat16 are as fast as those of int8."""
     return "native-int8-weight" if has_native_int8_weight() else "native-int8"
 
 
@@ -190,14 +204,14 @@ def check_fp8(flag: str, device: torch.device) -> None:
 
 
 def longest_trained(max_position_embeddings: int, wanted: int | None) -> int:
-    """The context that the model was trained for, or what is wanted of it."""
+    """The context length that the model was trained for, or the one that is wanted."""
     if wanted is not None and wanted > max_position_embeddings:
         raise ConfigError(f"--max-model-len {wanted} exceeds the model's {max_position_embeddings} positions")
     return wanted or max_position_embeddings
 
 
 def longest_cached(longest: int, token_capacity: int, wanted: int | None) -> int:
-    """The context as far as the cache holds it."""
+    """The context length, limited by what the cache holds."""
     if wanted is not None and wanted > token_capacity:
         raise ConfigError(f"--max-model-len {wanted} exceeds the {token_capacity} tokens that the KV cache holds")
     return min(longest, token_capacity)

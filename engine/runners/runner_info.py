@@ -1,4 +1,4 @@
-"""What a runner says of itself: its model, its device and how much its KV cache holds."""
+"""How a runner describes itself: its model, its device and the size of its KV cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagoda_server.engine.core.errors import ConfigError
 class KVCacheSpec:
     """The size of a paged KV cache. One token takes 2 · layers · kv_heads · (head_dim · element_bytes + scale_bytes).
 
-    scale_bytes  of the scale that each head's key, and each value, of a token has; 0: there is none
+    scale_bytes  of the scale that each head's key, and each head's value, has for a token; 0: there are none
     """
 
     num_layers: int
@@ -31,7 +31,7 @@ class KVCacheSpec:
 
 
 def count_blocks(spec: KVCacheSpec, budget_bytes: int) -> int:
-    """Blocks that fit. Raises ConfigError if none does."""
+    """How many blocks fit. Raises ConfigError if none does."""
     num_blocks = budget_bytes // spec.bytes_per_block
     if num_blocks < 1:
         raise ConfigError(
@@ -42,7 +42,7 @@ def count_blocks(spec: KVCacheSpec, budget_bytes: int) -> int:
 
 
 def count_host_blocks(spec: KVCacheSpec, host_kv_gb: float) -> int:
-    """Blocks that fit into so much host memory; none for 0. Raises ConfigError if there is some and it holds none."""
+    """How many blocks fit into this much host memory, which may be 0. Raises ConfigError if it is less than a block."""
     num_blocks = int(host_kv_gb * 1e9) // spec.bytes_per_block
     if host_kv_gb > 0 and num_blocks < 1:
         raise ConfigError(f"--host-kv-gb {host_kv_gb} holds no block: one takes {spec.bytes_per_block} bytes")
@@ -52,10 +52,10 @@ def count_host_blocks(spec: KVCacheSpec, host_kv_gb: float) -> int:
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
     """
-    vocab_size     rows of the embedding: valid token ids are below it
-    max_model_len  longest prompt + output
-    num_host_blocks  of host memory, for what preempted sequences have computed
-    instruction_set  that a CPU computes with; empty on other devices
+    vocab_size       rows of the embedding: valid token ids are below it
+    max_model_len    the longest prompt and output together
+    num_host_blocks  in host memory, for the keys and values of preempted sequences
+    instruction_set  what a CPU computes with; empty on other devices
     """
 
     model: str
@@ -73,7 +73,7 @@ class RunnerInfo:
 
     @property
     def kernels(self) -> str:
-        """The kernel backend for people to read, with its instruction set."""
+        """The kernel backend with its instruction set, for people to read."""
         return f"{self.kernel_backend} ({self.instruction_set})" if self.instruction_set else self.kernel_backend
 
     @property

@@ -1,8 +1,9 @@
-"""A model without weights, through the same scheduler, blocks, loop and channel.
+"""A model without weights, for tests of everything else: scheduler, blocks, loop, channel and router.
 
-Its cache holds one number a slot, a checksum of the sequence up to there: each is computed from the one before it, read
-through the block table. The next token follows from the last checksum, so a single wrong block, slot or position
-changes every token after it, and the right ones can be computed by hand: see `expected_tokens`.
+Each slot of its cache holds one number, a checksum of the sequence up to there. A checksum is computed from the one
+before it, which is read through the block table, and the next token follows from the last checksum. So a single wrong
+block, slot or position changes every token after it, and the right tokens can be computed by hand: see
+`expected_tokens`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from dataclasses import dataclass
 
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import Chunk, Sampled, StepPlan, TokenLogprobs
-from pagoda_server.engine.runners.runner_info import RunnerInfo
+from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo, count_blocks, count_host_blocks
+from pagoda_server.settings.engine import EngineConfig
 
 _MODULUS = (1 << 61) - 1
 _POISON = -1
+_BYTES_PER_TOKEN = 8  # one checksum
+_CACHED_TOKENS = 131_072  # by default
 
 
 def advance(checksum: int, token: int) -> int:
@@ -24,7 +28,7 @@ def advance(checksum: int, token: int) -> int:
 
 
 def expected_tokens(prompt: Iterable[int], count: int, vocab_size: int) -> list[int]:
-    """What the synthetic model generates after `prompt`."""
+    """The tokens that the synthetic model generates after `prompt`."""
     checksum = 0
     for token in prompt:
         checksum = advance(checksum, token)
@@ -36,10 +40,9 @@ def expected_tokens(prompt: Iterable[int], count: int, vocab_size: int) -> list[
 
 
 def expected_logprobs(checksum: int, count: int, vocab_size: int) -> TokenLogprobs:
-    """Of the tokens that follow a checksum: the most likely is its own, each one after that is less likely.
+    """Made-up logprobs after a checksum: the chosen token is the most likely, each next id is less likely.
 
-    They look like logarithms and are no distribution: how likely the first is, and by how much less each other, follows
-    from the checksum too.
+    They look like logprobs but are no distribution. The first value and the differences follow from the checksum, too.
     """
     rest = checksum // vocab_size
     first, fall = rest % 61 / 64, (1 + rest // 61 % 40) / 64
@@ -49,7 +52,7 @@ def expected_logprobs(checksum: int, count: int, vocab_size: int) -> TokenLogpro
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds that a step takes: a constant, and a part for each sequence and each token."""
+    """How long a step takes: a constant time, and some for each sequence and each token."""
 
     base_s: float = 0.0
     per_sequence_s: float = 0.0
@@ -72,7 +75,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class SyntheticStep:
-    """An outcome that may be read from a time on, as if a device computed it until then."""
+    """The outcome of a step, which can be read from `ready_at` on, as if a device computed until then."""
 
     sampled: Sampled
     ready_at: float
@@ -85,8 +88,8 @@ class SyntheticStep:
 class SyntheticRunner:
     """Computes as fast as it can, or takes a simulated time for each step.
 
-    lookahead  1: like a device, takes a step while it computes another, and the next chunk may start from a token that
-               the host has not read
+    lookahead  1: accepts a step while it computes another, as a device does, and the next chunk may start from a token
+               that the host has not read
     """
 
     def __init__(self, info: RunnerInfo, step_time: StepTime | None = None, lookahead: int = 0) -> None:
@@ -143,3 +146,46 @@ class SyntheticRunner:
 
     def _slot(self, blocks: list[int], position: int) -> int:
         return blocks[position // self._block_size] * self._block_size + position % self._block_size
+
+
+def load_synthetic(config: EngineConfig, model_config: dict[str, int]) -> SyntheticRunner:
+    """Raises ConfigError for settings that need a model."""
+    _check(config)
+    step_time = None if config.step_ms is None else StepTime.parse(config.step_ms)
+    # One layer with one head of dimension one: a slot of its cache holds half a checksum as key and half as value.
+    spec = KVCacheSpec(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        element_bytes=_BYTES_PER_TOKEN // 2,
+        block_size=config.tokens_a_block("cpu"),
+    )
+    budget = spec.bytes_per_token * _CACHED_TOKENS if config.kv_cache_gb is None else int(config.kv_cache_gb * 1e9)
+    info = RunnerInfo(
+        model="synthetic",
+        architecture="synthetic",
+        device="cpu",
+        dtype="int64",
+        kernel_backend="none",
+        vocab_size=model_config["vocab_size"],
+        max_model_len=config.max_model_len or model_config["max_position_embeddings"],
+        weight_bytes=0,
+        kv_cache=spec,
+        num_blocks=count_blocks(spec, budget),
+        num_host_blocks=count_host_blocks(spec, config.host_kv_gb),
+    )
+    try:
+        return SyntheticRunner(info, step_time, lookahead=int(config.overlap == "on"))
+    except MemoryError:
+        raise ConfigError("not enough memory for the cache; --kv-cache-gb, --host-kv-gb can help") from None
+
+
+def _check(config: EngineConfig) -> None:
+    """Raises ConfigError for settings that need a model."""
+    for flag, value, allowed in (
+        ("--device", config.device, ("auto", "cpu")),
+        ("--quantization", config.quantization, ("auto", "none")),
+        ("--kv-cache-dtype", config.kv_cache_dtype, ("auto",)),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{flag} {value}: the synthetic model has no weights and needs no device")

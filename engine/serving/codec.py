@@ -11,7 +11,9 @@ from pagoda_server.engine.core.output import Ended
 from pagoda_server.engine.core.sequence import EndReason, SamplingParams, Sequence, TokenLogprobs
 from pagoda_server.engine.kv.blocks import chain_root
 from pagoda_server.engine.loop.loop import LoadSnapshot
+from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.engine.scheduling.tenants import TenantTable
+from pagoda_server.settings.sampling import PARAMETERS
 
 _END_REASONS = {
     EndReason.STOP: engine_pb2.END_REASON_STOP,
@@ -21,6 +23,7 @@ _END_REASONS = {
     EndReason.REJECTED: engine_pb2.END_REASON_REJECTED,
     EndReason.FAILED: engine_pb2.END_REASON_FAILED,
 }
+_NUMBERS = {parameter.name for parameter in PARAMETERS}
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -28,13 +31,7 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
     """The request's sequence number `index` of n. Siblings draw from different seeds."""
     sampling = submit.sampling
     params = SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
+        **{name: value for field, value in sampling.ListFields() if (name := field.name) in _NUMBERS},
         logit_bias=tuple(sampling.logit_bias.items()),
         seed=(sampling.seed + index) & _SEED_MASK,
         max_tokens=submit.max_tokens,
@@ -52,11 +49,12 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
         deadline=now + submit.timeout_s if submit.HasField("timeout_s") else math.inf,
         priority=submit.priority,
         tenant=submit.tenant,
-        ttft_s=submit.slo.ttft_ms / 1e3 if submit.slo.HasField("ttft_ms") else math.inf,
-        tpot_s=submit.slo.tpot_ms / 1e3 if submit.slo.HasField("tpot_ms") else math.inf,
+        ttft_s=submit.slo.ttft_s if submit.slo.HasField("ttft_s") else math.inf,
+        tpot_s=submit.slo.tpot_s if submit.slo.HasField("tpot_s") else math.inf,
         cache_root=chain_root(submit.cache.salt),
         bypass_cache=submit.cache.bypass,
         request_id=submit.request_id,
+        token_mask=AllowedTokens(sampling.allowed_token_ids) if sampling.allowed_token_ids else None,
         age_s=submit.age_s,
     )
 
@@ -108,9 +106,9 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
     )
 
 
-def _load_message(load: LoadSnapshot) -> control_pb2.Load:
+def _load_message(load: LoadSnapshot) -> control_pb2.EngineLoad:
     counters = load.counters
-    return control_pb2.Load(
+    return control_pb2.EngineLoad(
         waiting=load.waiting,
         running=load.running,
         blocks_total=load.blocks_total,

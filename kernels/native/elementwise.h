@@ -1,7 +1,7 @@
 // The ops that read each element once or twice. No include guard: each instruction set compiles its own copy.
 
 // Normalizes a row of `size` elements: x, or the residual if given, to which x (if given) is added first. A residual may have
-// a wider type.
+// a wider type. Without `out` the row is added and not normalized.
 template <typename T, typename R>
 void rms_norm_row(const T* x, const T* weight, R* residual, T* out, int64_t size, float eps) {
     int64_t whole = size / LANES * LANES;
@@ -23,6 +23,7 @@ void rms_norm_row(const T* x, const T* weight, R* residual, T* out, int64_t size
         }
         tail += value * value;
     }
+    if (!out) return;
     float scale = 1.0f / std::sqrt((sum(squares) + tail) / static_cast<float>(size) + eps);
     auto scale_all = [&](const auto* from) {
         for (int64_t i = 0; i < whole; i += LANES) store(out + i, load(from + i) * scale * load(weight + i));
@@ -40,8 +41,8 @@ void rms_norm(ThreadPool& pool, const T* x, const T* weight, R* residual, T* out
     pool.run(ceil_div(rows, rows_a_part), [&](int part) {
         int64_t end = std::min(rows, (part + 1) * rows_a_part);
         for (int64_t row = part * rows_a_part; row < end; row++)
-            rms_norm_row(x ? x + row * size : nullptr, weight, residual ? residual + row * size : nullptr, out + row * size, size,
-                         eps);
+            rms_norm_row(x ? x + row * size : nullptr, weight, residual ? residual + row * size : nullptr,
+                         out ? out + row * size : nullptr, size, eps);
     });
 }
 

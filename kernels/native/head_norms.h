@@ -1,4 +1,4 @@
-// Norms of the heads of queries and keys, by the instruction set's rms_norm.
+// Norms of queries and keys, by the instruction set's rms_norm.
 #pragma once
 
 #include <cstring>
@@ -9,9 +9,9 @@ namespace pagoda {
 
 struct HeadNormArgs {
     const void* qkv;                 // [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-    const void *query, *key;         // [head_dim]
+    const void *query, *key;         // [query_size], [key_size]: head_dim to normalize each head, or all heads of a token at once
     void* out;                       // like qkv: values are copied
-    int64_t num_tokens, num_heads, num_kv_heads, head_dim;
+    int64_t num_tokens, num_heads, num_kv_heads, head_dim, query_size, key_size;
     float eps;
 };
 
@@ -25,10 +25,12 @@ inline void head_norms(ThreadPool& pool, const Ops& ops, Dtype dtype, const Head
         for (int64_t token = part * tokens_a_part; token < end; token++) {
             const char* from = static_cast<const char*>(args.qkv) + token * token_bytes;
             char* to = static_cast<char*>(args.out) + token * token_bytes;
-            ops.rms_norm(alone, dtype, from, args.query, nullptr, dtype, to, args.num_heads, args.head_dim, args.eps);
+            int64_t query_rows = args.num_heads * args.head_dim / args.query_size;
+            ops.rms_norm(alone, dtype, from, args.query, nullptr, dtype, to, query_rows, args.query_size, args.eps);
             from += args.num_heads * head_bytes;
             to += args.num_heads * head_bytes;
-            ops.rms_norm(alone, dtype, from, args.key, nullptr, dtype, to, args.num_kv_heads, args.head_dim, args.eps);
+            int64_t key_rows = args.num_kv_heads * args.head_dim / args.key_size;
+            ops.rms_norm(alone, dtype, from, args.key, nullptr, dtype, to, key_rows, args.key_size, args.eps);
             int64_t key_bytes = args.num_kv_heads * head_bytes;
             std::memcpy(to + key_bytes, from + key_bytes, key_bytes);
         }

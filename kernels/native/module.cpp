@@ -96,7 +96,7 @@ PyObject* rope_and_store_kv(PyObject*, PyObject* const* values, Py_ssize_t count
 }
 
 PyObject* head_norms(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments next(values, count, 10);
+    Arguments next(values, count, 12);
     Dtype dtype = next.dtype();
     HeadNormArgs args{};
     args.qkv = next.address();
@@ -107,6 +107,8 @@ PyObject* head_norms(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.num_heads = next.integer();
     args.num_kv_heads = next.integer();
     args.head_dim = next.integer();
+    args.query_size = next.integer();
+    args.key_size = next.integer();
     args.eps = next.real();
     return run(next, [=] { pagoda::head_norms(pool, *ops, dtype, args); });
 }

@@ -53,7 +53,7 @@ struct Int4Args {
 struct Ops {
     const char* name;
     bool pairs_are_limited;         // int8 weights of neighbouring inputs have |w0 + w1| <= 128
-    // The residual has the dtype of the rest or float32. Without x nothing is added to it.
+    // The residual has the dtype of the rest or float32. Without x nothing is added to it; without out it is not normalized.
     void (*rms_norm)(ThreadPool&, Dtype, const void* x, const void* weight, void* residual, Dtype residual_dtype, void* out, int64_t rows, int64_t size, float eps);
     void (*silu_and_mul)(ThreadPool&, Dtype, const void* gate_up, void* out, int64_t rows, int64_t size);
     void (*rope_and_store_kv)(ThreadPool&, Dtype, const RopeArgs&);

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pagoda_server.kernels.adjust_logits import adjust_logits
 from pagoda_server.kernels.backend import Backend
 from pagoda_server.kernels.embedding import embedding
+from pagoda_server.kernels.rms_norm import add
 from pagoda_server.kernels.sample import sample
 from pagoda_server.kernels.triton.linear import gated_linear_triton, linear_triton
 from pagoda_server.kernels.triton.linear_quantized import (
@@ -26,6 +27,7 @@ TRITON = Backend(
     linear=linear_triton,
     gated_linear=gated_linear_triton,
     rms_norm=rms_norm_triton,
+    add=add,
     rope_and_store_kv=rope_and_store_kv_triton,
     plan_attention=plan_attention_triton,
     paged_attention=paged_attention_triton,

@@ -12,6 +12,7 @@ from torch import Tensor
 from pagoda_server.kernels.paged import PagedKV
 from pagoda_server.kernels.rope_and_store_kv import FP8_MAX, HeadNorms
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED, tuned
+from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,9 @@ def default_config(head_dim: int) -> Config:
 def rope_and_store_kv_triton(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
 ) -> Tensor:
-    """`rope_and_store_kv` in one pass. Pages must be contiguous."""
+    """`rope_and_store_kv` in one pass, after another for norms over all heads at once. Pages must be contiguous."""
+    if norms is not None and (len(norms.query), len(norms.key)) != (kv.head_dim, kv.head_dim):
+        qkv, norms = norms.apply(qkv, kv.num_kv_heads, rms_norm_triton), None
     num_tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv.num_kv_heads
     queries = torch.empty(num_tokens, num_heads, kv.head_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens:

@@ -36,12 +36,14 @@ DEFAULT = Config(tile=2048, scan_warps=4, chunk=4096, choice_warps=8)
 class Partials:
     """What the scan tells the choice; only what a row asks for is written.
 
-    adjusted        [batch, vocab] float32, logits after penalties, biases and bans, where `is_changed` [batch] int32
+    adjusted        [batch, vocab] float32, logits after all adjustments, where `is_changed` [batch] int32
     tile_best       [batch, tiles] float32, the greatest adjusted logit; +inf if the tile holds NaN
     tile_token      [batch, tiles] int32, where that is; of a draw without limits, the token with the best score
     tile_score      [batch, tiles] float32, that score, with distances below the tile's best
     tile_mass       [batch, tiles] float32, the sum of exp(-distance), likewise
     group_best      [batch, groups] float32
+    moments         [batch, 3, tiles] float32, of finite distances below the tile's best: how many there are, their
+                    mean, and the sum of their squared differences from it
     raw_…           the same of the model's logits at temperature 1
     hits            [batch, groups] int32, the groups that the choice looks at
     near            [batch, groups * GROUP] int32, the bits of their tokens' distances
@@ -54,6 +56,7 @@ class Partials:
     tile_score: Tensor
     tile_mass: Tensor
     group_best: Tensor
+    moments: Tensor
     raw_best: Tensor
     raw_mass: Tensor
     raw_group_best: Tensor
@@ -79,6 +82,7 @@ def allocate_partials(batch: int, vocab: int, tile: int, device: torch.device) -
         tile_score=floats(tiles),
         tile_mass=floats(tiles),
         group_best=floats(groups),
+        moments=floats(3 * tiles),
         raw_best=floats(tiles),
         raw_mass=floats(tiles),
         raw_group_best=floats(groups),
@@ -103,14 +107,16 @@ def sample_rows_triton(
     num_tiles = triton.cdiv(vocab, config.tile)
     s = sampling
     p = partials
-    scanned = (p.tile_best, p.tile_token, p.tile_score, p.tile_mass, p.group_best)
+    draws = (s.temperature, s.top_k, s.top_p, s.min_p, s.top_n_sigma, s.seed_low, s.seed_high)
+    penalties = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
+    scanned = (p.tile_best, p.tile_token, p.tile_score, p.tile_mass, p.group_best, p.moments)
     raw = (p.raw_best, p.raw_mass, p.raw_group_best)
     scan_kernel[(num_tiles, batch)](
         logits, rows, positions,
-        s.temperature, s.top_k, s.top_p, s.min_p, s.seed_low, s.seed_high, s.repetition, s.presence, s.frequency,
-        s.min_position, s.num_logprobs, s.stop_ids, s.bias_ids, s.bias, s.counts,
+        *draws, *penalties,
+        s.min_position, s.num_logprobs, s.is_masked, s.stop_ids, s.bias_ids, s.bias, s.token_masks, s.counts,
         p.adjusted, p.is_changed, *scanned, *raw,
-        vocab, logits.stride(0), s.stop_ids.shape[1], s.bias_ids.shape[1],
+        vocab, logits.stride(0), s.stop_ids.shape[1], s.bias_ids.shape[1], s.token_masks.shape[1],
         TILE=config.tile,
         GROUP=GROUP,
         STOPS=triton.next_power_of_2(max(s.stop_ids.shape[1], 1)),
@@ -120,7 +126,7 @@ def sample_rows_triton(
     )  # fmt: skip
     choice_kernel[(batch,)](
         logits, rows, positions,
-        s.temperature, s.top_k, s.top_p, s.min_p, s.seed_low, s.seed_high, s.repetition, s.presence, s.frequency,
+        *draws, *penalties,
         s.num_logprobs, s.counts, s.last_token,
         p.adjusted, p.is_changed, *scanned, *raw, p.hits, p.near,
         out.tokens, out.chosen, out.top_ids, out.top,

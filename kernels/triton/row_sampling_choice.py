@@ -1,4 +1,4 @@
-"""The second pass: one program a row merges the tiles, and draws where top-k, top-p or min-p limit what can be drawn.
+"""The second pass: one program a row merges the tiles, and draws where a rule limits what can be drawn.
 
 Such a draw looks only at groups of adjacent tokens whose best one can matter. The k most likely tokens lie in groups
 whose best is at least the k-th best of all groups' bests; for top-p the LEADING best groups usually hold enough of the
@@ -103,9 +103,25 @@ def _search(high, target, near, num_near, BY_MASS: tl.constexpr, CHUNK: tl.const
 
 
 @triton.jit
+def _deviation(moments, tile_best, best, t, num_tiles, TILES: tl.constexpr):
+    """The standard deviation of a row's distances, from the moments of its tiles (Chan et al., 1979)."""
+    tiles = tl.arange(0, TILES)
+    is_tile = tiles < num_tiles
+    counts = tl.load(moments + tiles, mask=is_tile, other=0.0).to(tl.float64)
+    means = tl.load(moments + num_tiles + tiles, mask=is_tile, other=0.0)
+    spreads = tl.load(moments + 2 * num_tiles + tiles, mask=is_tile, other=0.0).to(tl.float64)
+    means += distance(tl.load(tile_best + tiles, mask=is_tile, other=-float("inf")), best, t)
+    means = tl.where(counts > 0, means, 0.0).to(tl.float64)
+    count = tl.sum(counts, axis=0)
+    difference = means - tl.sum(counts * means, axis=0) / count
+    variance = tl.sum(spreads + counts * difference * difference, axis=0) / count
+    return tl.sqrt(variance.to(tl.float32))
+
+
+@triton.jit
 def _draw_limited(
     row, key, best, logits, adjusted, is_changed, hits, near, group_best, tile_best, tile_mass,
-    temperature, top_k, top_p, min_p, vocab, num_tiles,
+    moments, temperature, top_k, top_p, min_p, top_n_sigma, vocab, num_tiles,
     TILES: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     t, k, p, m = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
@@ -114,8 +130,12 @@ def _draw_limited(
     nearest = _bits(distance(tl.load(group_best + groups, mask=groups < num_groups, other=-float("inf")), best, t))
     nearest = tl.where(groups < num_groups, nearest, GREATEST)
 
-    # Min-p is a distance, but top-k comes before it: where there is one, its tokens are the ones to look at.
+    # Min-p and top-nσ are distances, but top-k comes before them: where there is one, its tokens are those to look at.
     least_likely = _bits(0.0 - tl.log(m))
+    sigmas = tl.load(top_n_sigma + row)
+    if sigmas > 0:
+        deviation = _deviation(moments, tile_best, best, t, num_tiles, TILES)
+        least_likely = tl.minimum(least_likely, _bits(sigmas * deviation))
     reach = tl.where(is_topped, _INFINITE, least_likely)
     wanted = tl.where(is_topped, k, LEADING)
     cut = reach
@@ -159,11 +179,11 @@ def choice_kernel(
     # the step
     logits, rows, positions,
     # the sequences' rows
-    temperature, top_k, top_p, min_p, seed_low, seed_high, repetition, presence, frequency, num_logprobs, counts,
-    last_token,
+    temperature, top_k, top_p, min_p, top_n_sigma, seed_low, seed_high, repetition, presence, frequency, num_logprobs,
+    counts, last_token,
     # of the scan: see Partials
-    adjusted, is_changed, tile_best, tile_token, tile_score, tile_mass, group_best, raw_best, raw_mass, raw_group_best,
-    hits, near,
+    adjusted, is_changed, tile_best, tile_token, tile_score, tile_mass, group_best, moments, raw_best, raw_mass,
+    raw_group_best, hits, near,
     # results
     tokens, chosen, top_ids, top,
     vocab, logits_stride, num_tiles,
@@ -185,14 +205,15 @@ def choice_kernel(
         tl.store(tokens + at, -1)
         return
 
-    draws, _, is_limited = draws_of(row, temperature, top_k, top_p, min_p, vocab)
+    draws, _, is_limited = draws_of(row, temperature, top_k, top_p, min_p, top_n_sigma, vocab)
     if draws & is_limited:
         key = noise_key(tl.load(seed_low + row), tl.load(seed_high + row), tl.load(positions + at))
         token = _draw_limited(
             row, key, best, logits, adjusted + at * vocab, tl.load(is_changed + at) != 0, hits,
             near + at * num_groups * GROUP, group_best + at * num_groups,
             tile_best + at * num_tiles, tile_mass + at * num_tiles,
-            temperature, top_k, top_p, min_p, vocab, num_tiles, TILES, GROUPS, TILE, CHUNK, GROUP,
+            moments + 3 * at * num_tiles, temperature, top_k, top_p, min_p, top_n_sigma, vocab, num_tiles,
+            TILES, GROUPS, TILE, CHUNK, GROUP,
         )  # fmt: skip
     else:
         if draws:

@@ -17,12 +17,13 @@ _TIMES = tl.constexpr(IN_PROMPT - 1)
 
 
 @triton.jit
-def draws_of(row, temperature, top_k, top_p, min_p, vocab):
+def draws_of(row, temperature, top_k, top_p, min_p, top_n_sigma, vocab):
     """Of a row: whether its token is drawn, whether top-k limits that, and whether anything does."""
     k = tl.load(top_k + row)
     draws = (tl.load(temperature + row) >= _SMALLEST_TEMPERATURE) & (k != 1)
     is_topped = (k > 0) & (k < vocab)
     is_limited = is_topped | (tl.load(top_p + row) < 1) | (tl.load(min_p + row) > 0)
+    is_limited |= tl.load(top_n_sigma + row) > 0
     return draws, is_topped, is_limited
 
 
@@ -36,15 +37,26 @@ def distance(x, best, temperature):
 
 
 @triton.jit
+def _moments_of(distances):
+    """Of those that are finite: how many, their mean, and the sum of their squared differences from it."""
+    is_finite = distances < float("inf")
+    count = tl.sum(is_finite.to(tl.float32), axis=0)
+    mean = tl.sum(tl.where(is_finite, distances, 0.0), axis=0) / tl.maximum(count, 1.0)
+    difference = tl.where(is_finite, distances - mean, 0.0)
+    return count, mean, tl.sum(difference * difference, axis=0)
+
+
+@triton.jit
 def scan_kernel(
     # the step
     logits, rows, positions,
     # the sequences' rows
-    temperature, top_k, top_p, min_p, seed_low, seed_high, repetition, presence, frequency, min_position, num_logprobs,
-    stop_ids, bias_ids, bias, counts,
+    temperature, top_k, top_p, min_p, top_n_sigma, seed_low, seed_high, repetition, presence, frequency, min_position,
+    num_logprobs, is_masked, stop_ids, bias_ids, bias, token_masks, counts,
     # results, one a tile or a group: see Partials
-    adjusted, is_changed, tile_best, tile_token, tile_score, tile_mass, group_best, raw_best, raw_mass, raw_group_best,
-    vocab, logits_stride, num_stops, num_biases,
+    adjusted, is_changed, tile_best, tile_token, tile_score, tile_mass, group_best, moments, raw_best, raw_mass,
+    raw_group_best,
+    vocab, logits_stride, num_stops, num_biases, num_words,
     TILE: tl.constexpr, GROUP: tl.constexpr, STOPS: tl.constexpr, BIASES: tl.constexpr,
 ):  # fmt: skip
     tile, at, num_tiles = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
@@ -76,15 +88,20 @@ def scan_kernel(
         penalised = tl.where(x > 0, tl.math.div_rn(x, r), x * r) - (tl.where(times > 0, p, 0.0) + f * times)
         x = tl.where(count != 0, penalised, x)
 
+    restricted = tl.load(is_masked + row) != 0
+
     # Biases and bans: few tokens, anywhere in the vocabulary, so they are applied in memory.
     biases, stops = tl.arange(0, BIASES), tl.arange(0, STOPS)
     biased = tl.load(bias_ids + row * num_biases + biases, mask=biases < num_biases, other=-1)
     banned = tl.load(stop_ids + row * num_stops + stops, mask=stops < num_stops, other=-1)
     banned = tl.where(tl.load(positions + at) < tl.load(min_position + row), banned, -1)
-    changes = has_penalties | (tl.max(biased, axis=0) >= 0) | (tl.max(banned, axis=0) >= 0)
+    changes = has_penalties | restricted | (tl.max(biased, axis=0) >= 0) | (tl.max(banned, axis=0) >= 0)
     if tile == 0:
         tl.store(is_changed + at, changes.to(tl.int32))
     if changes:
+        if restricted:
+            words = tl.load(token_masks + row * num_words + ids // 32, mask=inside, other=0)
+            x = tl.where((words >> (ids % 32)) & 1 != 0, x, -float("inf"))
         target = adjusted + at * vocab
         tl.store(target + ids, x, mask=inside)
         first, end = tile * TILE, tl.minimum(tile * TILE + TILE, vocab)
@@ -103,7 +120,7 @@ def scan_kernel(
     # NaN counts as +inf: either in any tile makes the row broken.
     best, token = tl.max(tl.where(x != x, float("inf"), x), axis=0, return_indices=True)
     tl.store(tile_best + slot, best)
-    draws, is_topped, is_limited = draws_of(row, temperature, top_k, top_p, min_p, vocab)
+    draws, is_topped, is_limited = draws_of(row, temperature, top_k, top_p, min_p, top_n_sigma, vocab)
     if draws:
         t = tl.load(temperature + row)
         below = distance(x, tl.where(best == -float("inf"), 0.0, best), t)
@@ -111,6 +128,12 @@ def scan_kernel(
             tl.store(group_best + group_slots, tl.max(tl.reshape(x, (GROUPS, GROUP)), axis=1))
             if not is_topped:
                 tl.store(tile_mass + slot, tl.sum(tl.exp2(-below * LOG2_E), axis=0))
+            if tl.load(top_n_sigma + row) > 0:
+                count, mean, spread = _moments_of(below)
+                first_moment = moments + 3 * at * num_tiles + tile
+                tl.store(first_moment, count)
+                tl.store(first_moment + num_tiles, mean)
+                tl.store(first_moment + 2 * num_tiles, spread)
         else:
             key = noise_key(tl.load(seed_low + row), tl.load(seed_high + row), tl.load(positions + at))
             score, token = tl.max(gumbel(key, ids) - below, axis=0, return_indices=True)

@@ -20,21 +20,13 @@ from dataclasses import dataclass
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.engines.channel import EngineChannel
-from pagoda_server.router.engines.engine_stream import SequenceInbox, time_in_engine
+from pagoda_server.router.engines.stream import SequenceInbox, time_in_engine
 from pagoda_server.router.errors import InvalidArgument
-from pagoda_server.router.request.fields import check_integer, check_number
-from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.fields import Limits, check_integer, check_number
+from pagoda_server.settings.sampling import PARAMETERS
 
 MOST_LIKELY = 20  # tokens that an engine tells for one position
-_DEFAULTS = {
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+_DEFAULTS = {each.name: each.default for each in PARAMETERS}
 _SUMS = (
     "queue_s",
     "decode_s",
@@ -68,6 +60,8 @@ def check_beam_search(sampling: inference_pb2.Sampling, limits: Limits) -> None:
             raise InvalidArgument(f"sampling.{field}", f"is set; a beam search needs its default, {default:g}")
     if sampling.logit_bias:
         raise InvalidArgument("sampling.logit_bias", "is set; a beam search ranks by the model's own log-probabilities")
+    if sampling.allowed_token_ids:
+        raise InvalidArgument("sampling.allowed_token_ids", "is set; a beam search considers every token")
 
 
 def check_stopping(stopping: inference_pb2.Stopping, output: inference_pb2.Output) -> None:

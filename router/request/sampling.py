@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from typing import Any
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.request.beam_search import check_beam_search
-from pagoda_server.router.request.fields import check_count, check_id, check_integer, check_number
-from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.fields import Limits, check_count, check_id, check_ids, check_integer, check_number
+from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
+
+_DEFAULTS: dict[str, Any] = {each.name: each.default for each in PARAMETERS}
 
 
 def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb2.Sampling:
@@ -15,19 +18,15 @@ def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb
     check_count(len(given.logit_bias), "sampling.logit_bias", limits.max_logit_bias)
     for id, bias in given.logit_bias.items():
         check_id(id, f"sampling.logit_bias[{id}]", limits.vocab_size)
-        check_number(bias, f"sampling.logit_bias[{id}]", -100, 100)
-    resolved = inference_pb2.Sampling(
-        temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=1, presence_penalty=0, frequency_penalty=0, n=1
-    )
-    resolved.seed = secrets.randbits(64)
+        check_number(bias, f"sampling.logit_bias[{id}]", LOGIT_BIAS.low, LOGIT_BIAS.high)
+    check_ids(given.allowed_token_ids, "sampling.allowed_token_ids", limits.vocab_size, limits.vocab_size)
+    resolved = inference_pb2.Sampling(n=1, seed=secrets.randbits(64), **_DEFAULTS)
     resolved.MergeFrom(given)
     resolved.DiscardUnknownFields()  # a client may send megabytes of them, and this message goes on to the engine
-    check_number(resolved.temperature, "sampling.temperature", 0, 100)
-    check_number(resolved.top_p, "sampling.top_p", 0, 1, is_low_allowed=False)
-    check_number(resolved.min_p, "sampling.min_p", 0, 1)
-    check_number(resolved.repetition_penalty, "sampling.repetition_penalty", 0, 10, is_low_allowed=False)
-    check_number(resolved.presence_penalty, "sampling.presence_penalty", -10, 10)
-    check_number(resolved.frequency_penalty, "sampling.frequency_penalty", -10, 10)
+    for each in PARAMETERS:
+        low, high, is_low_allowed = each.interval.low, each.interval.high, each.interval.includes_low
+        value = getattr(resolved, each.name)
+        check_number(value, f"sampling.{each.name}", low, high, is_low_allowed=is_low_allowed)
     check_integer(resolved.n, "sampling.n", 1, limits.max_n)
     if resolved.top_k >= limits.vocab_size:
         resolved.top_k = 0  # both keep every token

@@ -36,6 +36,7 @@ VARIANTS = {
     "llama, wide heads": tiny_model("llama", head_dim=32),
     "qwen2": tiny_model("qwen2"),
     "qwen3": tiny_model("qwen3", head_dim=32, tie_word_embeddings=True),
+    "olmo2": tiny_model("olmo2"),
 }
 
 
@@ -186,7 +187,7 @@ UNUSABLE = {
         "blk.0.ffn_norm.weight", np.full(64, np.nan, np.float32)
     ),
     "attn_q.weight has 62 rows, not 4 heads of 16": with_tensor("blk.0.attn_q.weight", np.zeros((62, 64), np.float32)),
-    "frequency factors that differ from those of Llama 3": with_tensor("rope_freqs.weight", np.full(8, 2.0, np.float32)),
+    "frequency factors that differ": with_tensor("rope_freqs.weight", np.full(8, 2.0, np.float32)),
     "mixture of experts": with_metadata(llama__expert_count=8),
     "rope.dimension_count is 8": with_metadata(llama__rope__dimension_count=8),
     "rotary frequencies by 'longrope'": with_metadata(

@@ -9,7 +9,16 @@ import gguf
 import numpy as np
 import torch
 from gguf.constants import TokenType
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from pagoda_server.checkpoints.synthetic import letters_of_bytes
 
@@ -27,6 +36,7 @@ MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
 }
 GGUF_NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -44,6 +54,7 @@ GGUF_NAMES = {
     "model.norm": "output_norm",
     "lm_head": "output",
 }
+POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w")]
@@ -90,15 +101,16 @@ def tiny_model(family: str, seed: int = 0, **config: object) -> TinyModel:
 
 def gguf_tensors(family: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
     config, tensors = model.config, {}
+    names = GGUF_NAMES | (POST_NORMS if family == "olmo2" else {})
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         prefix, kind = name.rsplit(".", 1)
         if prefix.startswith("model.layers."):
             _, _, layer, rest = prefix.split(".", 3)
-            gguf_name = f"blk.{layer}.{GGUF_NAMES[rest]}.{kind}"
+            gguf_name = f"blk.{layer}.{names[rest]}.{kind}"
         else:
-            gguf_name = f"{GGUF_NAMES[prefix]}.{kind}"
+            gguf_name = f"{names[prefix]}.{kind}"
         values = parameter.float().numpy()
         if family == "llama" and ".attn_q." in gguf_name:
             values = interleave(values, config.num_attention_heads)

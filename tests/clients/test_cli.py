@@ -16,8 +16,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pagoda.v1 import inference_pb2
+from pagoda_server import installed_version
 from pagoda_server.cli.__main__ import app
 from pagoda_server.settings import ServeConfig
+from pagoda_server.settings.sampling import PARAMETERS
 from tests.clients.fake_server import FakeServer, answer, answer_without_end, fail
 
 COMMAND = [sys.executable, "-m", "pagoda_server.cli"]
@@ -48,21 +50,30 @@ def test_generate_writes_the_answer_and_nothing_else_to_standard_output(server: 
     result = pagoda("generate", "Say hello")
     assert (result.exit_code, result.stdout) == (0, "Hello world\n")
     assert result.stderr.startswith("2 tokens · TTFT ")
-    assert server.requests[0].text == "Say hello"
+    assert server.requests[0].message == "Say hello"
 
 
 def test_generate_passes_its_options_on(server: FakeServer) -> None:
     pagoda("generate", "text", "--max-tokens", "7", "--temperature", "0.5", "--top-p", "0.75", "--top-k", "3",
-           "--seed", "9", "--stop", "a", "--stop", "b", "--timeout", "20", "--token", "secret")  # fmt: skip
+           "--min-p", "0.25", "--seed", "9", "--stop", "a", "--stop", "b", "--timeout", "20",
+           "--token", "secret")  # fmt: skip
     assert server.requests == [
         inference_pb2.GenerateRequest(
-            text="text",
-            sampling=inference_pb2.Sampling(temperature=0.5, top_p=0.75, top_k=3, seed=9),
+            message="text",
+            sampling=inference_pb2.Sampling(temperature=0.5, top_p=0.75, top_k=3, min_p=0.25, seed=9),
             stopping=inference_pb2.Stopping(max_tokens=7, stop=["a", "b"]),
         )
     ]
     assert 15 < server.remaining_s[0] < 20.5
     assert server.metadata[0]["authorization"] == "Bearer secret"
+
+
+def test_every_parameter_of_sampling_is_an_option_with_its_default(server: FakeServer) -> None:
+    for command in ("generate", "chat"):
+        help = pagoda(command, "--help").stdout
+        assert all(f"--{each.name.replace('_', '-')} " in help for each in PARAMETERS)
+    pagoda("generate", "text")
+    assert not server.requests[0].HasField("sampling"), "the defaults are the server's"
 
 
 def test_how_many_tokens_is_the_servers_to_say_unless_told(server: FakeServer) -> None:
@@ -83,7 +94,13 @@ def test_generate_asks_for_beams(server: FakeServer) -> None:
 def test_generate_lets_the_server_answer_text_unless_it_is_raw(server: FakeServer) -> None:
     pagoda("generate", "Why?")
     pagoda("generate", "Because", "--raw")
-    assert [(request.text, request.raw) for request in server.requests] == [("Why?", False), ("Because", True)]
+    assert [request.WhichOneof("input") for request in server.requests] == ["message", "prompt"]
+    assert (server.requests[0].message, server.requests[1].prompt) == ("Why?", "Because")
+
+
+def test_generate_passes_targets_on_in_seconds(server: FakeServer) -> None:
+    pagoda("generate", "text", "--ttft-ms", "500", "--tpot-ms", "62.5")
+    assert server.requests[0].slo == inference_pb2.Slo(ttft_s=0.5, tpot_s=0.0625)
 
 
 def test_generate_with_a_system_message_asks_as_a_conversation(server: FakeServer) -> None:
@@ -93,7 +110,7 @@ def test_generate_with_a_system_message_asks_as_a_conversation(server: FakeServe
 
 def test_generate_reads_a_prompt_from_standard_input(server: FakeServer) -> None:
     pagoda("generate", "-", typed="piped text\n")
-    assert server.requests[0].text == "piped text\n"
+    assert server.requests[0].message == "piped text\n"
 
 
 def test_a_system_message_for_raw_text_is_a_usage_error(server: FakeServer) -> None:
@@ -101,6 +118,11 @@ def test_a_system_message_for_raw_text_is_a_usage_error(server: FakeServer) -> N
     assert result.exit_code == 2
     assert "no system message" in result.stderr
     assert server.requests == []
+
+
+def test_the_version_is_that_of_the_installed_server() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"pagoda {installed_version()}\n")
 
 
 def test_an_error_is_one_line_and_exit_code_1(server: FakeServer) -> None:
@@ -141,13 +163,11 @@ def test_an_error_in_the_middle_of_an_answer_ends_its_line(server: FakeServer) -
         (["generate", "text", "--seed", "-1"], "sampling.seed: is -1, must be from 0 to 18446744073709551615"),
         (["generate", "text", "--token", "é"], "token: must be printable ASCII text"),
         (["generate", "text", "--timeout", "nan"], "timeout_s: is nan, must be a number of seconds"),
-        (["generate", "a\udcffb"], "text: is no text: what stands at position 1 is no character of Unicode"),
+        (["generate", "a\udcffb"], "message: is no text: what stands at position 1 is no character of Unicode"),
         (
             ["health", "--service", "\udcff"],
             "service: is no text: what stands at position 0 is no character of Unicode",
         ),
-        (["status", "--watch", "--interval", "nan"], "interval_s: is nan, must be from 0.05 to 3600"),
-        (["status", "--watch", "--interval", "inf"], "interval_s: is inf, must be from 0.05 to 3600"),
     ],
 )
 def test_a_value_that_cannot_be_is_one_line_with_its_limit(arguments: list[str], message: str) -> None:
@@ -259,13 +279,29 @@ def test_status_shows_the_server_and_its_load() -> None:
     for fact in (
         "fake",
         "1.2.3",
-        "ready",
+        "serving",
+        "ready, restarted 2 times",
         "8192 tokens",
         "3 running, 1 waiting",
         "25 in use",
         "ann: 70 % of",
         "and 3 more",
         "12 of 64 blocks in use, 900 tokens copied there, 700 back",
+    ):
+        assert fact in output
+    assert "engine 0" not in output, "there is only one"
+
+
+def test_status_shows_each_of_several_engines(server: FakeServer) -> None:
+    server.num_engines = 2
+    output = pagoda("status").stdout
+    for fact in (
+        "engine 0",
+        "ready, restarted 2 times",
+        "engine 1",
+        "loading",
+        "3 running, 1 waiting",
+        "6 running, 0 waiting",
     ):
         assert fact in output
 

@@ -25,6 +25,7 @@ KINDS = (
     ("llama", "triton", {}),
     ("qwen3", "triton-int8", {}),
     ("mistral with a sliding window", "triton", {"kv_cache_dtype": "fp8"}),
+    ("olmo2", "triton", {}),
 )
 
 

@@ -15,18 +15,26 @@ import pytest
 import torch
 
 from pagoda_server.engine.core.output import Ended
-from pagoda_server.engine.core.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan, TokenLogprobs
+from pagoda_server.engine.core.sequence import (
+    EndReason,
+    Sampled,
+    SamplingParams,
+    Sequence,
+    StepPlan,
+    TokenLogprobs,
+    TokenMask,
+)
 from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.loop.steps_in_flight import Launched, Runner, StepsInFlight
 from pagoda_server.engine.runners.cuda import DeviceRunner
 from pagoda_server.engine.runners.cuda.graphs import bucket_sizes
 from pagoda_server.engine.runners.cuda.rehearsal import prompts_of_all_sizes
 from pagoda_server.engine.runners.loaded_model import load_for_serving
+from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.engine.scheduling.scheduler import Scheduler
-from pagoda_server.engine.scheduling.schedules import ScheduleName
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.settings.engine import EngineConfig
+from tests.engine.next_to_last import NextToLast
 from tests.engine.tiny_models import VOCAB_SIZE, load_runner, random_prompt, saved_model
 from tests.kernels.triton.device import DEVICE
 
@@ -34,7 +42,7 @@ BACKEND = "reference" if IS_INTERPRETED else "triton"
 SETTINGS = {"max_num_seqs": 6, "token_budget": 19, "block_size": 4, "kv_cache_gb": 2e-4, "max_model_len": 120}
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral with a sliding window"])
+@pytest.fixture(scope="module", params=["llama", "olmo2", "qwen2 with a sliding window on its upper layer"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model(request.param, tmp_path_factory)
 
@@ -56,7 +64,6 @@ class Served:
         self,
         runner: Runner,
         num_blocks: int,
-        schedule: ScheduleName = "continuous",
         prefix_caching: bool = True,
         host_blocks: int = 0,
         block_size: int = 4,
@@ -69,18 +76,18 @@ class Served:
             max_model_len=120,
             clock=lambda: 0.0,
             prefix_caching=prefix_caching,
-            schedule=schedule,
-            host=HostBlocks(host_blocks, block_size, clock=lambda: 0.0),
+            num_host_blocks=host_blocks,
         )
         self.steps = StepsInFlight(self.scheduler, runner)
         self.ended: list[Ended] = []
         self.told: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
-        self._lookahead = runner.lookahead if schedule == "continuous" else 0
+        self._lookahead = runner.lookahead
         self._ids = itertools.count()
 
-    def add(self, prompt: list[int], params: SamplingParams) -> Sequence:
-        seq = Sequence(next(self._ids), list(prompt), len(prompt), params, arrived=0.0, deadline=math.inf)
+    def add(self, prompt: list[int], params: SamplingParams, mask: TokenMask | None = None) -> Sequence:
+        tokens = list(prompt)
+        seq = Sequence(next(self._ids), tokens, len(prompt), params, arrived=0.0, deadline=math.inf, token_mask=mask)
         self.scheduler.add(seq)
         return seq
 
@@ -105,10 +112,23 @@ class Served:
             pass
 
 
+def launched_ahead(runner: Runner) -> set[int]:
+    """A set that gathers the ids of sequences that are launched while their last token is not known."""
+    ahead: set[int] = set()
+    launch = runner.launch
+
+    def watched(plan: StepPlan) -> Launched:
+        ahead.update(chunk.seq.id for chunk in plan.chunks if chunk.seq.num_pending > 1)
+        return launch(plan)
+
+    runner.launch = watched  # type: ignore[method-assign]
+    return ahead
+
+
 PARAMS = [
     SamplingParams(max_tokens=25),
     SamplingParams(max_tokens=12, temperature=0.8, top_k=20, top_p=0.9, seed=3),
-    SamplingParams(max_tokens=20, temperature=1.3, min_p=0.05, seed=-7),
+    SamplingParams(max_tokens=20, temperature=1.3, min_p=0.05, top_n_sigma=2.5, seed=-7),
     SamplingParams(max_tokens=30, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
     SamplingParams(max_tokens=9, logprobs=3),
     SamplingParams(max_tokens=15, logit_bias=((5, 8.0), (17, -100.0)), temperature=0.7, seed=1 << 62),
@@ -122,7 +142,8 @@ def ask(served: Served, count: int, max_tokens: int = 100) -> list[Sequence]:
     seqs = []
     for at, params in zip(range(count), itertools.cycle(PARAMS)):
         limited = replace(params, max_tokens=min(params.max_tokens, max_tokens))
-        seqs.append(served.add(random_prompt(3 + 11 * at % 37, seed=at), limited))
+        mask = AllowedTokens(range(at, VOCAB_SIZE, 7)) if at % 3 == 1 else None
+        seqs.append(served.add(random_prompt(3 + 11 * at % 37, seed=at), limited, mask))
     return seqs
 
 
@@ -155,14 +176,6 @@ def test_it_generates_what_a_step_by_step_runner_does_though_sequences_are_preem
     assert served.scheduler.counters.preemptions > 0, "the cache is too small for all of them"
     assert outputs(seqs) == one_by_one(folder, 16)
     assert served.pool.num_referenced == 0
-
-
-@pytest.mark.parametrize("schedule", ["sequential", "interleaved", "static"])
-def test_other_schedules_choose_the_same_tokens(llama: Path, schedule: ScheduleName) -> None:
-    served = Served(device_runner(llama), 60, schedule)
-    seqs = ask(served, 9)
-    served.run()
-    assert outputs(seqs) == one_by_one(llama, 9)
 
 
 class FailsAt:
@@ -214,6 +227,38 @@ def test_many_that_need_more_than_their_row_start_in_one_step(llama: Path) -> No
     assert found[0] == found[1]
 
 
+def test_a_sequence_whose_mask_depends_on_its_tokens_waits_for_its_last_token_and_no_other_does(llama: Path) -> None:
+    found = []
+    for runner in (device_runner(llama), load_runner(llama, max_num_seqs=6, token_budget=19, max_model_len=120)):
+        served = Served(runner, 60)
+        masks = [NextToLast(VOCAB_SIZE) for _ in range(3)]
+        params = SamplingParams(max_tokens=12, temperature=0.8)
+        seqs = [
+            served.add(random_prompt(5 + at, seed=at), replace(params, seed=at), mask)
+            for at, mask in enumerate([*masks, None])
+        ]
+        ahead = launched_ahead(runner)
+        served.run()
+        assert ahead == ({seqs[3].id} if runner.lookahead else set()), "only this one is computed ahead"
+        for seq, mask in zip(seqs, masks, strict=False):
+            last = seq.tokens[seq.prompt_len - 1 :]
+            assert all(abs(after - before) == 1 for before, after in itertools.pairwise(last))
+            assert mask.asked == [seq.prompt_len + at for at in range(12)]
+        found.append(outputs(seqs))
+    assert found[0] == found[1]
+
+
+def test_more_masks_than_are_sent_at_once_reach_their_rows(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda_server.engine.runners.cuda.rows._MASKS_SENT", 2)
+    served = Served(device_runner(llama), 60)
+    seqs = [
+        served.add(random_prompt(3, seed=at), SamplingParams(max_tokens=4), AllowedTokens([7 * at, 7 * at + 1]))
+        for at in range(6)
+    ]
+    served.run()
+    assert all(set(tokens) <= {7 * at, 7 * at + 1} for at, tokens in enumerate(outputs(seqs)))
+
+
 def test_logprobs_come_back_with_the_tokens(llama: Path) -> None:
     here, there = Served(device_runner(llama), 36), Served(load_runner(llama), 36)
     for served in (here, there):
@@ -247,9 +292,7 @@ def test_parameters_are_checked_when_a_sequence_starts_and_not_at_every_step(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, checked = Served(device_runner(llama), 36), []
-    monkeypatch.setattr(
-        "pagoda_server.engine.runners.cuda.row_parameters.find_fault", lambda params, _: checked.append(params)
-    )
+    monkeypatch.setattr("pagoda_server.engine.runners.cuda.rows.find_fault", lambda params, _: checked.append(params))
     served.add(random_prompt(9, seed=1), SamplingParams(max_tokens=10))
     served.step()
     at_start = len(checked)

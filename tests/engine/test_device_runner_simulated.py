@@ -96,8 +96,12 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model("qwen3", tmp_path_factory)
 
 
-def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_waits(qwen3: Path) -> None:
-    runner = device_runner(qwen3, "triton")
+@pytest.mark.parametrize("name", ["qwen3", "olmo2"])
+def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_waits(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = saved_model(name, tmp_path_factory)
+    runner = device_runner(folder, "triton")
     launch = runner.launch
 
     def watched(plan: StepPlan) -> DeviceStep:
@@ -109,7 +113,7 @@ def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_w
     seqs = ask(served, 6, max_tokens=2)
     served.run()
     assert not [ended.detail for ended in served.ended if ended.detail]
-    assert outputs(seqs) == one_by_one(qwen3, 6, max_tokens=2)
+    assert outputs(seqs) == one_by_one(folder, 6, max_tokens=2)
 
 
 def test_weights_and_pages_of_8_bits_serve_in_graphs(qwen3: Path) -> None:
@@ -141,7 +145,7 @@ def test_the_default_model_starts_on_a_card_of_two_gigabytes_and_answers(
     cuda.capacity = 2 << 30
     monkeypatch.setattr(loaded_model, "choose_backend", lambda *_: "reference")
     config = EngineConfig(str(default_model_folder), max_num_seqs=2, token_budget=64, max_model_len=256)
-    runner = load.load_runner(config, default_model_folder, no_progress, None)
+    runner = load.load_runner(config, default_model_folder, no_progress)
     assert runner.info.device == "cuda"
     assert 0.7 * cuda.capacity < cuda.allocated < cuda.capacity, "the cache takes what the weights leave"
     tokenizer = Tokenizer.from_file(str(default_model_folder / "tokenizer.json"))

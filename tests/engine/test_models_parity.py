@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from pagoda_server.engine.models import FAMILIES
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from tests.engine.tiny_models import (
     MODELS,
@@ -60,6 +61,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         kv.keys.fill_(float("nan"))
         kv.values.fill_(float("nan"))
     return Pair(runner, theirs)
+
+
+def test_every_family_has_a_model_here() -> None:
+    assert {config.model_type for config in MODELS.values()} == {family.model_type for family in FAMILIES}
 
 
 def test_logits_equal_those_of_transformers(pair: Pair) -> None:

@@ -20,6 +20,7 @@ from pagoda_server.kernels.linear_quantized import (
 )
 from tests.engine.tiny_models import (
     MODELS,
+    ONE_OF_EACH_FAMILY,
     ShuffledBlocks,
     load_runner,
     next_chunk,
@@ -42,7 +43,7 @@ def runner_on(backend: Backend, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     return runner
 
 
-@pytest.mark.parametrize("model", ["llama with biases", "mistral with a sliding window", "qwen3"])
+@pytest.mark.parametrize("model", ONE_OF_EACH_FAMILY)
 def test_chunks_and_decodes_have_the_logits_of_transformers(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from pagoda_server.kernels.native_module import native
 from tests.engine.test_device_runner import Served
 from tests.engine.tiny_models import (
     MODELS,
+    ONE_OF_EACH_FAMILY,
     ShuffledBlocks,
     load_runner,
     next_chunk,
@@ -82,9 +83,7 @@ def check_decodes(runner: ModelRunner, seqs: list[Sequence]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "name", ["llama with biases", "smollm", "mistral with a sliding window", "qwen2", "qwen3", "llama3 rope"]
-)
+@pytest.mark.parametrize("name", [*ONE_OF_EACH_FAMILY, "smollm", "llama3 rope"])
 def test_logits_have_the_same_bits_with_any_sequences_in_any_order(
     saved: Callable[[str], Path], name: str, dtype: str
 ) -> None:
@@ -104,11 +103,12 @@ def test_logits_have_the_same_bits_with_any_sequences_in_any_order(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("model", ["qwen3", "olmo2"])
 def test_every_compiled_backend_can_be_recorded(
-    saved: Callable[[str], Path], name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    saved: Callable[[str], Path], model: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.load_backend", lambda _: load_backend(name))
-    runner = load(saved("qwen3"), dtype)
+    runner = load(saved(model), dtype)
     assert runner.info.kernel_backend == name
     blocks = ShuffledBlocks(runner)
     seqs = [blocks.sequence(random_prompt(length, seed=length), 20) for length in (1, 9, 30)]

@@ -231,15 +231,14 @@ def test_a_config_that_cannot_be_served_is_one_clear_error(copied: Path, fields:
         load_runner(copied)
 
 
-def test_layers_of_different_attention_are_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer_types", [["full_attention"], ["full_attention", "chunked_attention"]])
+def test_layers_of_unknown_attention_are_refused(
+    saved: Callable[[str], Path], tmp_path: Path, layer_types: list[str]
+) -> None:
     shutil.copytree(saved("qwen2"), tmp_path / "mixed")
-    edit_config(
-        tmp_path / "mixed",
-        use_sliding_window=True,
-        sliding_window=8,
-        layer_types=["full_attention", "sliding_attention"],
-    )
-    with pytest.raises(ConfigError, match="different attention"):
+    edit_config(tmp_path / "mixed", use_sliding_window=True, sliding_window=8, layer_types=layer_types)
+    message = "layer_types must name full_attention or sliding_attention for each of 2 layers"
+    with pytest.raises(ConfigError, match=message):
         load_runner(tmp_path / "mixed")
 
 
@@ -375,7 +374,7 @@ def test_the_reference_backend_generates_the_same_tokens(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=9)
-    for name in ("mistral with a sliding window", "qwen3"):
+    for name in ("mistral with a sliding window", "qwen3", "olmo2"):
         monkeypatch.undo()
         here = load_runner(saved(name))
         monkeypatch.setattr(f"{LOADED_MODEL}.load_backend", lambda _: load_backend("reference"))
@@ -465,7 +464,7 @@ def test_int8_is_refused_where_there_are_no_kernels_for_it(
 
 
 @needs_int8
-@pytest.mark.parametrize("name", ["smollm", "llama with biases", "qwen3", "mistral with a sliding window"])
+@pytest.mark.parametrize("name", ["smollm", "llama with biases", "qwen3", "mistral with a sliding window", "olmo2"])
 @pytest.mark.parametrize("has_matrix_unit", [True, False])
 def test_logits_in_int8_are_near_those_in_float32(
     saved: Callable[[str], Path], name: str, has_matrix_unit: bool, monkeypatch: pytest.MonkeyPatch

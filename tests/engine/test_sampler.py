@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.runners.cpu.sampler import Choice, Sampler
+from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.kernels import load_backend
+from tests.engine.next_to_last import NextToLast
 
 VOCAB_SIZE = 40
 
@@ -20,8 +22,11 @@ def sampler() -> Sampler:
     return Sampler(load_backend("cpu"), VOCAB_SIZE, torch.device("cpu"))
 
 
-def sequence(number: int, prompt: list[int], output: list[int] | None = None, **params: Any) -> Sequence:
-    return Sequence(number, prompt + (output or []), len(prompt), SamplingParams(**params), 0.0, math.inf)
+def sequence(
+    number: int, prompt: list[int], output: list[int] | None = None, mask: TokenMask | None = None, **params: Any
+) -> Sequence:
+    tokens = prompt + (output or [])
+    return Sequence(number, tokens, len(prompt), SamplingParams(**params), 0.0, math.inf, token_mask=mask)
 
 
 def logits_of(**likely: float) -> torch.Tensor:
@@ -78,6 +83,32 @@ def test_logit_bias_is_added(sampler: Sampler) -> None:
     row = logits_of(t1=3.0)
     assert sample_one(sampler, sequence(1, [0], logit_bias=((4, 3.5), (1, -0.2))), row).token == 4
     assert sample_one(sampler, sequence(2, [0], logit_bias=((1, -100.0),)), row).token != 1
+
+
+@pytest.mark.parametrize("rules", [{}, {"temperature": 5.0, "top_p": 0.9}], ids=str)
+def test_a_sequence_chooses_among_its_allowed_tokens_only(sampler: Sampler, rules: dict[str, float]) -> None:
+    row = logits_of(t1=3.0, t5=2.0, t39=1.0)
+    mask = AllowedTokens([5, 39, VOCAB_SIZE + 1])
+    seqs = [sequence(n, [0], mask=mask if n else None, seed=n, **rules) for n in range(20)]
+    first, *others = (choice.token for choice in sampler.sample(seqs, row.repeat(20, 1)))
+    assert first not in (5, 39)
+    assert set(others) == ({5, 39} if rules else {5})
+
+
+def test_a_mask_that_allows_no_token_is_the_fault_of_its_row_alone(sampler: Sampler) -> None:
+    masks = (None, AllowedTokens([VOCAB_SIZE]), None)
+    first, bad, last = sampler.sample([sequence(n, [0], mask=m) for n, m in enumerate(masks)], torch.randn(3, 40))
+    assert (first.fault, last.fault) == (None, None)
+    assert bad.token == -1
+    assert bad.fault is not None
+    assert "leave no token" in bad.fault
+
+
+def test_a_mask_that_depends_on_the_tokens_is_asked_at_each_of_them(sampler: Sampler) -> None:
+    seq = sequence(1, [7], mask=NextToLast(VOCAB_SIZE))
+    for _ in range(5):
+        seq.tokens.append(sample_one(sampler, seq, torch.randn(VOCAB_SIZE)).token)
+    assert all(abs(after - before) == 1 for before, after in zip(seq.tokens, seq.tokens[1:], strict=False))
 
 
 def test_stop_tokens_cannot_be_chosen_before_min_tokens_exist(sampler: Sampler) -> None:

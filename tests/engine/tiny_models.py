@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, StepPlan
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
@@ -37,16 +45,21 @@ def _rope(kind: str, **parameters: float) -> dict[str, Any]:
 
 
 MODELS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**_SIZES),
     "llama with biases": LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True),
+    "llama": LlamaConfig(**_SIZES),
     "smollm": LlamaConfig(**_SIZES, tie_word_embeddings=True),
-    "mistral": MistralConfig(**_SIZES, head_dim=16, sliding_window=None),
     "mistral with a sliding window": MistralConfig(**_SIZES, sliding_window=7),
-    "qwen2": Qwen2Config(**_SIZES),
+    "mistral": MistralConfig(**_SIZES, head_dim=16, sliding_window=None),
+    "qwen2 with a sliding window on its upper layer": Qwen2Config(
+        **_SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
     "qwen2 with a sliding window": Qwen2Config(
         **_SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=0
     ),
+    "qwen2": Qwen2Config(**_SIZES),
     "qwen3": Qwen3Config(**_SIZES, head_dim=16),
+    "olmo2": Olmo2Config(**_SIZES, rms_norm_eps=1e-5),
+    "olmo2 with biases, tied": Olmo2Config(**_SIZES, attention_bias=True, tie_word_embeddings=True),
     "linear rope": LlamaConfig(**_SIZES, rope_parameters=_rope("linear")),
     "llama3 rope": LlamaConfig(
         **_SIZES,
@@ -66,6 +79,9 @@ MODELS: dict[str, PreTrainedConfig] = {
         ),
     ),
 }
+
+# The first model of each family, for tests that are too slow for all models.
+ONE_OF_EACH_FAMILY = list({config.model_type: name for name, config in reversed(MODELS.items())}.values())
 
 
 def save_model(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -141,5 +157,5 @@ def generate(runner: ModelRunner, seq: Sequence, count: int, chunk_size: int = 1
 def step_logits(runner: ModelRunner, chunks: list[Chunk]) -> torch.Tensor:
     """What the model computes for a plan: a row of logits for each chunk that samples."""
     with torch.inference_mode():
-        inputs = runner._arrays.pack(chunks, runner._ops, runner._cache[0], runner._model.config.sliding_window)
+        inputs = runner._arrays.pack(chunks, runner._ops, runner._cache[0], runner._model.config.windows)
         return runner._model.forward(inputs, runner._cache)

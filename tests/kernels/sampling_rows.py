@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Collection
 from typing import Any
 
+import numpy as np
 import torch
 
 from pagoda_server.engine.core.sequence import SamplingParams, Sequence
+from pagoda_server.engine.runners.sampling import AllowedTokens, fill_mask
 from pagoda_server.kernels.row_sampling import (
     IN_PROMPT,
     MAX_TOP_LOGPROBS,
@@ -17,12 +20,14 @@ from pagoda_server.kernels.row_sampling import (
     allocate_rows,
     allocate_sampled,
 )
+from pagoda_server.settings.sampling import PARAMETERS
 
 MAX_STOPS = 5
 MAX_BIASES = 11
 TOP_K = (0, 1, 2, 7, 40, 10**6)
-TOP_P = (1.0, 0.0, 0.3, 0.9, 0.999)
+TOP_P = (1.0, 1e-7, 0.3, 0.9, 0.999)
 MIN_P = (0.0, 0.02, 0.3, 1.0)
+TOP_N_SIGMA = (0.0, 0.1, 1.0, 2.5, 100.0)
 TEMPERATURES = (0.0, 1e-39, 1e-10, 0.6, 1.0, 30.0)
 
 
@@ -38,8 +43,12 @@ def poisoned(batch: int, device: str = "cpu") -> SampledRows:
     return out
 
 
-def sequence(number: int, prompt: list[int], output: list[int], **params: Any) -> Sequence:
-    return Sequence(number, prompt + output, len(prompt), SamplingParams(**params), 0.0, math.inf)
+def sequence(
+    number: int, prompt: list[int], output: list[int], allowed: Collection[int] = (), **params: Any
+) -> Sequence:
+    """allowed: the only token ids that it may choose; none: all"""
+    mask = AllowedTokens(allowed) if allowed else None
+    return Sequence(number, prompt + output, len(prompt), SamplingParams(**params), 0.0, math.inf, token_mask=mask)
 
 
 def any_sequence(number: int, vocab: int, rng: random.Random) -> Sequence:
@@ -58,6 +67,7 @@ def any_sequence(number: int, vocab: int, rng: random.Random) -> Sequence:
         top_k=maybe(TOP_K),
         top_p=maybe(TOP_P),
         min_p=maybe(MIN_P),
+        top_n_sigma=maybe(TOP_N_SIGMA),
         repetition_penalty=maybe((1.0, 1.3, 0.7)),
         presence_penalty=maybe((0.0, 0.5, -1.0)),
         frequency_penalty=maybe((0.0, 0.4, -0.3)),
@@ -66,6 +76,7 @@ def any_sequence(number: int, vocab: int, rng: random.Random) -> Sequence:
         min_tokens=maybe((0, 15, 100)),
         stop_token_ids=frozenset(stops),
         logprobs=maybe((None, 0, 1, 5, MAX_TOP_LOGPROBS)),
+        allowed=rng.sample(range(vocab), maybe((0, 1, 20, vocab - 1))),
     )
 
 
@@ -74,17 +85,13 @@ def write_row(sampling: SamplingRows, at: int, seq: Sequence) -> None:
     params, vocab = seq.params, sampling.counts.shape[1]
     words = torch.tensor([params.seed & 0xFFFF_FFFF, params.seed >> 32]).to(torch.int32)
     values = {
-        "temperature": params.temperature,
+        **{each.name: getattr(params, each.name) for each in PARAMETERS},
         "top_k": min(params.top_k, vocab),
-        "top_p": params.top_p,
-        "min_p": params.min_p,
         "seed_low": words[0],
         "seed_high": words[1],
-        "repetition": params.repetition_penalty,
-        "presence": params.presence_penalty,
-        "frequency": params.frequency_penalty,
         "min_position": seq.prompt_len + params.min_tokens,
         "num_logprobs": -1 if params.logprobs is None else params.logprobs,
+        "is_masked": seq.token_mask is not None,
         "last_token": seq.tokens[-1],
     }
     for name, value in values.items():
@@ -92,6 +99,10 @@ def write_row(sampling: SamplingRows, at: int, seq: Sequence) -> None:
     sampling.stop_ids[at] = -1
     sampling.bias_ids[at] = -1
     sampling.counts[at] = 0
+    if seq.token_mask is not None:
+        words = np.empty(sampling.token_masks.shape[1], dtype=np.int32)
+        fill_mask(seq.token_mask, seq.tokens, words)
+        sampling.token_masks[at] = torch.from_numpy(words)
     for entry, token in enumerate(sorted(params.stop_token_ids)):
         sampling.stop_ids[at, entry] = token
     for entry, (token, bias) in enumerate(params.logit_bias):

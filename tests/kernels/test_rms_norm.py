@@ -45,3 +45,19 @@ def test_rms_norm_of_a_strided_view_leaves_its_input_alone(backend: Backend) -> 
         backend.rms_norm(part, torch.ones(8), 1e-6), REFERENCE.rms_norm(part.contiguous(), torch.ones(8), 1e-6)
     )
     assert torch.equal(whole, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    ("wide", "narrow"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (40, 576)])
+def test_an_addition_alone_changes_the_residual_only(
+    backend: Backend, wide: torch.dtype, narrow: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    residual, x = torch.randn(shape).to(wide), torch.randn(shape).to(narrow)
+    expected, before = residual + x, x.clone()
+    backend.add(residual, x)
+    assert torch.equal(residual, expected)
+    assert torch.equal(x, before)

@@ -63,16 +63,22 @@ def test_projections_are_left_alone(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_heads_of_queries_and_keys_but_not_values_are_normalised_first(backend: Backend, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_queries_and_keys_but_not_values_are_normalised_first_by_head_or_at_once(
+    backend: Backend, dtype: torch.dtype, at_once: bool
+) -> None:
     heads, kv_heads, head_dim, tokens = 6, 2, 16, 3
+    query_size, key_size = (heads * head_dim, kv_heads * head_dim) if at_once else (head_dim, head_dim)
     qkv = (torch.randn(tokens, heads + 2 * kv_heads, head_dim) * 7).to(dtype)
-    norms = HeadNorms(torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype), 1e-6)
+    norms = HeadNorms(torch.randn(query_size).to(dtype), torch.randn(key_size).to(dtype), 1e-6)
     angle, slots = angles(tokens, head_dim), torch.tensor([3, 0, 9])
     kv, expected_kv = empty_pages(kv_heads, head_dim, dtype), empty_pages(kv_heads, head_dim, dtype)
     queries, keys, values = qkv.double().split([heads, kv_heads, kv_heads], dim=1)
 
     def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return (x / (x.square().mean(dim=-1, keepdim=True) + norms.eps).sqrt()).to(dtype) * weight
+        rows = x.reshape(tokens, -1, len(weight))
+        rows = (rows / (rows.square().mean(dim=-1, keepdim=True) + norms.eps).sqrt()).to(dtype) * weight
+        return rows.view(x.shape)
 
     by_hand = torch.cat((normalised(queries, norms.query), normalised(keys, norms.key), values.to(dtype)), dim=1)
     before = qkv.clone()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import pstdev
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ class Draw:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
     seed: int = 0
     position: int = 0
 
@@ -33,6 +35,7 @@ def draws(*rows: Draw) -> Draws:
         top_k=torch.tensor([d.top_k for d in rows], dtype=torch.int64),
         top_p=torch.tensor([d.top_p for d in rows], dtype=torch.float32),
         min_p=torch.tensor([d.min_p for d in rows], dtype=torch.float32),
+        top_n_sigma=torch.tensor([d.top_n_sigma for d in rows], dtype=torch.float32),
         keys=torch.tensor([noise_key(d.seed, d.position) for d in rows], dtype=torch.int64),
     )
 
@@ -44,8 +47,11 @@ def drawn(backend: Backend, row: Tensor, count: int = 4000, **rules: float) -> T
     return torch.bincount(tokens, minlength=len(row)) / count
 
 
-def kept_by_hand(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
+def kept_by_hand(
+    row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, top_n_sigma: float
+) -> set[int]:
     """Tokens that survive the rules, ties included, found by walking down the sorted distribution in Python."""
+    least_logit = float(row.max()) - top_n_sigma * pstdev(row.tolist()) if top_n_sigma else -math.inf
     scores = [float(x) / temperature for x in row]
     if top_k:
         least = sorted(scores, reverse=True)[min(top_k, len(scores)) - 1]
@@ -59,7 +65,7 @@ def kept_by_hand(row: Tensor, temperature: float, top_k: int, top_p: float, min_
     return {
         token
         for token, weight in enumerate(weights)
-        if weight > 0 and (top_p == 1 or weight >= nucleus) and weight >= min_p
+        if weight > 0 and (top_p == 1 or weight >= nucleus) and weight >= min_p and row[token] >= least_logit
     }
 
 
@@ -93,7 +99,12 @@ def test_draws_follow_the_softmax_of_logits_over_temperature(backend: Backend) -
         {"top_p": 1e-6},
         {"min_p": 0.2},
         {"min_p": 1.0},
+        {"top_n_sigma": 0.01},
+        {"top_n_sigma": 1.0},
+        {"top_n_sigma": 1.0, "temperature": 3.0},
+        {"top_n_sigma": 20.0},
         {"top_k": 9, "top_p": 0.6},
+        {"top_k": 12, "top_p": 0.9, "top_n_sigma": 1.2},
         {"top_k": 12, "top_p": 0.9, "min_p": 0.1, "temperature": 1.7},
         {"top_k": 3, "min_p": 0.01, "temperature": 0.3},
     ],
@@ -104,7 +115,7 @@ def test_only_tokens_that_the_rules_keep_are_drawn_and_all_of_them_are(
 ) -> None:
     row = torch.randn(23)
     row[4] = row[17]  # a tie
-    kept = kept_by_hand(row, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | rules)  # type: ignore[arg-type]
+    kept = kept_by_hand(row, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "top_n_sigma": 0.0} | rules)  # type: ignore[arg-type]
     shares = drawn(backend, row, **rules)
     assert {token for token, share in enumerate(shares.tolist()) if share} <= kept
     weights = (row / rules.get("temperature", 1.0)).softmax(dim=0)
@@ -128,11 +139,21 @@ def test_the_cpu_chooses_what_the_reference_chooses_however_many_tokens_are_kept
         {"min_p": 0.02},
         {"top_k": 1000, "top_p": 0.5},
         {"top_k": 300, "top_p": 0.99, "min_p": 0.5},
+        {"top_n_sigma": 1.5},
+        {"top_n_sigma": 3.0, "top_p": 0.9},
         {"temperature": 1e-10},
         {"temperature": 50.0, "top_p": 0.9},
     ]
     batch = draws(*(Draw(row=at, seed=at, **rules[at % len(rules)]) for at in range(24)))  # type: ignore[arg-type]
     assert torch.equal(CPU.sample(logits, batch), REFERENCE.sample(logits, batch))
+
+
+@BOTH
+def test_banned_tokens_do_not_count_for_the_standard_deviation(backend: Backend) -> None:
+    row = torch.full((60,), -torch.inf)
+    row[[3, 20, 21, 50]] = torch.tensor([2.0, 1.0, 0.0, -1.0])  # deviation: 1.118
+    shares = drawn(backend, row, top_n_sigma=1.0, temperature=5.0)
+    assert shares.nonzero()[:, 0].tolist() == [3, 20]
 
 
 @BOTH

@@ -1,7 +1,8 @@
-"""Decode steps on a CPU, recorded once for each number of sequences: from then on a step is one call."""
+"""Decode steps on a CPU, recorded once for each number of sequences, and then replayed in one call."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Layers
 from dataclasses import dataclass
 from functools import partial
@@ -11,14 +12,14 @@ import torch
 from torch import Tensor
 
 from pagoda_server.engine.core.sequence import Chunk
-from pagoda_server.engine.models import Embedded, Llama, StepInputs
+from pagoda_server.engine.models import Decoder, Embedded, StepInputs
 from pagoda_server.kernels import Backend, PagedKV, Recorder, Recording
 
 
 class DecodeArrays:
-    """One token of each of up to `most` sequences, at addresses that never change.
+    """The inputs of a step with one token for each of up to `most` sequences, at addresses that never change.
 
-    The block table keeps what it has of a sequence as long as that has the same place in the steps.
+    A row of the block table is only extended while the same sequence has it.
     """
 
     def __init__(self, most: int, max_model_len: int, block_size: int) -> None:
@@ -29,23 +30,30 @@ class DecodeArrays:
         self._query_start = np.arange(most + 1, dtype=np.int32)
         self._context_len = np.zeros(most, dtype=np.int32)
         self._block_table = np.zeros((most, -(-max_model_len // block_size)), dtype=np.int32)
-        self._blocks: list[list[int]] = [[]] * most  # of each row; a sequence's list only grows until it is replaced
+        self._blocks: list[list[int]] = [
+            []
+        ] * most  # of each row: the sequence's own list, which only grows until it is replaced
         self._num_written = [0] * most
 
-    def inputs(self, count: int, ops: Backend, kv: PagedKV, sliding_window: int | None) -> StepInputs:
-        """Views of the first `count` rows; logits are wanted after each."""
+    def inputs(self, count: int, ops: Backend, kv: PagedKV, windows: Iterable[int | None]) -> StepInputs:
+        """Views of the first `count` rows, with logits after each."""
+        query_start, context_len, table = (
+            self._query_start[: count + 1],
+            self._context_len[:count],
+            self._block_table[:count],
+        )
         return StepInputs(
             token_ids=torch.from_numpy(self._token_ids[:count]),
             positions=torch.from_numpy(self._positions[:count]),
             slots=torch.from_numpy(self._slots[:count]),
             logit_rows=None,
-            attention=ops.plan_attention(
-                self._query_start[: count + 1], self._context_len[:count], self._block_table[:count], kv, sliding_window
-            ),
+            attention={
+                window: ops.plan_attention(query_start, context_len, table, kv, window) for window in set(windows)
+            },
         )
 
     def fill(self, chunks: list[Chunk]) -> None:
-        """Write a step of these chunks, each of one token, to the first rows."""
+        """Writes these chunks, of one token each, to the first rows."""
         size, count = self._block_size, len(chunks)
         tokens, starts, slots = [], [], []
         for row, chunk in enumerate(chunks):
@@ -72,14 +80,14 @@ class _Step:
 
 
 class RecordedSteps:
-    """Decode steps of a model, recorded when a number of sequences is first met, and then replayed.
+    """The decode steps of a model. A step is recorded the first time that it has a certain number of sequences.
 
-    cache  of pages that the backend can record
-    most   sequences of a step
+    cache  pages of which `Backend.can_record` holds
+    most   sequences in a step
     """
 
     def __init__(
-        self, model: Llama, ops: Backend, cache: Layers[PagedKV], most: int, max_model_len: int, block_size: int
+        self, model: Decoder, ops: Backend, cache: Layers[PagedKV], most: int, max_model_len: int, block_size: int
     ) -> None:
         self._model, self._ops, self._cache, self._most = model, ops, cache, most
         self._arrays = DecodeArrays(most, max_model_len, block_size)
@@ -88,11 +96,11 @@ class RecordedSteps:
         self._steps: dict[int, _Step] = {}
 
     def has_room_for(self, chunks: list[Chunk]) -> bool:
-        """Whether a step is one of these: every sequence computes one token and samples."""
+        """Whether every sequence computes one token and samples, and there are not too many."""
         return len(chunks) <= self._most and all(chunk.length == 1 and chunk.samples for chunk in chunks)
 
     def logits(self, chunks: list[Chunk]) -> Tensor:
-        """`Llama.forward` of these chunks, to the last bit. Valid until the next call."""
+        """The logits of `Decoder.forward` for these chunks, to the last bit. Valid until the next call."""
         count = len(chunks)
         self._arrays.fill(chunks)
         step = self._steps.get(count)
@@ -106,4 +114,4 @@ class RecordedSteps:
         return step.recording.result
 
     def _inputs(self, count: int) -> StepInputs:
-        return self._arrays.inputs(count, self._ops, self._cache[0], self._model.config.sliding_window)
+        return self._arrays.inputs(count, self._ops, self._cache[0], self._model.config.windows)

@@ -1,4 +1,4 @@
-"""From a step plan to tokens, one step at a time: the only place that touches tensors on a CPU."""
+"""Turns a step plan into tokens on a CPU, one step at a time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from pagoda_server.engine.runners.cpu.host_memory import HostMemory
 from pagoda_server.engine.runners.cpu.recorded_steps import RecordedSteps
 from pagoda_server.engine.runners.cpu.sampler import Sampler
 from pagoda_server.engine.runners.cpu.step_arrays import StepArrays
-from pagoda_server.engine.runners.kv_cache import DEFAULT_CPU_BYTES, allocate
-from pagoda_server.engine.runners.loaded_model import check_fp8, enough_memory, load_for_serving
+from pagoda_server.engine.runners.loaded_model import DEFAULT_CPU_BYTES, check_fp8, enough_memory, load_for_serving
 from pagoda_server.engine.runners.runner_info import count_blocks
 from pagoda_server.kernels import copy_blocks, keep_freed_memory, set_num_threads
 from pagoda_server.settings.engine import EngineConfig
 
 
 class ModelRunner:
-    """A model with its paged KV cache on a CPU, which has computed a step when `launch` returns.
+    """A model with its paged KV cache on a CPU. `launch` returns when the step is computed.
 
     Raises ConfigError if the checkpoint cannot be served with these settings.
     """
@@ -49,7 +48,7 @@ class ModelRunner:
         budget = DEFAULT_CPU_BYTES if config.kv_cache_gb is None else int(config.kv_cache_gb * 1e9)
         num_blocks = count_blocks(loaded.spec, budget)
         with enough_memory("the KV cache", "--kv-cache-gb"):
-            self._cache = allocate(loaded.spec, num_blocks, loaded.device, loaded.dtype)
+            self._cache = loaded.allocate_cache(num_blocks)
         self._recorded: RecordedSteps | None = None
         if loaded.ops.can_record(self._cache[0]):
             self._recorded = RecordedSteps(
@@ -57,17 +56,17 @@ class ModelRunner:
             )
         self.info = loaded.info(num_blocks, config)
         with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
-            self._host = HostMemory(self._cache, self.info.num_host_blocks)  # of none by default
+            self._host = HostMemory(self._cache, self.info.num_host_blocks)
 
     def launch(self, plan: StepPlan) -> Computed:
         return Computed(self.execute(plan))
 
     def recover(self) -> None:
-        """Nothing is kept that a sequence's tokens do not tell."""
+        """Does nothing: the runner keeps nothing that does not follow from the sequences' tokens."""
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Sampled:
-        """Computes a plan. Doing so twice writes the same cache and chooses the same tokens."""
+        """Computes a plan. Computing it twice writes the same cache and chooses the same tokens."""
         copied_s = self._host.copy(plan)
         if plan.copies:
             sources, targets = torch.tensor(plan.copies).T
@@ -92,7 +91,7 @@ class ModelRunner:
         return self._model.forward(self._pack(chunks), self._cache)
 
     def _pack(self, chunks: list[Chunk]) -> StepInputs:
-        return self._arrays.pack(chunks, self._ops, self._cache[0], self._model.config.sliding_window)
+        return self._arrays.pack(chunks, self._ops, self._cache[0], self._model.config.windows)
 
     @torch.inference_mode()
     def logits(self, chunk: Chunk) -> Tensor:

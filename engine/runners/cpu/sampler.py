@@ -1,22 +1,27 @@
-"""From logits to tokens: each sequence by its own parameters, all of them in one batch."""
+"""From logits to tokens on a CPU: all sequences in one batch, each by its own parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.sequence import Sequence, TokenLogprobs
-from pagoda_server.engine.runners.cpu.sampling_row import SamplingRow
-from pagoda_server.kernels import Backend, Draws, LogitAdjustments
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence, TokenLogprobs
+from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault, num_mask_words
+from pagoda_server.kernels import Backend, Draws, LogitAdjustments, noise_key
+from pagoda_server.settings.sampling import PARAMETERS, Parameter
+
+_NAMES_OF_DRAWS = {each.name for each in fields(Draws)}
+_DRAW_PARAMETERS = [each for each in PARAMETERS if each.name in _NAMES_OF_DRAWS]
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(slots=True)
 class Choice:
-    """One sequence's next token, or why there is none: then `token` is -1."""
+    """One sequence's next token; where there is none, `token` is -1 and `fault` says why."""
 
     token: int
     logprobs: TokenLogprobs | None = None
@@ -24,18 +29,20 @@ class Choice:
 
 
 class Sampler:
-    """Holds nothing but what can be made again from the sequences of the last call."""
+    """Keeps only what it can make again from the sequences of the last call."""
 
     def __init__(self, ops: Backend, vocab_size: int, device: torch.device) -> None:
         self._ops = ops
         self._vocab_size = vocab_size
         self._device = device
-        self._rows: dict[int, SamplingRow] = {}
+        self._rows: dict[int, _Row] = {}
         self._no_draws = self._draws([])
+        self._no_masks = torch.empty(0, 0, dtype=torch.int32, device=device)
 
     def sample(self, seqs: Rows[Sequence], logits: Tensor) -> list[Choice]:
-        """
-        seqs    one a row; their next tokens are chosen
+        """Chooses the next token of each sequence.
+
+        seqs    one a row
         logits  [rows, vocab], of the model; may be overwritten
 
         Log-probabilities are those of the model, in float32, before anything changes the logits.
@@ -58,56 +65,67 @@ class Sampler:
             self._attach(choices, asking, rows, logprobs)
         return choices
 
-    def _row(self, seq: Sequence) -> SamplingRow:
+    def _row(self, seq: Sequence) -> _Row:
         row = self._rows.get(seq.id)
-        return row if row is not None and row.seq is seq else SamplingRow(seq, self._vocab_size)
+        return row if row is not None and row.seq is seq else _Row(seq, self._vocab_size)
 
     def _most_likely(self, logits: Tensor) -> list[int]:
         tokens: list[int] = self._ops.sample(logits, self._no_draws).tolist()
         return tokens
 
-    def _choice(self, row: SamplingRow, token: int) -> Choice:
+    def _choice(self, row: _Row, token: int) -> Choice:
         if row.fault is not None:
             return Choice(-1, fault=row.fault)
         if token < 0:
             return Choice(-1, fault="the model's logits hold NaN or infinity, or leave no token to choose")
         return Choice(token)
 
-    def _draws(self, rows: list[SamplingRow]) -> Draws:
+    def _draws(self, rows: list[_Row]) -> Draws:
         drawing = [at for at, row in enumerate(rows) if row.draws and row.fault is None]
         params = [rows[at].seq.params for at in drawing]
         return Draws(
             rows=self._integers(drawing),
-            temperature=self._floats([p.temperature for p in params]),
-            top_k=self._integers([min(p.top_k, self._vocab_size) for p in params]),
-            top_p=self._floats([p.top_p for p in params]),
-            min_p=self._floats([p.min_p for p in params]),
             keys=self._integers([rows[at].noise_key for at in drawing]),
+            **{each.name: self._column(each, params) for each in _DRAW_PARAMETERS},
         )
 
-    def _adjustments(self, rows: list[SamplingRow]) -> LogitAdjustments | None:
+    def _column(self, parameter: Parameter, params: list[SamplingParams]) -> Tensor:
+        values = [getattr(each, parameter.name) for each in params]
+        return self._integers(values) if parameter.is_integer else self._numbers(values)
+
+    def _adjustments(self, rows: list[_Row]) -> LogitAdjustments | None:
+        """Everything that changes the logits of these rows; None if nothing does."""
         changed = [(at, row) for at, row in enumerate(rows) if row.fault is None and row.changes_logits]
         if not changed:
             return None
         penalised = [(at, row.seq.params, *row.seen.follow()) for at, row in changed if row.seen is not None]
         biased = [(at, row) for at, row in changed if len(row.bias)]
         banned = [(at, row.stop_ids) for at, row in changed if row.bans_stops]
+        masked = [(at, row) for at, row in changed if row.seq.token_mask is not None]
         seen_per_row = [len(ids) for _, _, ids, _ in penalised]
         return LogitAdjustments(
             seen_rows=self._integers(np.repeat([at for at, *_ in penalised], seen_per_row)),
             seen_ids=self._integers(_join([ids for _, _, ids, _ in penalised])),
-            seen_counts=self._floats(_join([counts for *_, counts in penalised])),
-            repetition=self._floats(np.repeat([p.repetition_penalty for _, p, *_ in penalised], seen_per_row)),
-            presence=self._floats(np.repeat([p.presence_penalty for _, p, *_ in penalised], seen_per_row)),
-            frequency=self._floats(np.repeat([p.frequency_penalty for _, p, *_ in penalised], seen_per_row)),
+            seen_counts=self._numbers(_join([counts for *_, counts in penalised])),
+            **{
+                name: self._numbers(np.repeat([getattr(params, name) for _, params, *_ in penalised], seen_per_row))
+                for name in _PENALTIES
+            },
             bias_rows=self._integers(np.repeat([at for at, _ in biased], [len(row.bias) for _, row in biased])),
             bias_ids=self._integers(_join([row.bias_ids for _, row in biased])),
-            bias=self._floats(_join([row.bias for _, row in biased])),
+            bias=self._numbers(_join([row.bias for _, row in biased])),
             banned_rows=self._integers(np.repeat([at for at, _ in banned], [len(ids) for _, ids in banned])),
             banned_ids=self._integers(_join([ids for _, ids in banned])),
+            masked_rows=self._integers([at for at, _ in masked]),
+            token_masks=self._masks([row for _, row in masked]),
         )
 
-    def _attach(self, choices: list[Choice], asking: list[int], rows: list[SamplingRow], logprobs: Tensor) -> None:
+    def _masks(self, rows: list[_Row]) -> Tensor:
+        if not rows:
+            return self._no_masks
+        return torch.from_numpy(np.stack([row.mask_words() for row in rows])).to(self._device)
+
+    def _attach(self, choices: list[Choice], asking: list[int], rows: list[_Row], logprobs: Tensor) -> None:
         """Puts their log-probabilities into the choices of the rows that ask for them."""
         most = min(max(rows[at].seq.params.logprobs or 0 for at in asking), self._vocab_size)
         best, best_ids = logprobs.topk(most, dim=-1)
@@ -121,8 +139,93 @@ class Sampler:
     def _integers(self, values: list[int] | np.ndarray) -> Tensor:
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._device)
 
-    def _floats(self, values: list[float] | np.ndarray) -> Tensor:
+    def _numbers(self, values: list[float] | np.ndarray) -> Tensor:
         return torch.from_numpy(np.asarray(values, dtype=np.float32)).to(self._device)
+
+
+class _Row:
+    """One sequence as the sampler sees it: its parameters as arrays, and what must change in its logits.
+
+    fault           why the sequence cannot be sampled; None: it can
+    draws           its token is drawn at random; otherwise it is the most likely one
+    seen            the tokens that penalties apply to; None: it has no penalties
+    bias_ids, bias  int64 and float32
+    stop_ids        int64; banned while fewer than min_tokens tokens exist
+    is_plain        it takes its most likely token, and asks for nothing else
+    """
+
+    def __init__(self, seq: Sequence, vocab_size: int) -> None:
+        params = seq.params
+        self.seq = seq
+        self.fault = find_fault(params, vocab_size)
+        self.draws = draws_at_random(params)
+        self.seen = _SeenTokens(seq) if params.has_penalties else None
+        self.bias_ids = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
+        self.bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
+        self.stop_ids = np.array([token for token in params.stop_token_ids if 0 <= token < vocab_size], dtype=np.int64)
+        self._words: np.ndarray | None = None
+        self._num_words = num_mask_words(vocab_size)
+
+        self._always_changes = params.has_penalties or len(self.bias) > 0 or seq.token_mask is not None
+        holds_stops_back = params.min_tokens > 0 and len(self.stop_ids) > 0
+        changes = self._always_changes or holds_stops_back
+        self.is_plain = not (self.fault or self.draws or changes or params.logprobs is not None)
+
+    @property
+    def bans_stops(self) -> bool:
+        return self.seq.output_len < self.seq.params.min_tokens and len(self.stop_ids) > 0
+
+    @property
+    def changes_logits(self) -> bool:
+        return self._always_changes or self.bans_stops
+
+    @property
+    def noise_key(self) -> int:
+        """The position is the number of tokens before the one to draw."""
+        return noise_key(self.seq.params.seed, self.seq.num_tokens)
+
+    def mask_words(self) -> np.ndarray:
+        """[words] int32, the mask of the next token. The sequence must have one."""
+        mask = self.seq.token_mask
+        assert mask is not None
+        if self._words is None or mask.depends_on_tokens:
+            self._words = np.empty(self._num_words, dtype=np.int32)
+            fill_mask(mask, self.seq.tokens, self._words)
+        return self._words
+
+
+class _SeenTokens:
+    """The distinct tokens of one sequence, and how often its output holds each. A new token costs constant time."""
+
+    def __init__(self, seq: Sequence) -> None:
+        self.seq = seq
+        self._index: dict[int, int] = {}
+        self._ids = np.empty(64, dtype=np.int64)
+        self._counts = np.empty(64, dtype=np.float32)
+        self._num_followed = 0
+
+    def follow(self) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids [distinct] int64 and counts in the output [distinct] float32, up to the sequence's last token.
+
+        The arrays are views that are valid until the next call.
+        """
+        for position in range(self._num_followed, self.seq.num_tokens):
+            at = self._place(self.seq.tokens[position])
+            if position >= self.seq.prompt_len:
+                self._counts[at] += 1
+        self._num_followed = self.seq.num_tokens
+        num_distinct = len(self._index)
+        return self._ids[:num_distinct], self._counts[:num_distinct]
+
+    def _place(self, token: int) -> int:
+        at = self._index.get(token)
+        if at is None:
+            at = self._index[token] = len(self._index)
+            if at == len(self._ids):
+                self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
+                self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
+            self._ids[at], self._counts[at] = token, 0
+        return at
 
 
 def _join(arrays: list[np.ndarray]) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""Host arrays of a step, allocated once. Of a sequence's row of the block table only what is new is written."""
+"""The host arrays of a step, allocated once. A sequence's row of the block table is only extended, not rewritten."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from pagoda_server.kernels import Backend, PagedKV
 
 @dataclass(slots=True)
 class _Row:
-    """A row of the block table. `blocks` is the list of a sequence, which only grows until it is replaced."""
+    """A row of the block table. `blocks` is a sequence's own list, which only grows until it is replaced."""
 
     number: int
     blocks: list[int]
@@ -23,7 +24,7 @@ class _Row:
 
 
 class StepArrays:
-    """Room for `token_budget` tokens, and as many chunks, of sequences that are `max_model_len` tokens long at most."""
+    """Room for `token_budget` tokens, in as many chunks, of sequences with at most `max_model_len` tokens."""
 
     def __init__(self, token_budget: int, max_model_len: int, block_size: int) -> None:
         self._block_size = block_size
@@ -36,8 +37,11 @@ class StepArrays:
         self._free_rows = list(range(token_budget))
         self._step = 0
 
-    def pack(self, chunks: list[Chunk], ops: Backend, kv: PagedKV, sliding_window: int | None) -> StepInputs:
-        """What the model computes for these chunks, on the device of the pages `kv`. Valid until the next call."""
+    def pack(self, chunks: list[Chunk], ops: Backend, kv: PagedKV, windows: Iterable[int | None]) -> StepInputs:
+        """The model's inputs for these chunks, on the device of the pages `kv`. Valid until the next call.
+
+        windows  the sliding windows of the layers
+        """
         self._step += 1
         token_ids: list[int] = []
         for chunk in chunks:
@@ -59,18 +63,19 @@ class StepArrays:
         np.cumsum(part_lengths, out=query_start[1:])
         context_len[:] = part_contexts
         num_blocks = -(-int(context_len.max()) // self._block_size)
+        table = self._block_table[rows[parts], :num_blocks]
         return StepInputs(
             token_ids=torch.from_numpy(self._token_ids[:num_tokens]).to(kv.device),
             positions=torch.from_numpy(positions).to(kv.device),
             slots=torch.from_numpy(blocks * self._block_size + positions % self._block_size).to(kv.device),
             logit_rows=torch.from_numpy(logit_rows).to(kv.device),
-            attention=ops.plan_attention(
-                query_start, context_len, self._block_table[rows[parts], :num_blocks], kv, sliding_window
-            ),
+            attention={
+                window: ops.plan_attention(query_start, context_len, table, kv, window) for window in set(windows)
+            },
         )
 
     def _row(self, chunk: Chunk) -> int:
-        """The sequence's row of the block table, with the blocks that the chunk needs written to it."""
+        """The number of the sequence's row in the block table, once its new blocks are written there."""
         blocks = chunk.seq.blocks
         row = self._rows.get(id(blocks))
         if row is None:
@@ -84,7 +89,7 @@ class StepArrays:
         return row.number
 
     def _forget(self) -> None:
-        """Frees the rows of sequences that are not in this step: most have ended."""
+        """Frees the rows of sequences that are not in this step. Most of them have ended."""
         for key, row in list(self._rows.items()):
             if row.last_step != self._step:
                 self._free_rows.append(row.number)
@@ -94,12 +99,12 @@ class StepArrays:
 def attended_parts(
     lengths: np.ndarray, contexts: np.ndarray, samples: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What is attended by itself: chunks, but of one that samples its last token apart from the others, as a decode.
+    """The parts of the chunks that are attended separately. A sampling chunk's last token is a part of its own.
 
-    Whoever shares the prompt computes that token again, as a decode, and is to find the same logits to the last bit.
+    A sequence that shares the prompt computes that token again, as a decode, and must get the same logits bit by bit.
 
     lengths, contexts, samples  [chunks] int, int, bool; a context includes its chunk
-    return                      [parts] int: chunk, length and context of each
+    return                      chunk, length and context of each part, [parts] int
     """
     is_cut = samples & (lengths > 1)
     if not is_cut.any():

@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.sequence import Chunk, Sequence, State
-from pagoda_server.engine.runners.cuda.row_parameters import RowParameters
+from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, State
 from pagoda_server.engine.runners.cuda.staging import Staging
-from pagoda_server.kernels import SamplingRows, allocate_rows
+from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault
+from pagoda_server.kernels import MAX_TOP_LOGPROBS, SamplingRows, allocate_rows
+from pagoda_server.kernels.row_sampling import IN_PROMPT
+from pagoda_server.settings.sampling import PARAMETERS
 
 MAX_STOPS = 96  # what a router lets through, and a model's own
 MAX_BIASES = 1024
-_BLOCKS_SENT = 4096  # at once
+# What is sent at once.
+_BLOCKS_SENT = 4096
+_ROWS_SENT = 32
+_COUNTS_SENT = 4096
+_MASKS_SENT = 16
+_SENDS_AT_ONCE = 16  # of biases and of counts: one for each row that starts
+_MOST = (1 << 31) - 1  # that a row's integers can hold
 
 
 @dataclass(slots=True)
 class _Row:
     """
-    blocks  the list of the sequence, which only grows until the sequence gives up its blocks
-    fault   why the sequence cannot be sampled: found once, as its parameters stay what they are
+    blocks       the list of the sequence, which only grows until the sequence gives up its blocks
+    fault        why the sequence cannot be sampled: found once, as its parameters stay what they are
+    needs_mask   its token mask must be sent before it is sampled
     """
 
     number: int
     seq: Sequence
     blocks: list[int]
     fault: str | None
+    needs_mask: bool
     num_sent: int = 0
     last_step: int = 0
 
@@ -38,7 +50,7 @@ class _Row:
 
 
 class DeviceRows:
-    """A row is given to a sequence when it first computes, and taken back when another needs it.
+    """Gives a sequence a row when it first computes, and takes the row back when another sequence needs it.
 
     block_table  [max_rows, max_blocks] int32, on the device
     """
@@ -46,16 +58,17 @@ class DeviceRows:
     def __init__(self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device) -> None:
         self.block_table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self.sampling: SamplingRows = allocate_rows(max_rows, vocab_size, MAX_STOPS, MAX_BIASES, device)
-        self._parameters = RowParameters(self.sampling, vocab_size, device)
+        self._parameters = _RowParameters(self.sampling, vocab_size, device)
         self._blocks = Staging({"at": (torch.int64, _BLOCKS_SENT), "block": (torch.int32, _BLOCKS_SENT)}, device)
         self._rows: dict[int, _Row] = {}  # by the identity of the list of blocks, which is kept alive here
         self._free = list(range(max_rows - 1, -1, -1))
         self._step = 0
 
     def place(self, chunks: list[Chunk]) -> list[int]:
-        """The row of each chunk's sequence. Sends the device what it does not know yet: new rows and new blocks."""
+        """The row of each chunk's sequence. Sends the device what it does not know: new rows, blocks and masks."""
         self._step += 1
         new: list[_Row] = []
+        masked: list[tuple[int, Sequence]] = []
         grown: list[tuple[int, int]] = []
         width = self.block_table.shape[1]
         numbers = []
@@ -70,9 +83,14 @@ class DeviceRows:
                 first = row.number * width
                 grown += [(first + at, blocks[at]) for at in range(row.num_sent, len(blocks))]
                 row.num_sent = len(blocks)
+            if row.needs_mask and chunk.samples and (mask := row.seq.token_mask) is not None:
+                assert not mask.depends_on_tokens or chunk.end == len(row.seq.tokens), "the last token is not known"
+                row.needs_mask = mask.depends_on_tokens
+                masked.append((row.number, row.seq))
             numbers.append(row.number)
         self._send_blocks(grown)
         self._parameters.write([(row.number, row.seq) for row in new])
+        self._parameters.write_masks(masked)
         return numbers
 
     def faults(self, places: Mapping[int, tuple[Sequence, int]]) -> dict[int, str]:
@@ -81,7 +99,7 @@ class DeviceRows:
         return {at: row.fault for at, row in rows if row.fault is not None}
 
     def forget(self) -> None:
-        """Sequences are given rows anew, from the tokens that the host knows."""
+        """Takes back every row. Sequences are given rows anew, from the tokens that the host knows."""
         self._free += [row.number for row in self._rows.values()]
         self._rows.clear()
 
@@ -89,7 +107,8 @@ class DeviceRows:
         if not self._free:
             abandoned = [key for key, row in self._rows.items() if row.is_abandoned and row.last_step != self._step]
             self._free += [self._rows.pop(key).number for key in abandoned]
-        row = _Row(self._free.pop(), seq, seq.blocks, self._parameters.fault(seq))
+        fault = self._parameters.fault(seq)
+        row = _Row(self._free.pop(), seq, seq.blocks, fault, needs_mask=seq.token_mask is not None)
         self._rows[id(seq.blocks)] = row
         return row
 
@@ -103,3 +122,130 @@ class DeviceRows:
             self._blocks.send()
             sent: dict[str, Tensor] = {name: field[: len(part)] for name, field in self._blocks.device.items()}
             table.index_copy_(0, sent["at"], sent["block"])
+
+
+class _RowParameters:
+    """Writes how sequences are sampled to their rows of `SamplingRows`: once when they start, and masks that change."""
+
+    def __init__(self, sampling: SamplingRows, vocab_size: int, device: torch.device) -> None:
+        self._sampling = sampling
+        self._vocab_size = vocab_size
+        self._max_stops, self._max_biases = sampling.stop_ids.shape[1], sampling.bias_ids.shape[1]
+        self._biased: set[int] = set()  # rows
+        max_rows, self._num_words = sampling.token_masks.shape
+        dtypes = {each.name: getattr(sampling, each.name).dtype for each in fields(SamplingRows)}
+        self._single = [name for name in dtypes if getattr(sampling, name).dim() == 1 and name != "last_token"]
+        self._rows = Staging(
+            {
+                "row": (torch.int64, _ROWS_SENT),
+                **{name: (dtypes[name], _ROWS_SENT) for name in self._single},
+                "stop_ids": (torch.int32, _ROWS_SENT * self._max_stops),
+            },
+            device,
+        )
+        self._bias = Staging(
+            {"ids": (torch.int32, self._max_biases), "bias": (torch.float32, self._max_biases)}, device, _SENDS_AT_ONCE
+        )
+        self._counts = Staging(
+            {"ids": (torch.int64, _COUNTS_SENT), "counts": (torch.int32, _COUNTS_SENT)}, device, _SENDS_AT_ONCE
+        )
+        self._masks = Staging(
+            {"row": (torch.int64, _MASKS_SENT), "words": (torch.int32, _MASKS_SENT * self._num_words)},
+            device,
+            sets=1 + -(-max_rows // _MASKS_SENT),  # a step's masks are filled while those of the step before are sent
+        )
+
+    def fault(self, seq: Sequence) -> str | None:
+        """Why a sequence cannot be sampled: one row's mistake must not spoil the batch."""
+        params = seq.params
+        if len(params.stop_token_ids) > self._max_stops:
+            return f"{len(params.stop_token_ids)} stop token ids, the limit is {self._max_stops}"
+        if len(params.logit_bias) > self._max_biases:
+            return f"logit_bias names {len(params.logit_bias)} tokens, the limit is {self._max_biases}"
+        if (params.logprobs or 0) > MAX_TOP_LOGPROBS:
+            return f"logprobs is {params.logprobs}, the limit is {MAX_TOP_LOGPROBS}"
+        return find_fault(params, self._vocab_size)
+
+    def write(self, new: list[tuple[int, Sequence]]) -> None:
+        """Writes rows for the sequences that take them. A faulty one is sampled greedily; its token is not used."""
+        for start in range(0, len(new), _ROWS_SENT):
+            self._write_single(new[start : start + _ROWS_SENT])
+        for row, seq in new:
+            is_sound = self.fault(seq) is None
+            if is_sound and seq.params.logit_bias:
+                self._write_biases(row, seq.params)
+            elif row in self._biased:
+                self._sampling.bias_ids[row].fill_(-1)
+                self._biased.discard(row)
+            if is_sound and seq.params.has_penalties:
+                self._write_counts(row, seq)
+
+    def write_masks(self, masked: list[tuple[int, Sequence]]) -> None:
+        for start in range(0, len(masked), _MASKS_SENT):
+            part = masked[start : start + _MASKS_SENT]
+            arrays, count = self._masks.fill(), len(part)
+            arrays["row"][:count] = [row for row, _ in part]
+            words = arrays["words"].reshape(_MASKS_SENT, self._num_words)
+            for at, (_, seq) in enumerate(part):
+                assert seq.token_mask is not None
+                fill_mask(seq.token_mask, seq.tokens, words[at])
+            self._masks.send()
+            sent = self._masks.device["words"].view(_MASKS_SENT, self._num_words)[:count]
+            self._sampling.token_masks.index_copy_(0, self._masks.device["row"][:count], sent)
+
+    def _write_single(self, new: list[tuple[int, Sequence]]) -> None:
+        arrays, count = self._rows.fill(), len(new)
+        arrays["row"][:count] = [row for row, _ in new]
+        stops = arrays["stop_ids"].reshape(_ROWS_SENT, self._max_stops)
+        stops[:count] = -1
+        for at, (_, seq) in enumerate(new):
+            params = seq.params if self.fault(seq) is None else SamplingParams()
+            values = _single_values(params, seq)
+            for name in self._single:
+                arrays[name][at] = values[name]
+            if params.min_tokens:
+                stops[at, : len(params.stop_token_ids)] = sorted(params.stop_token_ids)
+        self._rows.send()
+        sent = self._rows.device
+        for name in self._single:
+            getattr(self._sampling, name).index_copy_(0, sent["row"][:count], sent[name][:count])
+        stop_ids = sent["stop_ids"].view(_ROWS_SENT, self._max_stops)
+        self._sampling.stop_ids.index_copy_(0, sent["row"][:count], stop_ids[:count])
+
+    def _write_biases(self, row: int, params: SamplingParams) -> None:
+        arrays, count = self._bias.fill(), len(params.logit_bias)
+        arrays["ids"][:] = -1
+        arrays["ids"][:count] = [token for token, _ in params.logit_bias]
+        arrays["bias"][:count] = [bias for _, bias in params.logit_bias]
+        self._bias.send()
+        self._sampling.bias_ids[row].copy_(self._bias.device["ids"])
+        self._sampling.bias[row].copy_(self._bias.device["bias"])
+        self._biased.add(row)
+
+    def _write_counts(self, row: int, seq: Sequence) -> None:
+        counts = Counter(seq.tokens[seq.prompt_len :])
+        for token in set(seq.tokens[: seq.prompt_len]):
+            counts[token] += IN_PROMPT
+        ids = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
+        values = np.fromiter(counts.values(), dtype=np.int32, count=len(counts))
+        target = self._sampling.counts[row].zero_()
+        for start in range(0, len(ids), _COUNTS_SENT):
+            part = slice(start, start + _COUNTS_SENT)
+            arrays, count = self._counts.fill(), len(ids[part])
+            arrays["ids"][:count], arrays["counts"][:count] = ids[part], values[part]
+            self._counts.send()
+            target.index_copy_(0, self._counts.device["ids"][:count], self._counts.device["counts"][:count])
+
+
+def _single_values(params: SamplingParams, seq: Sequence) -> dict[str, float]:
+    """The fields of a row that hold one number."""
+    low, high = np.array([params.seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64).view(np.int32)
+    return {
+        **{each.name: min(getattr(params, each.name), _MOST) for each in PARAMETERS},
+        "temperature": params.temperature if draws_at_random(params) else 0.0,
+        "seed_low": low,
+        "seed_high": high,
+        "min_position": seq.prompt_len + params.min_tokens,
+        "num_logprobs": -1 if params.logprobs is None else params.logprobs,
+        "is_masked": seq.token_mask is not None,
+    }

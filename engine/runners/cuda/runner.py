@@ -21,8 +21,7 @@ from pagoda_server.engine.runners.cuda.outcomes import DeviceStep, Outcomes
 from pagoda_server.engine.runners.cuda.rehearsal import largest_plan, prompts_of_all_sizes
 from pagoda_server.engine.runners.cuda.rows import DeviceRows
 from pagoda_server.engine.runners.cuda.step_inputs import DecodeInputs, PromptInputs
-from pagoda_server.engine.runners.kv_cache import DEFAULT_CPU_BYTES, allocate
-from pagoda_server.engine.runners.loaded_model import LoadedModel, enough_memory
+from pagoda_server.engine.runners.loaded_model import DEFAULT_CPU_BYTES, LoadedModel, enough_memory
 from pagoda_server.engine.runners.runner_info import count_blocks
 from pagoda_server.kernels import PagedKV, copy_blocks
 from pagoda_server.settings.engine import EngineConfig
@@ -48,16 +47,14 @@ class DeviceRunner:
             self._rows = DeviceRows(2 * self._most, max_blocks, model.vocab_size, device)
             self._outcomes = Outcomes(2 * self._most, device)
             self._copies = CopyInputs(self._most, device)
-            self._decodes = DecodeInputs(self._most, self._rows, block_size, model.sliding_window, device)
-            self._prompts = PromptInputs(
-                config.token_budget, self._most, self._rows, block_size, model.sliding_window, device
-            )
+            self._decodes = DecodeInputs(self._most, self._rows, block_size, model.windows, device)
+            self._prompts = PromptInputs(config.token_budget, self._most, self._rows, block_size, model.windows, device)
         self._cache: list[PagedKV] = []
         self._host: HostCopies | None = None
         self._graphs = DecodeGraphs(self._decode, self._most)
         num_blocks = count_blocks(loaded.spec, self._cache_bytes(config, loaded))
         with enough_memory("the KV cache", "--kv-cache-gb"):
-            self._cache = allocate(loaded.spec, num_blocks, device, loaded.cache_dtype)
+            self._cache = loaded.allocate_cache(num_blocks)
         self.info = loaded.info(num_blocks, config)
         if self.info.num_host_blocks:
             with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
@@ -142,7 +139,7 @@ class DeviceRunner:
         plan = largest_plan(token_budget, self._most, loaded.spec.block_size)
         num_blocks = max(chunk.seq.blocks[-1] for chunk in plan.chunks) + 1
         with enough_memory("one step", *_STEP_FLAGS):
-            self._cache = allocate(loaded.spec, num_blocks, loaded.device, loaded.cache_dtype)
+            self._cache = loaded.allocate_cache(num_blocks)
             # Graphs have memory of their own for what a step of decodes computes on its way.
             free = free_after((lambda: self._rehearse([plan]), self._rehearse_decodes), loaded.device)
             free += num_blocks * loaded.spec.bytes_per_block  # the cache of that step makes way for the real one

@@ -1,6 +1,9 @@
-"""A step's inputs on the device: decodes in one set of arrays, chunks of prompts in another, each sent in one copy."""
+"""A step's inputs on the device. Decodes and chunks of prompts each have arrays that are sent in one copy."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,10 +17,12 @@ from pagoda_server.kernels import AttentionPlan
 
 
 class DecodeInputs:
-    """One token of each of up to `size` sequences. Rows beyond those of a step are padding, which changes nothing."""
+    """One token for each of up to `size` sequences. The rows that a step does not use are padding."""
 
-    def __init__(self, size: int, rows: DeviceRows, block_size: int, window: int | None, device: torch.device) -> None:
-        self._rows, self._block_size, self._window = rows, block_size, window
+    def __init__(
+        self, size: int, rows: DeviceRows, block_size: int, windows: Iterable[int | None], device: torch.device
+    ) -> None:
+        self._rows, self._block_size, self._windows = rows, block_size, set(windows)
         wide, narrow = (torch.int64, size), (torch.int32, size)
         self._staging = Staging(
             {"tokens": wide, "positions": wide, "slots": wide, "rows": narrow, "context_len": narrow}, device
@@ -26,9 +31,9 @@ class DecodeInputs:
 
     def send(self, chunks: list[Chunk], rows: list[int], padded: int) -> None:
         """
-        chunks  of length one
-        rows    theirs
-        padded  rows of the step
+        chunks  of one token each
+        rows    the row of each chunk
+        padded  how many rows the step has
         """
         arrays, count, size = self._staging.fill(), len(chunks), self._block_size
         starts = [chunk.start for chunk in chunks]
@@ -50,8 +55,9 @@ class DecodeInputs:
         return self._staging.device["context_len"][:padded]
 
     def inputs(self, padded: int) -> StepInputs:
-        """What the model computes: the same addresses in every step. A token that the host does not know is the row's
-        last.
+        """The model's inputs, at the same addresses in every step.
+
+        Where the host does not know a token yet, it is the last token of the row.
         """
         fields = {name: field[:padded] for name, field in self._staging.device.items()}
         last = self._rows.sampling.last_token.index_select(0, fields["rows"].clamp(min=0))
@@ -60,20 +66,23 @@ class DecodeInputs:
             positions=fields["positions"],
             slots=fields["slots"],
             logit_rows=None,
-            attention=AttentionPlan(
-                query_start=self._query_start[: padded + 1],
-                context_len=fields["context_len"],
-                block_table=self._rows.block_table,
-                sliding_window=self._window,
-                rows=fields["rows"],
-                num_decodes=padded,
-                max_query_len=1,
+            attention=plans_for(
+                self._windows,
+                AttentionPlan(
+                    query_start=self._query_start[: padded + 1],
+                    context_len=fields["context_len"],
+                    block_table=self._rows.block_table,
+                    sliding_window=None,
+                    rows=fields["rows"],
+                    num_decodes=padded,
+                    max_query_len=1,
+                ),
             ),
         )
 
 
 class PromptInputs:
-    """Chunks of at most `num_tokens` tokens of at most `num_seqs` sequences."""
+    """Chunks with at most `num_tokens` tokens together, of at most `num_seqs` sequences."""
 
     def __init__(
         self,
@@ -81,10 +90,10 @@ class PromptInputs:
         num_seqs: int,
         rows: DeviceRows,
         block_size: int,
-        window: int | None,
+        windows: Iterable[int | None],
         device: torch.device,
     ) -> None:
-        self._rows, self._block_size, self._window = rows, block_size, window
+        self._rows, self._block_size, self._windows = rows, block_size, set(windows)
         tokens, seqs = (torch.int64, num_tokens), (torch.int32, num_seqs)
         self._staging = Staging(
             {
@@ -103,7 +112,7 @@ class PromptInputs:
         self._num_sampling = 0
 
     def send(self, chunks: list[Chunk], rows: list[int]) -> StepInputs:
-        """What the model computes for these chunks; logits for those that sample."""
+        """The model's inputs for these chunks, with logits for those that sample."""
         arrays, size = self._staging.fill(), self._block_size
         sampled_rows: list[int] = []
         end = 0
@@ -132,14 +141,17 @@ class PromptInputs:
             positions=fields["positions"][:end],
             slots=fields["slots"][:end],
             logit_rows=fields["logit_rows"][: self._num_sampling],
-            attention=AttentionPlan(
-                query_start=fields["query_start"][: len(chunks) + 1],
-                context_len=fields["context_len"][: len(chunks)],
-                block_table=self._rows.block_table,
-                sliding_window=self._window,
-                rows=fields["rows"][: len(chunks)],
-                num_decodes=0,
-                max_query_len=max(chunk.length for chunk in chunks),
+            attention=plans_for(
+                self._windows,
+                AttentionPlan(
+                    query_start=fields["query_start"][: len(chunks) + 1],
+                    context_len=fields["context_len"][: len(chunks)],
+                    block_table=self._rows.block_table,
+                    sliding_window=None,
+                    rows=fields["rows"][: len(chunks)],
+                    num_decodes=0,
+                    max_query_len=max(chunk.length for chunk in chunks),
+                ),
             ),
         )
 
@@ -150,6 +162,11 @@ class PromptInputs:
     @property
     def next_positions(self) -> Tensor:
         return self._staging.device["next_positions"][: self._num_sampling]
+
+
+def plans_for(windows: set[int | None], plan: AttentionPlan) -> dict[int | None, AttentionPlan]:
+    """The same plan for each sliding window."""
+    return {window: replace(plan, sliding_window=window) for window in windows}
 
 
 def known_token(chunk: Chunk) -> int:

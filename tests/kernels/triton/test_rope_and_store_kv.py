@@ -30,17 +30,30 @@ def head_norms(head_dim: int, dtype: torch.dtype) -> HeadNorms:
     return HeadNorms(*torch.randn(2, head_dim, device=DEVICE).to(dtype), 1e-6)
 
 
+def norms_at_once(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> HeadNorms:
+    query, key = (
+        torch.randn((heads + kv_heads) * head_dim, device=DEVICE)
+        .to(dtype)
+        .split([heads * head_dim, kv_heads * head_dim])
+    )
+    return HeadNorms(query, key, 1e-6)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("kind", ["no norms", "norms of heads", "norms of all heads at once"])
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "head_dim"),
     [(1, 1, 1, 2), (3, 6, 2, 10), (4, 9, 3, 64), (2, 8, 8, 80), (2, 4, 1, 96), (3, 32, 8, 128), (2, 4, 2, 256)],
 )
 def test_queries_keys_and_values_are_those_of_the_reference(
-    dtype: torch.dtype, has_norms: bool, tokens: int, heads: int, kv_heads: int, head_dim: int
+    dtype: torch.dtype, kind: str, tokens: int, heads: int, kv_heads: int, head_dim: int
 ) -> None:
     qkv = (torch.randn(tokens, heads + 2 * kv_heads, head_dim, device=DEVICE) * 3).to(dtype)
-    norms = head_norms(head_dim, dtype) if has_norms else None
+    norms = {
+        "no norms": None,
+        "norms of heads": head_norms(head_dim, dtype),
+        "norms of all heads at once": norms_at_once(heads, kv_heads, head_dim, dtype),
+    }[kind]
     slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, device=DEVICE)[:tokens]
     slots[tokens // 2] = -1
     turns, before = rotations(tokens, head_dim), qkv.clone()

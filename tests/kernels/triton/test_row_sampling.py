@@ -89,6 +89,8 @@ def test_any_row_chooses_what_the_reference_chooses(vocab: int, spread: float, d
         {"top_p": 0.5},
         {"top_p": 0.99},
         {"min_p": 0.2},
+        {"top_n_sigma": 0.7},
+        {"top_k": 40, "top_n_sigma": 1.5},
         {"top_k": 900, "top_p": 0.7},
         {"top_p": 0.8, "min_p": 0.3},
     ],
@@ -118,7 +120,7 @@ def test_top_p_looks_at_every_group_where_the_leading_ones_hold_too_little(
 
 def test_one_row_keeps_exactly_the_tokens_that_the_reference_keeps() -> None:
     row = random_logits(1, 330, 2.0, torch.float32)
-    for rules in ({"top_k": 6}, {"top_p": 0.4}, {"min_p": 0.3}):
+    for rules in ({"top_k": 6}, {"top_p": 0.4}, {"min_p": 0.3}, {"top_n_sigma": 1.5}):
         seqs = [sequence(n, [1], [], temperature=2.0, seed=n, **rules) for n in range(12)]
         expected, actual = both(seqs, row.repeat(len(seqs), 1))
         assert torch.equal(actual.tokens, expected.tokens)
@@ -151,6 +153,25 @@ def test_a_ban_hides_a_broken_logit_as_it_does_in_the_reference() -> None:
     logits[0, 650] = torch.inf
     expected, actual = both([sequence(0, [1], [], min_tokens=3, stop_token_ids=frozenset({650}))], logits)
     assert actual.tokens.item() == expected.tokens.item() != -1
+
+
+@pytest.mark.parametrize("rules", [{}, {"temperature": 2.0}, {"temperature": 2.0, "top_p": 0.9}], ids=str)
+def test_a_mask_restricts_its_row_alone_and_hides_broken_logits_that_it_forbids(rules: dict[str, float]) -> None:
+    vocab = 1100
+    logits = random_logits(12, vocab, 1.0, torch.bfloat16)
+    logits[::2, 700] = torch.nan
+    allowed = [0, 31, 32, 600, 1023, 1099]
+    seqs = [sequence(n, [1], [2], seed=n, logprobs=1, **rules, allowed=() if n % 2 else allowed) for n in range(12)]
+    expected, actual = both(seqs, logits)
+    assert torch.equal(actual.tokens, expected.tokens)
+    assert set(actual.tokens[::2].tolist()) <= set(allowed)
+    assert not set(actual.tokens[1::2].tolist()) <= set(allowed)
+
+
+def test_a_mask_that_allows_nothing_leaves_no_token() -> None:
+    seqs = [sequence(n, [1], [], temperature=n / 2, seed=n, allowed=[2000]) for n in range(3)]
+    _, actual = both(seqs, random_logits(3, 700, 1.0, torch.float32))
+    assert actual.tokens.tolist() == [-1, -1, -1]
 
 
 def test_padding_is_left_alone_and_rows_may_come_in_any_order() -> None:

@@ -1,0 +1,46 @@
+"""What a router submits, as the engine sees it."""
+
+from __future__ import annotations
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import inference_pb2
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence
+from pagoda_server.engine.serving.codec import sequence_from_submit
+from pagoda_server.settings.sampling import PARAMETERS
+
+FOR_THE_ROUTER = {"n"}
+
+
+def received(sampling: inference_pb2.Sampling, index: int = 0) -> Sequence:
+    submit = engine_pb2.Submit(prompt=[1, 2], sampling=sampling, max_tokens=16)
+    return sequence_from_submit(submit, index, id=0, now=0.0)
+
+
+def test_every_number_of_the_protocol_is_a_parameter_and_reaches_the_engine() -> None:
+    numbers = {
+        field.name
+        for field in inference_pb2.Sampling.DESCRIPTOR.fields
+        if field.has_presence and field.type != FieldDescriptor.TYPE_MESSAGE
+    }
+    assert numbers - FOR_THE_ROUTER - {"seed"} == {each.name for each in PARAMETERS}
+    values = {each.name: 3 if each.is_integer else 0.25 for each in PARAMETERS}
+    params = received(inference_pb2.Sampling(seed=9, **values)).params  # type: ignore[arg-type]
+    assert params == SamplingParams(seed=9, **values)  # type: ignore[arg-type]
+
+
+def test_what_is_not_set_has_the_default_of_the_specification() -> None:
+    seq = received(inference_pb2.Sampling(n=2, temperature=0.5), index=1)
+    assert seq.params == SamplingParams(temperature=0.5, seed=1)
+    assert seq.token_mask is None
+
+
+def test_allowed_token_ids_become_a_mask() -> None:
+    mask = received(inference_pb2.Sampling(allowed_token_ids=[0, 33, 33, 95])).token_mask
+    assert mask is not None
+    assert not mask.depends_on_tokens
+    for num_words in (2, 3, 4):
+        words = memoryview(bytearray(4 * num_words)).cast("I")
+        mask.fill([1, 2], words)
+        assert words.tolist() == [1, 1 << 1, 1 << 31, 0][:num_words]
