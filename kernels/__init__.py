@@ -7,7 +7,7 @@ from pagoda_server.kernels.embedding import Embedding
 from pagoda_server.kernels.gumbel import noise_key
 from pagoda_server.kernels.linear import Linear, prefers_whole_native
 from pagoda_server.kernels.linear_int4 import Int4Weight
-from pagoda_server.kernels.linear_int8 import has_native_int8_weight
+from pagoda_server.kernels.linear_quantized import has_native_int8_weight
 from pagoda_server.kernels.native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
 from pagoda_server.kernels.paged import AttentionPlan, PagedKV
 from pagoda_server.kernels.recording import Recorder, Recording

@@ -25,11 +25,10 @@ from pagoda_server.kernels.linear import (
 from pagoda_server.kernels.linear_int4 import gated_linear_int4_native, head_int4_native, linear_int4_native
 from pagoda_server.kernels.linear_int8 import (
     gated_linear_int8_native,
-    gated_linear_int8_weight_native,
     head_int8_native,
     linear_int8_native,
-    linear_int8_weight_native,
 )
+from pagoda_server.kernels.linear_quantized import gated_linear_int8_weight_native, linear_int8_weight_native
 from pagoda_server.kernels.paged import AttentionPlan, PagedKV
 from pagoda_server.kernels.paged_attention import (
     is_read_in_place,

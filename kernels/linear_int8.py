@@ -20,7 +20,6 @@ from pagoda_server.kernels.native_module import DTYPES, native, takes
 from pagoda_server.kernels.silu_and_mul import silu_and_mul
 
 GROUP = 64  # elements of the input that share a scale
-DEPTH = 32  # AMX's layout is padded to a multiple of this many inputs
 
 
 def quantize_weight(weight: Tensor, limits_pairs: bool = False) -> tuple[Tensor, Tensor]:
@@ -102,11 +101,6 @@ class NativeInt8(NativeLinear):
     """`linear_int8` by compiled code; `packed` holds the values in panels, then their scales and sums."""
 
 
-def has_native_int8_weight() -> bool:
-    """Whether `linear_int8_weight_native` can run: it needs a processor and a system with AMX for bfloat16."""
-    return native is not None and native.instruction_set() == "amx"
-
-
 def linear_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
     return _native_int8(weight, bias, is_gated=False)
 
@@ -119,34 +113,17 @@ def head_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
     return _native_int8(weight, bias, is_gated=False, out_dtype=torch.float32)
 
 
-def linear_int8_weight_native(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`linear_int8_weight` by the matrix unit of AMX: activations are rounded to bfloat16, sums are float32."""
-    return _native_int8_weight(weight, bias, is_gated=False)
-
-
-def gated_linear_int8_weight_native(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`gated_linear_int8_weight` by the matrix unit of AMX; gated activations are rounded once."""
-    return _native_int8_weight(weight, bias, is_gated=True)
-
-
 def _native_int8(weight: Tensor, bias: Tensor | None, is_gated: bool, out_dtype: torch.dtype | None = None) -> Linear:
     assert native is not None
     out_size, in_size = weight.shape
     panels, groups = -(-out_size // PANEL), -(-in_size // GROUP)
     numbers = 3 if native.pairs_are_limited() else 2  # a group's scales, and its sum
-    packed = _packed(weight, native.pack_int8, panels * groups * GROUP * PANEL, panels * groups * numbers * PANEL)
+    packed = pack_int8(weight, native.pack_int8, panels * groups * GROUP * PANEL, panels * groups * numbers * PANEL)
     return NativeInt8(in_size, out_size, packed, bias, is_gated, native.linear_int8, out_dtype)
 
 
-def _native_int8_weight(weight: Tensor, bias: Tensor | None, is_gated: bool) -> Linear:
-    assert native is not None
-    out_size, in_size = weight.shape
-    panels, depth = -(-out_size // PANEL), -(-in_size // DEPTH) * DEPTH
-    packed = _packed(weight, native.pack_int8_weight, panels * depth * PANEL, panels * PANEL)
-    return NativeLinear(in_size, out_size, packed, bias, is_gated, native.linear_int8_weight)
-
-
-def _packed(weight: Tensor, pack: Callable[..., None], num_values: int, num_scales: int) -> tuple[Tensor, Tensor]:
+def pack_int8(weight: Tensor, pack: Callable[..., None], num_values: int, num_scales: int) -> tuple[Tensor, Tensor]:
+    """Return a weight's values, packed by one of the module's functions, and its scales."""
     assert takes(weight)
     out_size, in_size = weight.shape
     values, scales = torch.empty(num_values, dtype=torch.int8), torch.empty(num_scales)

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.linear import PANEL, Linear, NativeLinear
+from pagoda_server.kernels.linear_int8 import pack_int8
+from pagoda_server.kernels.native_module import native
 from pagoda_server.kernels.silu_and_mul import silu_and_mul
 
 FP8_MAX = 448.0  # of float8_e4m3fn
+DEPTH = 32  # AMX's layout is padded to a multiple of this many inputs
 
 
 def quantize_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,3 +78,26 @@ def linear_fp8_weight(weight: Tensor, bias: Tensor | None) -> Linear:
 
 def gated_linear_fp8_weight(weight: Tensor, bias: Tensor | None) -> Linear:
     return _Quantized(*quantize_to_fp8(weight), bias, is_gated=True)
+
+
+def has_native_int8_weight() -> bool:
+    """Whether `linear_int8_weight_native` can run: it needs a processor and a system with AMX for bfloat16."""
+    return native is not None and native.instruction_set() == "amx"
+
+
+def linear_int8_weight_native(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`linear_int8_weight` by the matrix unit of AMX: activations are rounded to bfloat16, sums are float32."""
+    return _native_int8_weight(weight, bias, is_gated=False)
+
+
+def gated_linear_int8_weight_native(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`gated_linear_int8_weight` by the matrix unit of AMX; gated activations are rounded once."""
+    return _native_int8_weight(weight, bias, is_gated=True)
+
+
+def _native_int8_weight(weight: Tensor, bias: Tensor | None, is_gated: bool) -> Linear:
+    assert native is not None
+    out_size, in_size = weight.shape
+    panels, depth = -(-out_size // PANEL), -(-in_size // DEPTH) * DEPTH
+    packed = pack_int8(weight, native.pack_int8_weight, panels * depth * PANEL, panels * PANEL)
+    return NativeLinear(in_size, out_size, packed, bias, is_gated, native.linear_int8_weight)

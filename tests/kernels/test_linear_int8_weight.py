@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from pagoda_server.kernels.linear_int8 import (
+from pagoda_server.kernels.linear_quantized import (
+    gated_linear_int8_weight,
     gated_linear_int8_weight_native,
     has_native_int8_weight,
+    linear_int8_weight,
     linear_int8_weight_native,
 )
-from pagoda_server.kernels.linear_quantized import gated_linear_int8_weight, linear_int8_weight
 from pagoda_server.kernels.silu_and_mul import silu_and_mul
 
 pytestmark = pytest.mark.skipif(
