@@ -1,4 +1,4 @@
-"""`python -m bench.channel`: the channel alone, over each transport, in turns.
+"""`python -m bench.micro.channel`: the channel alone, over each transport, in turns.
 
 A process stands for the engine: at a fixed pace it gives EngineServer a step with one token for every sequence. This
 one stands for the router: an EngineChannel and one reader. Nothing is scheduled, computed or detokenized: what is

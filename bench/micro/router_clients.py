@@ -1,4 +1,4 @@
-"""The clients of `bench.router`, each in a process of its own: of a router, and of an engine's channel without one.
+"""The clients of `bench.micro.router`, each in a process of its own: of a router, and of an engine's channel without one.
 
 All read one clock. What a request gets is timed when its first message is read; how long the engine held it until its
 first token is in the timing that comes with its end, and the rest was added on the way.
@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import uvloop
 
-from bench.lean_client import LeanConnection
+from bench.micro.lean_client import LeanConnection
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.engines.transport import EngineLink, transport_to

@@ -1,4 +1,4 @@
-"""`python -m bench.bookkeeping`: what a step costs the host around the model, in microseconds.
+"""`python -m bench.micro.bookkeeping`: what a step costs the host around the model, in microseconds.
 
 Every sequence decodes, one token a step; the model is left out. The parts are those of
 engine/loop/loop.py: schedule, pack

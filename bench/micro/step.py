@@ -1,4 +1,4 @@
-"""`python -m bench.step`: how long a step of the default model takes in this process, in milliseconds.
+"""`python -m bench.micro.step`: how long a step of the default model takes in this process, in milliseconds.
 
 Sequences decode at a context of 128 and more; the prompt step computes the first 512 tokens of a prompt.
 PAGODA_INSTRUCTION_SET chooses another instruction set than the fastest of the processor.

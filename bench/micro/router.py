@@ -1,4 +1,4 @@
-"""`python -m bench.router`: what one router process carries, and what it adds, with an engine that costs little.
+"""`python -m bench.micro.router`: what one router process carries, and what it adds, with an engine that costs little.
 
 An engine of the synthetic model paces its steps. Clients in processes of their own hold steady streams through the
 router; a probe beside them sends short requests one after another. All read one clock, and the figures are those of a
@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.errors import BenchError
-from bench.router_clients import (
+from bench.micro.router_clients import (
     ARRIVING_TOKENS,
     STEADY_TOKENS,
     Arrivals,

@@ -1,4 +1,4 @@
-"""`python -m bench.crowds`: what schedule() takes with thousands waiting, also when all are late or lost at once.
+"""`python -m bench.micro.crowds`: what schedule() takes with thousands waiting, also when all are late or lost at once.
 
 256 sequences decode and 10,000 wait, in simulated time. Three places become free in the first step that is measured, so
 that the queue is looked at. Times are those that the thread was computing: others on the machine do not count.

@@ -1,4 +1,4 @@
-"""`python -m bench.resume`: how long a preempted sequence takes to go on, computed again and loaded from host memory.
+"""`python -m bench.micro.resume`: how long a preempted sequence takes to go on, computed again and loaded from host memory.
 
 In process, alone: a sequence of so many tokens gives up its blocks in the middle of its output, another one takes all
 of them for one step, and the first starts again. Measured is the time from then to its next token.
