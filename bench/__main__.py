@@ -11,16 +11,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from bench import options
-from bench.compare import compare
-from bench.concurrency import sweep
-from bench.errors import BenchError
+from bench import BenchError, options
+from bench.compare import compare, sweep
 from bench.measure import Targets
 from bench.options import OUTPUT, Address, Gguf, Model, Output, Peers, Repeat, Seed, ServeArgs, SystemOption, Threads
 from bench.promises.run import SCENARIOS, promises
 from bench.record import usable_cores
-from bench.text import TEXT
-from bench.workloads import DEFAULT_RATE, WORKLOADS, long_tail, uniform
+from bench.workloads import DEFAULT_RATE, TEXT, WORKLOADS, long_tail, uniform
 from pagoda_server.checkpoints import DEFAULT_MODEL, CheckpointError, resolve
 from pagoda_server.cli.progress_bars import shown_progress
 from pagoda_server.engine.core.errors import ConfigError

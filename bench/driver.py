@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 import uvloop
 
-from bench.errors import BenchError
+from bench import BenchError
 from bench.kv_watch import KVWatch
 from bench.measure import RequestTimes, Run
 from bench.workloads import Request, Workload

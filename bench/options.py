@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from bench.errors import BenchError
-from bench.gguf_files import COPIES, copied_gguf, quantized_gguf
+from bench import BenchError
+from bench.peers.gguf_files import COPIES, copied_gguf, quantized_gguf
 from bench.peers.peer import PeerSettings
 from bench.peers.registry import PEERS
 from bench.systems import System, parse_system, peer, running_server

@@ -19,8 +19,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn import functional
 
-from bench import record, report
-from bench.errors import BenchError
+from bench import BenchError, record, report
 from bench.record import Setting
 from bench.report import Cells
 from bench.turns import bars

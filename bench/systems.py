@@ -8,22 +8,30 @@ import functools
 import itertools
 import re
 import shlex
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from bench import driver
-from bench.errors import BenchError
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bench import BenchError, driver
 from bench.measure import Run
 from bench.peers.peer import PeerSettings
 from bench.peers.process import peer_process
 from bench.peers.registry import PEERS
-from bench.processes import listener, peak_memory_bytes
-from bench.server import served
+from bench.processes import listener, peak_memory_bytes, spawned
 from bench.workloads import Workload
 
 OnTokens = Callable[[int], None]
+START_TIMEOUT_S = 180.0
+POLL_S = 0.05
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=")  # as a shell reads the words before a command
 
 
@@ -104,3 +112,54 @@ def parse_system(text: str, common: list[str]) -> System:
     variables = list(itertools.takewhile(_VARIABLE.match, words))
     environment = dict(variable.split("=", 1) for variable in variables)
     return pagoda_server(name, common + words[len(variables) :], environment)
+
+
+# -- a server's process ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    address: str
+    pid: int
+
+
+def serve_command(arguments: list[str]) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "pagoda_server.cli",
+        "serve",
+        "--listen",
+        "127.0.0.1:0",
+        "--log-level",
+        "warning",
+        *arguments,
+    ]
+
+
+@contextlib.contextmanager
+def served(arguments: list[str], environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """`pagoda serve` on a free port, ready. Raises BenchError with the end of its log if it does not become so.
+
+    environment   variables beside this process's own
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with spawned(serve_command(arguments), log, environment=environment) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line.startswith("listening on ") or not becomes_ready(line.split()[-1], process):
+                raise BenchError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
+            yield Server(line.split()[-1], process.pid)
+
+
+def becomes_ready(address: str, process: subprocess.Popen[str]) -> bool:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(grpc.RpcError):
+                if stub.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING:
+                    return True
+            time.sleep(POLL_S)
+    return False

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from bench.measure import OUTPUT_RATE, PROMPT_RATE, Rate
 
+TEXT = Path(__file__).with_name("quality_text.txt")  # prose, where random tokens will not do; written for this
 DEFAULT_RATE = 2.0  # requests a second
 RAG_PROMPT_LEN = 4096
 SHARED_PREFIX_LEN = 512

@@ -19,10 +19,8 @@ import typer
 from rich.console import Console
 
 from bench.gpu import report
-from bench.gpu.ceilings import of as ceilings_of
-from bench.gpu.parts import CEILINGS, CHECKS, PARTS
-from bench.gpu.rows import Ceilings, Row
-from bench.gpu.worker import Settings
+from bench.gpu.rows import CEILINGS, Ceilings, Row, ceilings_of
+from bench.gpu.worker import CHECKS, PARTS, Settings
 from bench.processes import spawned
 
 LIMIT_S = 460.0  # of all parts: the last ones are cut short
@@ -47,7 +45,7 @@ def main(
     wanted = [name.strip() for name in parts.split(",")] if parts else [part.name for part in PARTS]
     checks = [part.name for part in CHECKS] if check else []
     # After the tests the ceilings, which the others are fractions of.
-    names = list(dict.fromkeys([*checks, CEILINGS.name, *wanted]))
+    names = list(dict.fromkeys([*checks, CEILINGS, *wanted]))
     if limit_s is None:
         limit_s = LIMIT_S + sum(part.limit_s for part in CHECKS if part.name in checks)
     console = Console(width=max(160, Console().width))
@@ -61,7 +59,7 @@ def main(
         if given_s < LEAST_S:
             found.append(Row(", ".join(group), "", error="no time was left"))
             continue
-        ceilings = ceilings_of([row for row in found if row.part == CEILINGS.name])
+        ceilings = ceilings_of([row for row in found if row.part == CEILINGS])
         for row in run(group, smoke, ceilings, given_s, card):
             found.append(row)
             console.print(f"[{time.monotonic() - started:4.0f} s] {row.part}: {row.case} {row.error}", markup=False)

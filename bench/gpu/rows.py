@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 import torch
@@ -14,6 +15,10 @@ import torch
 from pagoda_server.kernels.triton.timing import Timer
 
 TERA = 1e12
+CEILINGS = "ceilings"  # the part that all fractions refer to
+COPY_BYTES = 4_000_000_000
+PRODUCT_SIZE = 8192
+COPY, PRODUCT = "copy, device to device", "bfloat16 matrix product"
 RPC_ERRORS = (grpc.Call, grpc.aio.AioRpcError)  # those that know a status
 
 
@@ -107,6 +112,25 @@ class Work:
     tolerance: float
     others: dict[str, Callable[[], Sequence[Callable[[], object]]]] = field(default_factory=dict)
     bar: Bar | None = None
+
+
+def ceiling_rows(bench: Bench) -> Iterator[Row]:
+    num_bytes = 1_000_000 if bench.is_small else COPY_BYTES
+    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    time_us = bench.timer([partial(target.copy_, source)])
+    yield Row(CEILINGS, COPY, time_us=time_us, rate=2 * num_bytes / time_us * 1e6 / TERA, unit="TB/s")
+
+    size = 64 if bench.is_small else PRODUCT_SIZE
+    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=bench.device) for _ in range(2))
+    time_us = bench.timer([partial(torch.matmul, left, right)])
+    yield Row(CEILINGS, PRODUCT, time_us=time_us, rate=2 * size**3 / time_us * 1e6 / TERA, unit="TFLOP/s")
+
+
+def ceilings_of(found: Sequence[Row]) -> Ceilings:
+    """From the rows of the ceilings; NaN, which no fraction survives, for what is missing."""
+    rates = {row.case: row.rate for row in found if row.rate is not None}
+    return Ceilings(TERA * rates.get(COPY, math.nan), TERA * rates.get(PRODUCT, math.nan))
 
 
 def measure(work: Work, bench: Bench) -> Row:

@@ -14,9 +14,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import numpy as np
+from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.attention import TINY
-from bench.gpu.idle import idle_fraction, start_profiler
 from bench.gpu.random_model import write_model
 from bench.gpu.rows import Bar, Bench, Row, explain
 from pagoda_server.checkpoints.progress import no_progress
@@ -38,6 +38,7 @@ MAX_TOKENS = 16 * GROWTH  # nobody is to end before all batches are measured
 TOKEN_BUDGET = 8192
 POLL_S = 0.002
 LONGEST_WAIT_S = 100.0
+IDLE_WINDOW_S = 0.1
 EIGHT_B_BAR, ONE_B_BAR = Bar(fraction=0.8), Bar(fraction=0.65)
 
 
@@ -221,6 +222,33 @@ def _with_idle(row: Row, bench: Bench) -> Row:
     except Exception as failure:  # profilers do not work everywhere
         return replace(row, error=f"idle time is not known: {explain(failure)}")
     return row
+
+
+def start_profiler() -> None:
+    """It takes seconds at its first use, and is to be there before graphs that it will watch are captured."""
+    with profile(activities=[ProfilerActivity.CUDA]):
+        pass
+
+
+def idle_fraction() -> float:
+    """Watches whatever runs for a moment. Raises what the profiler raises where it is not allowed."""
+    with profile(activities=[ProfilerActivity.CUDA]) as watched:
+        time.sleep(IDLE_WINDOW_S)
+    spans = sorted(
+        (float(event.time_range.start), float(event.time_range.end))
+        for event in watched.events()
+        if event.device_type.name == "CUDA"
+    )
+    return 1.0 - busy(spans) / (max(end for _, end in spans) - spans[0][0])
+
+
+def busy(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of spans, in order of their starts."""
+    total, reached = 0.0, float("-inf")
+    for start, end in spans:
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def _case(shape: ModelShape, batch: int, context: int) -> str:

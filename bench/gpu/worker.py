@@ -1,6 +1,7 @@
-"""Some parts in a process of their own: `python -m bench.gpu.worker SETTINGS`, rows out, a line of JSON each.
+"""The parts of the GPU benchmark, and the process that runs some of them: `python -m bench.gpu.worker SETTINGS`.
 
-A kernel that reads where it must not ends the use of a GPU for the process that launched it, and for no other.
+Each row is written to standard output as a line of JSON. A kernel that reads out of bounds makes the GPU unusable for
+the process that launched it, and for no other.
 """
 
 from __future__ import annotations
@@ -16,16 +17,51 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 import triton
 
-from bench.gpu import ceilings
-from bench.gpu.parts import CEILINGS, CHECKS, PARTS
-from bench.gpu.rows import Bench, Ceilings, Row, explain
+from bench.gpu.rows import CEILINGS, Bench, Ceilings, Row, ceilings_of, explain
 from pagoda_server.kernels.triton.timing import cuda_timer, host_timer
 
 GRACE_S = 20.0  # for what this process has started to be ended
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What `function` of `module` yields; `shape` is the model's name in kernels.triton.inputs, where it takes one."""
+
+    name: str
+    limit_s: float
+    module: str
+    function: str = "rows"
+    shape: str = ""
+
+    def rows(self, bench: Bench) -> Iterator[Row]:
+        """Imports it only now: a module that is broken is this part's failure alone."""
+        function = getattr(import_module(self.module), self.function)
+        arguments = [getattr(import_module("pagoda_server.kernels.triton.inputs"), self.shape)] if self.shape else []
+        yield from function(bench, *arguments)
+
+
+# Before all others, where they are asked for.
+CHECKS = (
+    Part("tests of kernels", 240, "bench.gpu.checks", "kernel_rows"),
+    Part("tests of the runner", 120, "bench.gpu.checks", "runner_rows"),
+    Part("tests of the server", 60, "bench.gpu.checks", "server_rows"),
+)
+PARTS = (
+    Part(CEILINGS, 40, "bench.gpu.rows", "ceiling_rows"),
+    Part("decode attention", 60, "bench.gpu.attention", "decode_rows"),
+    Part("decode step 8B", 110, "bench.gpu.step", shape="LLAMA_8B"),
+    Part("decode step 1B", 70, "bench.gpu.step", shape="LLAMA_1B"),
+    Part("prefill attention", 50, "bench.gpu.attention", "prefill_rows"),
+    Part("layers", 40, "bench.gpu.layers"),
+    Part("sampling", 40, "bench.gpu.sampling"),
+    Part("projections", 60, "bench.gpu.layers", "projection_rows"),
+    Part("serving", 150, "bench.gpu.serving"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +122,8 @@ def rows(settings: Settings) -> Iterator[Row]:
                 yield row
         except Exception as failure:  # of one part: the others may run
             yield Row(part.name, "", error=explain(failure))
-        if part is CEILINGS:
-            bench = dataclasses.replace(bench, ceilings=ceilings.of(found))
+        if part.name == CEILINGS:
+            bench = dataclasses.replace(bench, ceilings=ceilings_of(found))
 
 
 def card(is_small: bool) -> dict[str, str]:

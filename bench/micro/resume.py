@@ -1,7 +1,7 @@
-"""`python -m bench.micro.resume`: how long a preempted sequence takes to go on, computed again and loaded from host memory.
+"""`python -m bench.micro.resume`: time to resume a preempted sequence, recomputed or loaded from host memory.
 
-In process, alone: a sequence of so many tokens gives up its blocks in the middle of its output, another one takes all
-of them for one step, and the first starts again. Measured is the time from then to its next token.
+Runs in this process, alone. A sequence gives up its blocks in the middle of its output, another sequence takes all of
+them for one step, and the first starts again. The time from then to its next token is measured.
 """
 
 from __future__ import annotations

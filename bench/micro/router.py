@@ -29,7 +29,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.errors import BenchError
+from bench import BenchError
 from bench.micro.router_clients import (
     ARRIVING_TOKENS,
     STEADY_TOKENS,
@@ -43,7 +43,7 @@ from bench.micro.router_clients import (
     read_streams,
     run_client,
 )
-from bench.server import becomes_ready
+from bench.systems import becomes_ready
 
 WARM_UP_S = 1.5
 PROBE_PAUSE_S = 0.0125

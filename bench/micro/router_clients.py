@@ -1,7 +1,7 @@
-"""The clients of `bench.micro.router`, each in a process of its own: of a router, and of an engine's channel without one.
+"""The clients of `bench.micro.router`: of a router, and of an engine's channel. Each runs in a process of its own.
 
-All read one clock. What a request gets is timed when its first message is read; how long the engine held it until its
-first token is in the timing that comes with its end, and the rest was added on the way.
+All clients read one clock. A client times the arrival of a request's first message. The timing in the last message
+says how long the engine held the request; the difference is what the rest of the path added.
 """
 
 from __future__ import annotations

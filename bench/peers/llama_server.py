@@ -11,7 +11,7 @@ import subprocess
 import time
 import urllib.request
 
-from bench.errors import BenchError
+from bench import BenchError
 from bench.peers.peer import Arrivals, OnTokens, PeerRun, PeerSettings
 from bench.peers.registry import find_program
 from bench.workloads import Request, Workload

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.errors import BenchError
+from bench import BenchError
 from bench.measure import Run
 from bench.peers.peer import OnTokens, PeerSettings
 from bench.peers.worker import read_run, write_workload

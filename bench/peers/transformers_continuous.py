@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from bench.errors import BenchError
+from bench import BenchError
 from bench.measure import RequestTimes
 from bench.peers.peer import OnTokens, PeerRun, PeerSettings
 from bench.workloads import Workload

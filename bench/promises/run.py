@@ -9,8 +9,7 @@ from statistics import median
 
 from rich.console import Console
 
-from bench import driver, record, report
-from bench.errors import BenchError
+from bench import BenchError, driver, record, report
 from bench.measure import Spread
 from bench.promises.fairness import Fairness
 from bench.promises.interference import Interference
@@ -21,7 +20,7 @@ from bench.promises.sampling import Sampling
 from bench.promises.scenario import Bound, Figures, Scenario, Turn, Variant
 from bench.record import Setting
 from bench.report import Cells, spread
-from bench.server import served
+from bench.systems import served
 from pagoda.errors import PagodaError
 
 NAME = "promises"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bench.promises.calls import generate
 from bench.promises.scenario import Bound, Figures, Turn, Variant
-from bench.text import TEXT
+from bench.workloads import TEXT
 from pagoda import AsyncClient
 
 SEED = 1234

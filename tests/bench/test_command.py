@@ -14,10 +14,8 @@ import psutil
 import pytest
 from matplotlib.image import imread
 
-from bench import driver
-from bench.errors import BenchError
-from bench.server import served
-from bench.systems import parse_system
+from bench import BenchError, driver
+from bench.systems import parse_system, served
 from bench.workloads import Request, Workload, uniform
 from tests.engine.harness import VOCAB_SIZE
 from tests.servers import ROOT, Server

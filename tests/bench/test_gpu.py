@@ -16,11 +16,10 @@ import torch
 
 from bench.gpu import checks
 from bench.gpu.__main__ import LEAST_S, LIMIT_S, run, seconds_for
-from bench.gpu.idle import busy
-from bench.gpu.parts import PARTS
 from bench.gpu.random_model import write_model
 from bench.gpu.rows import Bar, Bench, Ceilings, Row, Work, measure
-from bench.gpu.worker import Settings
+from bench.gpu.step import busy
+from bench.gpu.worker import PARTS, Settings
 from pagoda_server.checkpoints import resolve
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels.triton.inputs import ModelShape

@@ -16,10 +16,10 @@ import pytest
 import torch
 from gguf.quants import dequantize
 
-from bench.errors import BenchError
-from bench.gguf_files import copied_gguf
+from bench import BenchError
 from bench.measure import RequestTimes
 from bench.peers import llama_server, transformers_continuous, transformers_static
+from bench.peers.gguf_files import copied_gguf
 from bench.peers.peer import Arrivals, Peer, PeerRun, PeerSettings
 from bench.peers.process import peer_process
 from bench.peers.registry import PEERS

@@ -12,8 +12,8 @@ import tokenizers
 import torch
 from torch.nn import functional
 
+from bench import BenchError
 from bench.__main__ import TEXT, main
-from bench.errors import BenchError
 from bench.quality import (
     CONTINUATION_LEN,
     NUM_CONTINUATIONS,

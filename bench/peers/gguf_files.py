@@ -9,7 +9,7 @@ import gguf
 from gguf import GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize, quantize
 
-from bench.errors import BenchError
+from bench import BenchError
 from pagoda_server.checkpoints import DEFAULT_MODEL, Progress
 from pagoda_server.checkpoints.cache import Cache
 from pagoda_server.checkpoints.default_model import fetch_gguf
