@@ -120,8 +120,8 @@ def concurrency_command(
     sweep(systems, loads, repeat=repeat, seed=seed, targets=TARGETS, threads=threads, output=output)
 
 
-@app.command("schedules")
-def schedules_command(
+@app.command("batching")
+def batching_command(
     requests: Annotated[int, typer.Option(help="Of the table.")] = 10,
     output_len: Annotated[int, typer.Option(help="Tokens of each of them.")] = 50,
     sizes: Annotated[str, typer.Option(help="Batch sizes of the table.")] = SWEEP,
@@ -133,8 +133,8 @@ def schedules_command(
     seed: Seed = 0,
     output: Output = OUTPUT,
 ) -> None:
-    """Four ways of serving, in the engine's own loop: a table by batch size, and why continuous wins."""
-    from bench.schedules import schedules  # only here: other commands run no model in this process
+    """Four ways of serving a queue: a table by batch size, and why continuous batching wins."""
+    from bench.batching.experiment import compare  # only here: other commands run no model in this process
     from pagoda_server.engine.runners.load import load_runner
     from pagoda_server.settings import EngineConfig
 
@@ -143,7 +143,7 @@ def schedules_command(
     with shown_progress() as progress:
         config = EngineConfig(model, threads=threads, step_ms=step_ms)
         runner = load_runner(config, resolve(model), progress)
-    schedules(
+    compare(
         runner,
         uniform(vocab_size, seed, requests, PROMPT_LEN, output_len),
         [int(size) for size in sizes.split(",")],

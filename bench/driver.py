@@ -32,7 +32,7 @@ def versions(address: str) -> dict[str, str]:
     """What a server says of itself."""
     with grpc.insecure_channel(address) as channel:
         info = control_pb2_grpc.ControlStub(channel).GetServerInfo(control_pb2.GetServerInfoRequest())
-    engine = info.engine
+    engine = info.engines[0].info
     return {
         "pagoda": info.version,
         "model": engine.model,
@@ -49,7 +49,7 @@ async def _run(address: str, workload: Workload, on_tokens: OnTokens) -> Run:
         info = await control.GetServerInfo(control_pb2.GetServerInfoRequest())
         calls = _Calls(inference_pb2_grpc.InferenceStub(channel), on_tokens, bypass_cache=not workload.reuses_prefixes)
         await calls.generate(WARM_UP)  # connects, too
-        async with KVWatch(control, info.engine.kv_cache.block_size) as watch:
+        async with KVWatch(control, info.engines[0].info.kv_cache.block_size) as watch:
             calls.start()
             times = await asyncio.gather(*(calls.generate_when_due(request) for request in workload.requests))
         return Run(times, watch.steps, watch.use)

@@ -7,12 +7,11 @@ import contextlib
 
 import grpc
 import numpy as np
-from google.protobuf.duration_pb2 import Duration
 
 from bench.measure import KVUse
 from pagoda.v1 import control_pb2, control_pb2_grpc
 
-INTERVAL_MS = 100
+INTERVAL_S = 0.1
 
 
 class KVWatch:
@@ -22,7 +21,7 @@ class KVWatch:
         self.steps = 0
         self._control = control
         self._block_size = block_size
-        self._samples: list[control_pb2.Load] = []
+        self._samples: list[control_pb2.EngineLoad] = []
 
     @property
     def use(self) -> KVUse | None:
@@ -30,7 +29,7 @@ class KVWatch:
         return kv_use(self._samples, self._block_size)
 
     async def __aenter__(self) -> KVWatch:
-        self.steps = -(await self._control.GetLoad(control_pb2.GetLoadRequest())).steps
+        self.steps = -await self._count_steps()
         self._task = asyncio.create_task(self._watch())
         return self
 
@@ -38,16 +37,18 @@ class KVWatch:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError, grpc.RpcError):
             await self._task
-        self.steps += (await self._control.GetLoad(control_pb2.GetLoadRequest())).steps
+        self.steps += await self._count_steps()
+
+    async def _count_steps(self) -> int:
+        load = await self._control.GetLoad(control_pb2.GetLoadRequest())
+        return sum(engine.steps for engine in load.engines)
 
     async def _watch(self) -> None:
-        interval = Duration()
-        interval.FromMilliseconds(INTERVAL_MS)
-        async for load in self._control.WatchLoad(control_pb2.WatchLoadRequest(interval=interval)):
-            self._samples.append(load)
+        async for load in self._control.WatchLoad(control_pb2.WatchLoadRequest(interval_s=INTERVAL_S)):
+            self._samples += load.engines
 
 
-def kv_use(samples: list[control_pb2.Load], block_size: int) -> KVUse | None:
+def kv_use(samples: list[control_pb2.EngineLoad], block_size: int) -> KVUse | None:
     busy = [load for load in samples if load.blocks_referenced]
     if not busy:
         return None

@@ -79,13 +79,13 @@ def concurrency(counts: Sequence[int], results: Sequence[Sequence[Turns]], title
         figure.savefig(path, dpi=DPI)
 
 
-def schedules(modes: Mapping[str, Mapping[int, Spread]], title: str, path: Path) -> None:
+def modes(figures: Mapping[str, Mapping[int, Spread]], title: str, path: Path) -> None:
     """Output tokens/s by batch size; a mode with one figure, which does not batch, is a level line."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7, 4.4))
         axis = figure.subplots()
-        sizes = sorted({size for values in modes.values() if len(values) > 1 for size in values})
-        for at, (name, values) in enumerate(modes.items()):
+        sizes = sorted({size for values in figures.values() if len(values) > 1 for size in values})
+        for at, (name, values) in enumerate(figures.items()):
             if len(values) == 1:
                 level = next(iter(values.values())).median
                 axis.axhline(level, color=COLORS[at], linestyle=("--", ":")[at % 2], linewidth=1.8, label=name)

@@ -38,7 +38,8 @@ def sample_native(logits: Tensor, draws: Draws) -> Tensor:
 def _draw(logits: Tensor, best: Tensor, tokens: Tensor, draws: Draws) -> None:
     if len(draws.rows):
         scaled = scale(logits, best, draws)
-        limited, free = draws.is_limited.nonzero()[:, 0], (~draws.is_limited).nonzero()[:, 0]
+        is_limited = draws.is_limited
+        limited, free = is_limited.nonzero()[:, 0], (~is_limited).nonzero()[:, 0]
         if len(limited):
             tokens[draws.rows[limited]] = _draw_limited(scaled[limited], draws.select(limited))
         if len(free):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import ClassVar
+import math
+from typing import ClassVar, NamedTuple
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 logger = logging.getLogger(__name__)
 
@@ -24,15 +24,17 @@ class ConfigError(Exception):
 class PagodaError(Exception):
     """Base of what ends a call. The message goes to the client: no path, host name, repr or prompt belongs in it.
 
-    details  google.rpc messages that travel with the status
+    details        google.rpc messages that travel with the status
+    retry_after_s  when the client may come back; None: not as a matter of waiting
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
 
-    def __init__(self, message: str, *details: Message) -> None:
+    def __init__(self, message: str, *details: Message, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.details = details
+        self.details = (*details, *_retry_info(retry_after_s))
+        self.retry_after_s = retry_after_s
 
 
 class InvalidArgument(PagodaError):
@@ -50,6 +52,18 @@ class InvalidArgument(PagodaError):
         self.field = field
 
 
+class Unimplemented(PagodaError):
+    """A field of the request is set that this server does not support; the details name it as InvalidArgument's do."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+    def __init__(self, field: str) -> None:
+        description = "is not supported by this server"
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
+        super().__init__(f"{field}: {description}", error_details_pb2.BadRequest(field_violations=[violation]))
+        self.field = field
+
+
 class NotFound(PagodaError):
     code = grpc.StatusCode.NOT_FOUND
 
@@ -61,9 +75,8 @@ class AlreadyExists(PagodaError):
 class ResourceExhausted(PagodaError):
     """Too much work, or a reader that has stalled.
 
-    retry_after_s  when the client may come back; None: not as a matter of waiting
-    queue_depth    requests admitted now, for clients that balance load themselves
-    reason         constant in UPPER_SNAKE_CASE that a program can compare with
+    queue_depth  requests admitted now, for clients that balance load themselves
+    reason       constant in UPPER_SNAKE_CASE that a program can compare with
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -78,7 +91,7 @@ class ResourceExhausted(PagodaError):
     ) -> None:
         metadata = {} if queue_depth is None else {"queue_depth": str(queue_depth)}
         info = error_details_pb2.ErrorInfo(reason=reason, domain=ERROR_DOMAIN, metadata=metadata)
-        super().__init__(message, info, *_retry_info(retry_after_s))
+        super().__init__(message, info, retry_after_s=retry_after_s)
 
 
 class DeadlineExceeded(PagodaError):
@@ -90,9 +103,6 @@ class Unavailable(PagodaError):
 
     code = grpc.StatusCode.UNAVAILABLE
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
-        super().__init__(message, *_retry_info(retry_after_s))
-
 
 class Internal(PagodaError):
     """A bug. The story is for the log; the client gets a fixed text."""
@@ -102,20 +112,32 @@ class Internal(PagodaError):
         self.story = story
 
 
-def to_status(error: Exception) -> grpc.Status:
+class Status(NamedTuple):
+    """What ends a call."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, str | bytes], ...]
+
+
+def to_status(error: Exception) -> Status:
     """The status that ends a call which failed with `error`: `context.abort(s.code, s.details, s.trailing_metadata)`.
 
-    The metadata holds `grpc-status-details-bin`. What is not a PagodaError, or is Internal, is logged here in full and
-    leaves as INTERNAL with a fixed text. Cancellation is no Exception and does not belong here.
+    The metadata holds `grpc-status-details-bin` and, where the error says when to come back, `grpc-retry-pushback-ms`,
+    which the retries of stock clients heed (gRFC A6). What is not a PagodaError, or is Internal, is logged here in full
+    and leaves as INTERNAL with a fixed text. Cancellation is no Exception and does not belong here.
     """
     if isinstance(error, Internal):
         logger.error("internal error: %s", error.story, exc_info=error)
     elif not isinstance(error, PagodaError):
         logger.error("internal error", exc_info=error)
         error = PagodaError(INTERNAL_MESSAGE)
-    return rpc_status.to_status(
-        status_pb2.Status(code=error.code.value[0], message=error.message, details=map(_packed, error.details))
-    )
+    code, details = error.code, [_packed(detail) for detail in error.details]
+    status = status_pb2.Status(code=code.value[0], message=error.message, details=details)
+    metadata: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", status.SerializeToString())]
+    if error.retry_after_s is not None:
+        metadata.append(("grpc-retry-pushback-ms", str(math.ceil(1e3 * error.retry_after_s))))
+    return Status(code, error.message, tuple(metadata))
 
 
 def _retry_info(retry_after_s: float | None) -> tuple[error_details_pb2.RetryInfo, ...]:

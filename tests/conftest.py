@@ -16,7 +16,7 @@ import pytest
 if TYPE_CHECKING:
     import grpc
 
-    from pagoda.v1 import control_pb2_grpc, inference_pb2_grpc
+    from pagoda.v1 import admin_pb2_grpc, control_pb2_grpc, inference_pb2_grpc
     from tests.servers import Server
 
 # Where the suite is a script's background job, SIGINT is ignored and every process started here would inherit that; the
@@ -89,3 +89,10 @@ def control(channel: grpc.Channel) -> control_pb2_grpc.ControlStub:
     from pagoda.v1 import control_pb2_grpc
 
     return control_pb2_grpc.ControlStub(channel)
+
+
+@pytest.fixture
+def admin(channel: grpc.Channel) -> admin_pb2_grpc.AdminStub:
+    from pagoda.v1 import admin_pb2_grpc
+
+    return admin_pb2_grpc.AdminStub(channel)

@@ -18,8 +18,9 @@ from rich.table import Table
 
 from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence
 from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.scheduling.policies import POLICIES, PolicyName
+from pagoda_server.engine.scheduling.policies import POLICIES
 from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.settings.engine import PolicyName
 
 RUNNING = 256
 STEP_S = 0.02

@@ -19,7 +19,6 @@ from pagoda_server.checkpoints import resolve
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.loop.steps_in_flight import Launched, StepsInFlight
 from pagoda_server.engine.runners.load import InformedRunner, load_runner
 from pagoda_server.engine.scheduling.scheduler import Scheduler
@@ -67,7 +66,6 @@ def resume(runner: InformedRunner, length: int, token_budget: int, uses_host: bo
     size = runner.info.kv_cache.block_size
     watched = Watched(runner)
     pool = BlockPool(-(-(length + OUTPUT) // size) + 2, size)
-    host = HostBlocks(runner.info.num_host_blocks if uses_host else 0, size, time.monotonic)
     scheduler = Scheduler(
         pool,
         max_num_seqs=4,
@@ -75,7 +73,7 @@ def resume(runner: InformedRunner, length: int, token_budget: int, uses_host: bo
         max_model_len=runner.info.max_model_len,
         prefix_caching=False,
         clock=time.monotonic,
-        host=host,
+        num_host_blocks=runner.info.num_host_blocks if uses_host else 0,
     )
     steps = StepsInFlight(scheduler, watched)
 

@@ -59,7 +59,7 @@ async def generate(
     call = call or Call(time.perf_counter(), len(prompt))
     asked: GenerateOptions = {"ignore_eos": True, "text": False, "bypass_cache": True, **options}
     try:
-        async for chunk in client.generate(prompt, timeout_s=timeout_s, **asked):
+        async for chunk in client.generate(token_ids=prompt, timeout_s=timeout_s, **asked):
             call.arrivals += [time.perf_counter()] * len(chunk.tokens)
             call.tokens.setdefault(chunk.index, []).extend(chunk.tokens)
             call.has_begun.set()

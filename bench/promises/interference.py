@@ -14,26 +14,24 @@ from bench.workloads import Draw
 from pagoda import AsyncClient
 
 TARGET_ITL_MS = 80
-MAX_GROWTH = 1.5
 NO_TARGET = ("--target-itl-ms", "0")
-PACED, GROWTH, WHOLE = f"--target-itl-ms {TARGET_ITL_MS}", f"--max-itl-growth {MAX_GROWTH}", "prompts whole"
+PACED, WHOLE = f"--target-itl-ms {TARGET_ITL_MS}", "prompts whole"
 
 
 @dataclass(slots=True)
 class Interference:
-    """Eight streams decode alone for a while; then a prompt arrives and is computed beside them; then they go on alone.
+    """Eight streams decode alone; a prompt arrives and is computed beside them; then they decode alone again.
 
-    The gaps between tokens that overlap the time from the prompt's arrival to its first token are compared with
-    those before and after it, since decodes slow down as contexts grow, and as the machine is shared. Where prompts
-    are not cut, each stream has one gap in that time, which is the prompt's own. The server is fresh: it has not
-    seen a prompt of that length before, and learns the time of its steps as it goes.
+    Gaps between tokens that overlap the time from the prompt's arrival to its first token are compared with those
+    before and after it: decodes slow down as contexts grow, and as other work shares the machine. Without chunked
+    prefill each stream has one gap in that time, the whole prompt. The server is fresh: it has not seen a prompt of
+    that length, and learns its step times as it goes.
     """
 
     name: str = "interference"
     variants: tuple[Variant, ...] = (
         Variant(PACED, ("--target-itl-ms", str(TARGET_ITL_MS))),
-        Variant(GROWTH, (*NO_TARGET, "--max-itl-growth", str(MAX_GROWTH))),
-        Variant("neither, prompts cut", NO_TARGET),
+        Variant("no target, prompts cut", NO_TARGET),
         Variant(WHOLE, (*NO_TARGET, "--token-budget", "8192")),
     )
     num_streams: int = 8
@@ -81,10 +79,8 @@ class Interference:
         def ratios(figure: str) -> list[float]:
             return [turn[WHOLE][figure] / turn[PACED][figure] for turn in turns]
 
-        growth = [turn[GROWTH]["ITL p99 with the prompt ms"] / turn[GROWTH]["ITL p99 alone ms"] for turn in turns]
         held = [turn[PACED]["ITL p99 with the prompt ms"] / TARGET_ITL_MS for turn in turns]
         return [
-            Bound(f"{GROWTH}: ITL p99 while a 4k prompt is computed ÷ alone", 2.0, growth),
             Bound(f"{PACED}: ITL p99 while a 4k prompt is computed ÷ the target", 1.0, held),
             Bound("that ITL p99, prompts whole ÷ with the target", 5.0, ratios("ITL p99 with the prompt ms"), True, 1),
             Bound("longest gap, prompts whole ÷ with the target", 5.0, ratios("longest with the prompt ms"), True, 1),

@@ -130,6 +130,6 @@ async def _send(client: AsyncClient, request: Request, began: float, calibration
         max_tokens=request.output_len,
         call=call,
         timeout_s=calibration.timeout_s(request.output_len),
-        ttft_ms=calibration.targets.ttft_ms,
-        tpot_ms=calibration.targets.tpot_ms,
+        ttft_s=calibration.targets.ttft_ms / 1e3,
+        tpot_s=calibration.targets.tpot_ms / 1e3,
     )

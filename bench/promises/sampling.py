@@ -30,8 +30,8 @@ class Sampling:
 
     async def run(self, address: str, vocab_size: int, turn: int) -> Figures:
         async with AsyncClient(address, retries=0) as client:
-            block_size = (await client.server_info()).engine.kv_cache.block_size
-            prompt = (await client.tokenize(TEXT.read_text(), raw=True))[: self.prompt_len]
+            block_size = (await client.server_info()).engines[0].info.kv_cache.block_size
+            prompt = (await client.tokenize(prompt=TEXT.read_text()))[: self.prompt_len]
             seed = SEED + turn * self.n
             alone = []
             blocks_alone = 0
@@ -70,11 +70,11 @@ async def _sample(
     client: AsyncClient, prompt: list[int], output_len: int, n: int, seed: int
 ) -> tuple[dict[int, list[int]], int]:
     """The tokens of each sequence, and the most blocks that were referenced meanwhile."""
-    began = [part.taken_at_s async for part in client.trace(0.001)][-1]
+    began = [part.taken_at_s async for part in client.step_trace(0.001)][-1]
     call = await generate(client, prompt, max_tokens=output_len, n=n, seed=seed, temperature=TEMPERATURE)
     referenced = [
         part.blocks_total - step.blocks_free - step.blocks_evictable
-        async for part in client.trace()
+        async for part in client.step_trace()
         for step in part.steps
         if step.start_s > began
     ]

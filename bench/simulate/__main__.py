@@ -25,10 +25,7 @@ from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.scheduling.policies import POLICIES
 
 NAME = "simulate"
-BASELINES = [
-    System("static batches, FCFS", schedule="static"),
-    System("FCFS, prompts whole", token_budget=None),
-]
+BASELINES = [System("FCFS, prompts whole", token_budget=None)]
 
 
 def main(
@@ -37,7 +34,7 @@ def main(
     loads: Annotated[str, typer.Option(help="Of the goodput curve; empty: none.")] = "0.4,0.6,0.8,1.0,1.5,3.0",
     curve_requests: Annotated[int, typer.Option(help="At each of its loads, for every system.")] = 5_000,
     policies: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(POLICIES),
-    baselines: Annotated[bool, typer.Option(help="Static batches, and prompts that are never cut.")] = True,
+    baselines: Annotated[bool, typer.Option(help="FCFS with prompts that are never cut.")] = True,
     target_itl_ms: Annotated[
         float, typer.Option(help="As of pagoda serve: each policy is run without it and with it; 0: without alone.")
     ] = 80.0,

@@ -144,9 +144,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _line(system: System) -> tuple[str, str]:
-    """Colour and style: a colour a policy, full where it holds an ITL; the baselines black and grey."""
-    if system.schedule != "continuous":
-        return "#999999", "--"
+    """Return colour and style: a colour a policy, solid where it holds an ITL; the baseline is black."""
     if system.token_budget is None:
         return "#000000", "--"
     return COLORS[list(POLICIES).index(system.policy)], "-" if system.target_itl_ms else ":"

@@ -17,9 +17,8 @@ from bench.simulate.arrivals import Arrivals
 from pagoda_server.engine.core.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.runners.synthetic import StepTime
-from pagoda_server.engine.scheduling.policies import PolicyName
 from pagoda_server.engine.scheduling.scheduler import Scheduler
-from pagoda_server.engine.scheduling.schedules import ScheduleName
+from pagoda_server.settings.engine import PolicyName
 
 REFUSED = "refused"  # by admission, before the scheduler
 FLUSH_AT = 1 << 16  # gaps between tokens that are binned at once
@@ -32,7 +31,6 @@ class System:
     """A way of serving. token_budget None: no prompt is ever cut."""
 
     name: str
-    schedule: ScheduleName = "continuous"
     policy: PolicyName = "fcfs"
     token_budget: int | None = 512
     target_itl_ms: float | None = None
@@ -128,7 +126,6 @@ class _Run:
             max_model_len=arrivals.longest + 1,
             clock=lambda: self._now,
             prefix_caching=False,  # prompts have no content
-            schedule=system.schedule,
             policy=system.policy,
             target_itl_s=system.target_itl_ms / 1e3 if system.target_itl_ms else None,
         )

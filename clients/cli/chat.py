@@ -59,7 +59,7 @@ def chat(
 
     async def model_name() -> str:
         async with connection() as client:
-            return (await client.model_info()).name
+            return (await client.models())[0].name
 
     with errors_reported(address):
         console.print(f"[bold]{asyncio.run(model_name())}[/] at {address}. {HELP}.", highlight=False)

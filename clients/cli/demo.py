@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
-from functools import partial
 
 from rich.console import Console
 from rich.text import Text
@@ -92,8 +91,8 @@ async def _stream_all(address: str, console: Console) -> list[Stream]:
 
 async def _stream(client: AsyncClient, stream: Stream, view: View) -> None:
     stream.meter = StreamMeter()
-    ask = client.chat if stream.is_chat else partial(client.generate, raw=True)
-    async for chunk in ask(stream.prompt, max_tokens=MAX_TOKENS):
+    message, prompt = (stream.prompt, None) if stream.is_chat else (None, stream.prompt)
+    async for chunk in client.generate(message, prompt=prompt, max_tokens=MAX_TOKENS):
         stream.meter.add(len(chunk.tokens))
         stream.text += chunk.text
         stream.is_finished = chunk.finish_reason is not None

@@ -35,7 +35,7 @@ def generate(
     sampling: GenerateOptions,
     prompt: Annotated[str, typer.Argument(help="The text; - reads it from standard input.")],
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it stands, without a chat template.")
+        bool, typer.Option("--raw", help="Continue the text as it stands, without the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message, for a model that chats.")] = None,
     max_tokens: MaxTokens = None,
@@ -64,19 +64,20 @@ def generate(
     text = read_standard_input() if prompt == "-" else prompt
     options: GenerateOptions = {
         **sampling,
-        "raw": raw,
         "max_tokens": max_tokens,
         "stop": stop,
         "beams": beams,
         "length_penalty": length_penalty,
         "priority": priority,
-        "ttft_ms": ttft_ms,
-        "tpot_ms": tpot_ms,
+        "ttft_s": None if ttft_ms is None else ttft_ms / 1e3,
+        "tpot_s": None if tpot_ms is None else tpot_ms / 1e3,
     }
 
     async def answer() -> tuple[StreamMeter, FinishReason | None]:
         async with connect(address, token, tls, tls_ca, timeout, tenant) as client:
-            if system is None:
+            if raw:
+                chunks = client.generate(prompt=text, **options)
+            elif system is None:
                 chunks = client.generate(text, **options)
             else:
                 conversation = [{"role": "system", "content": system}, {"role": "user", "content": text}]

@@ -10,6 +10,7 @@ import typer
 from pagoda_server.cli.terminal import DEFAULT_ADDRESS, Address, Tls, TlsCa, Token, connect, errors_reported
 
 if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
     from rich.table import Table
 
     from pagoda.v1 import control_pb2
@@ -56,11 +57,11 @@ def status(
             console.print(info_table(await client.server_info()))
             console.print()
             if not watch:
-                console.print(load_table(await client.load()))
+                console.print(load_tables(await client.load()))
                 return
             with Live(console=console, auto_refresh=False) as live:
                 async for load in client.watch_load(interval):
-                    live.update(load_table(load), refresh=True)
+                    live.update(load_tables(load), refresh=True)
 
     with errors_reported(address):
         asyncio.run(look())
@@ -69,29 +70,50 @@ def status(
 def info_table(info: control_pb2.ServerInfo) -> Table:
     from pagoda.v1 import control_pb2
 
-    state = control_pb2.EngineState.Name(info.engine_state).removeprefix("ENGINE_STATE_").lower()
     rows = {
         "model": info.model,
         "version": info.version,
-        "up": f"{info.uptime.ToTimedelta().total_seconds():.0f} s",
-        "engine": f"{state}, restarted {info.engine_restarts} times" if info.engine_restarts else state,
+        "state": control_pb2.ServerState.Name(info.state).removeprefix("SERVER_STATE_").lower(),
+        "up": f"{info.uptime_s:.0f} s",
     }
-    if info.HasField("engine"):
-        engine, cache = info.engine, info.engine.kv_cache
-        rows |= {
-            "runs on": f"{engine.device}, {engine.dtype}, {engine.kernel_backend} kernels",
-            "architecture": f"{engine.architecture}, {engine.weight_bytes / 1e6:.0f} MB of weights",
-            "context": f"{engine.max_model_len} tokens",
-            "batch": f"{engine.max_num_seqs} sequences, {engine.token_budget} tokens a step",
-            "KV cache": f"{cache.total_bytes / 1e9:.2f} GB: {cache.num_blocks} blocks of {cache.block_size} tokens, "
-            f"{cache.token_capacity} tokens at {cache.bytes_per_token} bytes",
-        }
+    for status in info.engines:
+        at = f" {status.engine}" if len(info.engines) > 1 else ""
+        state = control_pb2.EngineState.Name(status.state).removeprefix("ENGINE_STATE_").lower()
+        rows[f"engine{at}"] = f"{state}, restarted {status.restarts} times" if status.restarts else state
+        if status.HasField("info"):
+            rows |= {f"{name}{at}": value for name, value in _engine_rows(status.info).items()}
     return _table(rows)
 
 
-def load_table(load: control_pb2.Load) -> Table:
+def _engine_rows(engine: control_pb2.EngineInfo) -> dict[str, str]:
+    cache = engine.kv_cache
+    return {
+        "runs on": f"{engine.device}, {engine.dtype}, {engine.kernel_backend} kernels",
+        "architecture": f"{engine.architecture}, {engine.weight_bytes / 1e6:.0f} MB of weights",
+        "context": f"{engine.max_model_len} tokens",
+        "batch": f"{engine.max_num_seqs} sequences, {engine.token_budget} tokens a step",
+        "KV cache": f"{cache.total_bytes / 1e9:.2f} GB: {cache.num_blocks} blocks of {cache.block_size} tokens, "
+        f"{cache.token_capacity} tokens at {cache.bytes_per_token} bytes",
+    }
+
+
+def load_tables(load: control_pb2.Load) -> Group:
+    """The whole server's, then each engine's."""
+    from rich.console import Group
+
+    rows = {"requests": f"{load.requests} admitted, {load.reserved_tokens} tokens reserved"}
+    if any(tenant.name for tenant in load.tenants):
+        rows["tenants"] = _tenants(load)
+    tables: list[RenderableType] = [_table(rows)]
+    for engine in load.engines:
+        if len(load.engines) > 1:
+            tables.append(f"\n[bold]engine {engine.engine}[/]")
+        tables.append(_table(_load_rows(engine)))
+    return Group(*tables)
+
+
+def _load_rows(load: control_pb2.EngineLoad) -> dict[str, str]:
     rows = {
-        "requests": f"{load.requests} admitted, {load.reserved_tokens} tokens reserved",
         "sequences": f"{load.running} running, {load.waiting} waiting",
         "KV blocks": f"{load.blocks_referenced} in use, {load.blocks_evictable} cached, {load.blocks_free} free "
         f"of {load.blocks_total}; {100 * load.kv_waste:.1f} % of the slots in use are for no token",
@@ -106,9 +128,7 @@ def load_table(load: control_pb2.Load) -> Table:
             f"{load.host_blocks_used} of {load.host_blocks_total} blocks in use, "
             f"{load.saved_tokens} tokens copied there, {load.loaded_tokens} back"
         )
-    if any(tenant.name for tenant in load.tenants):
-        rows["tenants"] = _tenants(load)
-    return _table(rows)
+    return rows
 
 
 def _tenants(load: control_pb2.Load) -> str:

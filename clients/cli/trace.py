@@ -21,7 +21,7 @@ from pagoda_server.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from pagoda.v1 import control_pb2
+    from pagoda.v1 import trace_pb2
 
 MOST_S = 60.0  # what an engine keeps
 
@@ -37,7 +37,7 @@ def trace(
     tls: Tls = False,
     tls_ca: TlsCa = None,
 ) -> None:
-    """Write what a server's last steps did: who ran, how many tokens each, and why the others did not run."""
+    """Write what a server's last steps did: which sequences ran, how many tokens each, and why others did not."""
     from pagoda_server.cli.trace_json import trace_document
     from pagoda_server.cli.trace_timeline import timelines
 
@@ -61,9 +61,9 @@ def trace(
 
 async def _take(
     seconds: float, address: str, token: str | None, tls: bool, tls_ca: Path | None
-) -> list[control_pb2.TracePart]:
+) -> list[trace_pb2.StepTracePart]:
     async with connect(address, token, tls, tls_ca, timeout_s=30.0) as client:
-        return [part async for part in client.trace(seconds)]
+        return [part async for part in client.step_trace(seconds)]
 
 
 def _check_drawable(picture: Path) -> None:
@@ -71,7 +71,7 @@ def _check_drawable(picture: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        print_error("--picture needs matplotlib: pip install 'pagoda[bench]'")
+        print_error("--picture needs matplotlib: pip install 'pagoda-server[bench]'")
         raise typer.Exit(1) from None
     if picture.suffix not in (".png", ".svg", ".pdf"):
         raise typer.BadParameter(f"{picture.suffix or 'no suffix'} is none of .png, .svg, .pdf", param_hint="--picture")

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pagoda.v1 import control_pb2
+from pagoda.v1 import trace_pb2
 
-HoldReason = control_pb2.HoldReason
-MoveKind = control_pb2.MoveKind
+HoldReason = trace_pb2.HoldReason
+MoveKind = trace_pb2.MoveKind
 
 
 # Moves of a sequence that has run, if its tokens are in the cache then.
@@ -34,7 +34,7 @@ class Doing(StrEnum):
     HELD = "held"  # it runs, but a step goes by without it
     PREFILL = "prefill"
     DECODE = "decode"
-    PADDING = "padding"  # computed and dropped: a static batch's rows, and those of who has ended meanwhile
+    PADDING = "padding"  # computed and dropped: the sequence had ended meanwhile
 
 
 @dataclass(slots=True)
@@ -90,21 +90,21 @@ class Timeline:
         return self.steps[-1].end_s if self.steps else 0.0
 
 
-def timelines(parts: Iterable[control_pb2.TracePart]) -> list[Timeline]:
+def timelines(parts: Iterable[trace_pb2.StepTracePart]) -> list[Timeline]:
     """One for each engine that the parts are of."""
-    by_engine: dict[int, list[control_pb2.TracePart]] = {}
+    by_engine: dict[int, list[trace_pb2.StepTracePart]] = {}
     for part in parts:
         by_engine.setdefault(part.engine, []).append(part)
     return [_Reader(parts).timeline() for _, parts in sorted(by_engine.items())]
 
 
-def hold_name(reason: control_pb2.HoldReason) -> str:
+def hold_name(reason: trace_pb2.HoldReason) -> str:
     """As one says it: "no blocks". Empty where nothing holds."""
     return "" if not reason else HoldReason.Name(reason).removeprefix("HOLD_REASON_").lower().replace("_", " ")
 
 
 class _Reader:
-    def __init__(self, parts: Sequence[control_pb2.TracePart]) -> None:
+    def __init__(self, parts: Sequence[trace_pb2.StepTracePart]) -> None:
         self._first = parts[0]
         self._steps = [step for part in parts for step in part.steps]
         self._moves = [move for part in parts for move in part.moves]
@@ -154,13 +154,13 @@ class _Reader:
 
     # -- those that run ---------------------------------------------------------------------------------------------
 
-    def _with_ids(self) -> Iterator[tuple[control_pb2.TracedStep, Sequence[int]]]:
+    def _with_ids(self) -> Iterator[tuple[trace_pb2.TracedStep, Sequence[int]]]:
         ids: Sequence[int] = ()
         for step in self._steps:
             ids = step.sequences or ids
             yield step, ids
 
-    def _read_step(self, at: int, step: control_pb2.TracedStep, ids: Sequence[int]) -> Step:
+    def _read_step(self, at: int, step: trace_pb2.TracedStep, ids: Sequence[int]) -> Step:
         start, end = step.start_s - self._origin, step.end_s - self._origin
         num_decodes = len(ids) - len(step.chunk_lengths)
         for id in ids[:num_decodes]:
@@ -184,8 +184,6 @@ class _Reader:
         )
 
     def _extend(self, id: int, at: int, doing: Doing, start: float, end: float, tokens: int, why: str = "") -> None:
-        if id < 0:  # a static batch's padding has no track
-            return
         if start >= self._ends.get(id, end):
             doing = Doing.PADDING
         last, span = self._running.get(id, (-1, None))
@@ -212,7 +210,7 @@ def _in_order(spans: list[Span]) -> list[Span]:
 class _Holds:
     """What held the next in line, and so all that waited, at any time."""
 
-    def __init__(self, steps: Iterable[control_pb2.TracedStep], origin: float) -> None:
+    def __init__(self, steps: Iterable[trace_pb2.TracedStep], origin: float) -> None:
         self._since: list[float] = []
         self._why: list[str] = []
         for step in steps:

@@ -7,9 +7,9 @@ from typing import Literal, TypeAlias
 
 from pagoda_server.engine.core.sequence import EndReason, Sequence, State, TokenLogprobs
 
-# Why a sequence does not compute in a step: as many run as may; no blocks are left; others have the step's tokens; so
-# the schedule decides; its last token is being computed.
-Hold: TypeAlias = Literal["no place", "no blocks", "no budget", "not its turn", "token pending"]
+# Why a sequence does not compute in a step: as many run as may; no blocks are left; others have the step's tokens; it
+# can no longer meet its deadline and leaves soon; its last token is being computed.
+Hold: TypeAlias = Literal["no place", "no blocks", "no budget", "late", "token pending"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Counters:
     preemptions: int = 0
     preempted_tokens: int = 0  # computed tokens that were given up
     recomputed_tokens: int = 0
-    dropped_tokens: int = 0  # computed for who had ended by then, padding included
+    dropped_tokens: int = 0  # computed for sequences that had ended by then
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

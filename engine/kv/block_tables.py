@@ -116,14 +116,11 @@ class BlockTables:
             return StepPlan(chunks)
         if not self._host.num_blocks:
             return StepPlan(chunks, self._copies.plan(chunks))
-        self._host.times.planned()
         return StepPlan(chunks, self._copies.plan(chunks), self._host.saves(), self._host.loads(chunks))
 
-    def commit(self, plan: StepPlan, copied_s: float) -> None:
-        """The oldest plan that is not committed has been computed. copied_s: as in Sampled."""
+    def commit(self, plan: StepPlan) -> None:
+        """Note that the oldest plan has been computed."""
         self._copies.commit(plan.copies)
-        if self._host.num_blocks:
-            self._host.times.committed(plan, copied_s)
 
     def _affordable_prefix(self, seq: Sequence, length: int, num_running: int) -> Prefix | None:
         # One block each is left for those who run: else a newcomer would be preempted as soon as they grow. It also

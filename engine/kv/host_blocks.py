@@ -1,29 +1,28 @@
-"""What preempted sequences have computed, until they run again: in their old blocks as long as nobody writes over them,
-then in blocks of host memory. Standard library only.
+"""What preempted sequences have computed, kept until they run again: in their old blocks, then in host memory.
 
-Nothing is copied when a sequence gives up its blocks. Each is noted; when it is handed out to be written, the next plan
-first saves what it holds. The sequence then starts from what is left on the device and what is loaded from the host,
-where loading is expected to take less time than computing (engine/timing/host_copy_times.py). Where host blocks run
-out, what cannot be saved is computed again.
+Nothing is copied when a sequence gives up its blocks. Each block is noted. When it is handed out to be written, the
+next plan first saves its content to host memory. The sequence later starts from what is still on the device and what is
+loaded from the host, if loading is expected to be faster than computing (engine/timing/cost_model.py). Content that
+finds no free host block is computed again.
 
-Only what committed steps have computed is kept. A save cannot be made twice, as the step that fails may have written
-over its block: what a failed step saved is worth nothing, and who has started from it starts again. A load can be made
-twice: host blocks are held until a step of their sequence is committed.
+Only the content of committed steps is kept. A save cannot be repeated, because a step that fails may have written over
+the block: what a failed step saved is worth nothing, and a sequence that started from it starts again. A load can be
+repeated, because host blocks are held until a step of their sequence is committed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from pagoda_server.engine.core.sequence import Chunk, Sequence, State, StepPlan
 from pagoda_server.engine.kv.prefix_cache import Prefix
-from pagoda_server.engine.timing.host_copy_times import HostCopyTimes
+from pagoda_server.engine.timing.cost_model import CostModel
 
 
 @dataclass(frozen=True, slots=True)
 class HostLoad:
-    """How much is kept on the host now, and the tokens that were copied there, and back, since the start."""
+    """Host blocks in use now, and the tokens copied there and back since the engine started."""
 
     blocks_total: int = 0
     blocks_used: int = 0
@@ -33,7 +32,7 @@ class HostLoad:
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """The first `num_tokens` of a sequence: each of their blocks is on the device or on the host, by its position."""
+    """The first `num_tokens` of a sequence. Each of their blocks, by position, is on the device or on the host."""
 
     seq: Sequence
     num_tokens: int
@@ -41,28 +40,28 @@ class _Kept:
     on_host: dict[int, int]
 
 
-_Users = list[tuple[_Kept, int]]  # who keeps something in a block, and at which position of its table
+_Users = list[tuple[_Kept, int]]  # the sequences that keep content in a block, and at which position of their tables
 
 
 class HostBlocks:
     """
     num_blocks  of host memory; 0: nothing is kept
     block_size  tokens of a block
-    clock       seconds, monotonic
+    costs       tells whether copying is faster than computing
     """
 
-    def __init__(self, num_blocks: int, block_size: int, clock: Callable[[], float]) -> None:
+    def __init__(self, num_blocks: int, block_size: int, costs: CostModel) -> None:
         self.num_blocks = num_blocks
-        self.times = HostCopyTimes(clock)
+        self._costs = costs
         self._block_size = block_size
         self._saved_tokens = 0
         self._loaded_tokens = 0
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._kept: dict[int, _Kept] = {}  # by sequence; of one that runs only until a step of it is committed
+        self._kept: dict[int, _Kept] = {}  # by sequence; a running one is here until a step of it is committed
         self._noted: dict[int, _Users] = {}  # by block on the device
         self._held: dict[int, _Users] = {}  # by block on the host
         self._saves: dict[int, int] = {}  # host block → block, of the next plan
-        self._loads: dict[int, list[tuple[int, int]]] = {}  # of sequences whose first chunk is not planned
+        self._loads: dict[int, list[tuple[int, int]]] = {}  # for sequences whose first chunk is not planned
 
     def load(self) -> HostLoad:
         return HostLoad(self.num_blocks, len(self._held), self._saved_tokens, self._loaded_tokens)
@@ -70,21 +69,21 @@ class HostBlocks:
     # -- a sequence is preempted, starts, computes and ends -----------------------------------------------------------
 
     def keep(self, seq: Sequence) -> None:
-        """A sequence is about to give up its blocks, and will want their content again."""
+        """Note the blocks that a preempted sequence is about to give up, if copying them is worth it."""
         if not self.num_blocks:
             return
         self._loads.pop(seq.id, None)
         if not seq.num_committed:  # nothing is new since it started, and what it started from is still kept
             return
-        if not self.times.is_worth_saving(seq, seq.num_committed, self._block_size):
-            return
         blocks = seq.blocks[: -(-seq.num_committed // self._block_size)]
+        if not self._costs.is_worth_saving(len(blocks), seq.num_committed):
+            return
         kept = self._kept[seq.id] = _Kept(seq, seq.num_committed, dict(enumerate(blocks)), {})
         for at, block in enumerate(blocks):
             self._noted.setdefault(block, []).append((kept, at))
 
     def taken(self, blocks: Iterable[int]) -> None:
-        """These were handed out and will be written from the next plan on: what is noted of them is to be saved."""
+        """Save noted blocks that were handed out: the next plan writes to them."""
         if not self._noted:
             return
         for block in blocks:
@@ -103,12 +102,12 @@ class HostBlocks:
                 kept.on_host[at] = host
 
     def num_kept(self, seq: Sequence) -> int:
-        """Leading tokens of a waiting sequence that need not be computed."""
+        """Return how many leading tokens of a waiting sequence are kept."""
         kept = self._kept.get(seq.id)
         return kept.num_tokens if kept else 0
 
     def extend(self, seq: Sequence, prefix: Prefix) -> Prefix:
-        """A waiting sequence's prefix with what is kept behind it, unless it is faster to compute that."""
+        """Extend a waiting sequence's prefix by what is kept behind it, unless computing that is faster."""
         kept = self._kept.get(seq.id)
         if kept is None:
             return prefix
@@ -117,7 +116,7 @@ class HostBlocks:
             return prefix
         positions = range(len(prefix.blocks), -(-num_tokens // self._block_size))
         loads = [(at, kept.on_host[at]) for at in positions if at in kept.on_host]
-        if loads and not self.times.is_worth_loading(seq, len(loads), prefix.num_tokens, num_tokens):
+        if loads and not self._costs.is_worth_loading(len(loads), prefix.num_tokens, num_tokens):
             return prefix
         own = [kept.on_device[at] for at in positions if at in kept.on_device]
         return replace(
@@ -130,7 +129,7 @@ class HostBlocks:
         )
 
     def started(self, seq: Sequence, prefix: Prefix) -> None:
-        """A sequence has its blocks, with this prefix: what it keeps stays until that is computed."""
+        """Note that a sequence has its blocks, with this prefix; keep its content until a step of it is committed."""
         kept = self._kept.get(seq.id)
         if kept is None:
             return
@@ -139,7 +138,7 @@ class HostBlocks:
             return
         self._cut(kept, -(-prefix.num_tokens // self._block_size))
         kept.num_tokens = prefix.num_tokens
-        for at in range(prefix.num_found):  # these others have: whatever becomes of its own
+        for at in range(prefix.num_found):  # found by content, so others have them too
             self._forget(kept, at)
             kept.on_device[at] = seq.blocks[at]
             self._noted.setdefault(seq.blocks[at], []).append((kept, at))
@@ -149,7 +148,7 @@ class HostBlocks:
         self._loaded_tokens += num_loaded
 
     def computed(self, seq: Sequence) -> None:
-        """A step of a running sequence is committed: its content is in its own blocks."""
+        """Forget what a sequence kept: a step of it is committed, so its own blocks hold the content."""
         if kept := self._kept.get(seq.id):
             self._drop(kept)
 
@@ -161,7 +160,7 @@ class HostBlocks:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def saves(self) -> list[tuple[int, int]]:
-        """For a plan that is not empty: blocks and the host blocks that take their content."""
+        """Return (block, host block) pairs for the next plan, which must not be empty."""
         if not self._saves:
             return []
         for host in self._saves:
@@ -174,13 +173,13 @@ class HostBlocks:
         return pairs
 
     def loads(self, chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
-        """Host blocks and the blocks that take their content, for these chunks."""
+        """Return (host block, block) pairs for these chunks."""
         if not self._loads:
             return []
         return [pair for chunk in chunks for pair in self._loads.pop(chunk.seq.id, ())]
 
     def distrust(self, plan: StepPlan) -> list[Sequence]:
-        """The plan's step failed: what it saved is lost. Returns those running that have started from that."""
+        """Forget what a failed step saved; return the running sequences that started from it."""
         misled: dict[int, Sequence] = {}
         for _, host in plan.saves:
             for kept, at in list(self._held.get(host, ())):
@@ -195,7 +194,7 @@ class HostBlocks:
         return min(self._block_size, kept.num_tokens - at * self._block_size)
 
     def _cut(self, kept: _Kept, count: int) -> None:
-        """Only the first `count` blocks are kept: what follows a gap is of no use."""
+        """Keep the first `count` blocks alone: content behind a gap is useless."""
         for at in [at for places in (kept.on_device, kept.on_host) for at in places if at >= count]:
             self._forget(kept, at)
         kept.num_tokens = min(kept.num_tokens, count * self._block_size)
@@ -215,7 +214,7 @@ class HostBlocks:
                 self._free.append(block)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless free + used == total and every used host block is kept for a live sequence."""
+        """Raise AssertionError unless free + used == total and every used host block is kept for a live sequence."""
         free = set(self._free)
         assert len(free) == len(self._free), "a host block is free twice"
         assert free.isdisjoint(self._held), "a host block that is in use is free"

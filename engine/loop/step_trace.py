@@ -82,7 +82,7 @@ class StepTrace:
         idle: tuple[int, ...] = ()
         holds: tuple[Hold, ...] = ()
         if len(scheduler.running) > len(chunks):
-            idle, holds = self._idle(ids, plan)
+            idle, holds = self._idle(ids)
         waiting, pool = scheduler.waiting, scheduler.pool
         return (
             ids,
@@ -131,11 +131,10 @@ class StepTrace:
             moves=[*self._standing(moved), *recent],
         )
 
-    def _idle(self, ids: tuple[int, ...], plan: StepPlan) -> tuple[tuple[int, ...], tuple[Hold, ...]]:
+    def _idle(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Hold, ...]]:
         busy = set(ids)
-        idle = [seq for seq in self._scheduler.running if seq.id not in busy and seq.state is State.RUNNING]
-        others: Hold = "no budget" if plan.num_tokens >= self._scheduler.step_budget else "not its turn"
-        holds: list[Hold] = ["token pending" if seq.awaits_token else others for seq in idle]
+        idle = [seq for seq in self._scheduler.running if seq.id not in busy]
+        holds: list[Hold] = ["token pending" if seq.awaits_token else "no budget" for seq in idle]
         return tuple([seq.id for seq in idle]), tuple(holds)
 
     def _standing(self, moved: set[int]) -> Iterator[Move]:

@@ -151,9 +151,9 @@ class Decoder(ABC):
         ops = weights.ops
         self.config = config
         self._ops, self._dtype = ops, weights.dtype
-        self._rope = Rope(config.rope, config.head_dim, weights.device)
         shape = config.vocab_size, config.hidden_size
         table = weights.whole(EMBEDDING, *shape)
+        self._rope = Rope(config.rope, config.head_dim, table.device)
         self._head = weights.head("lm_head", *shape, tied_to=table if config.tie_word_embeddings else None)
         self._embedding = ops.embedding(table, self._head if config.tie_word_embeddings else None)
         del table  # where the backend has packed the table, there is no need for both

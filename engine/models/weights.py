@@ -112,9 +112,9 @@ class Weights:
     """
 
     def __init__(self, tensors: Tensors, ops: Backend, device: torch.device, dtype: torch.dtype) -> None:
-        self.ops, self.device, self.dtype = ops, device, dtype
+        self.ops, self.dtype = ops, dtype
         self.num_bytes = 0
-        self._tensors = tensors
+        self._tensors, self._device = tensors, device
 
     def norm(self, name: str, size: int) -> Tensor:
         """The weight of a norm, [size]."""
@@ -161,7 +161,7 @@ class Weights:
         return self._filled(self._empty(sum(rows.values())), {f"{name}.bias": size for name, size in rows.items()})
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, device=self.device, dtype=self.dtype)
+        return torch.empty(shape, device=self._device, dtype=self.dtype)
 
     def _filled(self, place: Place, rows: Mapping[str, int]) -> Place:
         for name, part in zip(rows, place.split(list(rows.values())), strict=True):

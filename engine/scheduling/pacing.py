@@ -1,73 +1,53 @@
-"""How much of a step is prefill: what holds the targets for a token's time, as far as steps have been measured.
+"""How a step's tokens are shared between decodes, long prompts and short ones.
 
 Stall-free batching with a fixed chunk (Sarathi-Serve, Agrawal et al., 2024) bounds a step by its token budget. Here the
-bound is a time: beside decodes, prompts get what the learned step time leaves of it.
+bound is a time: beside decodes, prompts get the tokens that the cost model expects to fit into the target.
 
-A slow machine needs most of that time for its decodes alone. Prompts that got only the rest would fill the batch so
-slowly that throughput collapsed, so a step may grow to a multiple of its decodes' own time whatever the target is. A
-step that takes g times as long as its decodes alone slows decodes down by g and prompts by g / (g - 1). The weighted
-sum over all sequences is least at g = 1 + sqrt(weight * prompts / decodes): many prompts beside few decodes get a
-large share, one beside many a small one. Standard library only.
+A slow machine needs most of that time for its decodes alone. If prompts got only the rest, they would fill the batch so
+slowly that throughput collapsed. A step may therefore grow to a multiple of its decodes' own time, whatever the target.
+A step that takes g times as long as its decodes alone slows decodes down by g and prompts by g / (g - 1). The weighted
+sum over all sequences is least at g = 1 + sqrt(weight * prompts / decodes): many prompts beside few decodes get a large
+share, one prompt beside many decodes a small one.
+
+Short prompts may use up to half of the remaining budget; the oldest prompt gets the rest. Short prompts thus never wait
+for long ones, and a long prompt takes at most twice its time unless other sequences outrank it.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Callable
+from itertools import islice
 
-from pagoda_server.engine.core.sequence import Chunk, Sequence, StepPlan
-from pagoda_server.engine.timing.least_time import LeastTime
-from pagoda_server.engine.timing.likely_time import LikelyTime
-from pagoda_server.engine.timing.running_quantile import RunningQuantile
-from pagoda_server.engine.timing.step_time_model import StepLoad, StepTimeModel
+from pagoda_server.engine.core.sequence import Chunk, Sequence
+from pagoda_server.engine.scheduling.policy import Policy
+from pagoda_server.engine.timing.cost_model import CostModel
 
-MIN_PREFILL = 4  # prompt tokens of a step, whatever they take
-LEAST_GROWTH = 1.25  # times what its decodes alone would take: a step may take as long, whatever the target
+MIN_PREFILL = 4  # prompt tokens that every step has room for, however long they take
+LEAST_GROWTH = 1.25  # a step may take this many times its decodes' own time, whatever the target
 PROMPT_WEIGHT = 2.0  # how many slowed decodes a slowed prompt is worth: it also keeps its place in the batch empty
-ADVANCE_EVERY = 8  # steps: each prompt that has been admitted advances once in as many
-HELD = 0.99  # part of the steps beside decodes that are to hold the target
-MEASURED = 256  # of them that say how far steps exceed what the model expects of them
+ADVANCE_EVERY = 8  # steps: each prompt that has been admitted advances at least once in as many
+OVERTAKING = 64  # how many sequences at the head of the queue a short prompt can overtake
 
 
 class Pacing:
     """
+    costs         predicts step times
     token_budget  tokens of a step at most
-    target_itl_s  a step that holds decodes is to take so long at most; None: no such target
-    max_growth    a step that holds decodes takes at most this many times what it would without prompts; None: no limit
+    target_itl_s  how long a step that holds decodes should take at most; None: no such target
     """
 
-    def __init__(self, token_budget: int, target_itl_s: float | None, max_growth: float | None = None) -> None:
-        self.least_time = LeastTime(token_budget)
-        self.likely_time = LikelyTime(token_budget)
-        self.model = StepTimeModel()
+    def __init__(self, costs: CostModel, token_budget: int, target_itl_s: float | None) -> None:
+        self._costs = costs
         self._token_budget = token_budget
-        self._target_itl_s = math.inf if target_itl_s is None else target_itl_s
-        self._max_growth = math.inf if max_growth is None else max_growth
-        self._is_limited = min(self._target_itl_s, self._max_growth) < math.inf
-        self._excess = RunningQuantile(HELD, MEASURED)  # measured ÷ expected, of steps with decodes
-        self._started: deque[float] = deque()  # when the steps that are not committed were scheduled
-        self._last_end = 0.0
-        self._goes_on = False  # from one step to the next, without rest
-
-    def scheduled(self, now: float) -> None:
-        self._started.append(self._last_end if self._goes_on and not self._started else now)
-
-    def committed(self, plan: StepPlan, now: float) -> None:
-        """Steps are computed one after the other: one that was scheduled early began when the one before had ended."""
-        seconds = now - max(self._started.popleft(), self._last_end)
-        self._last_end = now
-        self.least_time.observe(plan.num_tokens, seconds)
-        self.likely_time.observe(plan, seconds)
-        if self._is_limited:
-            load = StepLoad.of_plan(plan)
-            excess = self.model.observe(load, seconds)
-            if load.decodes and excess is not None:
-                self._excess.add(excess)
+        self._target_itl_s = target_itl_s
 
     def budget(self, running: list[Sequence], num_startable: int) -> int:
-        """Tokens of the next step, decodes included. `num_startable`: sequences that wait and would find a place."""
-        self._goes_on = bool(running)
-        if not self._is_limited:
+        """Return how many tokens the next step may hold, decodes included.
+
+        num_startable  waiting sequences that would find a place
+        """
+        if self._target_itl_s is None:
             return self._token_budget
         decodes = keys = start = 0
         prompts = num_startable
@@ -81,33 +61,68 @@ class Pacing:
                 start = max(start, seq.num_computed)
         if not decodes:
             return self._token_budget
-        alone_s = self.model.predict(StepLoad.of(decodes, keys))
-        # The target is held by a step that exceeds its expected time as others did; growth compares expected times.
+        alone_s = self._costs.decodes_s(decodes, keys)
+        # A step that exceeds its expected time by as much as others did still holds the target.
         growth = max(LEAST_GROWTH, 1 + math.sqrt(PROMPT_WEIGHT * prompts / decodes))
-        target_s = max(self._target_itl_s / max(1.0, self._excess.value(1.0)), growth * alone_s)
-        limit_s = min(target_s, self._max_growth * alone_s)
-        room = max(MIN_PREFILL, self.model.tokens_within(limit_s - alone_s, start))
+        limit_s = max(self._target_itl_s / self._costs.excess, growth * alone_s)
+        room = max(MIN_PREFILL, self._costs.tokens_within(limit_s - alone_s, start))
         return min(self._token_budget, decodes + room)
 
-    def cut(self, turn: list[Sequence], budget: int, number: int) -> list[Chunk]:
-        """Chunks of these sequences, decodes first. `number`: of this plan.
+    def newcomer(self, waiting: Policy, running: list[Sequence], budget: int) -> Sequence | None:
+        """Return the waiting sequence that may start: the next in line or, if the budget is spent, a short prompt.
 
-        A prompt whose turn has not come in ADVANCE_EVERY steps gets a token even beyond the budget, but never beyond
-        the token budget, since that exceeds the number of sequences.
+        budget  tokens that the running sequences leave of the step; may be negative. At least one sequence waits
+        """
+        in_line = waiting.in_line()
+        if budget > 0:
+            return next(in_line)
+        half = self._token_budget // 2
+        spare = half - sum(seq.remaining_len for seq in running if 1 < seq.remaining_len <= half)
+        return next((seq for seq in islice(in_line, OVERTAKING) if seq.remaining_len <= spare), None)
+
+    def chunks(
+        self, running: list[Sequence], budget: int, rank: Callable[[Sequence], float], number: int
+    ) -> list[Chunk]:
+        """Share a step between running sequences, decodes first.
+
+        A prompt that has not advanced for ADVANCE_EVERY steps gets a token even beyond the budget. The token budget is
+        never exceeded, as it is larger than the number of sequences.
+
+        rank    the policy's: the prompt of the highest rank comes first
+        number  counts plans, as Sequence.last_plan does
         """
         chunks: list[Chunk] = []
-        prefills: list[Sequence] = []
-        for seq in turn:
+        prompts: list[Sequence] = []
+        for seq in running:
             start = seq.num_computed
             if len(seq.tokens) + seq.num_pending - start == 1:
                 chunks.append(Chunk(seq, start, 1, True))
             else:
-                prefills.append(seq)
-        overdue = [number - seq.last_plan >= ADVANCE_EVERY for seq in prefills]
+                prompts.append(seq)
+        if not prompts:
+            return chunks
+        prompts = _in_turn(prompts, budget - len(chunks), rank)
+        overdue = [number - seq.last_plan >= ADVANCE_EVERY for seq in prompts]
         budget = max(0, budget - len(chunks) - sum(overdue))
-        for seq, is_overdue in zip(prefills, overdue, strict=True):
+        for seq, is_overdue in zip(prompts, overdue, strict=True):
             length = min(seq.remaining_len, budget + is_overdue)
             if length:
                 chunks.append(Chunk(seq, seq.num_computed, length, length == seq.remaining_len))
                 budget -= length - is_overdue
         return chunks
+
+
+def _in_turn(prompts: list[Sequence], budget: int, rank: Callable[[Sequence], float]) -> list[Sequence]:
+    """Order prompts: the shortest, as far as half of the budget holds them, then the oldest of the highest rank."""
+    if len(prompts) < 2 or sum(seq.remaining_len for seq in prompts) <= budget:
+        return prompts
+    oldest, *others = sorted(prompts, key=rank, reverse=True)
+    spare = budget // 2
+    ahead: list[Sequence] = []
+    for seq in sorted(others, key=lambda seq: seq.remaining_len):
+        spare -= seq.remaining_len
+        if spare < 0:
+            break
+        ahead.append(seq)
+    passed = {seq.id for seq in ahead}
+    return [*ahead, oldest, *(seq for seq in others if seq.id not in passed)]

@@ -1,16 +1,17 @@
-"""Who runs in the next step, and how many tokens each.
+"""Which sequences run in the next step, and how many tokens each.
 
-There are no phases: every sequence has computed tokens that chase those that exist, and a decode is a chunk of length
-one. Running decodes come first and prefill chunks fill the rest of the token budget (Sarathi-Serve, Agrawal et al.,
-2024), so that a long prompt stalls no stream. When blocks run out, somebody gives up its own and is computed again
-later. What is decided elsewhere: who is next in line (engine/scheduling/policies/), who may start and who computes
-(engine/scheduling/schedules.py), which blocks it gets (engine/kv/block_tables.py), how much of a step is prefill
-(engine/scheduling/pacing.py), who gives up its blocks (engine/scheduling/victims.py) and whose deadline cannot be met
-(engine/scheduling/deadlines.py). Standard library only; the clock is an argument, so that tests run in simulated time.
+Sequences join and leave the batch at every step (iteration-level scheduling: Orca, Yu et al., 2022). There are no
+phases: every sequence has computed tokens that chase those that exist, and a decode is a chunk of length one. Running
+decodes come first and prefill chunks fill the rest of the token budget (Sarathi-Serve, Agrawal et al., 2024), so a long
+prompt stalls no stream. When blocks run out, a sequence gives up its own and is computed again later.
 
-A step may be scheduled before the one before it is committed. It then counts on that one's tokens without knowing them:
-who ends with such a token has one row computed for nothing, which writes to blocks that nobody reads any more, and
-before anybody else writes to them, since steps are computed in the order in which they were scheduled.
+Other files decide which sequence is next in line (policies.py), how a step's tokens are shared (pacing.py), which
+sequence is preempted (victims.py), which can no longer meet its deadline (deadlines.py), and which blocks a sequence
+gets (engine/kv/block_tables.py). The clock is an argument, so tests run in simulated time.
+
+A step may be scheduled before the previous one is committed. It then counts on that step's tokens without knowing them.
+If such a token ends its sequence, one row is computed in vain. It writes to blocks that no sequence reads any more, and
+does so before another sequence can write to them, because steps are computed in the order in which they were scheduled.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.scheduling.deadlines import Deadlines
 from pagoda_server.engine.scheduling.pacing import Pacing
-from pagoda_server.engine.scheduling.policies import POLICIES, Policy, PolicyName, PolicySettings
-from pagoda_server.engine.scheduling.schedules import SCHEDULES, ScheduleName
+from pagoda_server.engine.scheduling.policies import POLICIES
+from pagoda_server.engine.scheduling.policy import Policy, PolicySettings
 from pagoda_server.engine.scheduling.tenants import Tenants
 from pagoda_server.engine.scheduling.victims import choose_victim, is_protected, num_freed
+from pagoda_server.engine.timing.cost_model import CostModel
+from pagoda_server.settings.engine import PolicyName
 
 
 class Scheduler:
@@ -37,11 +40,9 @@ class Scheduler:
     token_budget   tokens of one step, decodes included; more than max_num_seqs
     max_model_len  prompt + output of one sequence
     clock          seconds, monotonic
-    schedule       one of engine/scheduling/schedules.py
-    policy         one of engine/scheduling/policies/, with its settings: ageing_s and tenant_weights
-    target_itl_s   a step that holds decodes is to take so long at most; None: no such target
-    max_itl_growth  of a step by prompts beside its decodes, as a factor; None: no such limit
-    host           where preempted sequences keep what they have computed; None: nowhere
+    policy         one of engine/scheduling/policies.py, with its settings: ageing_s and tenant_weights
+    target_itl_s   how long a step that holds decodes should take at most; None: no such target
+    num_host_blocks  blocks of host memory, in which preempted sequences keep what they have computed
     """
 
     def __init__(
@@ -53,16 +54,13 @@ class Scheduler:
         max_model_len: int,
         clock: Callable[[], float],
         prefix_caching: bool = True,
-        schedule: ScheduleName = "continuous",
         policy: PolicyName = "priority",
         ageing_s: float = 60.0,
         tenant_weights: Mapping[str, float] | None = None,
         target_itl_s: float | None = None,
-        max_itl_growth: float | None = None,
-        host: HostBlocks | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
         self.pool = pool
-        self.host = host or HostBlocks(0, pool.block_size, clock)
         self.max_num_seqs = max_num_seqs
         self.token_budget = token_budget
         self.max_model_len = max_model_len
@@ -70,15 +68,15 @@ class Scheduler:
         self.counters = Counters()
         self.tenants = Tenants(clock)
         self.running: list[Sequence] = []  # in the order of admission
-        self.hold: Hold | None = None  # why the next in line has not started; None if nobody waits
-        self.step_budget = token_budget  # of the last step that was scheduled
-        self._pacing = Pacing(token_budget, target_itl_s, max_itl_growth)
+        self.hold: Hold | None = None  # why the next in line has not started; None if none waits
+        self.costs = CostModel(token_budget, clock)
+        self._pacing = Pacing(self.costs, token_budget, target_itl_s)
+        self.host = HostBlocks(num_host_blocks, pool.block_size, self.costs)
         self.waiting: Policy = POLICIES[policy](
             PolicySettings(clock, self._likely_time_s, ageing_s, tenant_weights or {}),
         )
         self._tables = BlockTables(pool, prefix_caching, self.host)
-        self._deadlines = Deadlines(self._pacing.least_time, self._tables.num_cached)
-        self._schedule = SCHEDULES[schedule](token_budget)
+        self._deadlines = Deadlines(self.costs, self._tables.num_cached)
         self._num_planned = 0  # plans made, and those that are committed
         self._num_committed = 0
         self._live: dict[int, Sequence] = {}
@@ -87,7 +85,7 @@ class Scheduler:
     # -- arrivals and departures ------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
-        """Queues a sequence, or ends it at once as REJECTED if it could never run, even alone."""
+        """Queue a sequence, or end it at once as REJECTED if it could never run, even alone."""
         self._live[seq.id] = seq
         self.tenants.arrived(seq)
         seq.max_len = min(seq.prompt_len + seq.params.max_tokens, self.max_model_len)
@@ -105,7 +103,7 @@ class Scheduler:
         self._deadlines.add(seq)
 
     def abort(self, ids: Iterable[int]) -> None:
-        """Ends sequences as ABORTED, whatever their state. Unknown ids crossed an end on the way and mean nothing."""
+        """End sequences as ABORTED, whatever their state. Ignore unknown ids: those sequences have just ended."""
         for id in ids:
             if seq := self._live.get(id):
                 self._end(seq, EndReason.ABORTED)
@@ -115,17 +113,17 @@ class Scheduler:
 
     @property
     def next_deadline(self) -> float:
-        """Until then nobody has to leave because of a deadline."""
+        """Until then no sequence has to leave because of its deadline."""
         return self._deadlines.next
 
     @property
     def num_waiting(self) -> int:
-        """Those included that wait for another sequence to compute their prompt."""
+        """Waiting sequences, with those that wait for a sibling to compute their prompt."""
         return len(self.waiting) + self._tables.num_parked
 
     @property
     def _num_startable(self) -> int:
-        """Sequences that wait and would find a place."""
+        """Waiting sequences that would find a place."""
         return min(len(self.waiting), self.max_num_seqs - len(self.running))
 
     @property
@@ -139,22 +137,24 @@ class Scheduler:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """What to compute next. A plan that is not empty is to be committed, in the order in which it was made."""
+        """Plan the next step. Every plan that is not empty must be committed, in the order in which it was made."""
         self._expire()
         self._make_room()
-        self.step_budget = budget = self._pacing.budget(self.running, self._num_startable)
+        is_idle = not self.running
+        budget = self._pacing.budget(self.running, self._num_startable)
         self.hold = self._admit(budget)
-        turn = self._schedule.turn(self._unfinished(), budget, self.waiting.rank)
-        plan = self._tables.plan(self._pacing.cut(turn, budget, self._num_planned + 1))
+        chunks = self._pacing.chunks(self._unfinished(), budget, self.waiting.rank, self._num_planned + 1)
+        plan = self._tables.plan(chunks)
         if not plan.is_empty:
+            self.costs.scheduled(after_idle=is_idle)
             self._count_on(plan)
         return plan
 
     def commit(self, plan: StepPlan, sampled: Sampled) -> None:
-        """Takes in a step's outcome: what is computed, which tokens are new, who is finished."""
+        """Take in a step's outcome: what is computed, which tokens are new, which sequences end."""
         for at, (chunk, token) in enumerate(zip(plan.chunks, sampled.tokens, strict=True)):
             seq = chunk.seq
-            if seq.state is State.FINISHED:  # or padding: its outcome is dropped
+            if seq.state is State.FINISHED:
                 self.counters.dropped_tokens += chunk.length
                 continue
             seq.num_pending -= chunk.samples
@@ -165,52 +165,50 @@ class Scheduler:
                 self._tables.computed(seq, chunk.end)
             if token >= 0:  # its own, even if it has been preempted since the step was scheduled
                 self._append(seq, token, sampled.logprobs[at])
-        self._pacing.committed(plan, self.clock())
-        self._tables.commit(plan, sampled.copied_s)
+        self.costs.committed(plan, sampled.copied_s)
+        self._tables.commit(plan)
         self._num_committed += 1
         self.counters.steps += 1
         self.counters.step_sequences = len(plan.chunks)
         self.counters.step_tokens = plan.num_tokens
 
     def distrust(self, plan: StepPlan) -> None:
-        """Its step failed and is to be computed again: who has started from what it saved cannot go on from that."""
+        """Preempt the sequences that started from what this step saved: it failed, and is computed again."""
         for seq in self.host.distrust(plan):
             self._preempt(seq)
 
     def take_output(self) -> StepOutput:
-        """What there is to tell since the last call."""
+        """Return what has happened since the last call."""
         output, self._output = self._output, StepOutput()
         return output
 
     # -- the parts of a step ----------------------------------------------------------------------------------------
 
     def _count_on(self, plan: StepPlan) -> None:
-        """From now on the plan's tokens count as computed, and those that it chooses as existing."""
+        """Count the plan's tokens as computed from now on, and the tokens that it chooses as existing."""
         self._num_planned = number = self._num_planned + 1
-        self._pacing.scheduled(self.clock())
         for chunk in plan.chunks:
             seq = chunk.seq
-            if seq.state is State.RUNNING:  # else it is padding
-                seq.num_computed = chunk.start + chunk.length
-                seq.num_pending += chunk.samples
-                seq.last_plan = number
+            seq.num_computed = chunk.start + chunk.length
+            seq.num_pending += chunk.samples
+            seq.last_plan = number
 
     def _admit(self, budget: int) -> Hold | None:
-        """Starts waiting sequences while there are places, the schedule picks one and its blocks exist.
+        """Start waiting sequences while the step has tokens, places and blocks for them.
 
-        Returns what keeps the next in line from starting; None if nobody waits.
+        Return what keeps the next in line from starting; None if no sequence waits.
         """
         if not self.waiting:
             return None
         budget -= sum(seq.remaining_len for seq in self._unfinished())
         while self.waiting:
             lower = self.waiting.outranked(next(self.waiting.in_line()), self.running)
-            seq = self._schedule.pick(self.waiting, self.running, budget + sum(seq.remaining_len for seq in lower))
+            seq = self._pacing.newcomer(self.waiting, self.running, budget + sum(seq.remaining_len for seq in lower))
             if seq is None:
-                return "no budget" if budget <= 0 else "not its turn"
+                return "no budget"
             if self._deadlines.is_lost(seq, self.clock()):
                 if self.running and not self._deadlines.takes_leave():
-                    return "not its turn"
+                    return "late"
                 self._end(seq, EndReason.DEADLINE)
                 continue
             while not self._start(seq):
@@ -220,7 +218,7 @@ class Scheduler:
         return None
 
     def _start(self, seq: Sequence) -> bool:
-        """Gives a waiting sequence a place and blocks for every token that it has, if there are as many."""
+        """Give a waiting sequence a place and blocks for all its tokens; return False if there are too few."""
         if len(self.running) >= self.max_num_seqs:
             return False
         if seq.last_plan > self._num_committed:  # preempted while a step computes it: that first
@@ -247,7 +245,7 @@ class Scheduler:
         return True
 
     def _displace(self, lower: list[Sequence], seq: Sequence) -> bool:
-        """Has one of the running make room for a sequence that outranks them, if it starts once all of them have."""
+        """Preempt one of the outranked sequences for `seq`, if preempting all of them would let it start."""
         lower[:] = [other for other in lower if other.state is State.RUNNING]
         num_left = len(self.running) - len(lower)
         room = self.pool.num_available - num_left + sum(num_freed(other, self.pool) for other in lower)
@@ -257,13 +255,13 @@ class Scheduler:
         return True
 
     def _unfinished(self) -> list[Sequence]:
-        """Who runs and has more to compute, as far as that is known."""
+        """Running sequences that have more to compute, as far as that is known."""
         if self._num_planned == self._num_committed:
             return self.running
         return [seq for seq in self.running if not seq.awaits_token]
 
     def _make_room(self) -> None:
-        """Gives every running sequence blocks for all its tokens, at the cost of others if need be."""
+        """Give every running sequence blocks for all its tokens, and preempt others if there are too few."""
         size = self.pool.block_size
         running = self._unfinished()
         for seq in [seq for seq in running if len(seq.tokens) + seq.num_pending > len(seq.blocks) * size]:
@@ -272,17 +270,14 @@ class Scheduler:
                     self._preempt(self._victim_for(seq))
 
     def _victim_for(self, seq: Sequence) -> Sequence:
-        """Who gives up its blocks for one more of this sequence; it may be itself, which is not protected now."""
+        """Choose the sequence that is preempted so that `seq` can grow; it may be `seq` itself."""
         lower = {other.id for other in self.waiting.outranked(seq, self.running)}
         candidates = [other for other in self.running if other.id in lower or not is_protected(other)]
         return choose_victim(candidates, self.waiting.rank, self.pool)
 
     def _preempt(self, seq: Sequence) -> None:
-        if seq.state is State.RUNNING:
-            self._tables.keep(seq)
+        self._tables.keep(seq)
         self._leave(seq)
-        if seq.state is State.FINISHED:  # it only kept its row in a static batch
-            return
         self._move(seq, State.WAITING)
         seq.num_lost, seq.num_computed = seq.num_computed, 0
         seq.preemptions += 1
@@ -315,8 +310,7 @@ class Scheduler:
     def _end(self, seq: Sequence, reason: EndReason, *, matched: int | None = None, detail: str = "") -> None:
         if seq.state is State.RUNNING:
             self._tables.publish_begun(seq)
-            for gone in self._schedule.leaving(seq, reason, self.running):
-                self._leave(gone)
+            self._leave(seq)
         else:
             self.waiting.remove(seq)
         seq.account(now := self.clock())
@@ -333,26 +327,24 @@ class Scheduler:
 
     def _expire(self) -> None:
         now = self.clock()
-        for seq in [seq for seq in self.running if seq.deadline <= now and seq.state is State.RUNNING]:
+        for seq in [seq for seq in self.running if seq.deadline <= now]:
             self._end(seq, EndReason.DEADLINE)
         for seq in self._deadlines.lost(now, is_bounded=bool(self.running)):
             self._end(seq, EndReason.DEADLINE)
 
     def _likely_time_s(self, seq: Sequence) -> float:
-        return self._pacing.likely_time.of(seq.remaining_len - self._tables.num_cached(seq))
+        return self.costs.likely_s(seq.remaining_len - self._tables.num_cached(seq))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block and every sequence is accounted for."""
         self._tables.check_integrity(self.running)
         assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} running, at most {self.max_num_seqs} may"
-        going = [seq for seq in self.running if seq.state is not State.FINISHED]  # others keep a static batch's rows
-        assert all(seq.state is State.RUNNING for seq in going)
-        assert bool(going) == bool(self.running), "a batch of finished sequences alone"
+        assert all(seq.state is State.RUNNING for seq in self.running)
         assert all(seq.state is State.WAITING and not seq.blocks for seq in self.waiting)
         parked = list(self._tables.parked())
         assert all(seq.state is State.WAITING and not seq.blocks for seq in parked)
-        assert {seq.id for seq in [*going, *self.waiting, *parked]} == self._live.keys()
-        assert self.num_waiting == len(self._live) - len(going)
+        assert {seq.id for seq in [*self.running, *self.waiting, *parked]} == self._live.keys()
+        assert self.num_waiting == len(self._live) - len(self.running)
         self.tenants.check_integrity(self._live.values())
         for seq in self.running:
             assert seq.remaining_len > 0, f"sequence {seq.id} runs with nothing to compute"

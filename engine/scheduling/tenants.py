@@ -1,8 +1,8 @@
-"""What each tenant has of the engine: who waits, who runs, and what it was served. Standard library only.
+"""Each tenant's share of the engine: its waiting and running sequences, and the service that it received.
 
-Service is counted as in "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024): one for a token of a
-prompt that is computed, two for one of an output, under every policy. A token costs nothing here: outputs are counted
-when somebody looks, and when a sequence moves or ends.
+Service is counted as in "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), under every policy: one
+for a prompt token that is computed, two for an output token. A new token costs nothing here: output tokens are counted
+when a table is asked for, and when a sequence moves or ends.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from pagoda_server.engine.core.sequence import Sequence, State
 
-PROMPT_WEIGHT = 1  # of a token that is computed; those of the prefix cache, or of a sibling, cost nothing
+PROMPT_WEIGHT = 1  # for a token that is computed; tokens of the prefix cache or of a sibling are free
 OUTPUT_WEIGHT = 2
 SLICE_S = 1.0
-NUM_SLICES = 10  # of the window of `recent_service`, which moves by one of them
+NUM_SLICES = 10  # the window of `recent_service`, which moves by one slice
 REFRESH_S = 0.25  # while sequences live, a table is at most this old
-MAX_LISTED = 64  # tenants of a table: names are the clients' to choose, and there may be one for every sequence
-MAX_IDLE = 1024  # tenants without a sequence whose service is remembered
+MAX_LISTED = 64  # tenants of a table: clients choose the names, so every sequence may have another one
+MAX_IDLE = 1024  # tenants without a sequence whose service is kept
 
 
 def prompt_service(seq: Sequence) -> int:
@@ -34,8 +34,8 @@ def prompt_service(seq: Sequence) -> int:
 @dataclass(frozen=True, slots=True)
 class TenantLoad:
     """
-    service         of prompts and outputs; since the engine started, or since the tenant was forgotten
-    recent_service  and of the last ten seconds
+    service         since the engine started, or since the tenant was forgotten
+    recent_service  in the last ten seconds
     """
 
     name: str
@@ -48,8 +48,8 @@ class TenantLoad:
 @dataclass(frozen=True, slots=True)
 class TenantTable:
     """
-    listed          those of the `count` tenants that were served most lately, or have sequences: at most 64
-    count           tenants that have sequences or were served in the last ten seconds
+    listed          at most 64 tenants: those with the most recent service, then others that have sequences
+    count           how many tenants have sequences or were served in the last ten seconds
     recent_service  of all tenants, in the last ten seconds
     """
 
@@ -66,12 +66,12 @@ class _Tenant:
 
 
 class Tenants:
-    """Memory is bounded by the sequences that live, the tenants served within ten seconds, and MAX_IDLE."""
+    """Memory is bounded by the number of live sequences, of tenants served within ten seconds, and MAX_IDLE."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._live: dict[str, _Tenant] = {}
-        self._idle: dict[str, _Tenant] = {}  # without a sequence; who has been so for longest comes first
+        self._idle: dict[str, _Tenant] = {}  # without a sequence; the longest idle comes first
         self._recent: dict[str, int] = {}  # service within the window: the sum of the slices
         self._slices: deque[dict[str, int]] = deque([{}])
         self._slice_ends = clock() + SLICE_S
@@ -85,14 +85,14 @@ class Tenants:
         tenant.live += 1
 
     def moves(self, seq: Sequence, to: State) -> None:
-        """It starts, or gives up its blocks."""
+        """Note that a sequence starts or is preempted. Call this before its state changes."""
         if to is State.RUNNING and seq.first_scheduled is None:
             self._charge(seq, prompt_service(seq))
         self._count_output(seq)
         self._live[seq.tenant].running += 1 if to is State.RUNNING else -1
 
     def ends(self, seq: Sequence) -> None:
-        """Before it does, in whatever state."""
+        """Note that a sequence ends. Call this before its state becomes FINISHED."""
         self._count_output(seq)
         tenant = self._live[seq.tenant]
         tenant.live -= 1
@@ -103,7 +103,7 @@ class Tenants:
                 del self._idle[next(iter(self._idle))]
 
     def table(self, running: Iterable[Sequence]) -> TenantTable:
-        """Who has what. The same object until there is a new one."""
+        """Return the current table; the same object until a new one is made."""
         now = self._clock()
         if self._live and now < self._table_is_good_until:
             return self._table
@@ -122,7 +122,7 @@ class Tenants:
         return self._table
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
-        """Raises AssertionError unless exactly these sequences are counted, each under its tenant and its state."""
+        """Raise AssertionError unless exactly these sequences are counted, each under its tenant and its state."""
         counted = {name: (tenant.live, tenant.running) for name, tenant in self._live.items()}
         expected: dict[str, tuple[int, int]] = {}
         for seq in live:

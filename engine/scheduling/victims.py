@@ -1,9 +1,9 @@
-"""Who gives up its blocks when there are too few. Standard library only.
+"""Which sequence is preempted when blocks run out.
 
-The lowest rank first; among equals, whoever wastes the fewest computed tokens for each block that it frees. What others
-share is neither freed nor lost. A sequence that comes back gets a block more than it fills and is safe from its equals
-until it has filled it: it gives up its blocks at most once before its first token, and then once for each block of
-tokens that it has generated. So admission and preemption cannot chase each other.
+The lowest rank goes first; among equals, the sequence that wastes the fewest computed tokens for each block that it
+frees. Blocks that others share are neither freed nor lost. A sequence that comes back gets one block more than it
+fills, and its equals cannot preempt it until that block is full. They preempt it at most once before its first token,
+and then once for each block of tokens that it has generated: admission and preemption cannot chase each other.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def num_freed(seq: Sequence, pool: BlockPool) -> int:
 
 
 def choose_victim(candidates: Iterable[Sequence], rank: Callable[[Sequence], float], pool: BlockPool) -> Sequence:
-    """The one of these that gives up its blocks; of equals the last. Who has finished and keeps a row goes first."""
+    """Choose the sequence that gives up its blocks; of equals the last."""
 
-    def cost(seq: Sequence) -> tuple[bool, float, float]:
+    def cost(seq: Sequence) -> tuple[float, float]:
         freed = num_freed(seq, pool)
         unused = len(seq.blocks) * pool.block_size - seq.num_computed
         wasted = max(0, freed * pool.block_size - unused)
-        return seq.state is State.RUNNING, rank(seq), wasted / freed if freed else float("inf")
+        return rank(seq), wasted / freed if freed else float("inf")
 
     return min(reversed(list(candidates)), key=cost)

@@ -49,8 +49,8 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
         deadline=now + submit.timeout_s if submit.HasField("timeout_s") else math.inf,
         priority=submit.priority,
         tenant=submit.tenant,
-        ttft_s=submit.slo.ttft_ms / 1e3 if submit.slo.HasField("ttft_ms") else math.inf,
-        tpot_s=submit.slo.tpot_ms / 1e3 if submit.slo.HasField("tpot_ms") else math.inf,
+        ttft_s=submit.slo.ttft_s if submit.slo.HasField("ttft_s") else math.inf,
+        tpot_s=submit.slo.tpot_s if submit.slo.HasField("tpot_s") else math.inf,
         cache_root=chain_root(submit.cache.salt),
         bypass_cache=submit.cache.bypass,
         request_id=submit.request_id,
@@ -106,9 +106,9 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
     )
 
 
-def _load_message(load: LoadSnapshot) -> control_pb2.Load:
+def _load_message(load: LoadSnapshot) -> control_pb2.EngineLoad:
     counters = load.counters
-    return control_pb2.Load(
+    return control_pb2.EngineLoad(
         waiting=load.waiting,
         running=load.running,
         blocks_total=load.blocks_total,

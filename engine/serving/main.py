@@ -21,7 +21,6 @@ from pagoda.v1 import control_pb2
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, resolve
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.loop.loop import EngineLoop
 from pagoda_server.engine.runners.load import InformedRunner, load_runner
 from pagoda_server.engine.scheduling.scheduler import Scheduler
@@ -73,7 +72,7 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner) -> 
             ageing_s=config.priority_ageing_s,
             tenant_weights=config.weight_of_tenant(),
             target_itl_s=config.target_itl_s,
-            host=HostBlocks(info.num_host_blocks, info.kv_cache.block_size, time.monotonic),
+            num_host_blocks=info.num_host_blocks,
         ),
         runner,
         server,

@@ -187,7 +187,7 @@ class EngineServer:
             connection.traces.append(trace_messages(take.number, snapshot))
             connection.wake.set()
 
-        self._put(engine_loop.TakeTrace(take.request.last_s if take.request.HasField("last_s") else math.inf, reply))
+        self._put(engine_loop.TakeTrace(take.last_s if take.HasField("last_s") else math.inf, reply))
 
     async def _write(self, connection: Connection, link: RouterLink) -> None:
         async def write(message: engine_pb2.EngineMessage) -> None:

@@ -14,8 +14,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda.v1 import control_pb2
-from pagoda_server.router.engines.engine_stream import EngineStream
+from pagoda.v1 import control_pb2, trace_pb2
+from pagoda_server.router.engines.stream import EngineStream
 from pagoda_server.router.engines.transport import EngineLink, transport_to
 from pagoda_server.router.errors import Unavailable
 
@@ -51,7 +51,8 @@ class EngineChannel:
     ) -> None:
         self.address = address
         self.info: control_pb2.EngineInfo | None = None
-        self.load = control_pb2.Load()
+        self.has_been_ready = False
+        self.load = control_pb2.EngineLoad()
         self.tenants = engine_pb2.Tenants()
         self._hang_timeout_s = hang_timeout_s
         self._patience_s = patience_s
@@ -86,7 +87,7 @@ class EngineChannel:
             raise Unavailable("the engine is not ready")
         count = submit.sampling.n
         numbers = [next(self._next_sequence) for _ in range(count)]
-        stream = EngineStream(self, numbers[0], count)
+        stream = EngineStream(numbers[0], count, abort=self.abort, forget=self.forget)
         if not self._routes:
             self._last_word = time.monotonic()
         for index, number in enumerate(numbers):
@@ -119,17 +120,17 @@ class EngineChannel:
         if not (self._outgoing.empty() and self._link.is_free and self._link.try_write(message)):
             self._outgoing.put_nowait(message)
 
-    async def trace(self, request: control_pb2.TraceRequest) -> list[control_pb2.TracePart]:
-        """The engine's step trace. Raises Unavailable unless the engine is ready and stays so."""
+    async def trace(self, last_s: float | None) -> list[trace_pb2.StepTracePart]:
+        """The engine's step trace; None: all of it. Raises Unavailable unless the engine is ready and stays so."""
         async with self._tracing:
             if not self.is_ready:
                 raise Unavailable("the engine is not ready")
             number = next(self._next_trace)
             traces = self._traces[number] = asyncio.Queue()
             try:
-                take = engine_pb2.TakeTrace(number=number, request=request)
+                take = engine_pb2.TakeTrace(number=number, last_s=last_s)
                 self._post(engine_pb2.RouterMessage(take_trace=take))
-                parts: list[control_pb2.TracePart] = []
+                parts: list[trace_pb2.StepTracePart] = []
                 while (trace := await traces.get()) is not None:
                     parts.append(trace.part)
                     if trace.is_last:
@@ -190,6 +191,7 @@ class EngineChannel:
                         self._check(message.hello)
                         self._tell_ready(message.hello)
                         self.info = message.hello
+                        self.has_been_ready = True
                         self._link = link
                         self._outgoing = asyncio.Queue()
                         helpers.append(asyncio.create_task(self._send(link, self._outgoing)))
@@ -265,7 +267,7 @@ class EngineChannel:
         was_ready, self.info, self._link = self.is_ready, None, None
         if was_ready:
             self._away_since = time.monotonic()
-        self.load, self.tenants = control_pb2.Load(), engine_pb2.Tenants()
+        self.load, self.tenants = control_pb2.EngineLoad(), engine_pb2.Tenants()
         for stream, _ in self._routes.values():
             stream.error = Unavailable("the engine was lost while the request ran")
             stream.wake.set()

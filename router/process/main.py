@@ -19,24 +19,34 @@ import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    control_pb2,
+    control_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+)
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress, find_model
 from pagoda_server.router.engines.channel import EngineChannel, WrongEngine
 from pagoda_server.router.engines.dispatch import Dispatcher
-from pagoda_server.router.engines.engine_address import spawn_address
 from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
 from pagoda_server.router.process.interceptors import StatusInterceptor, TokenInterceptor
 from pagoda_server.router.process.listen import MAX_MESSAGE_BYTES, auth_token, bind, check_exposure, server_options
 from pagoda_server.router.process.parent_link import ParentLink
-from pagoda_server.router.process.shared_control import SharedControl
-from pagoda_server.router.process.state import ServingState
-from pagoda_server.router.process.supervisor import ChildFailedError, EngineKeeper, Supervisor, engine_supervisor
+from pagoda_server.router.process.shared_control import RouterGroup
+from pagoda_server.router.process.supervisor import (
+    ChildFailedError,
+    EngineKeeper,
+    Supervisor,
+    engine_supervisor,
+    spawn_address,
+)
 from pagoda_server.router.process.workers import WorkerConfig, Workers
-from pagoda_server.router.request.admission import Admission
-from pagoda_server.router.request.control import ControlServicer
+from pagoda_server.router.request.admission import Admission, LiveRequests
+from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import InferenceServicer
-from pagoda_server.router.request.limits import Limits
-from pagoda_server.router.request.live import LiveRequests
 from pagoda_server.router.text.tokenizer import Tokenizer
 from pagoda_server.settings import EXIT_CONFIG, RouterSettings, ServeConfig, SettingError
 from pagoda_server.settings.router import SPAWN
@@ -126,7 +136,7 @@ class Router:
         self._spawned = spawned
         self._supervisor: Supervisor | None = None  # of an engine of our own
         self._keeper: EngineKeeper | None = parent
-        self._shared_control: SharedControl | None = None
+        self._group: RouterGroup | None = None  # where it is one of several
         self._live = LiveRequests()
         self._admission = Admission(config.max_requests, config.max_queued_tokens or (1 << 62) // config.workers)
         self._has_served = False  # an engine has been ready
@@ -184,6 +194,7 @@ class Router:
             max_model_len=config.max_model_len or 1 << 31,
             vocab_size=self._tokenizer.vocab_size,
             kv_token_capacity=1 << 62,
+            has_chat_template=self._tokenizer.chat_template is not None,
             max_text_bytes=config.max_text_bytes,
             default_max_tokens=config.default_max_tokens,
         )
@@ -202,19 +213,26 @@ class Router:
             limits=lambda: self._inference.limits,
             admission=self._admission,
             dispatcher=self._dispatcher,
-            live=self._live,
             state=self._state,
             engine_restarts=lambda: self._keeper.restarts if self._keeper else 0,
             max_message_bytes=MAX_MESSAGE_BYTES,
             settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
         )
+        admin = AdminServicer(dispatcher=self._dispatcher, live=self._live, state=self._state)
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
-        control_pb2_grpc.add_ControlServicer_to_server(await self._shared(control), server)
+        if self._sockets:
+            group = await self._join(control, admin)
+            control_pb2_grpc.add_ControlServicer_to_server(group.control, server)
+            admin_pb2_grpc.add_AdminServicer_to_server(group.admin, server)
+        else:
+            control_pb2_grpc.add_ControlServicer_to_server(control, server)
+            admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._state.health, server)
         if config.has_reflection:
             services = [
                 inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
                 control_pb2.DESCRIPTOR.services_by_name["Control"].full_name,
+                admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
                 "grpc.health.v1.Health",
                 reflection.SERVICE_NAME,
             ]
@@ -225,15 +243,13 @@ class Router:
         print(f"listening on {self._port.address}", flush=True)
         return server
 
-    async def _shared(self, control: ControlServicer) -> control_pb2_grpc.ControlServicer:
-        """One of several routers on a port answers for all of them."""
-        if not self._sockets:
-            return control
-        self._shared_control = SharedControl(control, self._sockets)
-        await self._shared_control.start()
-        if await self._shared_control.are_others_draining():
+    async def _join(self, control: ControlServicer, admin: AdminServicer) -> RouterGroup:
+        """One of several routers on a port answers for all of them, and drains if they do."""
+        self._group = RouterGroup(control, admin, self._sockets)
+        await self._group.start()
+        if await self._group.are_others_draining():
             await self._state.drain()
-        return self._shared_control
+        return self._group
 
     @property
     def _is_engine_ours(self) -> bool:
@@ -271,8 +287,8 @@ class Router:
 
     async def _drain(self) -> None:
         """Health says so first; then nothing new; then what runs may finish within the grace period."""
-        if self._shared_control:
-            await self._shared_control.leave()  # or the router that takes this one's place would drain with it
+        if self._group:
+            await self._group.leave()  # or the router that takes this one's place would drain with it
         await self._state.drain()
         if not self._live:
             return

@@ -1,6 +1,6 @@
-"""The Control service where several routers share a port: whichever of them is asked answers for all.
+"""Control and Admin where several routers share a port: whichever of them is asked answers for all.
 
-Each also serves its own Control on a private socket; a router that does not answer there is dead and holds nothing.
+Each also serves its own services on a private socket; a router that does not answer there is dead and holds nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import grpc
 
-from pagoda.v1 import control_pb2, control_pb2_grpc
+from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, trace_pb2
 from pagoda_server.router.errors import NotFound
+from pagoda_server.router.process.control import AdminServicer, ControlServicer, watch_interval_s
 from pagoda_server.router.process.interceptors import StatusInterceptor
 from pagoda_server.router.process.listen import server_options
-from pagoda_server.router.request.control import ControlServicer, watch_interval_s
 
 ASK_TIMEOUT_S = 2.0
 _NEW_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
@@ -24,18 +24,24 @@ _DEAD = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 Answer = TypeVar("Answer")
 
 
-class SharedControl(control_pb2_grpc.ControlServicer):
-    """
-    own      this router's
-    sockets  where all routers serve their own: this one's, then the others'
+class RouterGroup:
+    """The routers that share a port, as one of them sees them.
+
+    control, admin  answer for all of the routers
     """
 
-    def __init__(self, own: ControlServicer, sockets: Sequence[str]) -> None:
-        self._own = own
+    def __init__(self, control: ControlServicer, admin: AdminServicer, sockets: Sequence[str]) -> None:
+        """
+        control, admin  this router's own
+        sockets         where all routers serve their own: this one's, then the others'
+        """
         self._socket = sockets[0]
         self._others = sockets[1:]
         self._private = grpc.aio.server(options=server_options(shares_port=False), interceptors=[StatusInterceptor()])
-        control_pb2_grpc.add_ControlServicer_to_server(own, self._private)
+        control_pb2_grpc.add_ControlServicer_to_server(control, self._private)
+        admin_pb2_grpc.add_AdminServicer_to_server(admin, self._private)
+        self.control = SharedControl(control, self)
+        self.admin = SharedAdmin(admin, self)
 
     async def start(self) -> None:
         """Answers the others from now on."""
@@ -49,8 +55,36 @@ class SharedControl(control_pb2_grpc.ControlServicer):
     async def are_others_draining(self) -> bool:
         """Then a router that starts is to drain too."""
         request = control_pb2.GetServerInfoRequest()
-        infos = await self._ask(lambda stub: stub.GetServerInfo(request, timeout=ASK_TIMEOUT_S))
-        return any(info.engine_state == control_pb2.ENGINE_STATE_DRAINING for info in infos)
+        infos = await self.ask_control(lambda stub: stub.GetServerInfo(request, timeout=ASK_TIMEOUT_S))
+        return any(info.state == control_pb2.SERVER_STATE_DRAINING for info in infos)
+
+    async def ask_control(self, call: Callable[[control_pb2_grpc.ControlStub], Awaitable[Answer]]) -> list[Answer]:
+        """The answers of those others that live."""
+        return await self._ask(lambda channel: call(control_pb2_grpc.ControlStub(channel)))
+
+    async def ask_admin(self, call: Callable[[admin_pb2_grpc.AdminStub], Awaitable[Answer]]) -> list[Answer]:
+        """The answers of those others that live and have found what was asked for."""
+        return await self._ask(lambda channel: call(admin_pb2_grpc.AdminStub(channel)))
+
+    async def _ask(self, call: Callable[[grpc.aio.Channel], Awaitable[Answer]]) -> list[Answer]:
+        async def ask(socket: str) -> Answer | None:
+            try:
+                # A new connection each time: one that had failed would be tried again only after a while.
+                async with grpc.aio.insecure_channel(socket, options=_NEW_CONNECTION) as channel:
+                    return await call(channel)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in (*_DEAD, grpc.StatusCode.NOT_FOUND):
+                    return None
+                raise
+
+        answers = await asyncio.gather(*(ask(socket) for socket in self._others))
+        return [answer for answer in answers if answer is not None]
+
+
+class SharedControl(control_pb2_grpc.ControlServicer):
+    def __init__(self, own: ControlServicer, group: RouterGroup) -> None:
+        self._own = own
+        self._group = group
 
     async def GetServerInfo(
         self,
@@ -58,19 +92,19 @@ class SharedControl(control_pb2_grpc.ControlServicer):
         context: grpc.aio.ServicerContext[control_pb2.GetServerInfoRequest, control_pb2.ServerInfo],
     ) -> control_pb2.ServerInfo:
         info = await self._own.GetServerInfo(request, context)
-        for other in await self._ask(lambda stub: stub.GetServerInfo(request, timeout=ASK_TIMEOUT_S)):
+        for other in await self._group.ask_control(lambda stub: stub.GetServerInfo(request, timeout=ASK_TIMEOUT_S)):
             info.limits.max_requests += other.limits.max_requests
             info.limits.max_queued_tokens += other.limits.max_queued_tokens
         for name in ("max_requests", "max_queued_tokens"):  # each router has its part of these
             info.settings[name] = str(getattr(info.limits, name))
         return info
 
-    async def GetModelInfo(
+    async def ListModels(
         self,
-        request: control_pb2.GetModelInfoRequest,
-        context: grpc.aio.ServicerContext[control_pb2.GetModelInfoRequest, control_pb2.ModelInfo],
-    ) -> control_pb2.ModelInfo:
-        return await self._own.GetModelInfo(request, context)
+        request: control_pb2.ListModelsRequest,
+        context: grpc.aio.ServicerContext[control_pb2.ListModelsRequest, control_pb2.ListModelsResponse],
+    ) -> control_pb2.ListModelsResponse:
+        return await self._own.ListModels(request, context)
 
     async def GetLoad(
         self,
@@ -89,64 +123,54 @@ class SharedControl(control_pb2_grpc.ControlServicer):
             await context.write(await self._load())
             await asyncio.sleep(interval_s)
 
+    async def GetStepTrace(
+        self,
+        request: trace_pb2.GetStepTraceRequest,
+        context: grpc.aio.ServicerContext[trace_pb2.GetStepTraceRequest, trace_pb2.StepTracePart],
+    ) -> None:
+        await self._own.GetStepTrace(request, context)
+
+    async def _load(self) -> control_pb2.Load:
+        request = control_pb2.GetLoadRequest()
+        load = self._own.load()
+        for other in await self._group.ask_control(lambda stub: stub.GetLoad(request, timeout=ASK_TIMEOUT_S)):
+            load.requests += other.requests
+            load.reserved_tokens += other.reserved_tokens
+        return load
+
+
+class SharedAdmin(admin_pb2_grpc.AdminServicer):
+    def __init__(self, own: AdminServicer, group: RouterGroup) -> None:
+        self._own = own
+        self._group = group
+
     async def Abort(
         self,
-        request: control_pb2.AbortRequest,
-        context: grpc.aio.ServicerContext[control_pb2.AbortRequest, control_pb2.AbortResponse],
-    ) -> control_pb2.AbortResponse:
+        request: admin_pb2.AbortRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.AbortRequest, admin_pb2.AbortResponse],
+    ) -> admin_pb2.AbortResponse:
         """Any router may hold the request, and each of them one if a client used its id twice."""
-        ended = await self._ask(lambda stub: stub.Abort(request, timeout=ASK_TIMEOUT_S))
+        ended = await self._group.ask_admin(lambda stub: stub.Abort(request, timeout=ASK_TIMEOUT_S))
         try:
             return await self._own.Abort(request, context)
         except NotFound:
             if not ended:
                 raise
-            return control_pb2.AbortResponse()
+            return admin_pb2.AbortResponse()
 
     async def Drain(
         self,
-        request: control_pb2.DrainRequest,
-        context: grpc.aio.ServicerContext[control_pb2.DrainRequest, control_pb2.DrainResponse],
-    ) -> control_pb2.DrainResponse:
+        request: admin_pb2.DrainRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.DrainRequest, admin_pb2.DrainResponse],
+    ) -> admin_pb2.DrainResponse:
         # This one first: a router that is just starting learns of it from here, if the call does not reach it any more.
         await self._own.start_draining()
-        await self._ask(lambda stub: stub.Drain(request))
+        await self._group.ask_admin(lambda stub: stub.Drain(request))
         return await self._own.Drain(request, context)
 
     async def FlushCache(
         self,
-        request: control_pb2.FlushCacheRequest,
-        context: grpc.aio.ServicerContext[control_pb2.FlushCacheRequest, control_pb2.FlushCacheResponse],
-    ) -> control_pb2.FlushCacheResponse:
-        return await self._own.FlushCache(request, context)  # the engines are everybody's
-
-    async def Trace(
-        self,
-        request: control_pb2.TraceRequest,
-        context: grpc.aio.ServicerContext[control_pb2.TraceRequest, control_pb2.TracePart],
-    ) -> None:
-        await self._own.Trace(request, context)
-
-    async def _load(self) -> control_pb2.Load:
-        request = control_pb2.GetLoadRequest()
-        load = self._own.load()
-        for other in await self._ask(lambda stub: stub.GetLoad(request, timeout=ASK_TIMEOUT_S)):
-            load.requests += other.requests
-            load.reserved_tokens += other.reserved_tokens
-        return load
-
-    async def _ask(self, call: Callable[[control_pb2_grpc.ControlStub], Awaitable[Answer]]) -> list[Answer]:
-        """The answers of those others that live and have found what was asked for."""
-
-        async def ask(socket: str) -> Answer | None:
-            try:
-                # A new connection each time: one that had failed would be tried again only after a while.
-                async with grpc.aio.insecure_channel(socket, options=_NEW_CONNECTION) as channel:
-                    return await call(control_pb2_grpc.ControlStub(channel))
-            except grpc.aio.AioRpcError as error:
-                if error.code() in (*_DEAD, grpc.StatusCode.NOT_FOUND):
-                    return None
-                raise
-
-        answers = await asyncio.gather(*(ask(socket) for socket in self._others))
-        return [answer for answer in answers if answer is not None]
+        request: admin_pb2.FlushCacheRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.FlushCacheRequest, admin_pb2.FlushCacheResponse],
+    ) -> admin_pb2.FlushCacheResponse:
+        return await self._own.FlushCache(request, context)  # all routers share the engines

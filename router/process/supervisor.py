@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from pagoda_server.settings import EXIT_CONFIG
+from pagoda_server.channel.address import HAS_SHM, SHM_PREFIX
+from pagoda_server.settings import EXIT_CONFIG, ServeConfig
 
 log = logging.getLogger("pagoda.router")
 
@@ -177,3 +181,13 @@ def _read_lines(
 
 def _describe(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
+
+
+@contextlib.contextmanager
+def spawn_address(config: ServeConfig) -> Iterator[str]:
+    """Where a spawned engine is to listen: an address of its own over the channel's transport, until the block ends."""
+    if config.channel == "shm" or (config.channel == "auto" and HAS_SHM):
+        yield f"{SHM_PREFIX}@pagoda-{secrets.token_hex(8)}"
+        return
+    with tempfile.TemporaryDirectory(prefix="pagoda-") as private:  # mode 0700: the socket is ours alone
+        yield f"unix:{private}/engine.sock"

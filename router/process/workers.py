@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pagoda_server.router.engines.engine_address import spawn_address
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.process.listen import reserved_port
 from pagoda_server.router.process.parent_link import ENGINE_HANGS, ENGINE_READY
-from pagoda_server.router.process.supervisor import Supervisor, engine_supervisor
+from pagoda_server.router.process.supervisor import Supervisor, engine_supervisor, spawn_address
 from pagoda_server.settings import ServeConfig
 from pagoda_server.settings.router import SPAWN
 from pagoda_server.settings.setting import flag

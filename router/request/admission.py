@@ -1,12 +1,15 @@
-"""How much work the router takes on: bounded by requests and by tokens, decided in one synchronous call."""
+"""What the router has taken on: how much, bounded by requests and by tokens, and which requests are live."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from types import TracebackType
 
-from pagoda_server.router.errors import ResourceExhausted, Unavailable
+from pagoda_server.router.engines.stream import EngineStream
+from pagoda_server.router.errors import AlreadyExists, NotFound, ResourceExhausted, Unavailable
+from pagoda_server.router.request.beam_search import BeamSearchStream
 
 _SMOOTHING = 0.1
 _RETRY_AFTER_S = (0.1, 30.0)
@@ -82,3 +85,47 @@ class Admission:
             retry_after_s=min(max(self._departure_interval_s, low), high),
             queue_depth=self.requests,
         )
+
+
+class LiveRequest:
+    def __init__(self) -> None:
+        self.stream: EngineStream | BeamSearchStream | None = None  # none while the prompt is still being tokenized
+        self.is_aborted = False
+
+
+class LiveRequests:
+    def __init__(self) -> None:
+        self._requests: dict[str, LiveRequest] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request_id: str) -> LiveRequest:
+        """Raises AlreadyExists."""
+        if request_id in self._requests:
+            raise AlreadyExists("request_id: a live request has this id")
+        self._idle.clear()
+        live = self._requests[request_id] = LiveRequest()
+        return live
+
+    def remove(self, request_id: str) -> None:
+        del self._requests[request_id]
+        if not self._requests:
+            self._idle.set()
+
+    def abort(self, request_id: str) -> None:
+        """Its stream ends with CANCELLED. Raises NotFound."""
+        if (live := self._requests.get(request_id)) is None:
+            raise NotFound("request_id: no live request has this id")
+        live.is_aborted = True
+        if live.stream:
+            live.stream.abort()
+
+    def abort_all(self) -> None:
+        for request_id in list(self._requests):
+            self.abort(request_id)
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()

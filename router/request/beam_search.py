@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.engines.channel import EngineChannel
-from pagoda_server.router.engines.engine_stream import SequenceInbox, time_in_engine
+from pagoda_server.router.engines.stream import SequenceInbox, time_in_engine
 from pagoda_server.router.errors import InvalidArgument
-from pagoda_server.router.request.fields import check_integer, check_number
-from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.fields import Limits, check_integer, check_number
 from pagoda_server.settings.sampling import PARAMETERS
 
 MOST_LIKELY = 20  # tokens that an engine tells for one position

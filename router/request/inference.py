@@ -10,25 +10,22 @@ import grpc
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2, inference_pb2_grpc
 from pagoda_server.router.engines.dispatch import Dispatcher
-from pagoda_server.router.engines.engine_stream import EngineStream, SequenceInbox, time_in_engine
+from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, time_in_engine
 from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument
-from pagoda_server.router.request.admission import Admission
+from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests
 from pagoda_server.router.request.beam_search import BeamSearchStream
-from pagoda_server.router.request.client_writer import ClientWriter, GenerateContext
-from pagoda_server.router.request.limits import Limits
-from pagoda_server.router.request.live import LiveRequest, LiveRequests
-from pagoda_server.router.request.output import SequenceOutput
-from pagoda_server.router.request.tenant import tenant_of
+from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.request.output import ClientWriter, GenerateContext, SequenceOutput, write_records
 from pagoda_server.router.request.validation import (
     GenerateParams,
     check_prompt,
+    tenant_of,
     to_submit,
     validate_detokenize,
     validate_generate,
     validate_tokenize,
 )
-from pagoda_server.router.text.chat_template import Chat, Message
-from pagoda_server.router.text.tokenizer import Prompt, Tokenizer
+from pagoda_server.router.text.tokenizer import Tokenizer
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -59,7 +56,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with self._admission.reserve(params.num_sequences * (params.max_tokens or 1)) as reservation:
             live = self._live.add(params.request_id)
             try:
-                prompt = await self._tokenizer.encode_prompt(self._as_asked(params.prompt, params.is_raw))
+                prompt = await self._tokenizer.encode_prompt(params.prompt)
                 max_tokens = check_prompt(params, len(prompt), self.limits)
                 reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
                 remaining_s = context.time_remaining()
@@ -69,12 +66,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 await self._stream(submit, params, live, context, received)
             finally:
                 self._live.remove(params.request_id)
-
-    def _as_asked(self, prompt: Prompt, is_raw: bool) -> Prompt:
-        """Text is what a user says, unless it is to be continued as it stands or the model does not chat."""
-        if isinstance(prompt, str) and not is_raw and self._tokenizer.has_chat_template:
-            return Chat((Message("user", prompt),))
-        return prompt
 
     async def _stream(
         self,
@@ -104,12 +95,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse],
     ) -> inference_pb2.TokenizeResponse:
         params = validate_tokenize(request, self.limits, self._model)
-        prompt = self._as_asked(params.prompt, params.is_raw)
-        if isinstance(prompt, Chat) and not params.add_special_tokens:
-            raise InvalidArgument(
-                "add_special_tokens", "is off, and the chat template adds them: text needs raw for that"
-            )
-        ids = await self._tokenizer.encode_prompt(prompt, params.add_special_tokens)
+        ids = await self._tokenizer.encode_prompt(params.prompt, params.add_special_tokens)
         return inference_pb2.TokenizeResponse(token_ids=ids)
 
     async def Detokenize(
@@ -137,6 +123,7 @@ class GenerateCall:
         self._writer = writer
         self._received = received
         self._first_written: float | None = None
+        self._token_bytes = tokenizer.token_bytes if params.has_token_bytes else None
         skips_special_tokens = not params.keeps_special_tokens
         self._outputs = [
             SequenceOutput(
@@ -144,6 +131,8 @@ class GenerateCall:
                 tokenizer.detokenizer(skips_special_tokens) if params.has_text else None,
                 params.stop,
                 params.min_tokens,
+                params.includes_stop,
+                self._token_bytes,
             )
             for index in range(params.n)
         ]
@@ -151,8 +140,9 @@ class GenerateCall:
         self._response = inference_pb2.GenerateResponse(request_id=params.request_id)  # used again
 
     async def write_prompt(self, ids: Sequence[int]) -> None:
-        prompt = inference_pb2.Prompt(token_ids=ids)
-        await self._writer.write(inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt=prompt))
+        response = inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt={})
+        write_records(response.prompt.tokens, ids, token_bytes=self._token_bytes)
+        await self._writer.write(response)
 
     async def run(self, stream: EngineStream | BeamSearchStream) -> None:
         """Until every sequence has ended. Raises what the engine's end means, if it is no regular one."""

@@ -1,17 +1,26 @@
-"""One sequence's way from token ids back to what its client asked for: records, text, and the end."""
+"""What goes back to a client: each sequence's tokens as records, text and an end, and the writer that sends them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TypeAlias
 
+import grpc
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.engines.engine_stream import SequenceInbox
+from pagoda_server.router.engines.stream import SequenceInbox
+from pagoda_server.router.errors import ResourceExhausted
 from pagoda_server.router.text.detokenizer import Detokenizer
 from pagoda_server.router.text.stop_strings import StopMatcher
 
+GenerateContext: TypeAlias = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+TokenBytes: TypeAlias = Callable[[int], bytes]
 FinishReason = inference_pb2.FinishReason
 _FINISH_REASONS = {
     engine_pb2.END_REASON_STOP: FinishReason.FINISH_REASON_STOP,
@@ -22,8 +31,10 @@ _FINISH_REASONS = {
 
 class SequenceOutput:
     """
-    detokenizer  None when the client wants no text
-    stops        stop strings; looked for from the token after the first min_tokens on
+    detokenizer    None when the client wants no text
+    stops          stop strings; looked for from the token after the first min_tokens on
+    includes_stop  the text ends with the stop string, or with the text of the token, that ended it
+    token_bytes    of a token id; None when the client does not want them
     """
 
     def __init__(
@@ -32,6 +43,8 @@ class SequenceOutput:
         detokenizer: Detokenizer | None,
         stops: Sequence[str],
         min_tokens: int,
+        includes_stop: bool = False,
+        token_bytes: TokenBytes | None = None,
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -41,6 +54,8 @@ class SequenceOutput:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
+        self._includes_stop = includes_stop
+        self._token_bytes = token_bytes
 
     def take(self, inbox: SequenceInbox, into: inference_pb2.Tokens) -> bool:
         """Empties the inbox. False if there is nothing to send; once the engine's end is taken, `ended` holds it.
@@ -49,27 +64,30 @@ class SequenceOutput:
         """
         ids, logprobs, ended = inbox.tokens, inbox.logprobs, inbox.ended
         inbox.tokens, inbox.logprobs, inbox.ended = [], [], None
-        if self.stop is not None:  # what the engine computed before it heard of the stop
-            ids = []
-        text, count = self._text_of(ids, ended)
+        # After a stop, the engine's tokens are those that it computed before it heard of it.
+        text, count = self._text_of(ids, ended) if self.stop is None else ("", 0)
         self.num_tokens += count
         self.ended, self._score = ended, inbox.score
         if not count and not text:
             return False
         into.index = self.index
-        into.text = text
-        _write_records(into.tokens, ids[:count], logprobs)
+        if text:
+            into.text = text
+        else:
+            into.ClearField("text")
+        write_records(into.tokens, ids[:count], logprobs, self._token_bytes)
         return True
 
     def finished(self) -> inference_pb2.Finished:
         """The client's view of the end that was taken."""
         assert self.ended is not None, "the engine's end comes first"
         if self.stop is not None:
-            return inference_pb2.Finished(index=self.index, reason=FinishReason.FINISH_REASON_STOP, stop=self.stop)
+            reason = FinishReason.FINISH_REASON_STOP
+            return inference_pb2.Finished(index=self.index, reason=reason, stop_string=self.stop)
         return inference_pb2.Finished(
             index=self.index,
             reason=_FINISH_REASONS[self.ended.reason],
-            token_id=self.ended.matched if self.ended.HasField("matched") else None,
+            stop_token_id=self.ended.matched if self.ended.HasField("matched") else None,
             score=self._score,
         )
 
@@ -77,35 +95,47 @@ class SequenceOutput:
         """Text that these tokens make known, and how many of them there are up to the stop string, if one is met."""
         if self._detokenizer is None:
             return "", len(ids)
-        # The id that ended the sequence is reported, but it is no part of its text.
-        with_text = ids[:-1] if ids and ended is not None and ended.HasField("matched") else ids
+        # The id that ended the sequence is reported; whether it is a part of the text is the client's choice.
+        num_before_end = len(ids) - bool(ids and ended is not None and ended.HasField("matched"))
+        before_end, at_end = ids[:num_before_end], ids[num_before_end:]
         if self._matcher is None:
-            text = self._detokenizer.push(with_text)
-            return (text + self._detokenizer.flush() if ended is not None else text), len(ids)
+            text = self._detokenizer.push(before_end)
+            return (text + self._text_at_end(at_end) if ended is not None else text), len(ids)
         pieces = []
-        for at, id in enumerate(with_text):
+        for at, id in enumerate(before_end):
             delta = self._detokenizer.push((id,))
             if self.num_tokens + at < self._min_tokens:
                 pieces.append(delta)
                 continue
             pieces.append(self._matcher.push(delta))
             if self._matcher.matched is not None:
-                self.stop = self._matcher.matched
-                return "".join(pieces), at + 1
-        if ended is not None and self.stop is None:
+                return self._stopped(pieces, self._matcher.matched), at + 1
+        if ended is not None and at_end and self._includes_stop:
+            pieces += (self._matcher.flush(), self._text_at_end(at_end))
+        elif ended is not None:
             pieces.append(self._matcher.push(self._detokenizer.flush()))
-            self.stop = self._matcher.matched
-            if self.stop is None:
-                pieces.append(self._matcher.flush())
+            if self._matcher.matched is not None:
+                return self._stopped(pieces, self._matcher.matched), len(ids)
+            pieces.append(self._matcher.flush())
         return "".join(pieces), len(ids)
 
+    def _text_at_end(self, ids: Sequence[int]) -> str:
+        assert self._detokenizer is not None, "there is text"
+        return (self._detokenizer.push(ids) if self._includes_stop else "") + self._detokenizer.flush()
 
-def _write_records(
+    def _stopped(self, pieces: list[str], stop: str) -> str:
+        self.stop = stop
+        return "".join((*pieces, stop) if self._includes_stop else pieces)
+
+
+def write_records(
     records: RepeatedCompositeFieldContainer[inference_pb2.Token],
     ids: Sequence[int],
-    logprobs: Sequence[engine_pb2.Logprobs],
+    logprobs: Sequence[engine_pb2.Logprobs] = (),
+    token_bytes: TokenBytes | None = None,
 ) -> None:
-    if len(ids) == len(records) == 1 and not logprobs:  # as most messages are
+    """Replaces the records by those of `ids`; `token_bytes` gives a token's bytes, None leaves them out."""
+    if len(ids) == len(records) == 1 and not logprobs and token_bytes is None:  # as most messages are
         records[0].id = ids[0]
         return
     del records[:]
@@ -115,3 +145,53 @@ def _write_records(
         record.logprob = found.logprob
         for top_id, logprob in zip(found.top_ids, found.top_logprobs, strict=True):
             record.top.add(id=top_id, logprob=logprob)
+    if token_bytes is not None:
+        for record in records:
+            record.bytes = token_bytes(record.id)
+            for top in record.top:
+                top.bytes = token_bytes(top.id)
+
+
+class ClientWriter:
+    """Writes one call's responses, and gives up a client that reads nothing. A context manager around all writes.
+
+    One timer a call looks after its writes: a timeout for each of them would cost as much as building its message.
+    """
+
+    def __init__(self, context: GenerateContext, stall_timeout_s: float) -> None:
+        self._context = context
+        self._stall_timeout_s = stall_timeout_s
+        self._write_began = math.inf  # while none is under way
+        self._timeout = asyncio.timeout(None)
+        self._loop = asyncio.get_running_loop()
+
+    async def __aenter__(self) -> ClientWriter:
+        await self._timeout.__aenter__()
+        self._timer = self._loop.call_later(self._stall_timeout_s, self._check)
+        return self
+
+    async def write(self, response: inference_pb2.GenerateResponse) -> None:
+        """The response may be used again afterwards."""
+        self._write_began = time.monotonic()
+        await self._context.write(response)
+        self._write_began = math.inf
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Raises ResourceExhausted when the client has stopped reading."""
+        self._timer.cancel()
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
+            message = f"the client has read nothing for {self._stall_timeout_s:g} s"
+            raise ResourceExhausted(message, reason="READER_STALLED") from None
+
+    def _check(self) -> None:
+        """A stalled write ends the call; else looks again when the one under way would have stalled."""
+        now = time.monotonic()
+        stalls_at = min(self._write_began, now) + self._stall_timeout_s
+        if stalls_at <= now:
+            self._timeout.reschedule(self._loop.time())
+        else:
+            self._timer = self._loop.call_later(stalls_at - now, self._check)

@@ -7,8 +7,7 @@ from typing import Any
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.request.beam_search import check_beam_search
-from pagoda_server.router.request.fields import check_count, check_id, check_ids, check_integer, check_number
-from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.fields import Limits, check_count, check_id, check_ids, check_integer, check_number
 from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
 
 _DEFAULTS: dict[str, Any] = {each.name: each.default for each in PARAMETERS}

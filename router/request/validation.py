@@ -2,46 +2,46 @@
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import InvalidArgument, NotFound
+from pagoda_server.router.errors import InvalidArgument, NotFound, Unimplemented
 from pagoda_server.router.request.beam_search import check_stop_ids, check_stopping
-from pagoda_server.router.request.fields import check_bytes, check_count, check_ids, check_integer, check_number
-from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.chat import chat_from
+from pagoda_server.router.request.fields import Limits, check_bytes, check_count, check_ids, check_integer, check_number
 from pagoda_server.router.request.sampling import sampling_from
-from pagoda_server.router.text.chat_template import Chat, ChatRole, Message
+from pagoda_server.router.text.chat_template import Chat, Message
 from pagoda_server.router.text.tokenizer import Prompt
 
-_ROLES: dict[int, ChatRole] = {
-    inference_pb2.ROLE_SYSTEM: "system",
-    inference_pb2.ROLE_USER: "user",
-    inference_pb2.ROLE_ASSISTANT: "assistant",
-    inference_pb2.ROLE_TOOL: "tool",
-}
-
-_MAX_SLO_MS = 3_600_000
+TENANT_KEY = "x-pagoda-tenant"
+MAX_TENANT_LENGTH = 64
+_TENANT = re.compile(rf"[A-Za-z0-9._:@/-]{{1,{MAX_TENANT_LENGTH}}}")
+_PROMPT_FIELDS = {"prompt": "prompt", "message": "message", "chat": "chat", "token_ids": "token_ids.ids"}
+_MAX_SLO_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateParams:
     """A valid request with its defaults filled in.
 
+    prompt_field  where the prompt came from, as errors name it
     sampling     every field is set, the seed included; beam_search only where it is asked for
-    is_raw       a text prompt is continued as it stands, even by a model that chats
     max_tokens   None: as many as the context leaves, up to a default (`check_prompt` tells)
     logprobs     None: none; 0: of the chosen token; N: also of the N most likely
     has_text     the response carries text, else token ids alone
     has_prompt   the response begins with the prompt's token ids
+    has_token_bytes       each token carries its bytes
     keeps_special_tokens  in the text
+    includes_stop         the text ends with the stop string or token that ended it
     """
 
     request_id: str
     prompt: Prompt
-    is_raw: bool
+    prompt_field: str
     sampling: inference_pb2.Sampling
     max_tokens: int | None
     min_tokens: int
@@ -51,7 +51,9 @@ class GenerateParams:
     has_text: bool
     logprobs: int | None
     has_prompt: bool
+    has_token_bytes: bool
     keeps_special_tokens: bool
+    includes_stop: bool
     cache_salt: str
     bypasses_cache: bool
     priority: int
@@ -74,8 +76,12 @@ class GenerateParams:
 
 
 def validate_generate(request: inference_pb2.GenerateRequest, limits: Limits, served: str) -> GenerateParams:
-    """All that can be told before the prompt is tokenized. Raises InvalidArgument, NotFound for the model."""
+    """All that can be told before the prompt is tokenized.
+
+    Raises InvalidArgument, NotFound for the model, Unimplemented for a field that this server does not support.
+    """
     check_model(request.model, served)
+    _check_supported(request)
     check_integer(request.priority, "priority", -limits.max_priority, limits.max_priority)
     check_bytes(request.cache.salt, "cache.salt", limits.max_salt_bytes)
     stopping, output = request.stopping, request.output
@@ -88,7 +94,7 @@ def validate_generate(request: inference_pb2.GenerateRequest, limits: Limits, se
     return GenerateParams(
         request_id=_request_id(request.request_id, limits),
         prompt=_prompt(request, limits),
-        is_raw=request.raw,
+        prompt_field=_PROMPT_FIELDS[request.WhichOneof("input")],
         sampling=sampling_from(request.sampling, limits),
         max_tokens=_max_tokens(stopping, limits),
         min_tokens=_min_tokens(stopping, limits),
@@ -98,7 +104,9 @@ def validate_generate(request: inference_pb2.GenerateRequest, limits: Limits, se
         has_text=has_text,
         logprobs=_logprobs(output, limits),
         has_prompt=output.prompt,
+        has_token_bytes=output.token_bytes,
         keeps_special_tokens=output.special_tokens,
+        includes_stop=stopping.include_stop_in_output,
         cache_salt=request.cache.salt,
         bypasses_cache=request.cache.bypass,
         priority=request.priority,
@@ -111,7 +119,7 @@ def check_prompt(params: GenerateParams, prompt_len: int, limits: Limits) -> int
 
     Raises InvalidArgument.
     """
-    field = _prompt_field(params.prompt)
+    field = params.prompt_field
     if prompt_len == 0:
         raise InvalidArgument(field, "becomes a prompt of 0 tokens, must be at least 1")
     longest = min(limits.max_model_len, limits.kv_token_capacity)
@@ -171,24 +179,21 @@ def to_submit(
 @dataclass(frozen=True, slots=True)
 class TokenizeParams:
     prompt: str | Chat
-    is_raw: bool
     add_special_tokens: bool
 
 
 def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: Limits, served: str) -> TokenizeParams:
-    """Empty text is allowed. Raises InvalidArgument, NotFound for the model."""
+    """Empty text is allowed. Raises as `validate_generate` does."""
     check_model(request.model, served)
-    _check_raw(request)
-    match request.WhichOneof("input"):
-        case "text":
-            check_bytes(request.text, "text", limits.max_text_bytes)
-            prompt: str | Chat = request.text
-        case "chat":
-            prompt = _chat(request.chat, limits)
-        case _:
-            raise InvalidArgument("input", "is missing: set one of text, chat")
-    add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
-    return TokenizeParams(prompt, request.raw, add_special_tokens)
+    adds_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
+    prompt = _text_input(request, limits)
+    if prompt is None:
+        raise InvalidArgument("input", "is missing: set one of prompt, message, chat")
+    if isinstance(prompt, Chat) and not adds_special_tokens:
+        raise InvalidArgument(
+            "add_special_tokens", "is off, and the chat template adds them: only a prompt goes without"
+        )
+    return TokenizeParams(prompt, adds_special_tokens)
 
 
 def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: Limits, served: str) -> tuple[int, ...]:
@@ -196,6 +201,19 @@ def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: Limits
     check_model(request.model, served)
     check_ids(request.token_ids, "token_ids", limits.max_model_len, limits.vocab_size)
     return tuple(request.token_ids)
+
+
+def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The tenant's name, or "" for the calls that name none, which share one. Raises InvalidArgument."""
+    given = [value for key, value in metadata or () if key == TENANT_KEY]
+    if not given:
+        return ""
+    if len(given) > 1:
+        raise InvalidArgument(TENANT_KEY, f"is given {len(given)} times")
+    name = given[0]
+    if not isinstance(name, str) or not _TENANT.fullmatch(name):
+        raise InvalidArgument(TENANT_KEY, f"must be 1 to {MAX_TENANT_LENGTH} letters, digits or ._:@/-")
+    return name
 
 
 def check_model(model: str, served: str) -> None:
@@ -214,61 +232,63 @@ def _request_id(request_id: str, limits: Limits) -> str:
     return request_id
 
 
+def _check_supported(request: inference_pb2.GenerateRequest) -> None:
+    """Raises Unimplemented for a field that this server knows and does not support."""
+    if request.HasField("guided"):
+        raise Unimplemented(f"guided.{request.guided.WhichOneof('format') or 'format'}")
+    if request.lora_name:
+        raise Unimplemented("lora_name")
+    if request.output.HasField("prompt_logprobs"):
+        raise Unimplemented("output.prompt_logprobs")
+
+
 def _prompt(request: inference_pb2.GenerateRequest, limits: Limits) -> Prompt:
-    _check_raw(request)
+    field = request.WhichOneof("input")
+    if field in ("prompt", "message") and not getattr(request, field):
+        raise InvalidArgument(field, "is empty")
+    if field == "token_ids":
+        ids = request.token_ids.ids
+        if not ids:
+            raise InvalidArgument("token_ids.ids", "is empty")
+        check_ids(ids, "token_ids.ids", limits.max_model_len - 1, limits.vocab_size)
+        return tuple(ids)
+    prompt = _text_input(request, limits)
+    if prompt is None:
+        raise InvalidArgument("input", "is missing: set one of prompt, message, chat, token_ids")
+    return prompt
+
+
+def _text_input(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, limits: Limits
+) -> str | Chat | None:
+    """Text to take as it stands, or a chat; None where neither is given."""
     match request.WhichOneof("input"):
-        case "text":
-            if not request.text:
-                raise InvalidArgument("text", "is empty")
-            check_bytes(request.text, "text", limits.max_text_bytes)
-            return request.text
-        case "token_ids":
-            if not request.token_ids.ids:
-                raise InvalidArgument("token_ids.ids", "is empty")
-            check_ids(request.token_ids.ids, "token_ids.ids", limits.max_model_len - 1, limits.vocab_size)
-            return tuple(request.token_ids.ids)
+        case "prompt":
+            check_bytes(request.prompt, "prompt", limits.max_text_bytes)
+            return request.prompt
+        case "message":
+            check_bytes(request.message, "message", limits.max_text_bytes)
+            _check_chats(limits, "message")
+            return Chat((Message("user", request.message),))
         case "chat":
-            return _chat(request.chat, limits)
-        case _:
-            raise InvalidArgument("input", "is missing: set one of text, token_ids, chat")
+            _check_chats(limits, "chat")
+            return chat_from(request.chat, limits)
+    return None
 
 
-def _check_raw(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> None:
-    if request.raw and not request.HasField("text"):
-        raise InvalidArgument("raw", "says how to take text, and there is none")
-
-
-def _prompt_field(prompt: Prompt) -> str:
-    return "text" if isinstance(prompt, str) else "chat" if isinstance(prompt, Chat) else "token_ids.ids"
-
-
-def _chat(chat: inference_pb2.Chat, limits: Limits) -> Chat:
-    if not chat.messages:
-        raise InvalidArgument("chat.messages", "is empty")
-    check_count(len(chat.messages), "chat.messages", limits.max_messages)
-    messages = []
-    num_bytes = 0
-    for at, message in enumerate(chat.messages):
-        role = _ROLES.get(message.role)
-        if role is None:
-            raise InvalidArgument(f"chat.messages[{at}].role", f"is {message.role}, which is no role to speak in")
-        num_bytes += len(message.content.encode())
-        if num_bytes > limits.max_text_bytes:
-            raise InvalidArgument("chat.messages", f"holds more than {limits.max_text_bytes} bytes of text together")
-        messages.append(Message(role, message.content))
-    if chat.continue_last and messages[-1].role != "assistant":
-        raise InvalidArgument("chat.continue_last", "needs the last message to be the assistant's")
-    return Chat(tuple(messages), chat.continue_last)
+def _check_chats(limits: Limits, field: str) -> None:
+    if not limits.has_chat_template:
+        raise InvalidArgument(field, "the model served here has no chat template; send prompt or token_ids")
 
 
 def _slo(given: inference_pb2.Slo) -> inference_pb2.Slo:
     resolved = inference_pb2.Slo()
-    if given.HasField("ttft_ms"):
-        check_number(given.ttft_ms, "slo.ttft_ms", 0, _MAX_SLO_MS, is_low_allowed=False)
-        resolved.ttft_ms = given.ttft_ms
-    if given.HasField("tpot_ms"):
-        check_number(given.tpot_ms, "slo.tpot_ms", 0, _MAX_SLO_MS, is_low_allowed=False)
-        resolved.tpot_ms = given.tpot_ms
+    if given.HasField("ttft_s"):
+        check_number(given.ttft_s, "slo.ttft_s", 0, _MAX_SLO_S, is_low_allowed=False)
+        resolved.ttft_s = given.ttft_s
+    if given.HasField("tpot_s"):
+        check_number(given.tpot_s, "slo.tpot_s", 0, _MAX_SLO_S, is_low_allowed=False)
+        resolved.tpot_s = given.tpot_s
     return resolved
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -20,27 +20,99 @@ from pagoda_server.router.errors import ConfigError, InvalidArgument
 logger = logging.getLogger(__name__)
 
 ChatRole = Literal["system", "user", "assistant", "tool"]
+Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | None"
+
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # model families name it differently
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call of an earlier answer."""
+
+    name: str
+    arguments: dict[str, Json]
+    id: str = ""
+
+    def for_template(self) -> dict[str, Json]:
+        named: dict[str, Json] = {"id": self.id} if self.id else {}
+        return {**named, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     role: ChatRole
     content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+    def for_template(self) -> dict[str, Json]:
+        """The message under the keys that templates of Hugging Face read; a key without a value is absent."""
+        optional: dict[str, Json] = {
+            **dict.fromkeys(_REASONING_KEYS, self.reasoning),
+            "tool_calls": [call.for_template() for call in self.tool_calls],
+            "tool_call_id": self.tool_call_id,
+            "name": self.name,
+        }
+        return {"role": self.role, "content": self.content, **{key: value for key, value in optional.items() if value}}
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
     """
-    messages       at least one
-    continue_last  the text ends inside the last message instead of opening the assistant's next one
+    messages         at least one
+    continue_last    the text ends inside the last message instead of opening the assistant's next one
+    tools            what the model is told of the functions that it may call: {"type": "function", "function": …}
+    template_kwargs  more variables of the template
     """
 
     messages: tuple[Message, ...]
     continue_last: bool = False
+    tools: tuple[dict[str, Json], ...] = ()
+    template_kwargs: Mapping[str, Json] = field(default_factory=dict)
+
+    def with_texts(self, change: Callable[[str], str]) -> Chat:
+        """The same chat with each text that its client wrote replaced by `change` of it."""
+        return Chat(
+            tuple(_message_with_texts(message, change) for message in self.messages),
+            self.continue_last,
+            tuple(_json_with_texts(tool, change) for tool in self.tools),
+            {name: _json_with_texts(value, change) for name, value in self.template_kwargs.items()},
+        )
+
+
+def _message_with_texts(message: Message, change: Callable[[str], str]) -> Message:
+    return Message(
+        message.role,
+        change(message.content),
+        change(message.reasoning),
+        tuple(
+            ToolCall(change(call.name), _json_with_texts(call.arguments, change), change(call.id))
+            for call in message.tool_calls
+        ),
+        change(message.tool_call_id),
+        change(message.name),
+    )
+
+
+def _json_with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    match value:
+        case str():
+            return change(value)
+        case list():
+            return [_json_with_texts(each, change) for each in value]
+        case dict():
+            return {change(key): _json_with_texts(each, change) for key, each in value.items()}
+    return value
 
 
 class ChatTemplate:
-    """A template in the dialect of Hugging Face's `apply_chat_template`, compiled once; threads may share it."""
+    """A template in the dialect of Hugging Face's `apply_chat_template`, compiled once; threads may share it.
+
+    reads_tools  whether it tells the model of the tools that it may call
+    kwargs       variables that it reads and `Chat.template_kwargs` may set; ascending
+    """
 
     def __init__(self, source: str, variables: Mapping[str, str] | None = None, max_bytes: int = 8 << 20) -> None:
         """
@@ -51,35 +123,43 @@ class ChatTemplate:
         """
         self._variables = dict(variables or {})
         self._max_bytes = max_bytes
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            names = meta.find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
+        self._reserved = {"messages", "tools", "add_generation_prompt", *self._variables, *environment.globals}
+        self.reads_tools = "tools" in names
+        self.kwargs = tuple(sorted(names - self._reserved))
 
     def render(self, chat: Chat) -> str:
         """Raises InvalidArgument if the template refuses or fails, or its text is too long."""
+        if taken := sorted(self._reserved.intersection(chat.template_kwargs)):
+            raise InvalidArgument(f"chat.template_kwargs.{taken[0]}", "is set by the server")
         if not chat.continue_last:
-            return self._run(chat.messages, add_generation_prompt=True)
+            return self._run(chat, chat.messages, add_generation_prompt=True)
         *earlier, last = chat.messages
-        # The end of the last message is found by a mark that nobody can have typed.
+        # The end of the last message is found by a mark that no client can have typed.
         mark = f"{secrets.randbits(128)} "
-        marked = Message(last.role, last.content + mark)
-        text, found, rest = self._run((*earlier, marked), add_generation_prompt=False).rpartition(mark.rstrip())
+        marked = replace(last, content=last.content + mark)
+        text, found, rest = self._run(chat, (*earlier, marked), add_generation_prompt=False).rpartition(mark.rstrip())
         if not found:
             raise InvalidArgument("chat.continue_last", "the model's chat template does not end with the last message")
         keeps_spaces = rest.startswith(" ")
         return text if keeps_spaces else text.rstrip()
 
-    def _run(self, messages: tuple[Message, ...], add_generation_prompt: bool) -> str:
+    def _run(self, chat: Chat, messages: Iterable[Message], add_generation_prompt: bool) -> str:
         pieces, num_bytes = [], 0
+        given = {
+            "messages": [message.for_template() for message in messages],
+            "tools": list(chat.tools) or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **chat.template_kwargs,
+        }
         try:
-            for piece in self._template.generate(
-                messages=[{"role": message.role, "content": message.content} for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
-            ):
+            for piece in self._template.generate(**self._variables, **given):
                 pieces.append(piece)
                 num_bytes += len(piece.encode())
                 if num_bytes > self._max_bytes:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import codecs
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 from tokenizers import Tokenizer, decoders
 
-from pagoda_server.router.text.piece_detokenizer import PieceDetokenizer, Pieces, flat, piece_wise
+from pagoda_server.router.text.piece_detokenizer import PieceWise, PieceWiseKind, flat, piece_wise
 
 logger = logging.getLogger(__name__)
 
@@ -45,30 +45,39 @@ class Detokenization:
         added = tokenizer.get_added_tokens_decoder()
         tokens |= {id: token.content for id, token in added.items()}
         ordinary = {id: token for id, token in tokens.items() if id not in added or not added[id].special}
-        self._start = {False: _kind_of(tokenizer.decoder, tokens), True: _kind_of(tokenizer.decoder, ordinary)}
+        self._kind = {False: _kind_of(tokenizer.decoder, tokens), True: _kind_of(tokenizer.decoder, ordinary)}
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """For a new sequence."""
-        return self._start[skip_special_tokens]()
+        return self._kind[skip_special_tokens].detokenizer()
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         detokenizer = self.detokenizer(skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.flush()
 
+    def token_bytes(self, id: int) -> bytes:
+        """The UTF-8 bytes of a token inside a text; of a special token, its name; of other ids, none."""
+        return self._kind[False].token_bytes(id)
 
-def _kind_of(decoder: decoders.Decoder | None, tokens: Tokens) -> Callable[[], Detokenizer]:
+
+class _Kind(Protocol):
+    """How the tokens of one kind of tokenizer become text."""
+
+    def detokenizer(self) -> Detokenizer: ...
+
+    def token_bytes(self, id: int) -> bytes: ...
+
+
+def _kind_of(decoder: decoders.Decoder | None, tokens: Tokens) -> _Kind:
     if decoder is None:
-        pieces = Pieces(tokens, " ".join, has_bytes=False)
-        return lambda: PieceDetokenizer(pieces, strip=None)
+        return PieceWiseKind(tokens, PieceWise(" ".join, has_bytes=False, strip=None))
     description = json.loads(decoder.__getstate__())
     if [step["type"] for step in flat(description)] == ["ByteLevel"]:
-        token_bytes = _TokenBytes(tokens)
-        return lambda: _ByteLevelDetokenizer(token_bytes)
+        return _ByteLevelKind(tokens)
     if (plan := piece_wise(description)) is not None:
-        pieces = Pieces(tokens, plan.join, plan.has_bytes)
-        return lambda: PieceDetokenizer(pieces, plan.strip)
+        return PieceWiseKind(tokens, plan)
     logger.warning("the tokenizer's decoder does not work token by token: text will come at the end of each sequence")
-    return lambda: _WholeDetokenizer(tokens, decoder)
+    return _WholeKind(tokens, decoder)
 
 
 # Byte-level
@@ -101,6 +110,17 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF_CHAR = _byte_alphabet()
 
 
+class _ByteLevelKind:
+    def __init__(self, tokens: Tokens) -> None:
+        self._token_bytes = _TokenBytes(tokens)
+
+    def detokenizer(self) -> Detokenizer:
+        return _ByteLevelDetokenizer(self._token_bytes)
+
+    def token_bytes(self, id: int) -> bytes:
+        return self._token_bytes[id]
+
+
 class _ByteLevelDetokenizer:
     def __init__(self, token_bytes: _TokenBytes) -> None:
         self._token_bytes = token_bytes
@@ -116,6 +136,18 @@ class _ByteLevelDetokenizer:
 
 
 # Any other
+
+
+class _WholeKind:
+    def __init__(self, tokens: Tokens, decoder: decoders.Decoder) -> None:
+        self._tokens = tokens
+        self._decoder = decoder
+
+    def detokenizer(self) -> Detokenizer:
+        return _WholeDetokenizer(self._tokens, self._decoder)
+
+    def token_bytes(self, id: int) -> bytes:
+        return self._decoder.decode([self._tokens[id]]).encode() if id in self._tokens else b""
 
 
 class _WholeDetokenizer:

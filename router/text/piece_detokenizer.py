@@ -95,6 +95,26 @@ class Pieces(dict[int, "str | int | None"]):
         return text if match is None else int(match[1], 16)
 
 
+class PieceWiseKind:
+    """Tokenizers whose decoder works as the plan says."""
+
+    def __init__(self, tokens: Mapping[int, str], plan: PieceWise) -> None:
+        self._pieces = Pieces(tokens, plan.join, plan.has_bytes)
+        self._strip = plan.strip
+
+    def detokenizer(self) -> PieceDetokenizer:
+        return PieceDetokenizer(self._pieces, self._strip)
+
+    def token_bytes(self, id: int) -> bytes:
+        match self._pieces[id]:
+            case None:
+                return b""
+            case int(byte):
+                return bytes([byte])
+            case str(text):
+                return text.encode()
+
+
 class PieceDetokenizer:
     def __init__(self, pieces: Pieces, strip: Strip | None) -> None:
         self._pieces = pieces

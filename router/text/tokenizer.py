@@ -12,8 +12,8 @@ from typing import TypeAlias, TypeVar
 
 import tokenizers
 
-from pagoda_server.router.errors import ConfigError, Internal, InvalidArgument
-from pagoda_server.router.text.chat_template import Chat, ChatTemplate, Message
+from pagoda_server.router.errors import ConfigError, Internal
+from pagoda_server.router.text.chat_template import Chat, ChatTemplate
 from pagoda_server.router.text.detokenizer import Detokenization, Detokenizer
 from pagoda_server.router.text.special_tokens import SpecialTokens
 from pagoda_server.router.text.tokenizer_files import TokenizerFiles
@@ -33,7 +33,8 @@ class Tokenizer:
     fingerprint        SHA-256 of tokenizer.json, in hex: the engine's must be the same
     vocab_size         highest token id + 1; the model's embedding may have more rows
     eos_token_ids      end a sequence; ascending
-    has_chat_template  whether chats can be encoded
+    chat_template      None: chats cannot be encoded
+    recommended        sampling that the model's authors recommend, by the names that Hugging Face gives its parameters
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,33 +51,32 @@ class Tokenizer:
         self.fingerprint = hashlib.sha256(files.tokenizer_json).hexdigest()
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eos_token_ids = tuple(sorted(eos_token_ids))
-        self._chat_template = files.chat_template and ChatTemplate(files.chat_template, files.special_tokens)
+        self.chat_template = ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
+        self.recommended = files.recommended
         self._detokenization = Detokenization(tokenizer)
         self._special_tokens = SpecialTokens(tokenizer)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
-
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Text that reads like a special token stays text; `add_special_tokens` puts the tokenizer's own around it."""
         return self._special_tokens.encode(text, add_special_tokens)
 
     def encode_chat(self, chat: Chat) -> list[int]:
-        """The template's special tokens are tokens; what reads like one in a message stays text.
+        """The template's special tokens are tokens; what reads like one in a client's text stays text.
 
-        Raises InvalidArgument if there is no template, or it refuses the conversation.
+        Only for a model with a chat template. Raises InvalidArgument if it refuses the conversation.
         """
-        if not self._chat_template:
-            raise InvalidArgument("chat", "the model served here has no chat template; send text or token_ids")
-        disarm = self._special_tokens.disarm
-        messages = tuple(Message(message.role, disarm(message.content)) for message in chat.messages)
-        return self._special_tokens.encode_rendered(self._chat_template.render(Chat(messages, chat.continue_last)))
+        assert self.chat_template, "validation refuses a chat where there is no template"
+        disarmed = chat.with_texts(self._special_tokens.disarm)
+        return self._special_tokens.encode_rendered(self.chat_template.render(disarmed))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """All at once; ids outside the vocabulary add nothing."""
         return self._detokenization.decode(ids, skip_special_tokens)
+
+    def token_bytes(self, id: int) -> bytes:
+        """The UTF-8 bytes of a token inside a text; the name of a special token."""
+        return self._detokenization.token_bytes(id)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """For a new sequence."""

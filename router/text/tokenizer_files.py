@@ -13,6 +13,7 @@ from pagoda_server.router.errors import ConfigError
 Json: TypeAlias = Mapping[str, Any]
 
 _MAX_ID = 1 << 32
+_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,14 @@ class TokenizerFiles:
     special_tokens  role → text, such as eos_token → <|im_end|>; templates use them
     chat_template   jinja2; None for a model that does not chat
     eos_token_ids   that end a generation, besides special_tokens' eos_token
+    recommended     sampling parameters that generation_config.json gives, by name, as they stand there
     """
 
     tokenizer_json: bytes
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
     eos_token_ids: tuple[int, ...] = ()
+    recommended: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> TokenizerFiles:
@@ -36,7 +39,13 @@ class TokenizerFiles:
         if tokenizer_json is None:
             raise ConfigError(f"there is no tokenizer.json in {folder}")
         config = _read_object(folder / "tokenizer_config.json")
-        return cls(tokenizer_json, _special_tokens(config), _chat_template(folder, config), _eos_token_ids(folder))
+        return cls(
+            tokenizer_json,
+            _special_tokens(config),
+            _chat_template(folder, config),
+            _eos_token_ids(folder),
+            _recommended(folder),
+        )
 
 
 def _read(path: Path) -> bytes | None:
@@ -96,3 +105,10 @@ def _eos_token_ids(folder: Path) -> tuple[int, ...]:
                 raise ConfigError(f"{folder / name}: eos_token_id is {told!r}, neither a token id nor a list of them")
             return tuple(ids)
     return ()
+
+
+def _recommended(folder: Path) -> dict[str, Any]:
+    generation = _read_object(folder / "generation_config.json")
+    if generation.get("do_sample") is False:  # then transformers takes the most likely token and heeds no other field
+        return {"temperature": 0.0}
+    return {name: generation[name] for name in _RECOMMENDED if generation.get(name) is not None}

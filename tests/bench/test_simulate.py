@@ -43,11 +43,6 @@ def test_a_prompt_in_chunks_lets_a_stream_go_on() -> None:
     assert whole.tpot_s.tolist() == [pytest.approx((311.0 + 2 * 11.0) / 3), 0.0]
 
 
-def test_a_static_batch_is_joined_by_nobody() -> None:
-    outcome = run(System("static", schedule="static"), ONE_SECOND_A_TOKEN, (1.0, 10, 3), (2.0, 10, 1))
-    assert outcome.ttft_s.tolist() == [20.0, (1.0 + 20.0 + 2 * 11.0) + 20.0 - 2.0]
-
-
 def test_who_waits_longer_than_its_client_leaves_and_costs_nothing() -> None:
     server = Server(StepTime(base_s=10.0), max_num_seqs=1, timeout_s=25.0)
     outcome = run(FCFS, server, (1.0, 10, 2), (2.0, 10, 5), (3.0, 10, 5), (4.0, 10, 5))
@@ -64,7 +59,6 @@ def test_more_than_are_admitted_are_refused() -> None:
 @pytest.mark.parametrize(
     "system",
     [
-        System("static", schedule="static"),
         System("whole", token_budget=None),
         *(System(policy, policy=policy) for policy in POLICIES),
         System("paced", policy="deadline", target_itl_ms=60.0),

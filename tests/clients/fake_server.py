@@ -15,13 +15,21 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    control_pb2,
+    control_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    trace_pb2,
+)
 
 Behaviour = Callable[[Message, grpc.ServicerContext], Iterator[Message]]
 
 
 @dataclass
-class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlServicer):
+class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlServicer, admin_pb2_grpc.AdminServicer):
     """behaviours: one a call, the last for all further calls; `ended`: a stream is over, for any reason."""
 
     behaviours: list[Behaviour] = field(default_factory=lambda: [answer("Hello", " world")])
@@ -31,6 +39,7 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
     begun: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
     address: str = ""
+    num_engines: int = 1
 
     def Generate(self, request, context):
         self._note(request, context)
@@ -38,7 +47,8 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
         yield from self._next_behaviour()(request, context)
 
     def Tokenize(self, request, context):
-        return self._unary(request, context, lambda: inference_pb2.TokenizeResponse(token_ids=request.text.encode()))
+        ids = (request.prompt or request.message).encode()
+        return self._unary(request, context, lambda: inference_pb2.TokenizeResponse(token_ids=ids))
 
     def Detokenize(self, request, context):
         text = bytes(request.token_ids).decode()
@@ -46,17 +56,22 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
 
     def GetServerInfo(self, request, context):
         engine = control_pb2.EngineInfo(device="cpu", max_model_len=8192, max_num_seqs=64)
+        engines = [
+            control_pb2.EngineStatus(engine=0, state=control_pb2.ENGINE_STATE_READY, restarts=2, info=engine),
+            control_pb2.EngineStatus(engine=1, state=control_pb2.ENGINE_STATE_LOADING),
+        ]
         info = control_pb2.ServerInfo(
-            version="1.2.3", model="fake", engine_state=control_pb2.ENGINE_STATE_READY, engine=engine
+            version="1.2.3", model="fake", state=control_pb2.SERVER_STATE_SERVING, engines=engines[: self.num_engines]
         )
         return self._unary(request, context, lambda: info)
 
-    def GetModelInfo(self, request, context):
-        return self._unary(request, context, lambda: control_pb2.ModelInfo(name=request.model or "fake"))
+    def ListModels(self, request, context):
+        models = [control_pb2.ModelInfo(name="fake", max_model_len=8192)]
+        return self._unary(request, context, lambda: control_pb2.ListModelsResponse(models=models))
 
     def GetLoad(self, request, context):
         tenants = [control_pb2.TenantLoad(name=name, share=share) for name, share in (("ann", 0.7), ("", 0.2))]
-        load = control_pb2.Load(
+        engine = control_pb2.EngineLoad(
             running=3,
             waiting=1,
             blocks_total=100,
@@ -65,9 +80,9 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
             host_blocks_used=12,
             saved_tokens=900,
             loaded_tokens=700,
-            tenants=tenants,
-            num_tenants=5,
         )
+        engines = [engine, control_pb2.EngineLoad(engine=1, running=6)]
+        load = control_pb2.Load(requests=4, engines=engines[: self.num_engines], tenants=tenants, num_tenants=5)
         return self._unary(request, context, lambda: load)
 
     def WatchLoad(self, request, context):
@@ -75,21 +90,21 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
         context.add_callback(self.ended.set)
         running = 0
         while context.is_active():
-            yield control_pb2.Load(running=running)
+            yield control_pb2.Load(requests=running)
             running += 1
 
     def Abort(self, request, context):
-        return self._unary(request, context, control_pb2.AbortResponse)
+        return self._unary(request, context, admin_pb2.AbortResponse)
 
     def Drain(self, request, context):
-        return self._unary(request, context, control_pb2.DrainResponse)
+        return self._unary(request, context, admin_pb2.DrainResponse)
 
     def FlushCache(self, request, context):
-        return self._unary(request, context, lambda: control_pb2.FlushCacheResponse(freed_blocks=7))
+        return self._unary(request, context, lambda: admin_pb2.FlushCacheResponse(freed_blocks=7))
 
-    def Trace(self, request, context):
+    def GetStepTrace(self, request, context):
         self._note(request, context)
-        yield control_pb2.TracePart(engine=1, taken_at_s=5.0)
+        yield trace_pb2.StepTracePart(engine=1, taken_at_s=5.0)
 
     def _note(self, request: Message, context: grpc.ServicerContext) -> None:
         self.requests.append(request)
@@ -118,7 +133,7 @@ def answer(*deltas: str, reason: inference_pb2.FinishReason = inference_pb2.FINI
             yield inference_pb2.GenerateResponse(request_id="r", tokens=event)
         yield inference_pb2.GenerateResponse(
             request_id="r",
-            finished=inference_pb2.Finished(reason=reason, stop="."),
+            finished=inference_pb2.Finished(reason=reason, stop_string="."),
             usage=inference_pb2.Usage(prompt_tokens=5, completion_tokens=len(deltas), cached_tokens=1),
             timing=inference_pb2.Timing(queue_s=0.25, total_s=1.5),
         )
@@ -168,6 +183,7 @@ def running(fake: FakeServer, address: str = "127.0.0.1:0") -> Iterator[FakeServ
     server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
     inference_pb2_grpc.add_InferenceServicer_to_server(fake, server)
     control_pb2_grpc.add_ControlServicer_to_server(fake, server)
+    admin_pb2_grpc.add_AdminServicer_to_server(fake, server)
     fake.address = f"127.0.0.1:{server.add_insecure_port(address)}"
     server.start()
     try:

@@ -50,7 +50,7 @@ def test_generate_writes_the_answer_and_nothing_else_to_standard_output(server: 
     result = pagoda("generate", "Say hello")
     assert (result.exit_code, result.stdout) == (0, "Hello world\n")
     assert result.stderr.startswith("2 tokens · TTFT ")
-    assert server.requests[0].text == "Say hello"
+    assert server.requests[0].message == "Say hello"
 
 
 def test_generate_passes_its_options_on(server: FakeServer) -> None:
@@ -59,7 +59,7 @@ def test_generate_passes_its_options_on(server: FakeServer) -> None:
            "--token", "secret")  # fmt: skip
     assert server.requests == [
         inference_pb2.GenerateRequest(
-            text="text",
+            message="text",
             sampling=inference_pb2.Sampling(temperature=0.5, top_p=0.75, top_k=3, min_p=0.25, seed=9),
             stopping=inference_pb2.Stopping(max_tokens=7, stop=["a", "b"]),
         )
@@ -94,7 +94,13 @@ def test_generate_asks_for_beams(server: FakeServer) -> None:
 def test_generate_lets_the_server_answer_text_unless_it_is_raw(server: FakeServer) -> None:
     pagoda("generate", "Why?")
     pagoda("generate", "Because", "--raw")
-    assert [(request.text, request.raw) for request in server.requests] == [("Why?", False), ("Because", True)]
+    assert [request.WhichOneof("input") for request in server.requests] == ["message", "prompt"]
+    assert (server.requests[0].message, server.requests[1].prompt) == ("Why?", "Because")
+
+
+def test_generate_passes_targets_on_in_seconds(server: FakeServer) -> None:
+    pagoda("generate", "text", "--ttft-ms", "500", "--tpot-ms", "62.5")
+    assert server.requests[0].slo == inference_pb2.Slo(ttft_s=0.5, tpot_s=0.0625)
 
 
 def test_generate_with_a_system_message_asks_as_a_conversation(server: FakeServer) -> None:
@@ -104,7 +110,7 @@ def test_generate_with_a_system_message_asks_as_a_conversation(server: FakeServe
 
 def test_generate_reads_a_prompt_from_standard_input(server: FakeServer) -> None:
     pagoda("generate", "-", typed="piped text\n")
-    assert server.requests[0].text == "piped text\n"
+    assert server.requests[0].message == "piped text\n"
 
 
 def test_a_system_message_for_raw_text_is_a_usage_error(server: FakeServer) -> None:
@@ -275,13 +281,29 @@ def test_status_shows_the_server_and_its_load() -> None:
     for fact in (
         "fake",
         "1.2.3",
-        "ready",
+        "serving",
+        "ready, restarted 2 times",
         "8192 tokens",
         "3 running, 1 waiting",
         "25 in use",
         "ann: 70 % of",
         "and 3 more",
         "12 of 64 blocks in use, 900 tokens copied there, 700 back",
+    ):
+        assert fact in output
+    assert "engine 0" not in output, "there is only one"
+
+
+def test_status_shows_each_of_several_engines(server: FakeServer) -> None:
+    server.num_engines = 2
+    output = pagoda("status").stdout
+    for fact in (
+        "engine 0",
+        "ready, restarted 2 times",
+        "engine 1",
+        "loading",
+        "3 running, 1 waiting",
+        "6 running, 0 waiting",
     ):
         assert fact in output
 

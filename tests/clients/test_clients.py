@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 import trustme
+from google.protobuf.json_format import MessageToDict
 from google.rpc import error_details_pb2
 
 from pagoda import (
@@ -31,12 +32,13 @@ from pagoda import (
     PermissionDenied,
     Timing,
     TokenLogprob,
+    ToolCallDelta,
     Unauthenticated,
     Unavailable,
     Unimplemented,
     Usage,
 )
-from pagoda.v1 import inference_pb2
+from pagoda.v1 import chat_pb2, inference_pb2
 from tests.clients.conftest import Asyncio, Blocking
 from tests.clients.fake_server import FakeServer, answer, answer_without_end, fail, retry_after, running, silence
 
@@ -46,7 +48,7 @@ EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 def test_an_answer_arrives_as_chunks_with_the_end_last(client: Blocking) -> None:
     first, second, last = client.collect("generate", "Say hello", logprobs=1)
-    assert first == Chunk("r", 0, "Hello", (0,), (TokenLogprob(-0.5, ((0, -0.5),)),))
+    assert first == Chunk("r", 0, "Hello", tokens=(0,), logprobs=(TokenLogprob(-0.5, ((0, -0.5),)),))
     assert second.text == " world"
     assert (last.finish_reason, last.matched, last.text) == (FinishReason.STOP, ".", "")
     assert last.usage == Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=1)
@@ -56,12 +58,13 @@ def test_an_answer_arrives_as_chunks_with_the_end_last(client: Blocking) -> None
 def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) -> None:
     client.collect(
         "generate",
-        [1, 2, 3],
+        token_ids=[1, 2, 3],
         max_tokens=64,
         min_tokens=2,
         stop="end",
         stop_token_ids=[7],
         ignore_eos=True,
+        include_stop_in_output=True,
         temperature=0.5,
         top_k=40,
         top_p=0.75,
@@ -76,13 +79,14 @@ def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) ->
         n=2,
         logprobs=0,
         text=True,
+        token_bytes=True,
         prompt_ids=True,
         special_tokens=True,
         cache_salt="salt",
         bypass_cache=True,
         priority=-3,
-        ttft_ms=250.0,
-        tpot_ms=50.0,
+        ttft_s=0.25,
+        tpot_s=0.0625,
         model="fake",
         request_id="mine",
     )
@@ -106,19 +110,24 @@ def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) ->
                 n=2,
             ),
             stopping=inference_pb2.Stopping(
-                max_tokens=64, min_tokens=2, stop=["end"], stop_token_ids=[7], ignore_eos=True
+                max_tokens=64,
+                min_tokens=2,
+                stop=["end"],
+                stop_token_ids=[7],
+                ignore_eos=True,
+                include_stop_in_output=True,
             ),
-            output=inference_pb2.Output(text=True, logprobs=0, prompt=True, special_tokens=True),
+            output=inference_pb2.Output(text=True, special_tokens=True, token_bytes=True, logprobs=0, prompt=True),
             cache=inference_pb2.Cache(salt="salt", bypass=True),
             priority=-3,
-            slo=inference_pb2.Slo(ttft_ms=250.0, tpot_ms=50.0),
+            slo=inference_pb2.Slo(ttft_s=0.25, tpot_s=0.0625),
         )
     ]
 
 
 def test_options_left_out_or_none_are_the_servers_defaults(client: Blocking, server: FakeServer) -> None:
     client.collect("generate", "text", max_tokens=None, stop=["a", "b"])
-    expected = inference_pb2.GenerateRequest(text="text", stopping=inference_pb2.Stopping(stop=["a", "b"]))
+    expected = inference_pb2.GenerateRequest(message="text", stopping=inference_pb2.Stopping(stop=["a", "b"]))
     assert server.requests == [expected]
 
 
@@ -127,8 +136,8 @@ def test_a_chat_is_a_conversation_or_one_question(client: Blocking, server: Fake
     turns = [{"role": "system", "content": "Be kind."}, {"role": "assistant", "content": "I"}]
     client.collect("chat", turns, continue_last=True)
     question, conversation = (request.chat for request in server.requests)
-    user, system, assistant = inference_pb2.ROLE_USER, inference_pb2.ROLE_SYSTEM, inference_pb2.ROLE_ASSISTANT
-    assert question == inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role=user, content="Why?")])
+    user, system, assistant = chat_pb2.ROLE_USER, chat_pb2.ROLE_SYSTEM, chat_pb2.ROLE_ASSISTANT
+    assert question == chat_pb2.Chat(messages=[chat_pb2.ChatMessage(role=user, content="Why?")])
     assert [(message.role, message.content) for message in conversation.messages] == [
         (system, "Be kind."),
         (assistant, "I"),
@@ -186,43 +195,149 @@ def test_the_refusal_names_field_value_and_limit(options: dict[str, Any], messag
         ([{"role": "user", "content": [{"type": "text"}]}], "chat.messages[0].content[0].text"),
         ([{"role": "user", "content": ["x"]}], "chat.messages[0].content[0]"),
         (["x"], "chat.messages[0]"),
-        (None, "chat.messages"),
+        (7, "chat.messages"),
+        ([{"role": "user", "content": "x", "surprise": 1}], "chat.messages[0]"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 7}], "chat.messages[0].tool_call_id"),
+        ([{"role": "assistant", "tool_calls": {}}], "chat.messages[0].content"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], "chat.messages[0].tool_calls[0]"),
+        ([{"role": "assistant", "tool_calls": [{"name": 7}]}], "chat.messages[0].tool_calls[0].name"),
+        ([{"role": "assistant", "tool_calls": [{"function": 7}]}], "chat.messages[0].tool_calls[0].function"),
     ],
 )
-@pytest.mark.parametrize("method", ["chat", "tokenize"])
+@pytest.mark.parametrize("method", ["generate", "tokenize"])
 def test_what_is_no_conversation_is_refused_before_any_call(
     messages: Any, field: str, method: str, server: FakeServer
 ) -> None:
     with Client(server.address) as client, pytest.raises(InvalidArgument) as caught:
-        getattr(client, method)(messages)
+        getattr(client, method)(chat=messages)
     assert caught.value.field == field
     assert server.requests == []
 
 
-def test_parts_of_text_are_joined(client: Blocking, server: FakeServer) -> None:
+def test_parts_of_a_message_travel_as_parts(client: Blocking, server: FakeServer) -> None:
     parts = [{"type": "text", "text": "first"}, {"type": "text", "text": "second"}]
     client.collect("chat", [{"role": "user", "content": parts}])
-    assert server.requests[0].chat.messages[0].content == "first\nsecond"
+    (message,) = server.requests[0].chat.messages
+    assert ([part.text for part in message.parts], message.content) == (["first", "second"], "")
+
+
+@pytest.mark.parametrize("is_nested", [False, True], ids=["flat", "as OpenAI's clients have it"])
+def test_tools_calls_and_template_kwargs_are_plain_values(
+    is_nested: bool, client: Blocking, server: FakeServer
+) -> None:
+    def tool(**function: Any) -> dict[str, Any]:
+        return {"type": "function", "function": function} if is_nested else function
+
+    call = {"id": "c1", **tool(name="add", arguments={"b": 1, "a": "é"})}
+    client.collect(
+        "chat",
+        [
+            {"role": "user", "content": "2+3?", "name": "ann"},
+            {"role": "assistant", "content": None, "reasoning": "I add.", "tool_calls": [call]},
+            {"role": "tool", "content": "5", "tool_call_id": "c1", "refusal": None},
+        ],
+        tools=[tool(name="add", description="Adds.", parameters={"type": "object"}), tool(name="noop")],
+        tool_choice="auto",
+        template_kwargs={"enable_thinking": False, "budget": 3, "of": [None, "x", {"a": 0.5}]},
+        max_tokens=5,
+    )
+    (request,) = server.requests
+    user, assistant, result = request.chat.messages
+    assert (user.name, assistant.reasoning, result.tool_call_id) == ("ann", "I add.", "c1")
+    assert list(assistant.tool_calls) == [chat_pb2.ToolCall(id="c1", name="add", arguments='{"b": 1, "a": "é"}')]
+    assert list(request.chat.tools) == [
+        chat_pb2.Tool(name="add", description="Adds.", parameters='{"type": "object"}'),
+        chat_pb2.Tool(name="noop"),
+    ]
+    assert request.chat.tool_choice == chat_pb2.ToolChoice(mode=chat_pb2.TOOL_CHOICE_MODE_AUTO)
+    assert MessageToDict(request.chat.template_kwargs) == {
+        "enable_thinking": False, "budget": 3, "of": [None, "x", {"a": 0.5}]
+    }  # fmt: skip
+    assert request.stopping.max_tokens == 5
+    client.collect("chat", "Hi", tool_choice=tool(name="add"), tools=[tool(name="add", parameters="{}")])
+    assert server.requests[-1].chat.tool_choice == chat_pb2.ToolChoice(tool="add")
+    assert server.requests[-1].chat.tools[0].parameters == "{}"
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"tools": "add"}, "chat.tools"),
+        ({"tools": ["add"]}, "chat.tools[0]"),
+        ({"tools": [{"name": 7}]}, "chat.tools[0].name"),
+        ({"tools": [{"name": "f", "parameters": {"a": {1, 2}}}]}, "chat.tools[0].parameters"),
+        ({"tools": [{"name": "f", "parameters": {"a": math.nan}}]}, "chat.tools[0].parameters"),
+        ({"tool_choice": "perhaps"}, "chat.tool_choice"),
+        ({"template_kwargs": ["x"]}, "chat.template_kwargs"),
+        ({"template_kwargs": {"a": object()}}, "chat.template_kwargs"),
+    ],
+)
+def test_a_chat_option_that_does_not_fit_is_refused_before_any_call(
+    options: dict[str, Any], field: str, client: Blocking, server: FakeServer
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        client.collect("chat", "Hi", **options)
+    assert caught.value.field == field
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "input: is nothing; give one of message, prompt, chat, token_ids"),
+        ({"message": "a", "prompt": "b"}, "input: is message and prompt; give one of"),
+        ({"prompt": "a", "tools": []}, "tools: goes with chat, not with prompt"),
+        ({"message": "a", "template_kwargs": {}}, "template_kwargs: goes with chat, not with message"),
+    ],
+)
+def test_a_call_has_one_input(given: dict[str, Any], message: str, client: Blocking, server: FakeServer) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{re.escape(message)}"):
+        client.collect("generate", **given)
+    assert server.requests == []
+
+
+def test_each_input_reaches_its_field(client: Blocking, server: FakeServer) -> None:
+    client.collect("generate", "said")
+    client.collect("generate", prompt="as it stands")
+    client.collect("generate", token_ids=[])
+    client.collect("generate", chat=[{"role": "user", "content": "Hi"}])
+    assert [request.WhichOneof("input") for request in server.requests] == ["message", "prompt", "token_ids", "chat"]
+    assert (server.requests[0].message, server.requests[1].prompt) == ("said", "as it stands")
+
+
+def test_bytes_reasoning_and_tool_calls_arrive(client: Blocking, server: FakeServer) -> None:
+    top = [inference_pb2.TopToken(id=1, bytes=b"\xc3", logprob=-1)]
+    token = inference_pb2.Token(id=1, bytes=b"\xc3", logprob=-1, top=top)
+    deltas = [
+        inference_pb2.Tokens(tokens=[token], reasoning="Let me see"),
+        inference_pb2.Tokens(tool_call=inference_pb2.ToolCallDelta(index=1, id="c", name="add", arguments="{")),
+    ]
+    messages = [inference_pb2.GenerateResponse(tokens=tokens) for tokens in deltas]
+    end = inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_TOOL_CALLS)
+    messages.append(inference_pb2.GenerateResponse(finished=end))
+    server.behaviours = [lambda request, context: iter(messages)]
+    thought, called, last = client.collect("generate", "text")
+    assert (thought.text, thought.reasoning, thought.token_bytes) == ("", "Let me see", (b"\xc3",))
+    assert thought.logprobs == (TokenLogprob(-1.0, ((1, -1.0),), (b"\xc3",)),)
+    assert (called.tool_call, called.token_bytes) == (ToolCallDelta(1, "c", "add", "{"), ())
+    assert last.finish_reason is FinishReason.TOOL_CALLS
 
 
 @pytest.mark.parametrize(
     ("method", "argument", "field"),
     [
-        ("generate", "a\ud800", "text"),
-        ("tokenize", "\ud800", "text"),
+        ("generate", "a\ud800", "message"),
+        ("tokenize", "\ud800", "message"),
         ("detokenize", [-1], "token_ids"),
-        ("model_info", 5, "model"),
-        ("watch_load", math.nan, "interval_s"),
-        ("watch_load", 1e300, "interval_s"),
         ("watch_load", "often", "interval_s"),
-        ("trace", "long", "last_s"),
+        ("step_trace", "long", "last_s"),
         ("abort", "\ud800", "request_id"),
     ],
 )
 def test_a_wrong_argument_is_named_before_any_call(
     method: str, argument: Any, field: str, client: Blocking, server: FakeServer
 ) -> None:
-    stream = method in ("generate", "watch_load", "trace")
+    stream = method in ("generate", "watch_load", "step_trace")
     with pytest.raises(InvalidArgument) as caught:
         (client.collect if stream else client.call)(method, argument)
     assert caught.value.field == field
@@ -289,9 +404,9 @@ def test_leaving_the_loop_cancels_the_call(client: Blocking, server: FakeServer)
 
 
 def test_leaving_a_load_watch_cancels_it(client: Blocking, server: FakeServer) -> None:
-    assert [load.running for load in client.take_two_then_leave("watch_load", 0.05)] == [0, 1]
+    assert [load.requests for load in client.take_two_then_leave("watch_load", 0.05)] == [0, 1]
     assert server.ended.wait(5)
-    assert server.requests[0].interval.ToMilliseconds() == 50
+    assert server.requests[0].interval_s == 0.05
 
 
 def test_closing_the_iterator_before_it_is_read_makes_no_call(server: FakeServer) -> None:
@@ -457,15 +572,30 @@ def test_an_invalid_argument_names_its_field(client: Blocking, server: FakeServe
     assert caught.value.field == "sampling.temperature"
 
 
+def test_an_unsupported_field_is_named(client: Blocking, server: FakeServer) -> None:
+    violation = error_details_pb2.BadRequest.FieldViolation(field="guided.regex")
+    details = error_details_pb2.BadRequest(field_violations=[violation])
+    server.behaviours = [fail(grpc.StatusCode.UNIMPLEMENTED, "not yet", details), fail(grpc.StatusCode.UNIMPLEMENTED)]
+    for field in ("guided.regex", None):
+        with pytest.raises(Unimplemented) as caught:
+            client.collect("generate", "text")
+        assert (caught.value.field, caught.value.code) == (field, grpc.StatusCode.UNIMPLEMENTED)
+
+
 def test_the_short_calls_answer(client: Blocking, server: FakeServer) -> None:
     assert client.call("detokenize", [104, 105]) == "hi"
-    assert client.call("tokenize", "hi", raw=True, add_special_tokens=False) == [104, 105]
-    assert server.requests[-1] == inference_pb2.TokenizeRequest(text="hi", raw=True, add_special_tokens=False)
-    client.call("tokenize", [{"role": "user", "content": "hi"}])
+    assert client.call("tokenize", prompt="hi", add_special_tokens=False) == [104, 105]
+    assert server.requests[-1] == inference_pb2.TokenizeRequest(prompt="hi", add_special_tokens=False)
+    assert client.call("tokenize", "hi") == [104, 105]
+    assert server.requests[-1] == inference_pb2.TokenizeRequest(message="hi", add_special_tokens=True)
+    client.call("tokenize", chat=[{"role": "user", "content": "hi"}], tools=[{"name": "f"}])
+    assert [tool.name for tool in server.requests[-1].chat.tools] == ["f"]
+    with pytest.raises(TypeError, match="unknown option 'max_tokens'"):
+        client.call("tokenize", "hi", max_tokens=5)
     assert [message.content for message in server.requests[-1].chat.messages] == ["hi"]
     assert client.call("server_info").version == "1.2.3"
-    assert client.call("model_info", "other").name == "other"
-    assert client.call("load").running == 3
+    assert [model.name for model in client.call("models")] == ["fake"]
+    assert client.call("load").engines[0].running == 3
     assert client.call("flush_cache") == 7
     client.call("abort", "mine")
     client.call("drain", timeout_s=5.0)
@@ -473,13 +603,15 @@ def test_the_short_calls_answer(client: Blocking, server: FakeServer) -> None:
 
 
 def test_prompt_ids_come_on_a_chunk_of_their_own(client: Blocking, server: FakeServer) -> None:
-    prompt = inference_pb2.GenerateResponse(prompt=inference_pb2.Prompt(token_ids=[4, 5]))
+    prompt = inference_pb2.GenerateResponse(
+        prompt=inference_pb2.Prompt(tokens=[inference_pb2.Token(id=id) for id in (4, 5)])
+    )
     server.behaviours = [lambda request, context: iter([prompt])]
     assert client.collect("generate", "text", prompt_ids=True) == [Chunk("", prompt_ids=(4, 5))]
 
 
 def test_a_finish_reason_from_the_future_is_other(client: Blocking, server: FakeServer) -> None:
-    finished = inference_pb2.GenerateResponse(finished=inference_pb2.Finished(reason=99, token_id=0))
+    finished = inference_pb2.GenerateResponse(finished=inference_pb2.Finished(reason=99, stop_token_id=0))
     server.behaviours = [lambda request, context: iter([finished])]
     (chunk,) = client.collect("generate", "text")
     assert (chunk.finish_reason, chunk.matched) == (FinishReason.OTHER, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda.v1 import inference_pb2, inference_pb2_grpc
+from pagoda.v1 import chat_pb2, control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 
 def request(
@@ -12,18 +12,23 @@ def request(
 ) -> inference_pb2.GenerateRequest:
     """Text to be continued; end-of-sequence ignored, as the synthetic model meets it by chance."""
     return inference_pb2.GenerateRequest(
-        text=text,
-        raw=True,
+        prompt=text,
         sampling=inference_pb2.Sampling(**(sampling or {})),  # type: ignore[arg-type]
         stopping=inference_pb2.Stopping(max_tokens=max_tokens, stop=stop, ignore_eos=True),
     )
 
 
 def chat(content: str, max_tokens: int) -> inference_pb2.GenerateRequest:
-    message = inference_pb2.ChatMessage(role=inference_pb2.ROLE_USER, content=content)
+    message = chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER, content=content)
     return inference_pb2.GenerateRequest(
-        chat=inference_pb2.Chat(messages=[message]), stopping=inference_pb2.Stopping(max_tokens=max_tokens)
+        chat=chat_pb2.Chat(messages=[message]), stopping=inference_pb2.Stopping(max_tokens=max_tokens)
     )
+
+
+def engine_load(control: control_pb2_grpc.ControlStub) -> control_pb2.EngineLoad:
+    """That of the only engine."""
+    (load,) = control.GetLoad(control_pb2.GetLoadRequest()).engines
+    return load
 
 
 @dataclass
@@ -43,6 +48,10 @@ class Answer:
 
     def text(self, index: int = 0) -> str:
         return "".join(response.tokens.text for response in self.responses if response.tokens.index == index)
+
+    def prompt_ids(self) -> list[int]:
+        """Of the event that comes before all others, where it was asked for."""
+        return [token.id for token in self.responses[0].prompt.tokens]
 
     def finished(self, index: int = 0) -> inference_pb2.Finished:
         (finished,) = [

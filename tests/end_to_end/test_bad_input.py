@@ -11,24 +11,31 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import inference_pb2, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import ask, request
 
 Request = inference_pb2.GenerateRequest
+CHAT: dict[str, Any] = {"messages": [{"role": "ROLE_USER", "content": "Hi"}]}
+DEEP: Any = None
+for _ in range(20):
+    DEEP = [DEEP]
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("no input", {"text": None}, "input"),
-    ("empty text", {"text": ""}, "text"),
-    ("text over the byte cap", {"text": "x" * ((1 << 20) + 1)}, "text"),
-    ("prompt over the context", {"text": "x" * 40_000}, "text"),
+    ("no input", {"prompt": None}, "input"),
+    ("an empty prompt", {"prompt": ""}, "prompt"),
+    ("an empty message", {"message": ""}, "message"),
+    ("a prompt over the byte cap", {"prompt": "x" * ((1 << 20) + 1)}, "prompt"),
+    ("a message over the byte cap", {"message": "x" * ((1 << 20) + 1)}, "message"),
+    ("a prompt over the context", {"prompt": "x" * 40_000}, "prompt"),
+    ("a message over the context", {"message": "x" * 40_000}, "message"),
     (
         "prompt and output over the context",
-        {"text": "x" * 100, "stopping": {"max_tokens": 32_700}},
+        {"prompt": "x" * 100, "stopping": {"max_tokens": 32_700}},
         "stopping.max_tokens",
     ),
-    ("token id out of range", {"text": None, "token_ids": {"ids": [1, 258]}}, "token_ids.ids[1]"),
-    ("no token ids", {"text": None, "token_ids": {"ids": []}}, "token_ids.ids"),
-    ("a million token ids", {"text": None, "token_ids": {"ids": [1] * 1_000_000}}, "token_ids.ids"),
+    ("token id out of range", {"token_ids": {"ids": [1, 258]}}, "token_ids.ids[1]"),
+    ("no token ids", {"token_ids": {"ids": []}}, "token_ids.ids"),
+    ("a million token ids", {"token_ids": {"ids": [1] * 1_000_000}}, "token_ids.ids"),
     ("NaN temperature", {"sampling": {"temperature": math.nan}}, "sampling.temperature"),
     ("infinite temperature", {"sampling": {"temperature": math.inf}}, "sampling.temperature"),
     ("top_p zero", {"sampling": {"top_p": 0.0}}, "sampling.top_p"),
@@ -58,16 +65,33 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("priority out of range", {"priority": 5000}, "priority"),
     ("request id too long", {"request_id": "x" * 129}, "request_id"),
     ("request id with control characters", {"request_id": "a\nb"}, "request_id"),
-    ("raw without text", {"text": None, "token_ids": {"ids": [1]}, "raw": True}, "raw"),
-    ("an empty chat", {"text": None, "chat": {"messages": []}}, "chat.messages"),
-    ("an unknown role", {"text": None, "chat": {"messages": [{"role": 9, "content": "x"}]}}, "chat.messages[0].role"),
+    ("a tool without a name", {"chat": {**CHAT, "tools": [{}]}}, "chat.tools[0].name"),
+    ("too many tools", {"chat": {**CHAT, "tools": [{"name": "f"}] * 129}}, "chat.tools"),
+    (
+        "a tool that takes no JSON",
+        {"chat": {**CHAT, "tools": [{"name": "f", "parameters": "{"}]}},
+        "chat.tools[0].parameters",
+    ),
+    (
+        "a variable that the server sets",
+        {"chat": {**CHAT, "template_kwargs": {"messages": 1}}},
+        "chat.template_kwargs.messages",
+    ),
+    ("too deep a variable", {"chat": {**CHAT, "template_kwargs": {"a": DEEP}}}, "chat.template_kwargs"),
+    ("an empty chat", {"chat": {"messages": []}}, "chat.messages"),
+    ("an unknown role", {"chat": {"messages": [{"role": 9, "content": "x"}]}}, "chat.messages[0].role"),
     ("salt too long", {"cache": {"salt": "x" * 129}}, "cache.salt"),
 ]
 
 
+def asked(fields: dict[str, Any]) -> inference_pb2.GenerateRequest:
+    has_input = fields.keys() & {"prompt", "message", "chat", "token_ids"}
+    return Request(**fields if has_input else {"prompt": "fine", **fields})
+
+
 @pytest.mark.parametrize(("fields", "field"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
 def test_a_bad_field_is_named(inference: inference_pb2_grpc.InferenceStub, fields: dict[str, Any], field: str) -> None:
-    message = Request(**{"text": "fine"} | fields)
+    message = asked(fields)
     with pytest.raises(grpc.RpcError) as caught:
         list(inference.Generate(message, timeout=120))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -81,17 +105,15 @@ def test_a_bad_field_is_named(inference: inference_pb2_grpc.InferenceStub, field
 
 def test_a_message_over_the_size_limit_is_resource_exhausted(inference: inference_pb2_grpc.InferenceStub) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        list(inference.Generate(Request(text="x" * (17 << 20)), timeout=120))
+        list(inference.Generate(Request(prompt="x" * (17 << 20)), timeout=120))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_an_unknown_model_is_not_found(
-    inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
-) -> None:
+def test_an_unknown_model_is_not_found(inference: inference_pb2_grpc.InferenceStub) -> None:
     for call in (
-        lambda: list(inference.Generate(Request(text="x", model="another"))),
-        lambda: inference.Tokenize(inference_pb2.TokenizeRequest(text="x", model="another")),
-        lambda: control.GetModelInfo(control_pb2.GetModelInfoRequest(model="another")),
+        lambda: list(inference.Generate(Request(prompt="x", model="another"))),
+        lambda: inference.Tokenize(inference_pb2.TokenizeRequest(prompt="x", model="another")),
+        lambda: inference.Detokenize(inference_pb2.DetokenizeRequest(model="another")),
     ):
         with pytest.raises(grpc.RpcError) as caught:
             call()
@@ -107,7 +129,7 @@ def test_a_hail_of_bad_requests_disturbs_no_stream(inference: inference_pb2_grpc
     def misbehave() -> None:
         for _, fields, _ in BAD * 3:
             with pytest.raises(grpc.RpcError):
-                list(inference.Generate(Request(**{"text": "fine"} | fields), timeout=120))
+                list(inference.Generate(asked(fields), timeout=120))
 
     hail = [threading.Thread(target=misbehave) for _ in range(2)]
     for thread in hail:

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from pagoda.client import Client
-from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pagoda_server.cli.__main__ import app
 from pagoda_server.engine.runners.synthetic import expected_tokens
-from tests.end_to_end.asking import Answer, ask, request
+from tests.end_to_end.asking import Answer, ask, engine_load, request
 from tests.router.beam_reference import EARLY_STOPPING, Expected, beam_params, expected_beams
 from tests.servers import Server
 
@@ -35,7 +35,7 @@ def check(answer: Answer, expected: list[Expected]) -> None:
         assert answer.ids(index) == one.tokens
         end = answer.finished(index)
         assert end.score == pytest.approx(one.score, rel=1e-6)
-        assert (end.token_id if end.HasField("token_id") else None) == one.matched
+        assert (end.stop_token_id if end.HasField("stop_token_id") else None) == one.matched
         text = one.tokens if one.matched is None else one.tokens[:-1]
         assert answer.text(index) == bytes(id for id in text if id < 256).decode(errors="replace")
 
@@ -74,25 +74,30 @@ def test_searches_and_streams_beside_each_other_change_no_token(inference: infer
 def test_a_search_that_is_cancelled_gives_everything_back(
     inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
 ) -> None:
-    before = control.GetLoad(control_pb2.GetLoadRequest()).output_tokens
+    before = engine_load(control).output_tokens
     call = inference.Generate(search("endless", 20_000, 1, beam_params(4, 4.0, inference_pb2.EARLY_STOPPING_BEST)))
     deadline = time.monotonic() + 60
-    while (load := control.GetLoad(control_pb2.GetLoadRequest())).output_tokens < before + 40:
+    while (load := engine_load(control)).output_tokens < before + 40:
         assert time.monotonic() < deadline, "four beams never ran"
         time.sleep(0.01)
-    assert load.reserved_tokens == 4 * (len("endless") + 20_000), "room for each of the beams"
+    assert control.GetLoad(control_pb2.GetLoadRequest()).reserved_tokens == 4 * (len("endless") + 20_000), (
+        "room for each of the beams"
+    )
     threading.Timer(0.0, call.cancel).start()
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     assert caught.value.code() is grpc.StatusCode.CANCELLED
-    while (load := control.GetLoad(control_pb2.GetLoadRequest())).requests or load.running or load.blocks_referenced:
+    while control.GetLoad(control_pb2.GetLoadRequest()).requests:
+        assert time.monotonic() < deadline, "it is still admitted"
+        time.sleep(0.01)
+    while (load := engine_load(control)).running or load.blocks_referenced:
         assert time.monotonic() < deadline, "its blocks never came back"
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("aborts", [True, False])
 def test_a_search_that_is_aborted_or_late_tells_no_hypothesis(
-    inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub, aborts: bool
+    inference: inference_pb2_grpc.InferenceStub, admin: admin_pb2_grpc.AdminStub, aborts: bool
 ) -> None:
     message = search("endless", 20_000, 2, beam_params(4, 4.0, inference_pb2.EARLY_STOPPING_BEST))
     message.request_id = "endless"
@@ -103,7 +108,7 @@ def test_a_search_that_is_aborted_or_late_tells_no_hypothesis(
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         return
     time.sleep(0.3)
-    control.Abort(control_pb2.AbortRequest(request_id="endless"))
+    admin.Abort(admin_pb2.AbortRequest(request_id="endless"))
     ends = [response.finished for response in call]
     assert [(end.index, end.reason) for end in ends] == [
         (0, inference_pb2.FINISH_REASON_CANCELLED),
@@ -115,12 +120,12 @@ def test_a_search_that_is_aborted_or_late_tells_no_hypothesis(
 def test_the_prompt_is_counted_once_and_every_second_has_its_place(
     inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
 ) -> None:
-    text = "a prompt of its own for the account of a search"
-    before = control.GetLoad(control_pb2.GetLoadRequest())
+    text = "its own prompt, for the account of a search"
+    before = engine_load(control)
     message = search(text, 12, 2, beam_params(4))
     message.stopping.min_tokens = 12
     first, second = (ask(inference, message).responses[-1] for _ in range(2))
-    load = control.GetLoad(control_pb2.GetLoadRequest())
+    load = engine_load(control)
     assert load.prompt_tokens - before.prompt_tokens == 2 * len(text)
     assert load.output_tokens - before.output_tokens == 2 * (1 + 4 * 11)
     assert (first.usage.prompt_tokens, first.usage.cached_tokens) == (len(text), 0)
@@ -133,7 +138,7 @@ def test_the_prompt_is_counted_once_and_every_second_has_its_place(
 
 def test_the_python_client_asks_for_beams_and_tells_scores(synthetic_server: Server) -> None:
     with Client(synthetic_server.address) as client:
-        chunks = list(client.generate("beams", raw=True, beams=3, n=2, max_tokens=9, ignore_eos=True, logprobs=0))
+        chunks = list(client.generate(prompt="beams", beams=3, n=2, max_tokens=9, ignore_eos=True, logprobs=0))
         expected = expected_beams(list(b"beams"), 9, beam_params(3), VOCAB_SIZE)
         scores = [chunk.score for chunk in chunks if chunk.finish_reason]
         assert scores == [pytest.approx(one.score) for one in expected[:2]]

@@ -14,7 +14,7 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2
 
-from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.end_to_end.asking import Answer, ask, request
 from tests.servers import Server, running_server
 
@@ -32,11 +32,11 @@ def grpcurl(*arguments: str) -> str:
 def test_grpcurl_lists_describes_and_generates_with_no_proto_file(synthetic_server: Server) -> None:
     address = synthetic_server.address
     services = grpcurl(address, "list").split()
-    assert {"pagoda.v1.Inference", "pagoda.v1.Control", "grpc.health.v1.Health"} <= set(services)
+    assert {"pagoda.v1.Inference", "pagoda.v1.Control", "pagoda.v1.Admin", "grpc.health.v1.Health"} <= set(services)
     assert "rpc Generate" in grpcurl(address, "describe", "pagoda.v1.Inference")
     assert "temperature" in grpcurl(address, "describe", "pagoda.v1.Sampling")
     output = grpcurl(
-        "-d", '{"text": "hello", "raw": true, "stopping": {"max_tokens": 4}}', address, "pagoda.v1.Inference/Generate"
+        "-d", '{"prompt": "hello", "stopping": {"max_tokens": 4}}', address, "pagoda.v1.Inference/Generate"
     )
     *responses, last = (json.loads(part) for part in output.replace("\n}\n", "\n}\0").strip("\0").split("\0"))
     # On a busy machine the last ones may come in one response.
@@ -47,8 +47,10 @@ def test_grpcurl_lists_describes_and_generates_with_no_proto_file(synthetic_serv
 
 def test_server_info_states_the_sizes_by_their_formula(control: control_pb2_grpc.ControlStub) -> None:
     info = control.GetServerInfo(control_pb2.GetServerInfoRequest())
-    cache = info.engine.kv_cache
-    assert info.engine_state == control_pb2.ENGINE_STATE_READY
+    (engine,) = info.engines
+    cache = engine.info.kv_cache
+    assert info.state == control_pb2.SERVER_STATE_SERVING
+    assert (engine.engine, engine.state, engine.restarts) == (0, control_pb2.ENGINE_STATE_READY, 0)
     assert cache.bytes_per_block == cache.bytes_per_token * cache.block_size
     assert cache.token_capacity == cache.num_blocks * cache.block_size
     assert cache.total_bytes == cache.num_blocks * cache.bytes_per_block
@@ -60,11 +62,12 @@ def test_server_info_tells_the_settings_in_effect(control: control_pb2_grpc.Cont
     assert info.settings["max_requests"] == "256"
     assert info.settings["served_model_name"] == "synthetic"
     assert info.settings["max_queued_tokens"] == str(info.limits.max_queued_tokens)
-    assert info.engine.settings["step_ms"] == "2"
-    assert info.engine.settings["block_size"] == str(info.engine.kv_cache.block_size)
-    assert info.engine.settings["max_model_len"] == str(info.engine.max_model_len)
-    assert (info.engine.settings["device"], info.engine.settings["overlap"]) == ("cpu", "off")
-    assert "model" not in {*info.settings, *info.engine.settings}, "it can be a path"
+    engine = info.engines[0].info
+    assert engine.settings["step_ms"] == "2"
+    assert engine.settings["block_size"] == str(engine.kv_cache.block_size)
+    assert engine.settings["max_model_len"] == str(engine.max_model_len)
+    assert (engine.settings["device"], engine.settings["overlap"]) == ("cpu", "off")
+    assert "model" not in {*info.settings, *engine.settings}, "it can be a path"
 
 
 def test_a_request_without_max_tokens_gets_the_servers_default() -> None:
@@ -80,44 +83,46 @@ def test_a_request_without_max_tokens_gets_the_servers_default() -> None:
     assert info.settings["default_max_tokens"] == "7"
 
 
-def test_model_info_describes_the_served_model_only(control: control_pb2_grpc.ControlStub) -> None:
-    info = control.GetModelInfo(control_pb2.GetModelInfoRequest())
-    assert (info.name, info.vocab_size, info.has_chat_template) == ("synthetic", 258, True)
+def test_the_served_model_is_listed_with_what_it_can_do(control: control_pb2_grpc.ControlStub) -> None:
+    (info,) = control.ListModels(control_pb2.ListModelsRequest()).models
+    assert (info.name, info.architecture, info.vocab_size, info.max_model_len) == (
+        "synthetic",
+        "synthetic",
+        258,
+        32_768,
+    )
     assert list(info.eos_token_ids) == [257]
-    with pytest.raises(grpc.RpcError) as caught:
-        control.GetModelInfo(control_pb2.GetModelInfoRequest(model="another"))
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert list(info.capabilities) == [control_pb2.CAPABILITY_GENERATE, control_pb2.CAPABILITY_CHAT]
+    assert info.recommended_sampling == inference_pb2.Sampling()
 
 
 def test_abort_ends_a_live_request_with_cancelled(
-    inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
+    inference: inference_pb2_grpc.InferenceStub, admin: admin_pb2_grpc.AdminStub
 ) -> None:
     message = request("abort me", max_tokens=10_000)
     message.request_id = "to-abort"
     call = inference.Generate(message)
     first = next(call)
-    control.Abort(control_pb2.AbortRequest(request_id="to-abort"))
+    admin.Abort(admin_pb2.AbortRequest(request_id="to-abort"))
     answer = Answer([first, *call])
     assert answer.finished().reason == inference_pb2.FINISH_REASON_CANCELLED
     assert 0 < answer.responses[-1].usage.completion_tokens < 10_000
     with pytest.raises(grpc.RpcError) as caught:
-        control.Abort(control_pb2.AbortRequest(request_id="to-abort"))
+        admin.Abort(admin_pb2.AbortRequest(request_id="to-abort"))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_watch_load_sees_work_come_and_go(
     inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
 ) -> None:
-    watch = control_pb2.WatchLoadRequest()
-    watch.interval.FromMilliseconds(50)
-    loads = control.WatchLoad(watch)
+    loads = control.WatchLoad(control_pb2.WatchLoadRequest(interval_s=0.05))
     call = inference.Generate(request("watch me", max_tokens=10_000))
     next(call)
-    busy = next(load for load in loads if load.running)
+    busy = next(load for load in loads if load.engines[0].running)
     assert (busy.requests, busy.reserved_tokens) == (1, 10_008)
-    assert busy.blocks_referenced > 0
+    assert busy.engines[0].blocks_referenced > 0
     call.cancel()
-    idle = next(load for load in loads if not load.running)
+    idle = next(load.engines[0] for load in loads if not load.engines[0].running)
     assert idle.blocks_referenced == 0
     assert idle.blocks_free + idle.blocks_evictable + idle.blocks_referenced == idle.blocks_total
     loads.cancel()
@@ -145,16 +150,16 @@ def test_load_tells_each_tenants_part(
 
 
 def test_flush_forgets_cached_prompts(
-    inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub
+    inference: inference_pb2_grpc.InferenceStub, admin: admin_pb2_grpc.AdminStub
 ) -> None:
     text = "forget this prompt, which fills a few blocks of the cache and is cached for now"
     ask(inference, request(text, max_tokens=2))
-    assert control.FlushCache(control_pb2.FlushCacheRequest()).freed_blocks >= len(text) // 4
+    assert admin.FlushCache(admin_pb2.FlushCacheRequest()).freed_blocks >= len(text) // 4
     assert ask(inference, request(text, max_tokens=2)).responses[-1].usage.cached_tokens == 0
 
 
 def test_health_is_served_for_each_service(synthetic_server: Server) -> None:
-    for service in ("", "pagoda.v1.Inference", "pagoda.v1.Control"):
+    for service in ("", "pagoda.v1.Inference", "pagoda.v1.Control", "pagoda.v1.Admin"):
         assert synthetic_server.health(service) == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -167,7 +172,7 @@ def test_drain_finishes_what_runs_and_admits_nothing_new() -> None:
         control = control_pb2_grpc.ControlStub(channel)
         call = inference.Generate(request("old", max_tokens=200))
         first = next(call)
-        drained = control.Drain.future(control_pb2.DrainRequest())
+        drained = admin_pb2_grpc.AdminStub(channel).Drain.future(admin_pb2.DrainRequest())
         while server.health() != health_pb2.HealthCheckResponse.NOT_SERVING:
             time.sleep(0.01)
         with pytest.raises(grpc.RpcError) as caught:
@@ -177,7 +182,7 @@ def test_drain_finishes_what_runs_and_admits_nothing_new() -> None:
         assert len(Answer([first, *call]).ids()) == 200
         drained.result(timeout=60)
         info = control.GetServerInfo(control_pb2.GetServerInfoRequest())
-        assert info.engine_state == control_pb2.ENGINE_STATE_DRAINING
+        assert info.state == control_pb2.SERVER_STATE_DRAINING
 
 
 def test_a_token_is_asked_for_where_one_is_set(tmp_path: Path) -> None:
@@ -223,12 +228,11 @@ def test_a_model_is_served_under_the_name_it_is_given(workers: str) -> None:
     arguments = ("--model", "synthetic", "--workers", workers, "--served-model-name", "org/name")
     with running_server(*arguments, ready=False) as server, grpc.insecure_channel(server.address) as channel:
         inference, control = inference_pb2_grpc.InferenceStub(channel), control_pb2_grpc.ControlStub(channel)
-        assert inference.Tokenize(inference_pb2.TokenizeRequest(text="x", raw=True, model="org/name")).token_ids == [
-            ord("x")
-        ]
+        asked = inference_pb2.TokenizeRequest(prompt="x", model="org/name")
+        assert inference.Tokenize(asked).token_ids == [ord("x")]
         assert control.GetServerInfo(control_pb2.GetServerInfoRequest()).model == "org/name"
         with pytest.raises(grpc.RpcError) as caught:
-            inference.Tokenize(inference_pb2.TokenizeRequest(text="x", model="synthetic"))
+            inference.Tokenize(inference_pb2.TokenizeRequest(prompt="x", model="synthetic"))
         assert caught.value.details() == "model: not served here; org/name is"
 
 

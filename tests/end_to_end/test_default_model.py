@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from tests.end_to_end.asking import Answer, ask, chat, request
+from tests.end_to_end.asking import Answer, ask, chat, engine_load, request
 from tests.servers import Server, running_server
 
 COUNT = 20
@@ -71,9 +71,9 @@ def exact(exact_server: Server) -> Iterator[inference_pb2_grpc.InferenceStub]:
         yield inference_pb2_grpc.InferenceStub(channel)
 
 
-def load_of(server: Server) -> control_pb2.Load:
+def load_of(server: Server) -> control_pb2.EngineLoad:
     with grpc.insecure_channel(server.address) as channel:
-        return control_pb2_grpc.ControlStub(channel).GetLoad(control_pb2.GetLoadRequest())
+        return engine_load(control_pb2_grpc.ControlStub(channel))
 
 
 def test_greedy_tokens_are_transformers_alone(
@@ -121,7 +121,7 @@ def test_greedy_tokens_are_transformers_from_a_cached_prefix(
     # A prompt that continues an earlier one's answer starts from that one's blocks, output included.
     for prompt in PROMPTS[:3]:
         earlier = ask(exact, request_as_reference(prompt)).ids()
-        ids = list(exact.Tokenize(inference_pb2.TokenizeRequest(text=prompt, raw=True)).token_ids)
+        ids = list(exact.Tokenize(inference_pb2.TokenizeRequest(prompt=prompt)).token_ids)
         message = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids + earlier[:-4]))
         message.stopping.max_tokens = message.stopping.min_tokens = 4
         answer = ask(exact, message)
@@ -239,7 +239,7 @@ def test_the_question_about_sweden_is_answered(served_by_default: Server) -> Non
 def test_sizes_are_those_of_the_model(served_by_default: Server) -> None:
     with grpc.insecure_channel(served_by_default.address) as channel:
         control = control_pb2_grpc.ControlStub(channel)
-        engine = control.GetServerInfo(control_pb2.GetServerInfoRequest()).engine
+        engine = control.GetServerInfo(control_pb2.GetServerInfoRequest()).engines[0].info
     # 30 layers, 3 KV heads of 64, bfloat16
     assert engine.kv_cache.bytes_per_token == 2 * 30 * 3 * 64 * 2
     assert engine.kv_cache.total_bytes <= 500_000_000 < engine.kv_cache.total_bytes + engine.kv_cache.bytes_per_block
@@ -267,8 +267,8 @@ def test_the_engine_takes_450_megabytes_beside_its_weights_and_its_cache(served_
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(lambda at: ask(inference, request(f"{at} {long}", max_tokens=2)), range(8)))
         control = control_pb2_grpc.ControlStub(channel)
-        engine = control.GetServerInfo(control_pb2.GetServerInfoRequest()).engine
-        load = control.GetLoad(control_pb2.GetLoadRequest())
+        engine = control.GetServerInfo(control_pb2.GetServerInfoRequest()).engines[0].info
+        load = engine_load(control)
     # Blocks that no token has touched are not resident.
     used_bytes = (load.blocks_total - load.blocks_free) * engine.kv_cache.bytes_per_block
     resident = served_by_default.engine().memory_info().rss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -21,10 +22,10 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
 from grpc_status import rpc_status
 
-from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, trace_pb2
 from pagoda_server.checkpoints import resolve
 from pagoda_server.engine.runners.synthetic import expected_tokens
-from tests.end_to_end.asking import Answer, ask, request
+from tests.end_to_end.asking import Answer, ask, engine_load, request
 from tests.servers import ROOT, Server, running_engine, running_server
 
 SYNTHETIC = ("--model", "synthetic", "--step-ms", "2")
@@ -42,12 +43,13 @@ def free_port() -> int:
         return port
 
 
-def wait_idle(control: control_pb2_grpc.ControlStub, timeout_s: float = 60.0) -> control_pb2.Load:
+def wait_idle(control: control_pb2_grpc.ControlStub, timeout_s: float = 60.0) -> control_pb2.EngineLoad:
     deadline = time.monotonic() + timeout_s
     while True:
         load = control.GetLoad(control_pb2.GetLoadRequest())
-        if not (load.running or load.waiting or load.requests):
-            return load
+        if not (load.requests or any(engine.running or engine.waiting for engine in load.engines)):
+            (engine,) = load.engines
+            return engine
         assert time.monotonic() < deadline, f"still busy after {timeout_s} s: {load}"
         time.sleep(0.01)
 
@@ -95,7 +97,9 @@ def test_overload_is_refused_at_once_with_a_retry_delay() -> None:
         assert details["ErrorInfo"].Unpack(info)
         assert details["RetryInfo"].Unpack(retry)
         assert info.metadata["queue_depth"] == "4"
-        assert retry.retry_delay.ToTimedelta().total_seconds() > 0
+        delay_s = retry.retry_delay.ToTimedelta().total_seconds()
+        assert delay_s > 0
+        assert dict(caught.value.trailing_metadata())["grpc-retry-pushback-ms"] == str(math.ceil(1e3 * delay_s))
         calls.pop().cancel()
         while control.GetLoad(control_pb2.GetLoadRequest()).requests == 4:
             time.sleep(0.01)
@@ -137,7 +141,7 @@ def test_engine_death_ends_streams_unavailable_and_a_new_engine_serves(fragile_s
         assert time.monotonic() - killed < 20.0, "long before an engine counts as hanging"
         server.wait_ready()
         assert ask(inference, request("after", max_tokens=30)).ids() == expected_tokens(b"after", 30, 258)
-        assert control.GetServerInfo(control_pb2.GetServerInfoRequest()).engine_restarts >= 1
+        assert control.GetServerInfo(control_pb2.GetServerInfoRequest()).engines[0].restarts >= 1
         assert wait_idle(control).reserved_tokens == 0
 
 
@@ -317,8 +321,7 @@ def test_two_engines_share_the_work_and_one_that_dies_leaves_it_to_the_other(tmp
         grpc.insecure_channel(server.address) as channel,
     ):
         inference, control = stubs(channel)
-        blocks_each = control.GetServerInfo(control_pb2.GetServerInfoRequest()).engine.kv_cache.num_blocks
-        while control.GetLoad(control_pb2.GetLoadRequest()).blocks_total < 2 * blocks_each:
+        while len(control.GetLoad(control_pb2.GetLoadRequest()).engines) < 2:
             time.sleep(0.01)  # until both are there
         calls = [inference.Generate(request(f"{at}", max_tokens=3000)) for at in range(4)]
         for call in calls:
@@ -397,13 +400,19 @@ def test_engines_of_several_sizes_are_asked_for_what_each_of_them_can_hold(tmp_p
     ):
         _, control = stubs(channel)
         deadline = time.monotonic() + 60
-        while control.GetLoad(control_pb2.GetLoadRequest()).blocks_total != 312 + 3125:
+        while {load.blocks_total for load in control.GetLoad(control_pb2.GetLoadRequest()).engines} != {312, 3125}:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert control.GetModelInfo(control_pb2.GetModelInfoRequest()).max_model_len == 500
-        limits = control.GetServerInfo(control_pb2.GetServerInfoRequest()).limits
-        assert limits.max_queued_tokens == 8 * 4 * (312 + 3125)
-        assert {part.engine for part in control.Trace(control_pb2.TraceRequest())} == {1, 2}
+        assert control.ListModels(control_pb2.ListModelsRequest()).models[0].max_model_len == 500
+        info = control.GetServerInfo(control_pb2.GetServerInfoRequest())
+        assert info.limits.max_queued_tokens == 8 * 4 * (312 + 3125)
+        assert [engine.state for engine in info.engines] == [
+            control_pb2.ENGINE_STATE_LOADING,
+            control_pb2.ENGINE_STATE_READY,
+            control_pb2.ENGINE_STATE_READY,
+        ]
+        assert [engine.info.max_model_len for engine in info.engines] == [0, 500, 900]
+        assert {part.engine for part in control.GetStepTrace(trace_pb2.GetStepTraceRequest())} == {1, 2}
 
 
 def test_stalled_readers_slow_nobody_down(
@@ -432,7 +441,7 @@ def test_what_a_slow_reader_has_not_read_arrives_in_fewer_messages() -> None:
         inference, control = stubs(channel)
         call = inference.Generate(request("slow", max_tokens=20_000))
         first = next(call)
-        while control.GetLoad(control_pb2.GetLoadRequest()).running:
+        while engine_load(control).running:
             time.sleep(0.05)  # the engine is not held up
         answer = Answer([first, *call])
         assert answer.ids() == expected_tokens(b"slow", 20_000, 258)

@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
-from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import chat_pb2, control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
-from tests.end_to_end.asking import Answer, ask, request
+from tests.end_to_end.asking import Answer, ask, engine_load, request
 
 VOCAB_SIZE = 258
 
@@ -52,8 +52,10 @@ def test_64_streams_at_once_each_get_their_own_tokens_and_return_every_block(
         answers = list(threads.map(lambda text: ask(inference, request(text, max_tokens=40)), texts))
     for text, answer in zip(texts, answers, strict=True):
         assert answer.ids() == expected(text, 40)
-    load = control.GetLoad(control_pb2.GetLoadRequest())
-    assert (load.running, load.waiting, load.blocks_referenced, load.requests, load.reserved_tokens) == (0, 0, 0, 0, 0)
+    server = control.GetLoad(control_pb2.GetLoadRequest())
+    assert (server.requests, server.reserved_tokens) == (0, 0)
+    load = engine_load(control)
+    assert (load.running, load.waiting, load.blocks_referenced) == (0, 0, 0)
     assert load.blocks_free + load.blocks_evictable == load.blocks_total
 
 
@@ -69,24 +71,55 @@ def test_chat_is_rendered_by_the_template_and_the_prompt_event_shows_it(
     inference: inference_pb2_grpc.InferenceStub,
 ) -> None:
     message = inference_pb2.GenerateRequest(
-        chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role=inference_pb2.ROLE_USER, content="Hi")]),
+        chat=chat_pb2.Chat(messages=[chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER, content="Hi")]),
         stopping=inference_pb2.Stopping(max_tokens=3),
         output=inference_pb2.Output(prompt=True),
     )
     answer = ask(inference, message)
-    ids = list(answer.responses[0].prompt.token_ids)
+    ids = answer.prompt_ids()
     start, end = 256, 257
     assert ids == [start, *b"user\nHi", end, *b"\n", start, *b"assistant\n"]
     assert answer.ids() == expected_tokens(ids, 3, VOCAB_SIZE)
 
 
-def test_text_is_answered_as_a_users_message_unless_it_is_raw(inference: inference_pb2_grpc.InferenceStub) -> None:
-    prompts = {}
-    for raw in (False, True):
-        message = inference_pb2.GenerateRequest(text="Hi", raw=raw, output=inference_pb2.Output(prompt=True))
-        message.stopping.max_tokens = 1
-        prompts[raw] = bytes(id for id in ask(inference, message).responses[0].prompt.token_ids if id < 256)
-    assert prompts == {False: b"user\nHi\nassistant\n", True: b"Hi"}
+@pytest.mark.parametrize(
+    ("given", "prompt"),
+    [({"message": "Hi"}, b"user\nHi\nassistant\n"), ({"prompt": "Hi"}, b"Hi")],
+    ids=["message", "prompt"],
+)
+def test_a_message_goes_through_the_template_and_a_prompt_stays_as_it_is(
+    inference: inference_pb2_grpc.InferenceStub, given: dict[str, Any], prompt: bytes
+) -> None:
+    message = inference_pb2.GenerateRequest(**given, output=inference_pb2.Output(prompt=True))
+    message.stopping.max_tokens = 1
+    assert bytes(id for id in ask(inference, message).prompt_ids() if id < 256) == prompt
+
+
+def test_a_stop_string_is_a_part_of_the_text_where_it_is_asked_for(
+    inference: inference_pb2_grpc.InferenceStub,
+) -> None:
+    whole = ask(inference, request("find a stop", max_tokens=60)).text()
+    message = request("find a stop", max_tokens=60, stop=[whole[10:13]])
+    message.stopping.include_stop_in_output = True
+    answer = ask(inference, message)
+    assert answer.text() == whole[: whole.index(whole[10:13]) + 3]
+    assert answer.finished().stop_string == whole[10:13]
+
+
+def test_tokens_carry_their_bytes_where_they_are_asked_for(inference: inference_pb2_grpc.InferenceStub) -> None:
+    message = request("Grüße", max_tokens=40)
+    message.output.token_bytes = message.output.prompt = True
+    message.output.logprobs = 1
+    answer = ask(inference, message)
+    prompt = answer.responses[0].prompt.tokens
+    assert b"".join(token.bytes for token in prompt) == "Grüße".encode()
+    assert [token.bytes for token in prompt[2:4]] == [b"\xc3", b"\xbc"], "halves of a character"
+    tokens = [token for token in answer.tokens() if token.id < 256]
+    assert len(tokens) > 30
+    assert all(token.bytes == bytes([token.id]) for token in tokens)
+    assert all(token.top[0].bytes == bytes([token.top[0].id]) for token in tokens if token.top[0].id < 256)
+    plain = ask(inference, request("Grüße", max_tokens=40))
+    assert not any(token.bytes for token in plain.tokens())
 
 
 def test_a_stop_string_cuts_the_text_before_it_and_is_reported(inference: inference_pb2_grpc.InferenceStub) -> None:
@@ -94,7 +127,7 @@ def test_a_stop_string_cuts_the_text_before_it_and_is_reported(inference: infere
     stop = whole[10:13]
     answer = ask(inference, request("find a stop", max_tokens=60, stop=["never occurs", stop]))
     assert answer.text() == whole[: whole.index(stop)]
-    assert (answer.finished().reason, answer.finished().stop) == (inference_pb2.FINISH_REASON_STOP, stop)
+    assert (answer.finished().reason, answer.finished().stop_string) == (inference_pb2.FINISH_REASON_STOP, stop)
     assert answer.responses[-1].usage.completion_tokens < 60
 
 
@@ -107,7 +140,7 @@ def test_a_stop_id_ends_the_sequence_and_its_text_is_left_out(inference: inferen
     cut = ids[: ids.index(stop) + 1]
     assert answer.ids() == cut
     assert answer.text() == as_text(cut[:-1])
-    assert (answer.finished().reason, answer.finished().token_id) == (inference_pb2.FINISH_REASON_STOP, stop)
+    assert (answer.finished().reason, answer.finished().stop_token_id) == (inference_pb2.FINISH_REASON_STOP, stop)
 
 
 def test_min_tokens_lets_no_stop_string_match_before(inference: inference_pb2_grpc.InferenceStub) -> None:
@@ -165,7 +198,7 @@ def test_the_request_id_is_echoed_and_cannot_be_live_twice(inference: inference_
 
 def test_tokenize_and_detokenize_are_inverse(inference: inference_pb2_grpc.InferenceStub) -> None:
     text = "Grüße, 世界 🌍 <|im_end|>"
-    ids = inference.Tokenize(inference_pb2.TokenizeRequest(text=text, raw=True)).token_ids
+    ids = inference.Tokenize(inference_pb2.TokenizeRequest(prompt=text)).token_ids
     assert 257 not in ids, "special-token text typed by a user stays text"
     assert inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=ids)).text == text
 
@@ -173,11 +206,11 @@ def test_tokenize_and_detokenize_are_inverse(inference: inference_pb2_grpc.Infer
 @pytest.mark.parametrize(
     "given",
     [
-        {"text": "Hi"},
-        {"text": "Hi", "raw": True},
-        {"chat": inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role=inference_pb2.ROLE_USER, content="Hi")])},
+        {"message": "Hi"},
+        {"prompt": "Hi"},
+        {"chat": chat_pb2.Chat(messages=[chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER, content="Hi")])},
     ],
-    ids=["text", "raw text", "chat"],
+    ids=["message", "prompt", "chat"],
 )
 def test_tokenize_gives_the_ids_that_generate_computes_on(
     inference: inference_pb2_grpc.InferenceStub, given: dict[str, Any]
@@ -185,14 +218,14 @@ def test_tokenize_gives_the_ids_that_generate_computes_on(
     message = inference_pb2.GenerateRequest(**given, output=inference_pb2.Output(prompt=True))
     message.stopping.max_tokens = 1
     ids = inference.Tokenize(inference_pb2.TokenizeRequest(**given)).token_ids
-    assert ids == ask(inference, message).responses[0].prompt.token_ids
+    assert ids == ask(inference, message).prompt_ids()
 
 
-def test_tokenize_leaves_special_tokens_out_of_raw_text_alone(inference: inference_pb2_grpc.InferenceStub) -> None:
-    bare = inference_pb2.TokenizeRequest(text="Hi", raw=True, add_special_tokens=False)
+def test_tokenize_leaves_special_tokens_out_of_a_prompt_alone(inference: inference_pb2_grpc.InferenceStub) -> None:
+    bare = inference_pb2.TokenizeRequest(prompt="Hi", add_special_tokens=False)
     assert list(inference.Tokenize(bare).token_ids) == list(b"Hi")
     with pytest.raises(grpc.RpcError, match="add_special_tokens: is off"):
-        inference.Tokenize(inference_pb2.TokenizeRequest(text="Hi", add_special_tokens=False))
+        inference.Tokenize(inference_pb2.TokenizeRequest(message="Hi", add_special_tokens=False))
 
 
 def test_a_prompt_that_ends_inside_a_character_succeeds(inference: inference_pb2_grpc.InferenceStub) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import Answer, ask, request
 from tests.servers import Server, running_server
@@ -124,10 +124,10 @@ def test_abort_reaches_the_router_that_has_the_request(server: Server) -> None:
         for channel in channels[1:]:  # some are the other router's
             call = inference_pb2_grpc.InferenceStub(channels[0]).Generate(message)
             next(call)
-            control_pb2_grpc.ControlStub(channel).Abort(control_pb2.AbortRequest(request_id="mine"))
+            admin_pb2_grpc.AdminStub(channel).Abort(admin_pb2.AbortRequest(request_id="mine"))
             assert Answer(list(call)).finished().reason == 3  # CANCELLED
         with pytest.raises(grpc.RpcError) as caught:
-            control_pb2_grpc.ControlStub(channels[0]).Abort(control_pb2.AbortRequest(request_id="nobody's"))
+            admin_pb2_grpc.AdminStub(channels[0]).Abort(admin_pb2.AbortRequest(request_id="nobody's"))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -169,7 +169,8 @@ def test_a_killed_engine_is_replaced_and_all_routers_count_it(server: Server) ->
                 control_pb2_grpc.ControlStub(channel).GetServerInfo(control_pb2.GetServerInfoRequest())
                 for channel in channels
             ]
-            return all(info.engine_restarts == 1 and info.engine_state == 2 for info in infos)
+            ready = control_pb2.ENGINE_STATE_READY
+            return all([(each.restarts, each.state) for each in info.engines] == [(1, ready)] for info in infos)
 
         wait_for("each router knows of the new engine", is_counted)
 
@@ -179,7 +180,7 @@ def test_drain_stops_all_routers_also_one_that_is_started_later() -> None:
         assert all(held_by(server))
         calls = [inference_pb2_grpc.InferenceStub(channel).Generate(request("x", 300)) for channel in channels]
         first = [next(call) for call in calls]
-        control_pb2_grpc.ControlStub(channels[0]).Drain(control_pb2.DrainRequest(), timeout=120)
+        admin_pb2_grpc.AdminStub(channels[0]).Drain(admin_pb2.DrainRequest(), timeout=120)
         for head, call in zip(first, calls, strict=True):
             assert len(Answer([head, *call]).ids()) == 300  # it answers when all have finished
         for channel in channels:

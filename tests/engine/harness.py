@@ -11,13 +11,11 @@ from typing import Protocol, TypedDict, Unpack
 from pagoda_server.engine.core.output import Ended
 from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool, chain_root
-from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo
 from pagoda_server.engine.runners.synthetic import SyntheticRunner, advance, expected_tokens
-from pagoda_server.engine.scheduling.policies import PolicyName
 from pagoda_server.engine.scheduling.scheduler import Scheduler
-from pagoda_server.engine.scheduling.schedules import ScheduleName
+from pagoda_server.settings.engine import PolicyName
 
 VOCAB_SIZE = 258
 
@@ -116,13 +114,11 @@ class SteppedEngine:
         token_budget: int = 16,
         max_model_len: int = 200,
         prefix_caching: bool = True,
-        schedule: ScheduleName = "continuous",
         lookahead: int = 0,
         policy: PolicyName = "priority",
         ageing_s: float = 60.0,
         tenant_weights: Mapping[str, float] | None = None,
         target_itl_s: float | None = None,
-        max_itl_growth: float | None = None,
         step_time: TakesTime | None = None,
         host_blocks: int = 0,
         copy_s: float = 0.0,
@@ -141,13 +137,11 @@ class SteppedEngine:
             max_model_len=max_model_len,
             prefix_caching=prefix_caching,
             clock=lambda: self.now,
-            schedule=schedule,
             policy=policy,
             ageing_s=ageing_s,
             tenant_weights=tenant_weights,
             target_itl_s=target_itl_s,
-            max_itl_growth=max_itl_growth,
-            host=HostBlocks(host_blocks, block_size, lambda: self.now),
+            num_host_blocks=host_blocks,
         )
         self.copy_s = copy_s
         self.runner = synthetic_runner(num_blocks, block_size, lookahead, host_blocks, copy_s)

@@ -6,7 +6,7 @@ import pytest
 
 from pagoda_server.engine.core.sequence import EndReason
 from pagoda_server.engine.runners.synthetic import expected_tokens
-from pagoda_server.engine.scheduling.policies import PolicyName
+from pagoda_server.settings.engine import PolicyName
 from tests.engine.harness import VOCAB_SIZE, SteppedEngine
 from tests.engine.test_scheduler import prompt
 

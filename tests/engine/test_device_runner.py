@@ -25,7 +25,6 @@ from pagoda_server.engine.core.sequence import (
     TokenMask,
 )
 from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.loop.steps_in_flight import Launched, Runner, StepsInFlight
 from pagoda_server.engine.runners.cuda import DeviceRunner
 from pagoda_server.engine.runners.cuda.graphs import bucket_sizes
@@ -33,7 +32,6 @@ from pagoda_server.engine.runners.cuda.rehearsal import prompts_of_all_sizes
 from pagoda_server.engine.runners.loaded_model import load_for_serving
 from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.engine.scheduling.scheduler import Scheduler
-from pagoda_server.engine.scheduling.schedules import ScheduleName
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.settings.engine import EngineConfig
 from tests.engine.next_to_last import NextToLast
@@ -66,7 +64,6 @@ class Served:
         self,
         runner: Runner,
         num_blocks: int,
-        schedule: ScheduleName = "continuous",
         prefix_caching: bool = True,
         host_blocks: int = 0,
         block_size: int = 4,
@@ -79,14 +76,13 @@ class Served:
             max_model_len=120,
             clock=lambda: 0.0,
             prefix_caching=prefix_caching,
-            schedule=schedule,
-            host=HostBlocks(host_blocks, block_size, clock=lambda: 0.0),
+            num_host_blocks=host_blocks,
         )
         self.steps = StepsInFlight(self.scheduler, runner)
         self.ended: list[Ended] = []
         self.told: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
-        self._lookahead = runner.lookahead if schedule == "continuous" else 0
+        self._lookahead = runner.lookahead
         self._ids = itertools.count()
 
     def add(self, prompt: list[int], params: SamplingParams, mask: TokenMask | None = None) -> Sequence:
@@ -180,14 +176,6 @@ def test_it_generates_what_a_step_by_step_runner_does_though_sequences_are_preem
     assert served.scheduler.counters.preemptions > 0, "the cache is too small for all of them"
     assert outputs(seqs) == one_by_one(folder, 16)
     assert served.pool.num_referenced == 0
-
-
-@pytest.mark.parametrize("schedule", ["sequential", "interleaved", "static"])
-def test_other_schedules_choose_the_same_tokens(llama: Path, schedule: ScheduleName) -> None:
-    served = Served(device_runner(llama), 60, schedule)
-    seqs = ask(served, 9)
-    served.run()
-    assert outputs(seqs) == one_by_one(llama, 9)
 
 
 class FailsAt:

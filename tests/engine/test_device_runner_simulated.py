@@ -145,7 +145,7 @@ def test_the_default_model_starts_on_a_card_of_two_gigabytes_and_answers(
     cuda.capacity = 2 << 30
     monkeypatch.setattr(loaded_model, "choose_backend", lambda *_: "reference")
     config = EngineConfig(str(default_model_folder), max_num_seqs=2, token_budget=64, max_model_len=256)
-    runner = load.load_runner(config, default_model_folder, no_progress, None)
+    runner = load.load_runner(config, default_model_folder, no_progress)
     assert runner.info.device == "cuda"
     assert 0.7 * cuda.capacity < cuda.allocated < cuda.capacity, "the cache takes what the weights leave"
     tokenizer = Tokenizer.from_file(str(default_model_folder / "tokenizer.json"))

@@ -9,7 +9,7 @@ from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.kv.prefix_cache import Prefix
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.synthetic import StepTime
-from pagoda_server.engine.timing.host_copy_times import HostCopyTimes
+from pagoda_server.engine.timing.cost_model import CostModel
 from pagoda_server.settings import EngineConfig, SettingError
 from tests.engine.harness import SteppedEngine
 from tests.engine.test_scheduler import prompt
@@ -149,7 +149,7 @@ def test_what_was_kept_on_the_device_is_found_by_others_again() -> None:
 
 
 def test_who_is_preempted_again_before_it_computes_keeps_what_it_kept() -> None:
-    host = HostBlocks(3, 4, lambda: 0.0)
+    host = HostBlocks(3, 4, CostModel(16, lambda: 0.0))
     seq = Sequence(0, [1] * 10, 10, SamplingParams(), 0.0, float("inf"), blocks=[10, 11, 12], num_committed=9)
     host.keep(seq)
     host.taken([10, 11, 12])
@@ -205,7 +205,7 @@ def test_who_finds_its_content_with_others_does_without_its_own() -> None:
 
 
 def test_what_is_no_longer_kept_is_not_saved() -> None:
-    host = HostBlocks(1, 4, lambda: 0.0)
+    host = HostBlocks(1, 4, CostModel(16, lambda: 0.0))
     first, second = (
         Sequence(id, [1] * 9, 9, SamplingParams(), 0.0, float("inf"), blocks=blocks, num_committed=9)
         for id, blocks in enumerate(([10, 11, 12], [20, 21, 22]))
@@ -278,28 +278,28 @@ def test_copies_that_take_longer_than_computing_are_tried_now_and_then() -> None
 
 def test_the_faster_way_is_learned_from_steps() -> None:
     now = 0.0
-    times = HostCopyTimes(lambda: now)
+    costs = CostModel(512, lambda: now)
     seq = Sequence(0, [1] * 500, 500, SamplingParams(), 0.0, float("inf"))
 
     def step(length: int, copies: int) -> None:
         """A millisecond a token and 3 a copy."""
         nonlocal now
-        times.planned()
+        costs.scheduled(after_idle=True)
         now += 0.01 + 0.001 * length + 0.003 * copies
         plan = StepPlan([Chunk(seq, 0, length, samples=False)], saves=[(at, at) for at in range(copies)])
-        times.committed(plan, 0.003 * copies)
+        costs.committed(plan, 0.003 * copies)
 
     for length in (100, 20, 300, 70, 210, 20, 5, 500, 130):
         step(length, 0)
-    assert times.is_worth_loading(seq, 100, 0, 1), "nothing is known of copies"
+    assert costs.is_worth_loading(100, 0, 1), "nothing is known of copies"
     step(100, 5)
-    assert times.compute_s(seq, 0, 100) == pytest.approx(0.1, rel=0.1)
-    assert times.is_worth_loading(seq, 20, 0, 100)
-    assert times.is_worth_saving(seq, 100, 8), "26 copies in 0.078 s"
-    assert not times.is_worth_loading(seq, 45, 0, 100)
-    assert not times.is_worth_saving(seq, 100, 4), "50 copies"
+    assert costs.chunk_s(0, 100) == pytest.approx(0.1, rel=0.1)
+    assert costs.is_worth_loading(20, 0, 100)
+    assert costs.is_worth_saving(13, 100), "26 copies in 0.078 s"
+    assert not costs.is_worth_loading(45, 0, 100)
+    assert not costs.is_worth_saving(25, 100), "50 copies"
     refusals = 0
-    while not times.is_worth_loading(seq, 45, 0, 100):
+    while not costs.is_worth_loading(45, 0, 100):
         refusals += 1
     assert 5 < refusals < 30, "a measurement that speaks against copies does not last for ever"
 

@@ -30,7 +30,7 @@ def served_by(kind: str, folder: Path, num_blocks: int = 24, **settings: object)
         kv.values.fill_(math.nan)
     assert runner.info.num_host_blocks > 50
     served = Served(runner, num_blocks, prefix_caching=False, host_blocks=runner.info.num_host_blocks)
-    served.scheduler.host.times.compute_s = lambda *_: math.inf  # type: ignore[method-assign]
+    served.scheduler.costs.chunk_s = lambda *_: math.inf  # type: ignore[method-assign]
     return served
 
 
@@ -49,7 +49,7 @@ def test_who_is_loaded_again_generates_what_an_undisturbed_run_does(
     assert host.loaded_tokens > 20
     assert counters.recomputed_tokens < 0.2 * counters.preempted_tokens
     assert host.blocks_used == 0
-    assert served.scheduler.host.times.block_s, "the runner tells how long copies take"
+    assert served.scheduler.costs.block_copy_s, "the runner tells how long copies take"
 
 
 def test_steps_that_fail_once_change_no_token_of_who_is_loaded(llama: Path) -> None:

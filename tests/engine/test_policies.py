@@ -12,10 +12,10 @@ import pytest
 from pagoda_server.engine.core.sequence import EndReason, SamplingParams, Sequence, State
 from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.scheduling.deadlines import LEAVING
-from pagoda_server.engine.scheduling.policies import PolicyName
-from pagoda_server.engine.scheduling.policies.deadline import LATE_EVERY, Deadline
-from pagoda_server.engine.scheduling.policies.fair import MAX_IDLE_TENANTS, OUTPUT_WEIGHT, Fair
-from pagoda_server.engine.scheduling.policies.policy import PolicySettings
+from pagoda_server.engine.scheduling.fair import MAX_IDLE_TENANTS, OUTPUT_WEIGHT, Fair
+from pagoda_server.engine.scheduling.least_slack import LATE_EVERY, LeastSlack
+from pagoda_server.engine.scheduling.policy import PolicySettings
+from pagoda_server.settings.engine import PolicyName
 from tests.engine.harness import SteppedEngine
 from tests.engine.test_scheduler import prompt
 
@@ -202,7 +202,7 @@ def test_late_ones_have_one_start_of_eight_while_others_wait() -> None:
 def test_thousands_that_become_late_at_once_are_not_touched() -> None:
     now = [0.0]
     settings = PolicySettings(clock=lambda: now[0])
-    policy = Deadline(settings)
+    policy = LeastSlack(settings)
     seqs = [Sequence(id, [1], 1, SamplingParams(), 0.0, math.inf, ttft_s=1.0 + id / 1e6) for id in range(10_000)]
     started = time.thread_time()
     for seq in seqs:

@@ -6,6 +6,7 @@ import pytest
 
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
+from pagoda_server.engine.runners.synthetic import StepTime
 from tests.engine.harness import SteppedEngine
 from tests.engine.test_scheduler import prompt
 from tests.engine.unreliable import UnreliableRunner
@@ -85,17 +86,20 @@ def test_the_source_of_a_copy_is_held_until_the_step_that_makes_it_is_committed(
 
 
 def test_who_ends_before_its_first_step_needs_no_copy() -> None:
-    engine = SteppedEngine(block_size=8, schedule="interleaved")
+    engine = SteppedEngine(block_size=8, target_itl_s=1e-6, step_time=StepTime(0.001, 0.0, 0.01))
     engine.add(prompt(17), max_tokens=1)
     engine.run()
-    other = engine.add(prompt(4, 50), max_tokens=9)
-    seq = engine.add([*prompt(14), 1, 2], max_tokens=4)
+    stream = engine.add(prompt(4, 50), max_tokens=40)
+    engine.step()
+    other = engine.add(prompt(60, 90), max_tokens=9)
+    engine.step()
+    seq = engine.add([*prompt(3), 1, 2, 3, 4, 5], max_tokens=4)
     plan = engine.step()
-    assert [chunk.seq for chunk in plan.chunks] == [other]
-    assert seq.blocks
+    assert [chunk.seq for chunk in plan.chunks] == [stream, other], "the target leaves no tokens for it"
+    assert seq.num_computed == 3, "it starts inside a block that has to be copied"
     assert not plan.copies, "it is made when it is needed"
     engine.abort(seq.id)
-    assert engine.pool.num_referenced == len(other.blocks)
+    assert engine.pool.num_referenced == len(stream.blocks) + len(other.blocks)
     engine.run()
     assert engine.outputs[other.id] == engine.expected(other)
 

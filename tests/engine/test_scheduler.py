@@ -282,3 +282,13 @@ def test_a_short_prompt_overtakes_nobody_of_higher_priority() -> None:
     low = engine.add([1, 2], max_tokens=1)
     engine.step()
     assert low.first_scheduled is None
+
+
+def test_a_budget_that_holds_the_prompt_computes_it_in_one_step_beside_the_decodes() -> None:
+    engine = SteppedEngine(num_blocks=100, token_budget=200)
+    stream = engine.add(prompt(2), max_tokens=5)
+    engine.step()
+    long = engine.add(prompt(150, 3), max_tokens=2)
+    assert {chunk.seq.id: chunk.length for chunk in engine.step().chunks} == {stream.id: 1, long.id: 150}
+    engine.run()
+    assert engine.outputs[long.id] == engine.expected(long)

@@ -10,8 +10,7 @@ from pagoda_server.engine.core.sequence import EndReason, State
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.scheduling.deadlines import LEAVING
-from pagoda_server.engine.scheduling.policies import PolicyName
-from pagoda_server.engine.scheduling.schedules import ScheduleName
+from pagoda_server.settings.engine import PolicyName
 from tests.engine.harness import SteppedEngine
 from tests.engine.unreliable import UnreliableRunner
 
@@ -25,10 +24,8 @@ prompts = st.builds(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    schedule: ScheduleName = "continuous"
     policy: PolicyName = "priority"
     target_itl_s: float | None = None
-    max_itl_growth: float | None = None
     lookahead = 0
     prefix_caching = True
     block_size = 4  # from 8 on, blocks are also found by their first tokens, and copied
@@ -44,12 +41,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=6,
             token_budget=11,
             max_model_len=MAX_MODEL_LEN,
-            schedule=self.schedule,
             policy=self.policy,
             ageing_s=10.0,
             tenant_weights={"b": 2.0},
             target_itl_s=self.target_itl_s,
-            max_itl_growth=self.max_itl_growth,
             step_time=StepTime(0.5, 0.1, 0.1),
             lookahead=self.lookahead,
             prefix_caching=self.prefix_caching,
@@ -158,21 +153,9 @@ class UncachedMachine(SchedulerMachine):
     prefix_caching = False
 
 
-class SequentialMachine(SchedulerMachine):
-    schedule = "sequential"
-
-
-class InterleavedMachine(SchedulerMachine):
-    schedule = "interleaved"
-
-
-class StaticMachine(SchedulerMachine):
-    schedule = "static"
-
-
 class FcfsMachine(SchedulerMachine):
     policy = "fcfs"
-    max_itl_growth = 1.3
+    target_itl_s = 1.5
     block_size = 8
 
 
@@ -263,13 +246,10 @@ TestHostOverlap = HostOverlapMachine.TestCase
 TestHostUncached = HostUncachedMachine.TestCase
 TestHostUnreliable = HostUnreliableMachine.TestCase
 TestHostUnreliableUncached = HostUnreliableUncachedMachine.TestCase
-TestSequential = SequentialMachine.TestCase
-TestInterleaved = InterleavedMachine.TestCase
-TestStatic = StaticMachine.TestCase
 TestContinuous.settings = TestOverlap.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestFcfs.settings = TestFair.settings = TestDeadline.settings = TestUncached.settings = TestUnreliable.settings = (
-    TestSequential.settings
-) = TestInterleaved.settings = TestStatic.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings(max_examples=40, stateful_step_count=40, deadline=None)
+)
 TestHost.settings = TestHostOverlap.settings = TestHostUncached.settings = TestHostUnreliable.settings = (
     TestHostUnreliableUncached.settings
 ) = settings(max_examples=25, stateful_step_count=40, deadline=None)

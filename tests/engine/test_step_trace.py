@@ -43,7 +43,6 @@ def test_steps_of_the_same_sequences_share_their_numbers() -> None:
         ("no budget", {"token_budget": 16}),
         ("no blocks", {"num_blocks": 8, "token_budget": 64}),
         ("no place", {"max_num_seqs": 1, "token_budget": 64}),
-        ("not its turn", {"schedule": "sequential", "token_budget": 64}),
     ],
 )
 def test_it_tells_why_the_next_in_line_has_not_started(hold: str, sizes: dict[str, Any]) -> None:
@@ -68,11 +67,6 @@ def test_it_tells_why_a_running_sequence_did_not_compute() -> None:
     running = {seq.id for seq in engine.scheduler.running}
     assert set(idle[0]) == running - computing
     assert set(idle[1]) <= {"no budget"}
-    turns = SteppedEngine(schedule="interleaved")
-    turns.add([1], max_tokens=2)
-    turns.add([2], max_tokens=2)
-    turns.step()
-    assert turns.steps.trace.take().steps[-1][2][3:5] == ((1,), ("not its turn",))
 
 
 def test_a_sequence_whose_last_token_is_pending_has_nothing_to_compute() -> None:
@@ -130,12 +124,12 @@ def test_old_steps_and_moves_are_forgotten_but_live_sequences_keep_their_last_mo
 
 def test_memory_is_bounded_however_short_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_trace, "MAX_NUMBERS", 24)
-    engine = SteppedEngine(schedule="interleaved")
+    engine = SteppedEngine()
     for head in range(8):
-        engine.add([head], max_tokens=5)
+        engine.add([head], max_tokens=2 + head)  # a different batch in every step
     engine.run()
     steps = engine.steps.trace.take().steps
-    assert len(steps) < 40
+    assert len(steps) < engine.scheduler.counters.steps
     assert sum(len(step[2][0]) + 2 * len(step[2][1]) + 2 * len(step[2][3]) for step in steps) <= 24
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pagoda_server.engine.core.sequence import State
-from pagoda_server.engine.scheduling.policies import PolicyName
-from tests.engine.harness import SteppedEngine
+from pagoda_server.engine.runners.synthetic import expected_tokens
+from pagoda_server.settings.engine import PolicyName
+from tests.engine.harness import VOCAB_SIZE, SteppedEngine
 from tests.engine.test_scheduler import prompt
 
 
@@ -47,12 +48,12 @@ def test_what_was_given_up_and_computed_again_is_counted_for_each_and_for_all() 
     assert counters.recomputed_tokens == sum(seq.recomputed_tokens for seq in seqs) == counters.preempted_tokens
 
 
-def test_rows_of_who_has_ended_are_counted_as_dropped() -> None:
-    engine = SteppedEngine(schedule="static")
-    engine.add(prompt(4), max_tokens=1)
-    engine.add(prompt(4, 1), max_tokens=6)
+def test_rows_of_sequences_that_have_ended_are_counted_as_dropped() -> None:
+    engine = SteppedEngine(lookahead=1)
+    stop = expected_tokens(prompt(4), 3, VOCAB_SIZE)[2]
+    engine.add(prompt(4), max_tokens=8, stop_token_ids=frozenset({stop}))
     engine.run()
-    assert engine.scheduler.counters.dropped_tokens == 5
+    assert engine.scheduler.counters.dropped_tokens == 1, "a step was launched before the stop token was known"
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline"])

@@ -11,7 +11,7 @@ from pagoda_server.engine.core.output import StepOutput
 from pagoda_server.engine.core.sequence import Sequence
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.engine.serving.codec import PendingOutput, sequence_from_submit
-from pagoda_server.router.engines.engine_stream import SequenceInbox
+from pagoda_server.router.engines.stream import SequenceInbox
 
 
 class Stepped(Protocol):

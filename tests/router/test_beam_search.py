@@ -10,14 +10,14 @@ from pagoda.v1 import inference_pb2
 from pagoda.v1.inference_pb2 import GenerateRequest
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.request.beam_search import BeamSearchStream
-from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.validation import GenerateParams, to_submit, validate_generate
 
 LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)
 
 
 def params_of(**fields: object) -> GenerateParams:
-    return validate_generate(ParseDict({"text": "Hello", **fields}, GenerateRequest()), LIMITS, "m")
+    return validate_generate(ParseDict({"prompt": "Hello", **fields}, GenerateRequest()), LIMITS, "m")
 
 
 def search(**sampling: object) -> dict[str, object]:

@@ -15,7 +15,7 @@ from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server.channel.link import Link
 from pagoda_server.channel.shm_server import ShmServer
 from pagoda_server.router.engines.channel import EngineChannel
-from pagoda_server.router.engines.engine_stream import EngineStream
+from pagoda_server.router.engines.stream import EngineStream
 
 EngineEnd: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
 

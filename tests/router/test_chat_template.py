@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from pagoda_server.router.errors import ConfigError, InvalidArgument
-from pagoda_server.router.text.chat_template import Chat, ChatTemplate, Message
+from pagoda_server.router.text.chat_template import Chat, ChatTemplate, Message, ToolCall
 
 HELLO = Chat((Message("user", "Hello"),))
 
@@ -98,3 +98,97 @@ def test_messages_are_never_run_as_templates() -> None:
 def test_broken_template_is_reported_at_start() -> None:
     with pytest.raises(ConfigError, match="does not compile"):
         ChatTemplate("{% for %}")
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+# In the manner of Qwen's templates.
+TOOLS = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}
+{%- for message in messages %}[{{ message.role }}
+{%- if message.reasoning_content is string %}({{ message.reasoning_content }}){% endif %}:{{ message.content }}
+{%- if message.tool_calls %}{% for call in message.tool_calls %}
+{%- if call.function %}{% set call = call.function %}{% endif %}
+{{- call.name }}{{ call.arguments | tojson }}{% endfor %}{% endif %}
+{%- if message.tool_call_id is defined %}#{{ message.tool_call_id }}{% endif %}]{% endfor %}
+{%- if add_generation_prompt %}[assistant{% if enable_thinking is defined and enable_thinking is false %}()
+{%- endif %}:{% endif %}"""
+
+
+def test_tools_calls_and_thoughts_reach_the_template_as_hugging_face_has_them() -> None:
+    chat = Chat(
+        (
+            Message("user", "2+3?"),
+            Message("assistant", "", "I add.", (ToolCall("add", {"a": 2, "b": 3}, "call-1"),)),
+            Message("tool", "5", tool_call_id="call-1", name="add"),
+        ),
+        tools=(TOOL,),
+    )
+    assert render(TOOLS, chat) == (
+        '<tools>{"type": "function", "function": {"name": "add", "description": "Adds.", '
+        '"parameters": {"type": "object"}}}</tools>[user:2+3?][assistant(I add.):add{"a": 2, "b": 3}]'
+        "[tool:5#call-1][assistant:"
+    )
+    hidden = Chat(chat.messages)
+    assert render(TOOLS, hidden).startswith("[user:2+3?]")
+
+
+def test_the_same_chat_becomes_what_transformers_makes_of_it() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    conversation = [
+        {"role": "user", "content": "2+3?"},
+        {"role": "assistant", "content": "", "reasoning_content": "I add.",
+         "tool_calls": [{"type": "function", "id": "c", "function": {"name": "add", "arguments": {"b": 1, "a": "é"}}}]},
+        {"role": "tool", "content": "5", "tool_call_id": "c"},
+    ]  # fmt: skip
+    (expected,), _ = render_jinja_template(
+        [conversation], tools=[TOOL], chat_template=TOOLS, add_generation_prompt=True, enable_thinking=False
+    )
+    calls = (ToolCall("add", {"b": 1, "a": "é"}, "c"),)
+    chat = Chat(
+        (Message("user", "2+3?"), Message("assistant", "", "I add.", calls), Message("tool", "5", tool_call_id="c")),
+        tools=(TOOL,),
+        template_kwargs={"enable_thinking": False},
+    )
+    assert render(TOOLS, chat) == expected
+
+
+def test_template_kwargs_are_variables_of_the_template() -> None:
+    assert (
+        render(TOOLS, Chat(HELLO.messages, template_kwargs={"enable_thinking": False})) == "[user:Hello][assistant():"
+    )
+    assert render(TOOLS, Chat(HELLO.messages, template_kwargs={"enable_thinking": True})) == "[user:Hello][assistant:"
+    assert render("{{ documents | tojson }}", Chat(HELLO.messages, template_kwargs={"documents": [1]})) == "[1]"
+    assert render("x", Chat(HELLO.messages, template_kwargs={"unknown_to_it": 1})) == "x"
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "bos_token", "raise_exception", "range"]
+)
+def test_a_variable_that_the_server_sets_cannot_be_set_by_a_client(name: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        render("x", Chat(HELLO.messages, template_kwargs={name: 1}), bos_token="<s>")
+    assert refused.value.field == f"chat.template_kwargs.{name}"
+
+
+def test_a_template_tells_what_it_reads() -> None:
+    template = ChatTemplate(TOOLS, {"bos_token": "<s>"})
+    assert (template.reads_tools, template.kwargs) == (True, ("enable_thinking",))
+    plain = ChatTemplate(
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ range(3) }}", {"bos_token": ""}
+    )
+    assert (plain.reads_tools, plain.kwargs) == (False, ())
+
+
+def test_a_chat_changes_every_text_that_its_client_wrote_and_no_other() -> None:
+    chat = Chat(
+        (Message("assistant", "a", "b", (ToolCall("c", {"d": ["e", 1, None, True]}, "f"),), name="g"),
+         Message("tool", "h", tool_call_id="i")),
+        tools=({"type": "j"},),
+        template_kwargs={"kept": {"k": "l"}},
+    )  # fmt: skip
+    assert chat.with_texts(str.upper) == Chat(
+        (Message("assistant", "A", "B", (ToolCall("C", {"D": ["E", 1, None, True]}, "F"),), name="G"),
+         Message("tool", "H", tool_call_id="I")),
+        tools=({"TYPE": "J"},),
+        template_kwargs={"kept": {"K": "L"}},
+    )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import ResourceExhausted
-from pagoda_server.router.request.client_writer import ClientWriter, GenerateContext
+from pagoda_server.router.request.output import ClientWriter, GenerateContext
 
 RESPONSE = inference_pb2.GenerateResponse()
 

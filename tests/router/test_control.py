@@ -2,67 +2,190 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda.v1 import control_pb2
+from pagoda.v1 import control_pb2, inference_pb2, trace_pb2
 from pagoda_server.router.engines.dispatch import Dispatcher
-from pagoda_server.router.errors import InvalidArgument
+from pagoda_server.router.errors import InvalidArgument, Unavailable
+from pagoda_server.router.process.control import (
+    MAX_TENANTS_LISTED,
+    ControlServicer,
+    ServingState,
+    add_tenants,
+    watch_interval_s,
+)
 from pagoda_server.router.request.admission import Admission
-from pagoda_server.router.request.control import ControlServicer, watch_interval_s
+from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.text.chat_template import ChatTemplate
+
+LIMITS = Limits(max_model_len=100, vocab_size=50, kv_token_capacity=1000)
+UNUSED: Any = None
 
 
-def engine(is_ready: bool = True, **load: float) -> Any:
-    async def trace(request: control_pb2.TraceRequest) -> list[control_pb2.TracePart]:
-        return [control_pb2.TracePart()]
+def engine(is_ready: bool = True, has_been_ready: bool = True, **load: float) -> Any:
+    async def trace(last_s: float | None) -> list[trace_pb2.StepTracePart]:
+        return [trace_pb2.StepTracePart()]
 
     fields: dict[str, Any] = load
     return SimpleNamespace(
-        is_ready=is_ready, load=control_pb2.Load(**fields), tenants=engine_pb2.Tenants(), num_live_sequences=0,
+        is_ready=is_ready,
+        has_been_ready=is_ready or has_been_ready,
+        info=control_pb2.EngineInfo(architecture="llama") if is_ready else None,
+        load=control_pb2.EngineLoad(**fields),
+        tenants=engine_pb2.Tenants(),
+        num_live_sequences=0,
         trace=trace,
-    )  # fmt: skip
+    )
 
 
-def control(*engines: Any) -> ControlServicer:
-    unused: Any = None
+def tokenizer(template: str | None = None, **recommended: float) -> Any:
+    return SimpleNamespace(
+        chat_template=template and ChatTemplate(template), eos_token_ids=(7,), recommended=recommended
+    )
+
+
+def control(*engines: Any, tokenizer: Any = UNUSED) -> ControlServicer:
+    admission, dispatcher = Admission(5, 5), Dispatcher(engines)
     return ControlServicer(
-        model="m", tokenizer=unused, limits=unused, admission=Admission(5, 5), dispatcher=Dispatcher(engines),
-        live=unused, state=unused, engine_restarts=unused, max_message_bytes=1, settings={},
+        model="m", tokenizer=tokenizer, limits=lambda: LIMITS, admission=admission, dispatcher=dispatcher,
+        state=ServingState(dispatcher, admission), engine_restarts=lambda: 3, max_message_bytes=1,
+        settings={},
     )  # fmt: skip
 
 
-def test_load_is_summed_but_for_the_step_which_is_the_first_engines_that_is_ready() -> None:
-    away = engine(False, running=100, step_tokens=100)
-    load = control(away, engine(running=1, step_tokens=7, step_s=0.5), engine(running=2, step_tokens=9)).load()
-    assert (load.running, load.step_tokens, load.step_s) == (3, 7, 0.5)
-    assert control(engine(running=1), engine(step_tokens=9)).load().step_tokens == 0
+def test_load_has_an_entry_for_each_engine_that_is_ready() -> None:
+    away = engine(False, running=100)
+    first = engine(running=1, kv_slots=8, kv_slots_unused=2, prompt_tokens=10, cached_tokens=5)
+    load = control(away, first, engine(running=2)).load()
+    assert [(entry.engine, entry.running) for entry in load.engines] == [(1, 1), (2, 2)]
+    assert [(entry.kv_waste, entry.prefix_hit_rate) for entry in load.engines] == [(0.25, 0.5), (0, 0)]
+    assert not first.load.kv_waste, "the channel's own figures stay as the engine told them"
+
+
+async def test_server_info_has_an_entry_for_each_engine_in_whatever_state() -> None:
+    engines = (engine(), engine(False), engine(False, has_been_ready=False))
+    info = await control(*engines).GetServerInfo(control_pb2.GetServerInfoRequest(), UNUSED)
+    assert [(each.engine, each.state, each.HasField("info")) for each in info.engines] == [
+        (0, control_pb2.ENGINE_STATE_READY, True),
+        (1, control_pb2.ENGINE_STATE_UNAVAILABLE, False),
+        (2, control_pb2.ENGINE_STATE_LOADING, False),
+    ]
+    assert [each.restarts for each in info.engines] == [3, 3, 3]
+    assert info.uptime_s > 0
+
+
+@pytest.mark.parametrize(
+    ("engines", "is_draining", "expected"),
+    [
+        ((engine(),), False, control_pb2.SERVER_STATE_SERVING),
+        ((engine(), engine(False)), False, control_pb2.SERVER_STATE_SERVING),
+        ((engine(False),), False, control_pb2.SERVER_STATE_UNAVAILABLE),
+        ((engine(False, has_been_ready=False),), False, control_pb2.SERVER_STATE_STARTING),
+        ((engine(),), True, control_pb2.SERVER_STATE_DRAINING),
+    ],
+)
+def test_the_servers_state_is_that_of_its_engines_unless_it_drains(
+    engines: tuple[Any, ...], is_draining: bool, expected: control_pb2.ServerState
+) -> None:
+    admission = Admission(5, 5)
+    admission.is_draining = is_draining
+    assert ServingState(Dispatcher(engines), admission).state == expected
+
+
+async def listed(tokenizer: Any) -> control_pb2.ModelInfo:
+    servicer = control(engine(), tokenizer=tokenizer)
+    (model,) = (await servicer.ListModels(control_pb2.ListModelsRequest(), UNUSED)).models
+    return model
+
+
+async def test_a_model_tells_what_it_can_do_and_what_its_template_reads() -> None:
+    plain = await listed(tokenizer())
+    assert (plain.name, plain.architecture, plain.vocab_size, plain.max_model_len) == ("m", "llama", 50, 100)
+    assert list(plain.eos_token_ids) == [7]
+    assert list(plain.capabilities) == [control_pb2.CAPABILITY_GENERATE]
+    chats = await listed(tokenizer("{{ messages[0].content }}{{ style }}"))
+    assert list(chats.capabilities) == [control_pb2.CAPABILITY_GENERATE, control_pb2.CAPABILITY_CHAT]
+    assert list(chats.template_kwargs) == ["style"]
+    assert control_pb2.CAPABILITY_TOOLS in (await listed(tokenizer("{{ tools }}"))).capabilities
+
+
+async def test_models_are_unavailable_without_an_engine() -> None:
+    with pytest.raises(Unavailable):
+        await control(engine(False), tokenizer=tokenizer()).ListModels(control_pb2.ListModelsRequest(), UNUSED)
+
+
+async def test_recommended_sampling_is_passed_on_where_a_request_could_ask_for_it() -> None:
+    model = await listed(tokenizer(temperature=0.5, top_k=20))
+    assert model.recommended_sampling == inference_pb2.Sampling(temperature=0.5, top_k=20)
+    for wrong in ({"temperature": -1}, {"top_k": -1}, {"top_p": "high"}, {"top_p": 7}, {"top_k": 0.5}):
+        assert (await listed(tokenizer(**wrong))).recommended_sampling == inference_pb2.Sampling()
 
 
 async def test_a_trace_names_engines_by_their_place_among_the_addresses() -> None:
     written: list[int] = []
 
     class Context:
-        async def write(self, part: control_pb2.TracePart) -> None:
+        async def write(self, part: trace_pb2.StepTracePart) -> None:
             written.append(part.engine)
 
     context: Any = Context()
-    await control(engine(), engine(False), engine()).Trace(control_pb2.TraceRequest(), context)
+    await control(engine(), engine(False), engine()).GetStepTrace(trace_pb2.GetStepTraceRequest(), context)
     assert written == [0, 2]
 
 
-@pytest.mark.parametrize("seconds", [10**15, -(10**15), 3601, 0])
-def test_an_interval_that_cannot_be_waited_is_refused(seconds: int) -> None:
-    request = control_pb2.WatchLoadRequest()
-    request.interval.seconds = seconds
-    with pytest.raises(InvalidArgument, match=r"interval: .* is outside \[0.05, 3600\] s"):
-        watch_interval_s(request)
+@pytest.mark.parametrize("seconds", [1e15, -1e15, 3600.5, 0, 0.049, math.nan, math.inf])
+def test_an_interval_that_cannot_be_waited_is_refused(seconds: float) -> None:
+    with pytest.raises(InvalidArgument, match=r"^interval_s: is .*, must be in \[0.05, 3600\]$"):
+        watch_interval_s(control_pb2.WatchLoadRequest(interval_s=seconds))
 
 
 def test_an_interval_has_parts_of_a_second() -> None:
-    request = control_pb2.WatchLoadRequest()
-    assert watch_interval_s(request) == 1.0
-    request.interval.FromMilliseconds(1250)
-    assert watch_interval_s(request) == 1.25
+    assert watch_interval_s(control_pb2.WatchLoadRequest()) == 1.0
+    assert watch_interval_s(control_pb2.WatchLoadRequest(interval_s=1.25)) == 1.25
+
+
+def tenants(count: int = 0, **services: int) -> engine_pb2.Tenants:
+    listed = [
+        control_pb2.TenantLoad(name=name, running=1, waiting=2, service=3 * service, recent_service=service)
+        for name, service in services.items()
+    ]
+    return engine_pb2.Tenants(
+        listed=listed, count=count or len(listed), recent_service=sum(services.values()) + 10 * (count > len(listed))
+    )
+
+
+def added(*engines: engine_pb2.Tenants) -> control_pb2.Load:
+    load = control_pb2.Load()
+    add_tenants(load, engines)
+    return load
+
+
+def test_a_tenant_of_two_engines_is_summed_and_shares_are_of_all_service() -> None:
+    load = added(tenants(a=30, b=10), tenants(b=40, c=20))
+    assert [(tenant.name, tenant.share) for tenant in load.tenants] == [("b", 0.5), ("a", 0.3), ("c", 0.2)]
+    b = load.tenants[0]
+    assert (b.running, b.waiting, b.service, b.recent_service) == (2, 4, 150, 50)
+    assert load.num_tenants == 3
+
+
+def test_service_of_tenants_that_are_not_listed_counts_in_the_shares() -> None:
+    load = added(tenants(count=7, a=30))
+    assert load.tenants[0].share == 0.75
+    assert load.num_tenants == 7
+
+
+def test_no_more_are_listed_for_several_engines_than_for_one() -> None:
+    load = added(*(tenants(**{f"{at} {number}": number for number in range(40)}) for at in range(2)))
+    assert (len(load.tenants), load.num_tenants) == (MAX_TENANTS_LISTED, 80)
+    assert load.tenants[0].recent_service == 39
+    assert load.tenants[-1].recent_service == 8
+
+
+def test_an_engine_that_has_served_no_tenant_has_no_shares() -> None:
+    assert added(tenants(a=0)).tenants[0].share == 0
+    assert added(engine_pb2.Tenants()).num_tenants == 0

@@ -110,6 +110,42 @@ def test_character_cut_short_is_replaced_at_the_end() -> None:
     assert detokenizer.flush() == "\ufffd"
 
 
+@given(ids=ids_of(TOKENIZERS["byte-level"]))
+@settings(max_examples=150, deadline=None)
+def test_bytes_of_tokens_join_to_the_bytes_of_the_text(ids: list[int]) -> None:
+    detokenization = DETOKENIZATIONS["byte-level"]
+    joined = b"".join(detokenization.token_bytes(id) for id in ids)
+    assert joined.decode(errors="replace") == detokenization.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "expected"),
+    [
+        ("byte-level", "ðŁ", b"\xf0\x9f"),
+        ("byte-level", "<|im_end|>", b"<|im_end|>"),
+        ("Llama 2", "<0xF0>", b"\xf0"),
+        ("Llama 2", "▁the", b" the"),
+        ("Llama 2", "</s>", b"</s>"),
+        ("Metaspace", "▁", b" "),
+        ("WordPiece", "is", b"s"),
+        ("CTC", "is", b"is"),
+    ],
+)
+def test_a_token_has_the_bytes_that_it_adds_inside_a_text(name: str, token: str, expected: bytes) -> None:
+    ids = (
+        [TOKENIZERS[name].token_to_id(char) for char in token]
+        if token == "ðŁ"
+        else [TOKENIZERS[name].token_to_id(token)]
+    )
+    assert None not in ids, "the test's tokenizer has no such token"
+    assert b"".join(DETOKENIZATIONS[name].token_bytes(id) for id in ids) == expected
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_an_id_outside_the_vocabulary_has_no_bytes(name: str) -> None:
+    assert DETOKENIZATIONS[name].token_bytes(2**32 - 1) == b""
+
+
 def test_sequences_do_not_share_state() -> None:
     tokenizer, detokenization = TOKENIZERS["byte-level"], DETOKENIZATIONS["byte-level"]
     one, other = detokenization.detokenizer(), detokenization.detokenizer()

@@ -6,10 +6,10 @@ import pytest
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1.inference_pb2 import GenerateRequest, GenerateResponse, Sampling
-from pagoda_server.router.engines.engine_stream import SequenceInbox
+from pagoda_server.router.engines.stream import SequenceInbox
 from pagoda_server.router.errors import DeadlineExceeded
+from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import GenerateCall
-from pagoda_server.router.request.limits import Limits
 from pagoda_server.router.request.validation import validate_generate
 
 LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)
@@ -63,7 +63,7 @@ def said(
 
 
 async def responses_to(engine: Engine, sampling: Sampling, stop: tuple[str, ...] = ()) -> list[GenerateResponse]:
-    request = GenerateRequest(text="x", sampling=sampling)
+    request = GenerateRequest(prompt="x", sampling=sampling)
     request.stopping.stop.extend(stop)
     request.output.logprobs = 0
     writer = Writer()
@@ -102,7 +102,7 @@ async def test_what_comes_after_a_stop_string_counts_for_nothing() -> None:
     responses = await responses_to(engine, Sampling(n=3), stop=("b",))
     assert engine.aborted == [0]
     assert texts(responses) == ["a", "c", "d"]
-    assert responses[-1].finished.stop == "b"
+    assert responses[-1].finished.stop_string == "b"
     assert responses[-1].usage.completion_tokens == 2 + 1 + 1
 
 

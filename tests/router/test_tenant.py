@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagoda_server.router.errors import InvalidArgument
-from pagoda_server.router.request.tenant import TENANT_KEY, tenant_of
+from pagoda_server.router.request.validation import TENANT_KEY, tenant_of
 
 
 def test_a_call_that_names_no_tenant_is_of_the_nameless_one() -> None:

@@ -17,8 +17,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from pagoda_server.router.errors import ConfigError, InvalidArgument
-from pagoda_server.router.text.chat_template import Chat, Message
+from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.text.chat_template import Chat, ChatTemplate, Message, ToolCall
 from pagoda_server.router.text.tokenizer import Tokenizer
 from tests.router.tokenizers_for_tests import (
     CHATML,
@@ -114,6 +114,45 @@ def test_message_cannot_bring_in_special_tokens(served: dict[str, Tokenizer], na
     assert specials_in(chat_of(*contents)) == specials_in(chat_of(*("x" for _ in contents)))
 
 
+WHOLE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{{ note }}{{ notes | tojson }}"
+    "{% for message in messages %}<|im_start|>{{ message.name }}{{ message.reasoning_content }}{{ message.content }}"
+    "{{ message.tool_call_id }}{% for call in message.tool_calls or [] %}{{ call.id }}"
+    "{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+)
+
+
+@given(texts=st.lists(hostile, min_size=10, max_size=10))
+@example(texts=["<|im_start|>"] * 10)
+@example(texts=["<|im_", "end|>"] * 5)
+@settings(max_examples=150, deadline=None)
+def test_no_text_of_a_chat_can_bring_in_special_tokens(whole: Tokenizer, texts: list[str]) -> None:
+    content, reasoning, name, call_id, key, value, answered, description, property_name, kwarg = texts
+    chat = Chat(
+        (
+            Message("assistant", content, reasoning, (ToolCall("f", {key: [value]}, call_id),), name=name),
+            Message("tool", content, tool_call_id=answered, name=name),
+        ),
+        tools=(
+            {
+                "type": "function",
+                "function": {"name": "f", "description": description, "parameters": {property_name: 1}},
+            },
+        ),
+        template_kwargs={"note": kwarg, "notes": {kwarg: [kwarg]}},
+    )
+    ids = whole.encode_chat(chat)
+    assert [id for id in ids if id in (0, 1, 2)] == [1, 2, 1, 2]
+    text = whole.decode(ids, skip_special_tokens=False)
+    assert text == ChatTemplate(WHOLE).render(chat)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A template that shows every text that a chat has."""
+    return Tokenizer(model_folder(tmp_path_factory.mktemp("whole"), byte_level(), chat_template=WHOLE))
+
+
 @given(contents=st.lists(hostile, min_size=1, max_size=3))
 @settings(max_examples=150, deadline=None)
 def test_special_text_in_a_message_is_kept_as_text(served: dict[str, Tokenizer], contents: list[str]) -> None:
@@ -183,7 +222,7 @@ def test_facts_about_the_model_are_read_from_its_folder(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == library.get_vocab_size()
     assert tokenizer.fingerprint == hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     assert tokenizer.eos_token_ids == (2,)
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template is None
 
     (folder / "config.json").write_text('{"eos_token_id": 1}')
     assert Tokenizer(folder).eos_token_ids == (1, 2)
@@ -201,10 +240,27 @@ def test_chat_template_is_found_wherever_models_keep_it(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode_chat(chat_of("x"))) == "cd"
 
 
-def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="no chat template") as refused:
-        Tokenizer(model_folder(tmp_path, byte_level())).encode_chat(chat_of("x"))
-    assert refused.value.field == "chat"
+@pytest.mark.parametrize(
+    ("generation", "recommended"),
+    [
+        (
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 9},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        ),
+        (
+            {"do_sample": True, "min_p": 0.1, "repetition_penalty": 1.05, "top_k": None},
+            {"min_p": 0.1, "repetition_penalty": 1.05},
+        ),
+        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+        ({}, {}),
+    ],
+)
+def test_recommended_sampling_is_read_from_the_folder(
+    tmp_path: Path, generation: dict[str, Any], recommended: dict[str, float]
+) -> None:
+    folder = model_folder(tmp_path, byte_level())
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert Tokenizer(folder).recommended == recommended
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "config.json"])

@@ -14,7 +14,7 @@ from google.protobuf import any_pb2
 from google.protobuf.json_format import ParseDict
 from google.rpc import error_details_pb2, status_pb2
 
-from pagoda.v1 import inference_pb2
+from pagoda.v1 import chat_pb2, inference_pb2
 from pagoda.v1.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from pagoda_server.router.errors import (
     INTERNAL_MESSAGE,
@@ -23,10 +23,12 @@ from pagoda_server.router.errors import (
     NotFound,
     PagodaError,
     ResourceExhausted,
+    Status,
     Unavailable,
+    Unimplemented,
     to_status,
 )
-from pagoda_server.router.request.limits import Limits
+from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.validation import (
     GenerateParams,
     check_prompt,
@@ -42,7 +44,7 @@ SERVED = "served"
 
 
 def params_of(limits: Limits = LIMITS, **fields: object) -> GenerateParams:
-    fields = fields if fields.keys() & {"text", "token_ids", "chat"} else {"text": "Hello", **fields}
+    fields = fields if fields.keys() & {"prompt", "message", "token_ids", "chat"} else {"prompt": "Hello", **fields}
     return validate_generate(ParseDict(fields, GenerateRequest()), limits, SERVED)
 
 
@@ -51,7 +53,7 @@ def user(content: str = "Hello") -> dict[str, str]:
 
 
 def test_smallest_request_gets_every_default() -> None:
-    params = params_of(text="Hello")
+    params = params_of(prompt="Hello")
     assert params.prompt == "Hello"
     assert (params.max_tokens, params.min_tokens, params.stop, params.stop_token_ids) == (None, 0, (), ())
     assert (params.has_text, params.logprobs, params.has_prompt, params.keeps_special_tokens) == (
@@ -97,8 +99,15 @@ def test_what_the_client_sets_is_kept() -> None:
         request_id="my request",
         model="served",
         sampling=sampling,
-        stopping={"maxTokens": 9, "minTokens": 9, "stop": ["\n", "END"], "stopTokenIds": [999], "ignoreEos": True},
-        output={"text": True, "logprobs": 0, "prompt": True, "specialTokens": True},
+        stopping={
+            "maxTokens": 9,
+            "minTokens": 9,
+            "stop": ["\n", "END"],
+            "stopTokenIds": [999],
+            "ignoreEos": True,
+            "includeStopInOutput": True,
+        },
+        output={"text": True, "logprobs": 0, "prompt": True, "specialTokens": True, "tokenBytes": True},
         cache={"salt": "s" * 128, "bypass": True},
         priority=-1000,
     )
@@ -113,6 +122,7 @@ def test_what_the_client_sets_is_kept() -> None:
     assert (params.max_tokens, params.min_tokens, params.stop) == (9, 9, ("\n", "END"))
     assert (params.stop_token_ids, params.ignore_eos, params.logprobs) == ((999,), True, 0)
     assert (params.has_prompt, params.keeps_special_tokens) == (True, True)
+    assert (params.has_token_bytes, params.includes_stop) == (True, True)
     assert (params.cache_salt, params.bypasses_cache, params.priority) == ("s" * 128, True, -1000)
 
 
@@ -121,6 +131,8 @@ def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
 
 
 def test_each_input_becomes_a_prompt() -> None:
+    assert params_of(prompt="Hello").prompt == "Hello"
+    assert params_of(message="Hello").prompt == Chat((Message("user", "Hello"),))
     assert params_of(token_ids={"ids": [0, 999]}).prompt == (0, 999)
     messages = [{"role": "ROLE_SYSTEM", "content": ""}, user(), {"role": "ROLE_ASSISTANT", "content": "Hi"}]
     assert params_of(chat={"messages": messages, "continueLast": True}).prompt == Chat(
@@ -129,15 +141,17 @@ def test_each_input_becomes_a_prompt() -> None:
 
 
 BAD = [
-    ("text", {"text": ""}),
-    ("text", {"text": "é" * (1 << 19) + "a"}),
+    ("prompt", {"prompt": ""}),
+    ("prompt", {"prompt": "é" * (1 << 19) + "a"}),
+    ("message", {"message": ""}),
+    ("message", {"message": "é" * (1 << 19) + "a"}),
     ("token_ids.ids", {"token_ids": {}}),
     ("token_ids.ids[1]", {"token_ids": {"ids": [5, 1000, 2000]}}),
     ("token_ids.ids", {"token_ids": {"ids": [1] * 2048}}),
     ("chat.messages", {"chat": {}}),
     ("chat.messages[1].role", {"chat": {"messages": [user(), {"content": "x"}]}}),
     ("chat.messages[0].role", {"chat": {"messages": [{"role": 17, "content": "x"}]}}),
-    ("chat.messages", {"chat": {"messages": [user("a" * (1 << 19))] * 2 + [user("a")]}}),
+    ("chat.messages[2].content", {"chat": {"messages": [user("a" * (1 << 19))] * 2 + [user("a")]}}),
     ("chat.messages", {"chat": {"messages": [user()] * 4097}}),
     ("chat.continue_last", {"chat": {"messages": [user()], "continueLast": True}}),
     ("request_id", {"request_id": "a" * 129}),
@@ -176,9 +190,9 @@ BAD = [
     ("output.logprobs", {"output": {"logprobs": 21}}),
     ("cache.salt", {"cache": {"salt": "é" * 64 + "a"}}),
     ("priority", {"priority": 1001}),
-    ("slo.ttft_ms", {"slo": {"ttft_ms": 0}}),
-    ("slo.ttft_ms", {"slo": {"ttft_ms": "NaN"}}),
-    ("slo.tpot_ms", {"slo": {"tpot_ms": 4e6}}),
+    ("slo.ttft_s", {"slo": {"ttft_s": 0}}),
+    ("slo.ttft_s", {"slo": {"ttft_s": "NaN"}}),
+    ("slo.tpot_s", {"slo": {"tpot_s": 4e3}}),
     ("priority", {"priority": -1001}),
 ]
 
@@ -188,6 +202,44 @@ def test_bad_field_is_refused_by_name(field: str, fields: dict[str, object]) -> 
     with pytest.raises(InvalidArgument) as refused:
         params_of(**fields)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("guided.json_schema", {"guided": {"json_schema": "{}"}}),
+        ("guided.regex", {"guided": {"regex": "a+"}}),
+        ("guided.ebnf_grammar", {"guided": {"ebnf_grammar": "root ::= 'a'"}}),
+        ("guided.choice", {"guided": {"choice": {"options": ["a"]}}}),
+        ("guided.json_object", {"guided": {"json_object": True}}),
+        ("guided.format", {"guided": {}}),
+        ("lora_name", {"lora_name": "mine"}),
+        ("output.prompt_logprobs", {"output": {"prompt_logprobs": 0}}),
+        (
+            "chat.tool_choice.mode",
+            {"chat": {"tool_choice": {"mode": "TOOL_CHOICE_MODE_REQUIRED"}, "messages": [user()]}},
+        ),
+        ("chat.tool_choice.tool", {"chat": {"tool_choice": {"tool": "f"}, "messages": [user()]}}),
+    ],
+)
+def test_a_field_that_is_not_supported_yet_is_unimplemented_and_named(field: str, fields: dict[str, object]) -> None:
+    with pytest.raises(Unimplemented) as refused:
+        params_of(**fields)
+    status, (detail,) = details_of(refused.value)
+    bad_request = error_details_pb2.BadRequest()
+    assert detail.Unpack(bad_request)
+    assert status.code == grpc.StatusCode.UNIMPLEMENTED
+    assert bad_request.field_violations[0].field == field
+    assert status.details.startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("given", [{"message": "Hi"}, {"chat": {"messages": [user()]}}])
+def test_a_model_without_a_chat_template_takes_a_prompt_alone(given: dict[str, object]) -> None:
+    limits = dataclasses.replace(LIMITS, has_chat_template=False)
+    assert params_of(limits, prompt="Hi").prompt == "Hi"
+    with pytest.raises(InvalidArgument, match="has no chat template; send prompt") as refused:
+        params_of(limits, **given)
+    assert [refused.value.field] == list(given)
 
 
 def test_request_without_input_is_refused() -> None:
@@ -209,7 +261,7 @@ def test_unknown_model_is_not_found_and_not_repeated() -> None:
         ({"sampling": {"topP": 1.0000001}}, "sampling.top_p: is 1.0000001, must be in (0, 1]"),
         ({"sampling": {"minP": 1.1}}, "sampling.min_p: is 1.1, must be in [0, 1]"),
         ({"sampling": {"temperature": "NaN"}}, "sampling.temperature: is nan, must be in [0, 100]"),
-        ({"slo": {"ttftMs": 3600000.0001}}, "slo.ttft_ms: is 3600000.0001, must be in (0, 3600000]"),
+        ({"slo": {"ttftS": 3600.0001}}, "slo.ttft_s: is 3600.0001, must be in (0, 3600]"),
         ({"token_ids": {"ids": [1] * 3000}}, "token_ids.ids: has 3000 entries, at most 2047 are allowed"),
     ],
 )
@@ -221,10 +273,10 @@ def test_refusal_tells_the_value_and_the_limit(fields: dict[str, object], messag
 @pytest.mark.parametrize(
     "request_of",
     [
-        lambda: GenerateRequest(text="x", stopping={"stop": ["a"] * 10**6}),
-        lambda: GenerateRequest(text="x", stopping={"stop_token_ids": [1] * 10**6}),
+        lambda: GenerateRequest(prompt="x", stopping={"stop": ["a"] * 10**6}),
+        lambda: GenerateRequest(prompt="x", stopping={"stop_token_ids": [1] * 10**6}),
         lambda: GenerateRequest(token_ids={"ids": [1] * 10**6}),
-        lambda: GenerateRequest(text="x", sampling={"n": 2**32 - 1}),
+        lambda: GenerateRequest(prompt="x", sampling={"n": 2**32 - 1}),
     ],
 )
 def test_huge_request_is_refused_at_once(request_of: Callable[[], GenerateRequest]) -> None:
@@ -242,7 +294,7 @@ def test_huge_request_is_refused_at_once(request_of: Callable[[], GenerateReques
 def test_unknown_fields_do_not_reach_the_engine() -> None:
     unknown = GenerateRequest(request_id="x" * 100_000).SerializeToString()
     bytes_of_sampling = unknown.replace(b"\x0a", b"\xfa\x07", 1)  # the same bytes as field 127
-    request = GenerateRequest(text="x", sampling=inference_pb2.Sampling.FromString(bytes_of_sampling))
+    request = GenerateRequest(prompt="x", sampling=inference_pb2.Sampling.FromString(bytes_of_sampling))
     assert request.ByteSize() > 100_000
     submit = to_submit(validate_generate(request, LIMITS, SERVED), [1], 5, ())
     assert submit.ByteSize() < 200
@@ -260,19 +312,20 @@ def test_output_is_as_long_as_asked_for_or_as_the_context_leaves(
 
 
 @pytest.mark.parametrize(
-    ("field", "prompt", "prompt_len", "max_tokens"),
+    ("field", "given", "prompt_len", "max_tokens"),
     [
-        ("text", "Hello", 0, None),
-        ("text", "Hello", 2048, None),
-        ("chat", Chat((Message("user", "x"),)), 5000, 1),
-        ("token_ids.ids", (1,) * 2048, 2048, 1),
-        ("stopping.max_tokens", "Hello", 2000, 49),
+        ("prompt", {"prompt": "Hello"}, 0, None),
+        ("prompt", {"prompt": "Hello"}, 2048, None),
+        ("message", {"message": "Hello"}, 2048, None),
+        ("chat", {"chat": {"messages": [user()]}}, 5000, 1),
+        ("token_ids.ids", {"token_ids": {"ids": [1] * 2047}}, 2048, 1),
+        ("stopping.max_tokens", {"prompt": "Hello"}, 2000, 49),
     ],
 )
 def test_prompt_that_does_not_fit_is_refused(
-    field: str, prompt: str | tuple[int, ...] | Chat, prompt_len: int, max_tokens: int | None
+    field: str, given: dict[str, object], prompt_len: int, max_tokens: int | None
 ) -> None:
-    params = dataclasses.replace(params_of(), prompt=prompt, max_tokens=max_tokens)
+    params = dataclasses.replace(params_of(**given), max_tokens=max_tokens)
     with pytest.raises(InvalidArgument) as refused:
         check_prompt(params, prompt_len, LIMITS)
     assert refused.value.field == field
@@ -321,14 +374,17 @@ def test_ignored_eos_is_no_stop_id_and_unset_fields_stay_unset() -> None:
 
 
 def test_tokenize_request_is_checked() -> None:
-    params = validate_tokenize(TokenizeRequest(text=""), LIMITS, SERVED)
+    params = validate_tokenize(TokenizeRequest(prompt=""), LIMITS, SERVED)
     assert (params.prompt, params.add_special_tokens) == ("", True)
-    assert not validate_tokenize(TokenizeRequest(text="x", add_special_tokens=False), LIMITS, SERVED).add_special_tokens
+    bare = TokenizeRequest(prompt="x", add_special_tokens=False)
+    assert not validate_tokenize(bare, LIMITS, SERVED).add_special_tokens
+    said = validate_tokenize(TokenizeRequest(message="Hi"), LIMITS, SERVED)
+    assert said.prompt == Chat((Message("user", "Hi"),))
     for field, request in {
         "input": TokenizeRequest(),
-        "text": TokenizeRequest(text="a" * ((1 << 20) + 1)),
-        "chat.messages": TokenizeRequest(chat=inference_pb2.Chat()),
-        "raw": TokenizeRequest(chat=inference_pb2.Chat(), raw=True),
+        "prompt": TokenizeRequest(prompt="a" * ((1 << 20) + 1)),
+        "chat.messages": TokenizeRequest(chat=chat_pb2.Chat()),
+        "add_special_tokens": TokenizeRequest(message="Hi", add_special_tokens=False),
     }.items():
         with pytest.raises(InvalidArgument) as refused:
             validate_tokenize(request, LIMITS, SERVED)
@@ -344,10 +400,11 @@ def test_detokenize_request_is_checked() -> None:
         assert refused.value.field == field
 
 
-def details_of(error: Exception) -> tuple[grpc.Status, list[any_pb2.Any]]:
+def details_of(error: Exception) -> tuple[Status, list[any_pb2.Any]]:
     status = to_status(error)
-    ((key, value),) = status.trailing_metadata
+    key, value = status.trailing_metadata[0]
     assert key == "grpc-status-details-bin"
+    assert isinstance(value, bytes)
     carried = status_pb2.Status.FromString(value)
     assert (carried.code, carried.message) == (status.code.value[0], status.details)
     return status, list(carried.details)
@@ -370,10 +427,12 @@ def test_status_of_overload_tells_the_delay_and_the_queue_depth() -> None:
     assert details[1].Unpack(retry)
     assert (info.reason, dict(info.metadata)) == ("QUEUE_FULL", {"queue_depth": "7"})
     assert math.isclose(retry.retry_delay.ToTimedelta().total_seconds(), 1.25)
+    assert status.trailing_metadata[1:] == (("grpc-retry-pushback-ms", "1250"),)
 
 
 def test_unavailable_carries_a_delay_only_when_there_is_one() -> None:
-    assert details_of(Unavailable("draining"))[1] == []
+    status, details = details_of(Unavailable("draining"))
+    assert (details, len(status.trailing_metadata)) == ([], 1)
     assert len(details_of(Unavailable("restarting", retry_after_s=1))[1]) == 1
 
 

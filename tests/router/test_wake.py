@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pagoda_server.router.engines.wake import Wake
+from pagoda_server.router.engines.stream import Wake
 
 
 async def test_what_is_set_before_the_wait_is_not_lost_and_counts_once() -> None:

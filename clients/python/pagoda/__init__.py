@@ -1,7 +1,7 @@
 """The Python client: `Client` blocks, `AsyncClient` is for asyncio; both stream tokens and raise typed errors."""
 
 from pagoda.aio import AsyncClient
-from pagoda.chunk import Chunk, FinishReason, Timing, TokenLogprob, Usage
+from pagoda.chunk import Chunk, FinishReason, Timing, TokenLogprob, ToolCallDelta, Usage
 from pagoda.client import Client
 from pagoda.errors import (
     AlreadyExists,
@@ -32,6 +32,7 @@ __all__ = [
     "PermissionDenied",
     "Timing",
     "TokenLogprob",
+    "ToolCallDelta",
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",

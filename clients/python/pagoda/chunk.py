@@ -12,15 +12,31 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    TOOL_CALLS = "tool_calls"
     OTHER = "other"  # a reason that a newer server has and this client does not know
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural logarithms. top: (id, logprob) of the most likely tokens, best first."""
+    """Natural logarithms.
+
+    top        (id, logprob) of the most likely tokens, best first
+    top_bytes  their texts' bytes, where asked for
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    top_bytes: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A part of a tool call. id and name come with a call's first part; arguments, joined, are a JSON object."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +76,11 @@ class Chunk:
 
     index          which of the request's n sequences
     text           what the tokens add; joined over the stream it is the full text
+    reasoning      what they add to the thoughts before the answer, where the server tells the two apart
+    tool_call      what they add to a tool call, where the server tells calls from text
     tokens         new ids; often one, more where the reader is slower than the server
     logprobs       one an id where asked for, else empty
+    token_bytes    one an id where asked for, else empty: a token's text, which need not be whole characters
     prompt_ids     what the prompt became, on the first chunk where asked for
     finish_reason  set when the sequence ends
     matched        the stop string or token id that ended it
@@ -72,8 +91,11 @@ class Chunk:
     request_id: str
     index: int = 0
     text: str = ""
+    reasoning: str = ""
+    tool_call: ToolCallDelta | None = None
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    token_bytes: tuple[bytes, ...] = ()
     prompt_ids: tuple[int, ...] | None = None
     finish_reason: FinishReason | None = None
     matched: str | int | None = None
@@ -86,6 +108,7 @@ _REASONS = {
     inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     inference_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    inference_pb2.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
 }
 
 
@@ -99,8 +122,11 @@ def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:
                 response.request_id,
                 index=event.index,
                 text=event.text,
+                reasoning=event.reasoning,
+                tool_call=_tool_call(event.tool_call) if event.HasField("tool_call") else None,
                 tokens=tuple(token.id for token in event.tokens),
                 logprobs=tuple(_logprob(token) for token in event.tokens if token.HasField("logprob")),
+                token_bytes=tuple(token.bytes for token in event.tokens) if any(t.bytes for t in event.tokens) else (),
                 usage=usage,
                 timing=timing,
             )
@@ -117,13 +143,18 @@ def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:
                 timing=timing,
             )
         case "prompt":
-            prompt_ids = tuple(response.prompt.token_ids)
+            prompt_ids = tuple(token.id for token in response.prompt.tokens)
             return Chunk(response.request_id, prompt_ids=prompt_ids, usage=usage, timing=timing)
     return Chunk(response.request_id, usage=usage, timing=timing)
 
 
 def _logprob(token: inference_pb2.Token) -> TokenLogprob:
-    return TokenLogprob(token.logprob, tuple((top.id, top.logprob) for top in token.top))
+    top_bytes = tuple(top.bytes for top in token.top) if any(top.bytes for top in token.top) else ()
+    return TokenLogprob(token.logprob, tuple((top.id, top.logprob) for top in token.top), top_bytes)
+
+
+def _tool_call(delta: inference_pb2.ToolCallDelta) -> ToolCallDelta:
+    return ToolCallDelta(delta.index, delta.id, delta.name, delta.arguments)
 
 
 def _usage(usage: inference_pb2.Usage) -> Usage:

@@ -15,18 +15,26 @@ from pagoda.connection import CHANNEL_OPTIONS, call_metadata, credentials
 from pagoda.conversation import ChatMessage
 from pagoda.errors import client_closed, error_from
 from pagoda.request import (
+    ChatOptions,
     GenerateOptions,
+    Input,
     abort_request,
-    chat_request,
     detokenize_request,
     generate_request,
-    model_info_request,
+    step_trace_request,
     tokenize_request,
-    trace_request,
     watch_load_request,
 )
 from pagoda.retry import Attempts
-from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    control_pb2,
+    control_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    trace_pb2,
+)
 
 T = TypeVar("T")
 
@@ -68,42 +76,53 @@ class Client:
         self._is_closed = False
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._control = control_pb2_grpc.ControlStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
 
     def generate(
-        self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+        self,
+        message: str | None = None,
+        *,
+        prompt: str | None = None,
+        chat: str | Sequence[ChatMessage] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Generator[Chunk, None, None]:
-        """Answers text, or with `raw=True` continues it as it stands; token ids are always continued."""
-        request = generate_request(prompt, options)
+        """Answers or continues one of four inputs.
+
+        message    what a user says, answered through the model's chat template
+        prompt     a text to continue as it stands
+        chat       a conversation, or a user's message that goes with tools or template_kwargs
+        token_ids  to continue as they are
+        """
+        request = generate_request(Input(message, prompt, chat, token_ids), options)
         return self._stream(self._inference.Generate, request, self._attempts(timeout_s), chunk_from)
 
     def chat(
         self,
         messages: str | Sequence[ChatMessage],
         *,
-        continue_last: bool = False,
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Generator[Chunk, None, None]:
-        """Answers a conversation, or one message of a user, through the model's chat template.
-
-        continue_last  go on with the last message, which must be the assistant's
-        """
-        request = chat_request(messages, continue_last, options)
-        return self._stream(self._inference.Generate, request, self._attempts(timeout_s), chunk_from)
+        """Answers a conversation: `generate(chat=messages)`."""
+        return self.generate(chat=messages, timeout_s=timeout_s, **options)
 
     def tokenize(
         self,
-        content: str | Sequence[ChatMessage],
+        message: str | None = None,
         *,
-        raw: bool = False,
+        prompt: str | None = None,
+        chat: str | Sequence[ChatMessage] | None = None,
         add_special_tokens: bool = True,
         model: str = "",
+        **options: Unpack[ChatOptions],
     ) -> list[int]:
-        """The ids that `generate` of a text with the same `raw`, or `chat` of a conversation, would compute on.
+        """The ids that `generate` of the same input would compute on.
 
-        add_special_tokens  False: of raw text alone, without what the tokenizer puts around it
+        add_special_tokens  False: of a prompt alone, without what the tokenizer puts around it
         """
-        request = tokenize_request(content, raw, add_special_tokens, model)
+        request = tokenize_request(Input(message, prompt, chat), options, add_special_tokens, model)
         response: inference_pb2.TokenizeResponse = self._call(self._inference.Tokenize, request)
         return list(response.token_ids)
 
@@ -116,10 +135,11 @@ class Client:
         info: control_pb2.ServerInfo = self._call(self._control.GetServerInfo, control_pb2.GetServerInfoRequest())
         return info
 
-    def model_info(self, model: str = "") -> control_pb2.ModelInfo:
-        request = model_info_request(model)
-        info: control_pb2.ModelInfo = self._call(self._control.GetModelInfo, request)
-        return info
+    def models(self) -> list[control_pb2.ModelInfo]:
+        """What can be named as a request's model, and what each can do."""
+        request = control_pb2.ListModelsRequest()
+        response: control_pb2.ListModelsResponse = self._call(self._control.ListModels, request)
+        return list(response.models)
 
     def load(self) -> control_pb2.Load:
         load: control_pb2.Load = self._call(self._control.GetLoad, control_pb2.GetLoadRequest())
@@ -132,21 +152,21 @@ class Client:
 
     def abort(self, request_id: str) -> None:
         """Ends a live request; its stream finishes as CANCELLED."""
-        self._call(self._control.Abort, abort_request(request_id))
+        self._call(self._admin.Abort, abort_request(request_id))
 
     def drain(self, *, timeout_s: float | None = None) -> None:
         """Has the server admit nothing more, and returns when nothing is live."""
-        self._call(self._control.Drain, control_pb2.DrainRequest(), timeout_s)
+        self._call(self._admin.Drain, admin_pb2.DrainRequest(), timeout_s)
 
     def flush_cache(self) -> int:
-        """Forgets every cached prefix that nobody uses; the number of blocks that are free by that."""
-        response: control_pb2.FlushCacheResponse = self._call(self._control.FlushCache, control_pb2.FlushCacheRequest())
+        """Forgets every cached prefix that no sequence uses; returns the number of blocks that became free."""
+        response: admin_pb2.FlushCacheResponse = self._call(self._admin.FlushCache, admin_pb2.FlushCacheRequest())
         return response.freed_blocks
 
-    def trace(self, last_s: float | None = None) -> Generator[control_pb2.TracePart, None]:
-        """What the engine's steps of the last so many seconds did, in parts; None: all that it keeps."""
-        request = trace_request(last_s)
-        return self._stream(self._control.Trace, request, self._attempts(None), lambda part: part)
+    def step_trace(self, last_s: float | None = None) -> Generator[trace_pb2.StepTracePart, None]:
+        """What the engines' steps of the last so many seconds did, in parts; None: all that they keep."""
+        request = step_trace_request(last_s)
+        return self._stream(self._control.GetStepTrace, request, self._attempts(None), lambda part: part)
 
     def close(self) -> None:
         """Cancels whatever is under way; later calls raise Cancelled."""

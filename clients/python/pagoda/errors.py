@@ -74,7 +74,11 @@ class Cancelled(PagodaError):
 
 
 class Unimplemented(PagodaError):
-    """The server knows no such call or feature."""
+    """The server knows no such call or feature. field: path of the field that asks for it; None for a call."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message, grpc.StatusCode.UNIMPLEMENTED)
+        self.field = field
 
 
 _PLAIN: dict[grpc.StatusCode, type[PagodaError]] = {
@@ -85,16 +89,16 @@ _PLAIN: dict[grpc.StatusCode, type[PagodaError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.CANCELLED: Cancelled,
-    grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
 }
 
 
 def error_from(failure: grpc.RpcError) -> PagodaError:
     """The typed error that a failed call of grpc or grpc.aio means."""
     code, message, status = failure.code(), failure.details() or "", _status(failure)
-    if code == grpc.StatusCode.INVALID_ARGUMENT:
+    if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
         violations = _detail(status, error_details_pb2.BadRequest()).field_violations
-        return InvalidArgument(message, violations[0].field if violations else None)
+        kind = InvalidArgument if code == grpc.StatusCode.INVALID_ARGUMENT else Unimplemented
+        return kind(message or code.name, violations[0].field if violations else None)
     retry_info = _detail(status, error_details_pb2.RetryInfo())
     has_delay = retry_info.HasField("retry_delay")
     retry_after_s = retry_info.retry_delay.ToTimedelta().total_seconds() if has_delay else None

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct
 
 from pagoda.errors import InvalidArgument
 
@@ -39,6 +41,16 @@ def assign(message: Message, path: str, value: object, *, called: str | None = N
     except (TypeError, ValueError, AttributeError) as error:
         description = _complaint(message.DESCRIPTOR.fields_by_name[name], value, error)
         raise wrong(called or path, description) from error
+
+
+def assign_json(struct: Struct, value: object, field: str) -> None:
+    """Sets a Struct to a dict of texts, numbers, booleans, None, lists and dicts. Raises InvalidArgument."""
+    if not isinstance(value, Mapping):
+        raise wrong(field, f"is {type(value).__name__}, must be a dict")
+    try:
+        ParseDict(dict(value), struct)
+    except (ParseError, TypeError, ValueError, RecursionError) as error:
+        raise wrong(field, f"cannot be JSON: {error}") from error
 
 
 def wrong(field: str, description: str) -> InvalidArgument:

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict
 
-from google.protobuf.duration_pb2 import Duration
-
-from pagoda.conversation import ChatMessage, chat
+from pagoda.conversation import ChatMessage, Tool, ToolChoice, chat
 from pagoda.fields import assign, wrong
-from pagoda.v1 import control_pb2, inference_pb2
-
-WATCH_INTERVAL_S = (0.05, 3600)
+from pagoda.v1 import admin_pb2, control_pb2, inference_pb2, trace_pb2
 
 
-class GenerateOptions(TypedDict, total=False):
+class ChatOptions(TypedDict, total=False):
+    """What goes with a conversation; each is the server's default where it is left out or None.
+
+    continue_last    go on with the last message, which must be the assistant's
+    tools            functions that the model may call
+    tool_choice      "auto", "none", "required" or {"name": …}
+    template_kwargs  variables of the model's chat template, such as enable_thinking
+    """
+
+    continue_last: bool | None
+    tools: Sequence[Tool] | None
+    tool_choice: ToolChoice | None
+    template_kwargs: Mapping[str, Any] | None
+
+
+class GenerateOptions(ChatOptions, total=False):
     """Options of `generate` and `chat`; each is the server's default where it is left out or None.
 
     Ranges and meanings are those of protos/pagoda/v1/inference.proto.
     """
 
-    raw: bool | None
     max_tokens: int | None
     min_tokens: int | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
+    include_stop_in_output: bool | None
     temperature: float | None
     top_k: int | None
     top_p: float | None
@@ -43,41 +55,45 @@ class GenerateOptions(TypedDict, total=False):
     early_stopping: Literal["estimated", "enough", "best"] | None
     logprobs: int | None
     text: bool | None
+    token_bytes: bool | None
     prompt_ids: bool | None
     special_tokens: bool | None
     cache_salt: str | None
     bypass_cache: bool | None
     priority: int | None
-    ttft_ms: float | None
-    tpot_ms: float | None
+    ttft_s: float | None
+    tpot_s: float | None
     model: str | None
     request_id: str | None
 
 
 # Option → field of GenerateRequest.
 _FIELDS = {
-    "raw": "raw",
     "max_tokens": "stopping.max_tokens",
     "min_tokens": "stopping.min_tokens",
     "stop": "stopping.stop",
     "stop_token_ids": "stopping.stop_token_ids",
     "ignore_eos": "stopping.ignore_eos",
+    "include_stop_in_output": "stopping.include_stop_in_output",
     **{name: f"sampling.{name}" for name in inference_pb2.Sampling.DESCRIPTOR.fields_by_name if name != "beam_search"},
     "beams": "sampling.beam_search.width",
     "length_penalty": "sampling.beam_search.length_penalty",
     "early_stopping": "sampling.beam_search.early_stopping",
     "logprobs": "output.logprobs",
     "text": "output.text",
+    "token_bytes": "output.token_bytes",
     "prompt_ids": "output.prompt",
     "special_tokens": "output.special_tokens",
     "cache_salt": "cache.salt",
     "bypass_cache": "cache.bypass",
     "priority": "priority",
-    "ttft_ms": "slo.ttft_ms",
-    "tpot_ms": "slo.tpot_ms",
+    "ttft_s": "slo.ttft_s",
+    "tpot_s": "slo.tpot_s",
     "model": "model",
     "request_id": "request_id",
 }
+
+_CHAT_OPTIONS = ("continue_last", "tools", "tool_choice", "template_kwargs")
 
 _EARLY_STOPPING = {
     "estimated": inference_pb2.EARLY_STOPPING_ESTIMATED,
@@ -86,33 +102,61 @@ _EARLY_STOPPING = {
 }
 
 
-def generate_request(prompt: str | Sequence[int], options: GenerateOptions) -> inference_pb2.GenerateRequest:
+@dataclass(frozen=True, slots=True)
+class Input:
+    """What a call is about; exactly one is set."""
+
+    message: str | None = None
+    prompt: str | None = None
+    chat: str | Sequence[ChatMessage] | None = None
+    token_ids: Sequence[int] | None = None
+
+    def put_into(
+        self, request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, options: ChatOptions
+    ) -> None:
+        """Raises InvalidArgument for no input, for two, and for chat options without a chat."""
+        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "nothing"
+            raise wrong("input", f"is {found}; give one of {', '.join(field.name for field in fields(self))}")
+        chat_options = {name: options[name] for name in _CHAT_OPTIONS if options.get(name) is not None}  # type: ignore[literal-required]
+        if self.chat is not None:
+            request.chat.CopyFrom(chat(self.chat, **chat_options))
+        elif chat_options:
+            raise wrong(next(iter(chat_options)), f"goes with chat, not with {given[0]}")
+        elif self.token_ids is not None:
+            assert isinstance(request, inference_pb2.GenerateRequest), "Tokenize has no token ids"
+            request.token_ids.SetInParent()  # an empty prompt is the server's to refuse, not "no input"
+            assign(request, "token_ids.ids", self.token_ids)
+        else:
+            assign(request, given[0], getattr(self, given[0]))
+
+
+def generate_request(asked: Input, options: GenerateOptions) -> inference_pb2.GenerateRequest:
     """Raises InvalidArgument for a value that does not fit its field, TypeError for an unknown option."""
     request = inference_pb2.GenerateRequest()
-    if isinstance(prompt, str):
-        assign(request, "text", prompt)
-    else:
-        request.token_ids.SetInParent()  # an empty prompt is the server's to refuse, not "no input"
-        assign(request, "token_ids.ids", prompt)
-    return _with_options(request, options)
-
-
-def chat_request(
-    messages: str | Sequence[ChatMessage], continue_last: bool, options: GenerateOptions
-) -> inference_pb2.GenerateRequest:
-    """Raises InvalidArgument, TypeError for an unknown option."""
-    return _with_options(inference_pb2.GenerateRequest(chat=chat(messages, continue_last)), options)
+    asked.put_into(request, options)
+    for name, value in options.items():
+        if name not in _FIELDS and name not in _CHAT_OPTIONS:
+            raise TypeError(f"unknown option {name!r}; known: {', '.join((*_FIELDS, *_CHAT_OPTIONS))}")
+        if name == "early_stopping" and value is not None:
+            if value not in _EARLY_STOPPING:
+                raise wrong(_FIELDS[name], f"{value!r} is none of {', '.join(_EARLY_STOPPING)}")
+            value = _EARLY_STOPPING[str(value)]
+        if value is not None and name in _FIELDS:
+            assign(request, _FIELDS[name], value)
+    return request
 
 
 def tokenize_request(
-    content: str | Sequence[ChatMessage], raw: bool, add_special_tokens: bool, model: str
+    asked: Input, options: ChatOptions, add_special_tokens: bool, model: str
 ) -> inference_pb2.TokenizeRequest:
-    request = inference_pb2.TokenizeRequest(raw=raw, add_special_tokens=add_special_tokens)
+    """Raises InvalidArgument, TypeError for an unknown option."""
+    request = inference_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
     assign(request, "model", model)
-    if isinstance(content, str):
-        assign(request, "text", content)
-    else:
-        request.chat.CopyFrom(chat(content))
+    if unknown := options.keys() - set(_CHAT_OPTIONS):
+        raise TypeError(f"unknown option {sorted(unknown)[0]!r}; known: {', '.join(_CHAT_OPTIONS)}")
+    asked.put_into(request, options)
     return request
 
 
@@ -123,44 +167,20 @@ def detokenize_request(token_ids: Sequence[int], special_tokens: bool, model: st
     return request
 
 
-def model_info_request(model: str) -> control_pb2.GetModelInfoRequest:
-    request = control_pb2.GetModelInfoRequest()
-    assign(request, "model", model)
+def watch_load_request(interval_s: float) -> control_pb2.WatchLoadRequest:
+    request = control_pb2.WatchLoadRequest()
+    assign(request, "interval_s", interval_s)
     return request
 
 
-def watch_load_request(interval_s: float) -> control_pb2.WatchLoadRequest:
-    low, high = WATCH_INTERVAL_S
-    if not isinstance(interval_s, int | float) or not low <= interval_s <= high:  # NaN is not either
-        raise wrong("interval_s", f"is {interval_s!r}, must be from {low} to {high}")
-    interval = Duration()
-    interval.FromNanoseconds(round(interval_s * 1e9))
-    return control_pb2.WatchLoadRequest(interval=interval)
-
-
-def abort_request(request_id: str) -> control_pb2.AbortRequest:
-    request = control_pb2.AbortRequest()
+def abort_request(request_id: str) -> admin_pb2.AbortRequest:
+    request = admin_pb2.AbortRequest()
     assign(request, "request_id", request_id)
     return request
 
 
-def trace_request(last_s: float | None) -> control_pb2.TraceRequest:
-    request = control_pb2.TraceRequest()
+def step_trace_request(last_s: float | None) -> trace_pb2.GetStepTraceRequest:
+    request = trace_pb2.GetStepTraceRequest()
     if last_s is not None:
         assign(request, "last_s", last_s)
-    return request
-
-
-def _with_options(
-    request: inference_pb2.GenerateRequest, options: Mapping[str, object]
-) -> inference_pb2.GenerateRequest:
-    for name, value in options.items():
-        if name not in _FIELDS:
-            raise TypeError(f"unknown option {name!r}; known: {', '.join(_FIELDS)}")
-        if name == "early_stopping" and value is not None:
-            if value not in _EARLY_STOPPING:
-                raise wrong(_FIELDS[name], f"{value!r} is none of {', '.join(_EARLY_STOPPING)}")
-            value = _EARLY_STOPPING[str(value)]
-        if value is not None:
-            assign(request, _FIELDS[name], value)
     return request

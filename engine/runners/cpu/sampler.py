@@ -37,6 +37,7 @@ class Sampler:
         self._device = device
         self._rows: dict[int, _Row] = {}
         self._no_draws = self._draws([])
+        self._no_masks = torch.empty(0, 0, dtype=torch.int32, device=device)
 
     def sample(self, seqs: Rows[Sequence], logits: Tensor) -> list[Choice]:
         """Chooses the next token of each sequence.
@@ -116,8 +117,13 @@ class Sampler:
             banned_rows=self._integers(np.repeat([at for at, _ in banned], [len(ids) for _, ids in banned])),
             banned_ids=self._integers(_join([ids for _, ids in banned])),
             masked_rows=self._integers([at for at, _ in masked]),
-            token_masks=torch.from_numpy(_stack([row.mask_words() for _, row in masked])).to(self._device),
+            token_masks=self._masks([row for _, row in masked]),
         )
+
+    def _masks(self, rows: list[_Row]) -> Tensor:
+        if not rows:
+            return self._no_masks
+        return torch.from_numpy(np.stack([row.mask_words() for row in rows])).to(self._device)
 
     def _attach(self, choices: list[Choice], asking: list[int], rows: list[_Row], logprobs: Tensor) -> None:
         """Puts their log-probabilities into the choices of the rows that ask for them."""
@@ -224,7 +230,3 @@ class _SeenTokens:
 
 def _join(arrays: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.empty(0)
-
-
-def _stack(masks: list[np.ndarray]) -> np.ndarray:
-    return np.stack(masks) if masks else np.empty((0, 0), dtype=np.int32)

@@ -22,72 +22,60 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from pagoda.v1 import inference_pb2 as pagoda_dot_v1_dot_inference__pb2
+from pagoda.v1 import trace_pb2 as pagoda_dot_v1_dot_trace__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagoda/v1/control.proto\x12\tpagoda.v1\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetServerInfoRequest\"\xd0\x02\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12,\n\x0c\x65ngine_state\x18\x03 \x01(\x0e\x32\x16.pagoda.v1.EngineState\x12%\n\x06\x65ngine\x18\x04 \x01(\x0b\x32\x15.pagoda.v1.EngineInfo\x12!\n\x06limits\x18\x05 \x01(\x0b\x32\x11.pagoda.v1.Limits\x12)\n\x06uptime\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x65ngine_restarts\x18\x07 \x01(\r\x12\x35\n\x08settings\x18\x08 \x03(\x0b\x32#.pagoda.v1.ServerInfo.SettingsEntry\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x90\x03\n\nEngineInfo\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x16\n\x0ekernel_backend\x18\x06 \x01(\t\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x14\n\x0ctoken_budget\x18\n \x01(\r\x12(\n\x08kv_cache\x18\x0b \x01(\x0b\x32\x16.pagoda.v1.KvCacheInfo\x12\x14\n\x0cweight_bytes\x18\x0c \x01(\x04\x12\x18\n\x10tokenizer_sha256\x18\r \x01(\t\x12\x35\n\x08settings\x18\x0e \x03(\x0b\x32#.pagoda.v1.EngineInfo.SettingsEntry\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x94\x01\n\x0bKvCacheInfo\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0f\x62ytes_per_token\x18\x03 \x01(\x04\x12\x17\n\x0f\x62ytes_per_block\x18\x04 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x16\n\x0etoken_capacity\x18\x06 \x01(\x04\"\xbf\x01\n\x06Limits\x12\x14\n\x0cmax_requests\x18\x01 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x02 \x01(\x04\x12\x16\n\x0emax_text_bytes\x18\x03 \x01(\r\x12!\n\x19max_sequences_per_request\x18\x04 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x05 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x06 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x07 \x01(\r\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x8c\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\"\x10\n\x0eGetLoadRequest\"?\n\x10WatchLoadRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9b\x05\n\x04Load\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x04 \x01(\r\x12\x18\n\x10\x62locks_evictable\x18\x05 \x01(\r\x12\x19\n\x11\x62locks_referenced\x18\x06 \x01(\r\x12\r\n\x05steps\x18\x07 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x08 \x01(\x04\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x15\n\rcached_tokens\x18\n \x01(\x04\x12\x15\n\routput_tokens\x18\x0b \x01(\x04\x12\x16\n\x0estep_sequences\x18\x0c \x01(\r\x12\x13\n\x0bstep_tokens\x18\r \x01(\r\x12\x0e\n\x06step_s\x18\x0e \x01(\x01\x12\x10\n\x08requests\x18\x0f \x01(\r\x12\x17\n\x0freserved_tokens\x18\x10 \x01(\x04\x12\x17\n\x0fkv_slots_unused\x18\x11 \x01(\x04\x12\x18\n\x10preempted_tokens\x18\x12 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x13 \x01(\x04\x12\x16\n\x0e\x64ropped_tokens\x18\x14 \x01(\x04\x12\x10\n\x08kv_slots\x18\x15 \x01(\x04\x12\x10\n\x08kv_waste\x18\x16 \x01(\x01\x12\x17\n\x0fprefix_hit_rate\x18\x17 \x01(\x01\x12&\n\x07tenants\x18\x18 \x03(\x0b\x32\x15.pagoda.v1.TenantLoad\x12\x13\n\x0bnum_tenants\x18\x19 \x01(\r\x12\x19\n\x11host_blocks_total\x18\x1a \x01(\r\x12\x18\n\x10host_blocks_used\x18\x1b \x01(\r\x12\x14\n\x0csaved_tokens\x18\x1c \x01(\x04\x12\x15\n\rloaded_tokens\x18\x1d \x01(\x04\"t\n\nTenantLoad\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07service\x18\x04 \x01(\x04\x12\x16\n\x0erecent_service\x18\x05 \x01(\x04\x12\r\n\x05share\x18\x06 \x01(\x01\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x13\n\x11\x46lushCacheRequest\"*\n\x12\x46lushCacheResponse\x12\x14\n\x0c\x66reed_blocks\x18\x01 \x01(\r\".\n\x0cTraceRequest\x12\x13\n\x06last_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_last_s\"\xbd\x01\n\tTracePart\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\r\x12\x12\n\ntaken_at_s\x18\x02 \x01(\x01\x12\x14\n\x0ctoken_budget\x18\x03 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x05 \x01(\r\x12$\n\x05steps\x18\x06 \x03(\x0b\x32\x15.pagoda.v1.TracedStep\x12$\n\x05moves\x18\x07 \x03(\x0b\x32\x15.pagoda.v1.TracedMove\"\xc9\x02\n\nTracedStep\x12\x0f\n\x07start_s\x18\x01 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x02 \x01(\x01\x12\x11\n\tsequences\x18\x03 \x03(\x12\x12\x14\n\x0c\x63hunk_starts\x18\x04 \x03(\r\x12\x15\n\rchunk_lengths\x18\x05 \x03(\r\x12\x0c\n\x04idle\x18\x06 \x03(\x04\x12+\n\x0cidle_reasons\x18\x07 \x03(\x0e\x32\x15.pagoda.v1.HoldReason\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\x19\n\x0cnext_in_line\x18\t \x01(\x04H\x00\x88\x01\x01\x12#\n\x04hold\x18\n \x01(\x0e\x32\x15.pagoda.v1.HoldReason\x12\x0f\n\x07running\x18\x0b \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x0c \x01(\r\x12\x18\n\x10\x62locks_evictable\x18\r \x01(\rB\x0f\n\r_next_in_line\"\xb6\x01\n\nTracedMove\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12!\n\x04kind\x18\x02 \x01(\x0e\x32\x13.pagoda.v1.MoveKind\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x11\n\tarrived_s\x18\x05 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x08 \x01(\r*\x96\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_STATE_LOADING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x1c\n\x18\x45NGINE_STATE_UNAVAILABLE\x10\x03\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x04*\xb6\x01\n\nHoldReason\x12\x1b\n\x17HOLD_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14HOLD_REASON_NO_PLACE\x10\x01\x12\x19\n\x15HOLD_REASON_NO_BLOCKS\x10\x02\x12\x19\n\x15HOLD_REASON_NO_BUDGET\x10\x03\x12\x1c\n\x18HOLD_REASON_NOT_ITS_TURN\x10\x04\x12\x1d\n\x19HOLD_REASON_TOKEN_PENDING\x10\x05*\xde\x01\n\x08MoveKind\x12\x19\n\x15MOVE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fMOVE_KIND_WAITS\x10\x01\x12\x15\n\x11MOVE_KIND_STARTED\x10\x02\x12\x17\n\x13MOVE_KIND_PREEMPTED\x10\x03\x12\x16\n\x12MOVE_KIND_FINISHED\x10\x04\x12\x15\n\x11MOVE_KIND_ABORTED\x10\x05\x12\x15\n\x11MOVE_KIND_EXPIRED\x10\x06\x12\x16\n\x12MOVE_KIND_REJECTED\x10\x07\x12\x14\n\x10MOVE_KIND_FAILED\x10\x08\x32\x89\x04\n\x07\x43ontrol\x12G\n\rGetServerInfo\x12\x1f.pagoda.v1.GetServerInfoRequest\x1a\x15.pagoda.v1.ServerInfo\x12\x44\n\x0cGetModelInfo\x12\x1e.pagoda.v1.GetModelInfoRequest\x1a\x14.pagoda.v1.ModelInfo\x12\x35\n\x07GetLoad\x12\x19.pagoda.v1.GetLoadRequest\x1a\x0f.pagoda.v1.Load\x12;\n\tWatchLoad\x12\x1b.pagoda.v1.WatchLoadRequest\x1a\x0f.pagoda.v1.Load0\x01\x12:\n\x05\x41\x62ort\x12\x17.pagoda.v1.AbortRequest\x1a\x18.pagoda.v1.AbortResponse\x12:\n\x05\x44rain\x12\x17.pagoda.v1.DrainRequest\x1a\x18.pagoda.v1.DrainResponse\x12I\n\nFlushCache\x12\x1c.pagoda.v1.FlushCacheRequest\x1a\x1d.pagoda.v1.FlushCacheResponse\x12\x38\n\x05Trace\x12\x17.pagoda.v1.TraceRequest\x1a\x14.pagoda.v1.TracePart0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagoda/v1/control.proto\x12\tpagoda.v1\x1a\x19pagoda/v1/inference.proto\x1a\x15pagoda/v1/trace.proto\"\x16\n\x14GetServerInfoRequest\"\x9a\x02\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.pagoda.v1.ServerState\x12(\n\x07\x65ngines\x18\x04 \x03(\x0b\x32\x17.pagoda.v1.EngineStatus\x12!\n\x06limits\x18\x05 \x01(\x0b\x32\x11.pagoda.v1.Limits\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\x12\x35\n\x08settings\x18\x07 \x03(\x0b\x32#.pagoda.v1.ServerInfo.SettingsEntry\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"|\n\x0c\x45ngineStatus\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\r\x12%\n\x05state\x18\x02 \x01(\x0e\x32\x16.pagoda.v1.EngineState\x12\x10\n\x08restarts\x18\x03 \x01(\r\x12#\n\x04info\x18\x04 \x01(\x0b\x32\x15.pagoda.v1.EngineInfo\"\x90\x03\n\nEngineInfo\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x16\n\x0ekernel_backend\x18\x06 \x01(\t\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x14\n\x0ctoken_budget\x18\n \x01(\r\x12(\n\x08kv_cache\x18\x0b \x01(\x0b\x32\x16.pagoda.v1.KvCacheInfo\x12\x14\n\x0cweight_bytes\x18\x0c \x01(\x04\x12\x18\n\x10tokenizer_sha256\x18\r \x01(\t\x12\x35\n\x08settings\x18\x0e \x03(\x0b\x32#.pagoda.v1.EngineInfo.SettingsEntry\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x94\x01\n\x0bKvCacheInfo\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0f\x62ytes_per_token\x18\x03 \x01(\x04\x12\x17\n\x0f\x62ytes_per_block\x18\x04 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x16\n\x0etoken_capacity\x18\x06 \x01(\x04\"\xbe\x01\n\x06Limits\x12\x14\n\x0cmax_requests\x18\x01 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x02 \x01(\x04\x12\x19\n\x11max_message_bytes\x18\x03 \x01(\r\x12\x16\n\x0emax_text_bytes\x18\x04 \x01(\r\x12\r\n\x05max_n\x18\x05 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x06 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x07 \x01(\r\x12\x11\n\tmax_tools\x18\x08 \x01(\r\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.pagoda.v1.ModelInfo\"\xea\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12+\n\x0c\x63\x61pabilities\x18\x06 \x03(\x0e\x32\x15.pagoda.v1.Capability\x12\x17\n\x0ftemplate_kwargs\x18\x07 \x03(\t\x12\x31\n\x14recommended_sampling\x18\x08 \x01(\x0b\x32\x13.pagoda.v1.Sampling\"\x10\n\x0eGetLoadRequest\":\n\x10WatchLoadRequest\x12\x17\n\ninterval_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_interval_s\"\x96\x01\n\x04Load\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x17\n\x0freserved_tokens\x18\x02 \x01(\x04\x12&\n\x07\x65ngines\x18\x03 \x03(\x0b\x32\x15.pagoda.v1.EngineLoad\x12&\n\x07tenants\x18\x04 \x03(\x0b\x32\x15.pagoda.v1.TenantLoad\x12\x13\n\x0bnum_tenants\x18\x05 \x01(\r\"\xc9\x04\n\nEngineLoad\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x05 \x01(\r\x12\x18\n\x10\x62locks_evictable\x18\x06 \x01(\r\x12\x19\n\x11\x62locks_referenced\x18\x07 \x01(\r\x12\x10\n\x08kv_slots\x18\x08 \x01(\x04\x12\x17\n\x0fkv_slots_unused\x18\t \x01(\x04\x12\x10\n\x08kv_waste\x18\n \x01(\x01\x12\x19\n\x11host_blocks_total\x18\x0b \x01(\r\x12\x18\n\x10host_blocks_used\x18\x0c \x01(\r\x12\x16\n\x0estep_sequences\x18\r \x01(\r\x12\x13\n\x0bstep_tokens\x18\x0e \x01(\r\x12\x0e\n\x06step_s\x18\x0f \x01(\x01\x12\r\n\x05steps\x18\x10 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x11 \x01(\x04\x12\x15\n\rcached_tokens\x18\x12 \x01(\x04\x12\x17\n\x0fprefix_hit_rate\x18\x13 \x01(\x01\x12\x15\n\routput_tokens\x18\x14 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x15 \x01(\x04\x12\x18\n\x10preempted_tokens\x18\x16 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x17 \x01(\x04\x12\x16\n\x0e\x64ropped_tokens\x18\x18 \x01(\x04\x12\x14\n\x0csaved_tokens\x18\x19 \x01(\x04\x12\x15\n\rloaded_tokens\x18\x1a \x01(\x04\"t\n\nTenantLoad\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07service\x18\x04 \x01(\x04\x12\x16\n\x0erecent_service\x18\x05 \x01(\x04\x12\r\n\x05share\x18\x06 \x01(\x01*\x99\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SERVER_STATE_STARTING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x1c\n\x18SERVER_STATE_UNAVAILABLE\x10\x03\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x04*{\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_STATE_LOADING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x1c\n\x18\x45NGINE_STATE_UNAVAILABLE\x10\x03*l\n\nCapability\x12\x1a\n\x16\x43\x41PABILITY_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41PABILITY_GENERATE\x10\x01\x12\x13\n\x0f\x43\x41PABILITY_CHAT\x10\x02\x12\x14\n\x10\x43\x41PABILITY_TOOLS\x10\x03\x32\xdd\x02\n\x07\x43ontrol\x12G\n\rGetServerInfo\x12\x1f.pagoda.v1.GetServerInfoRequest\x1a\x15.pagoda.v1.ServerInfo\x12I\n\nListModels\x12\x1c.pagoda.v1.ListModelsRequest\x1a\x1d.pagoda.v1.ListModelsResponse\x12\x35\n\x07GetLoad\x12\x19.pagoda.v1.GetLoadRequest\x1a\x0f.pagoda.v1.Load\x12;\n\tWatchLoad\x12\x1b.pagoda.v1.WatchLoadRequest\x1a\x0f.pagoda.v1.Load0\x01\x12J\n\x0cGetStepTrace\x12\x1e.pagoda.v1.GetStepTraceRequest\x1a\x18.pagoda.v1.StepTracePart0\x01\x42?\n\tpagoda.v1P\x01Z$pagoda/clients/go/pagoda/v1;pagodav1\xaa\x02\tPagoda.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagoda.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\tpagoda.v1P\001Z$pagoda/clients/go/pagoda/v1;pagodav1\252\002\tPagoda.V1'
   _globals['_SERVERINFO_SETTINGSENTRY']._loaded_options = None
   _globals['_SERVERINFO_SETTINGSENTRY']._serialized_options = b'8\001'
   _globals['_ENGINEINFO_SETTINGSENTRY']._loaded_options = None
   _globals['_ENGINEINFO_SETTINGSENTRY']._serialized_options = b'8\001'
-  _globals['_ENGINESTATE']._serialized_start=3142
-  _globals['_ENGINESTATE']._serialized_end=3292
-  _globals['_HOLDREASON']._serialized_start=3295
-  _globals['_HOLDREASON']._serialized_end=3477
-  _globals['_MOVEKIND']._serialized_start=3480
-  _globals['_MOVEKIND']._serialized_end=3702
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=70
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=92
-  _globals['_SERVERINFO']._serialized_start=95
-  _globals['_SERVERINFO']._serialized_end=431
-  _globals['_SERVERINFO_SETTINGSENTRY']._serialized_start=384
-  _globals['_SERVERINFO_SETTINGSENTRY']._serialized_end=431
-  _globals['_ENGINEINFO']._serialized_start=434
-  _globals['_ENGINEINFO']._serialized_end=834
-  _globals['_ENGINEINFO_SETTINGSENTRY']._serialized_start=384
-  _globals['_ENGINEINFO_SETTINGSENTRY']._serialized_end=431
-  _globals['_KVCACHEINFO']._serialized_start=837
-  _globals['_KVCACHEINFO']._serialized_end=985
-  _globals['_LIMITS']._serialized_start=988
-  _globals['_LIMITS']._serialized_end=1179
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1181
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1217
-  _globals['_MODELINFO']._serialized_start=1220
-  _globals['_MODELINFO']._serialized_end=1360
-  _globals['_GETLOADREQUEST']._serialized_start=1362
-  _globals['_GETLOADREQUEST']._serialized_end=1378
-  _globals['_WATCHLOADREQUEST']._serialized_start=1380
-  _globals['_WATCHLOADREQUEST']._serialized_end=1443
-  _globals['_LOAD']._serialized_start=1446
-  _globals['_LOAD']._serialized_end=2113
-  _globals['_TENANTLOAD']._serialized_start=2115
-  _globals['_TENANTLOAD']._serialized_end=2231
-  _globals['_ABORTREQUEST']._serialized_start=2233
-  _globals['_ABORTREQUEST']._serialized_end=2267
-  _globals['_ABORTRESPONSE']._serialized_start=2269
-  _globals['_ABORTRESPONSE']._serialized_end=2284
-  _globals['_DRAINREQUEST']._serialized_start=2286
-  _globals['_DRAINREQUEST']._serialized_end=2300
-  _globals['_DRAINRESPONSE']._serialized_start=2302
-  _globals['_DRAINRESPONSE']._serialized_end=2317
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=2319
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=2338
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=2340
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=2382
-  _globals['_TRACEREQUEST']._serialized_start=2384
-  _globals['_TRACEREQUEST']._serialized_end=2430
-  _globals['_TRACEPART']._serialized_start=2433
-  _globals['_TRACEPART']._serialized_end=2622
-  _globals['_TRACEDSTEP']._serialized_start=2625
-  _globals['_TRACEDSTEP']._serialized_end=2954
-  _globals['_TRACEDMOVE']._serialized_start=2957
-  _globals['_TRACEDMOVE']._serialized_end=3139
-  _globals['_CONTROL']._serialized_start=3705
-  _globals['_CONTROL']._serialized_end=4226
+  _globals['_SERVERSTATE']._serialized_start=2526
+  _globals['_SERVERSTATE']._serialized_end=2679
+  _globals['_ENGINESTATE']._serialized_start=2681
+  _globals['_ENGINESTATE']._serialized_end=2804
+  _globals['_CAPABILITY']._serialized_start=2806
+  _globals['_CAPABILITY']._serialized_end=2914
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=88
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=110
+  _globals['_SERVERINFO']._serialized_start=113
+  _globals['_SERVERINFO']._serialized_end=395
+  _globals['_SERVERINFO_SETTINGSENTRY']._serialized_start=348
+  _globals['_SERVERINFO_SETTINGSENTRY']._serialized_end=395
+  _globals['_ENGINESTATUS']._serialized_start=397
+  _globals['_ENGINESTATUS']._serialized_end=521
+  _globals['_ENGINEINFO']._serialized_start=524
+  _globals['_ENGINEINFO']._serialized_end=924
+  _globals['_ENGINEINFO_SETTINGSENTRY']._serialized_start=348
+  _globals['_ENGINEINFO_SETTINGSENTRY']._serialized_end=395
+  _globals['_KVCACHEINFO']._serialized_start=927
+  _globals['_KVCACHEINFO']._serialized_end=1075
+  _globals['_LIMITS']._serialized_start=1078
+  _globals['_LIMITS']._serialized_end=1268
+  _globals['_LISTMODELSREQUEST']._serialized_start=1270
+  _globals['_LISTMODELSREQUEST']._serialized_end=1289
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1291
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1349
+  _globals['_MODELINFO']._serialized_start=1352
+  _globals['_MODELINFO']._serialized_end=1586
+  _globals['_GETLOADREQUEST']._serialized_start=1588
+  _globals['_GETLOADREQUEST']._serialized_end=1604
+  _globals['_WATCHLOADREQUEST']._serialized_start=1606
+  _globals['_WATCHLOADREQUEST']._serialized_end=1664
+  _globals['_LOAD']._serialized_start=1667
+  _globals['_LOAD']._serialized_end=1817
+  _globals['_ENGINELOAD']._serialized_start=1820
+  _globals['_ENGINELOAD']._serialized_end=2405
+  _globals['_TENANTLOAD']._serialized_start=2407
+  _globals['_TENANTLOAD']._serialized_end=2523
+  _globals['_CONTROL']._serialized_start=2917
+  _globals['_CONTROL']._serialized_end=3266
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from pagoda.v1 import control_pb2 as pagoda_dot_v1_dot_control__pb2
+from pagoda.v1 import trace_pb2 as pagoda_dot_v1_dot_trace__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -39,10 +40,10 @@ class ControlStub(object):
                 request_serializer=pagoda_dot_v1_dot_control__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=pagoda_dot_v1_dot_control__pb2.ServerInfo.FromString,
                 _registered_method=True)
-        self.GetModelInfo = channel.unary_unary(
-                '/pagoda.v1.Control/GetModelInfo',
-                request_serializer=pagoda_dot_v1_dot_control__pb2.GetModelInfoRequest.SerializeToString,
-                response_deserializer=pagoda_dot_v1_dot_control__pb2.ModelInfo.FromString,
+        self.ListModels = channel.unary_unary(
+                '/pagoda.v1.Control/ListModels',
+                request_serializer=pagoda_dot_v1_dot_control__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=pagoda_dot_v1_dot_control__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/pagoda.v1.Control/GetLoad',
@@ -54,25 +55,10 @@ class ControlStub(object):
                 request_serializer=pagoda_dot_v1_dot_control__pb2.WatchLoadRequest.SerializeToString,
                 response_deserializer=pagoda_dot_v1_dot_control__pb2.Load.FromString,
                 _registered_method=True)
-        self.Abort = channel.unary_unary(
-                '/pagoda.v1.Control/Abort',
-                request_serializer=pagoda_dot_v1_dot_control__pb2.AbortRequest.SerializeToString,
-                response_deserializer=pagoda_dot_v1_dot_control__pb2.AbortResponse.FromString,
-                _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/pagoda.v1.Control/Drain',
-                request_serializer=pagoda_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
-                response_deserializer=pagoda_dot_v1_dot_control__pb2.DrainResponse.FromString,
-                _registered_method=True)
-        self.FlushCache = channel.unary_unary(
-                '/pagoda.v1.Control/FlushCache',
-                request_serializer=pagoda_dot_v1_dot_control__pb2.FlushCacheRequest.SerializeToString,
-                response_deserializer=pagoda_dot_v1_dot_control__pb2.FlushCacheResponse.FromString,
-                _registered_method=True)
-        self.Trace = channel.unary_stream(
-                '/pagoda.v1.Control/Trace',
-                request_serializer=pagoda_dot_v1_dot_control__pb2.TraceRequest.SerializeToString,
-                response_deserializer=pagoda_dot_v1_dot_control__pb2.TracePart.FromString,
+        self.GetStepTrace = channel.unary_stream(
+                '/pagoda.v1.Control/GetStepTrace',
+                request_serializer=pagoda_dot_v1_dot_trace__pb2.GetStepTraceRequest.SerializeToString,
+                response_deserializer=pagoda_dot_v1_dot_trace__pb2.StepTracePart.FromString,
                 _registered_method=True)
 
 
@@ -80,57 +66,38 @@ class ControlServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetServerInfo(self, request, context):
-        """What runs here: versions, limits, engine, cache sizes.
+        """What runs here: version, state, engines, limits. Answers in every state of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetModelInfo(self, request, context):
-        """What the served model is.
+    def ListModels(self, request, context):
+        """The models that requests may name. UNAVAILABLE while no engine is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """How busy the server is, as of the engine's last step.
+        """How busy the server is, as of each engine's last step. Answers in every state of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """The same, again and again, until the client cancels.
+        """The same, again and again, until the client cancels. INVALID_ARGUMENT for an interval out of range.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Abort(self, request, context):
-        """Ends a live request; its stream finishes with CANCELLED. NOT_FOUND if no request of that id is live.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Drain(self, request, context):
-        """Stops admitting requests and answers when none is live. The server goes on running and reports NOT_SERVING.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FlushCache(self, request, context):
-        """Forgets every cached prefix that no running sequence uses.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Trace(self, request, context):
-        """What the engine's last steps did: who ran, how many tokens each, who was preempted, and why the others did not run.
-        It is always recorded; a stream, since it is longer than a message may be. UNAVAILABLE without an engine.
+    def GetStepTrace(self, request, context):
+        """What the engines' last steps did: which sequences ran, how many tokens each, which were preempted, and why the
+        others did not run. It is always recorded. A stream, because it is longer than a message may be: for each engine,
+        its parts in order. INVALID_ARGUMENT for a time that is not positive; UNAVAILABLE while no engine is ready, or if
+        one is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,10 +111,10 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=pagoda_dot_v1_dot_control__pb2.GetServerInfoRequest.FromString,
                     response_serializer=pagoda_dot_v1_dot_control__pb2.ServerInfo.SerializeToString,
             ),
-            'GetModelInfo': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetModelInfo,
-                    request_deserializer=pagoda_dot_v1_dot_control__pb2.GetModelInfoRequest.FromString,
-                    response_serializer=pagoda_dot_v1_dot_control__pb2.ModelInfo.SerializeToString,
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=pagoda_dot_v1_dot_control__pb2.ListModelsRequest.FromString,
+                    response_serializer=pagoda_dot_v1_dot_control__pb2.ListModelsResponse.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
@@ -159,25 +126,10 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=pagoda_dot_v1_dot_control__pb2.WatchLoadRequest.FromString,
                     response_serializer=pagoda_dot_v1_dot_control__pb2.Load.SerializeToString,
             ),
-            'Abort': grpc.unary_unary_rpc_method_handler(
-                    servicer.Abort,
-                    request_deserializer=pagoda_dot_v1_dot_control__pb2.AbortRequest.FromString,
-                    response_serializer=pagoda_dot_v1_dot_control__pb2.AbortResponse.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=pagoda_dot_v1_dot_control__pb2.DrainRequest.FromString,
-                    response_serializer=pagoda_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
-            ),
-            'FlushCache': grpc.unary_unary_rpc_method_handler(
-                    servicer.FlushCache,
-                    request_deserializer=pagoda_dot_v1_dot_control__pb2.FlushCacheRequest.FromString,
-                    response_serializer=pagoda_dot_v1_dot_control__pb2.FlushCacheResponse.SerializeToString,
-            ),
-            'Trace': grpc.unary_stream_rpc_method_handler(
-                    servicer.Trace,
-                    request_deserializer=pagoda_dot_v1_dot_control__pb2.TraceRequest.FromString,
-                    response_serializer=pagoda_dot_v1_dot_control__pb2.TracePart.SerializeToString,
+            'GetStepTrace': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetStepTrace,
+                    request_deserializer=pagoda_dot_v1_dot_trace__pb2.GetStepTraceRequest.FromString,
+                    response_serializer=pagoda_dot_v1_dot_trace__pb2.StepTracePart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -218,7 +170,7 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
-    def GetModelInfo(request,
+    def ListModels(request,
             target,
             options=(),
             channel_credentials=None,
@@ -231,9 +183,9 @@ class Control(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pagoda.v1.Control/GetModelInfo',
-            pagoda_dot_v1_dot_control__pb2.GetModelInfoRequest.SerializeToString,
-            pagoda_dot_v1_dot_control__pb2.ModelInfo.FromString,
+            '/pagoda.v1.Control/ListModels',
+            pagoda_dot_v1_dot_control__pb2.ListModelsRequest.SerializeToString,
+            pagoda_dot_v1_dot_control__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -299,88 +251,7 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
-    def Abort(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pagoda.v1.Control/Abort',
-            pagoda_dot_v1_dot_control__pb2.AbortRequest.SerializeToString,
-            pagoda_dot_v1_dot_control__pb2.AbortResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pagoda.v1.Control/Drain',
-            pagoda_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
-            pagoda_dot_v1_dot_control__pb2.DrainResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FlushCache(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pagoda.v1.Control/FlushCache',
-            pagoda_dot_v1_dot_control__pb2.FlushCacheRequest.SerializeToString,
-            pagoda_dot_v1_dot_control__pb2.FlushCacheResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Trace(request,
+    def GetStepTrace(request,
             target,
             options=(),
             channel_credentials=None,
@@ -393,9 +264,9 @@ class Control(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/pagoda.v1.Control/Trace',
-            pagoda_dot_v1_dot_control__pb2.TraceRequest.SerializeToString,
-            pagoda_dot_v1_dot_control__pb2.TracePart.FromString,
+            '/pagoda.v1.Control/GetStepTrace',
+            pagoda_dot_v1_dot_trace__pb2.GetStepTraceRequest.SerializeToString,
+            pagoda_dot_v1_dot_trace__pb2.StepTracePart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,69 +22,71 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from pagoda.v1 import chat_pb2 as pagoda_dot_v1_dot_chat__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pagoda/v1/inference.proto\x12\tpagoda.v1\"\xe6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.pagoda.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0f.pagoda.v1.ChatH\x00\x12%\n\x08sampling\x18\x06 \x01(\x0b\x32\x13.pagoda.v1.Sampling\x12%\n\x08stopping\x18\x07 \x01(\x0b\x32\x13.pagoda.v1.Stopping\x12!\n\x06output\x18\x08 \x01(\x0b\x32\x11.pagoda.v1.Output\x12\x1f\n\x05\x63\x61\x63he\x18\t \x01(\x0b\x32\x10.pagoda.v1.Cache\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x0b\n\x03raw\x18\x0b \x01(\x08\x12\x1b\n\x03slo\x18\x0c \x01(\x0b\x32\x0e.pagoda.v1.SloB\x07\n\x05input\"I\n\x03Slo\x12\x14\n\x07ttft_ms\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07tpot_ms\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_ttft_msB\n\n\x08_tpot_ms\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"G\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.pagoda.v1.ChatMessage\x12\x15\n\rcontinue_last\x18\x02 \x01(\x08\"=\n\x0b\x43hatMessage\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.pagoda.v1.Role\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xbd\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x36\n\nlogit_bias\x18\x08 \x03(\x0b\x32\".pagoda.v1.Sampling.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x08\x88\x01\x01\x12*\n\x0b\x62\x65\x61m_search\x18\x0c \x01(\x0b\x32\x15.pagoda.v1.BeamSearch\x12\x19\n\x11\x61llowed_token_ids\x18\r \x03(\r\x12\x18\n\x0btop_n_sigma\x18\x0e \x01(\x02H\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x04\n\x02_nB\x0e\n\x0c_top_n_sigma\"\x8c\x01\n\nBeamSearch\x12\x12\n\x05width\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x30\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x0e\x32\x18.pagoda.v1.EarlyStoppingB\x08\n\x06_widthB\x11\n\x0f_length_penalty\"\x94\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"p\n\x06Output\x12\x11\n\x04text\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\x08logprobs\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06prompt\x18\x03 \x01(\x08\x12\x16\n\x0especial_tokens\x18\x04 \x01(\x08\x42\x07\n\x05_textB\x0b\n\t_logprobs\"%\n\x05\x43\x61\x63he\x12\x0c\n\x04salt\x18\x01 \x01(\t\x12\x0e\n\x06\x62ypass\x18\x02 \x01(\x08\"\xe6\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x11.pagoda.v1.PromptH\x00\x12#\n\x06tokens\x18\x03 \x01(\x0b\x32\x11.pagoda.v1.TokensH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.pagoda.v1.FinishedH\x00\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.pagoda.v1.Usage\x12!\n\x06timing\x18\x06 \x01(\x0b\x32\x11.pagoda.v1.TimingB\x07\n\x05\x65vent\"\x1b\n\x06Prompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"G\n\x06Tokens\x12\r\n\x05index\x18\x01 \x01(\r\x12 \n\x06tokens\x18\x02 \x03(\x0b\x32\x10.pagoda.v1.Token\x12\x0c\n\x04text\x18\x03 \x01(\t\"W\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12 \n\x03top\x18\x03 \x03(\x0b\x32\x13.pagoda.v1.TopTokenB\n\n\x08_logprob\"\'\n\x08TopToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x8f\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.pagoda.v1.FinishReason\x12\x0e\n\x04stop\x18\x03 \x01(\tH\x00\x12\x12\n\x08token_id\x18\x04 \x01(\rH\x00\x12\x12\n\x05score\x18\x05 \x01(\x02H\x01\x88\x01\x01\x42\t\n\x07matchedB\x08\n\x06_score\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xfa\x01\n\x06Timing\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x03 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\r\x12\x1d\n\x15time_to_first_token_s\x18\x06 \x01(\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x12\x18\n\x10preempted_tokens\x18\x08 \x01(\r\x12\x13\n\x0bpreempted_s\x18\t \x01(\x01\x12\x14\n\x0csaved_tokens\x18\n \x01(\r\x12\x15\n\rloaded_tokens\x18\x0b \x01(\r\"\x9f\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.pagoda.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x0b\n\x03raw\x18\x05 \x01(\x08\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"M\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x16\n\x0especial_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*_\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x12\r\n\tROLE_TOOL\x10\x04*\x81\x01\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x45\x41RLY_STOPPING_ESTIMATED\x10\x01\x12\x19\n\x15\x45\x41RLY_STOPPING_ENOUGH\x10\x02\x12\x17\n\x13\x45\x41RLY_STOPPING_BEST\x10\x03*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xe2\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.pagoda.v1.GenerateRequest\x1a\x1b.pagoda.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.pagoda.v1.TokenizeRequest\x1a\x1b.pagoda.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.pagoda.v1.DetokenizeRequest\x1a\x1d.pagoda.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pagoda/v1/inference.proto\x12\tpagoda.v1\x1a\x14pagoda/v1/chat.proto\"\xa4\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\x11\n\x07message\x18\x04 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0f.pagoda.v1.ChatH\x00\x12(\n\ttoken_ids\x18\x06 \x01(\x0b\x32\x13.pagoda.v1.TokenIdsH\x00\x12%\n\x08sampling\x18\x07 \x01(\x0b\x32\x13.pagoda.v1.Sampling\x12%\n\x08stopping\x18\x08 \x01(\x0b\x32\x13.pagoda.v1.Stopping\x12!\n\x06output\x18\t \x01(\x0b\x32\x11.pagoda.v1.Output\x12!\n\x06guided\x18\n \x01(\x0b\x32\x11.pagoda.v1.Guided\x12\x11\n\tlora_name\x18\x0b \x01(\t\x12\x1f\n\x05\x63\x61\x63he\x18\x0c \x01(\x0b\x32\x10.pagoda.v1.Cache\x12\x10\n\x08priority\x18\r \x01(\x11\x12\x1b\n\x03slo\x18\x0e \x01(\x0b\x32\x0e.pagoda.v1.SloB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xbd\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x18\n\x0btop_n_sigma\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x36\n\nlogit_bias\x18\t \x03(\x0b\x32\".pagoda.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\r\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x08\x88\x01\x01\x12\x0e\n\x01n\x18\x0c \x01(\rH\t\x88\x01\x01\x12*\n\x0b\x62\x65\x61m_search\x18\r \x01(\x0b\x32\x15.pagoda.v1.BeamSearch\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x0e\n\x0c_top_n_sigmaB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x04\n\x02_n\"\x8c\x01\n\nBeamSearch\x12\x12\n\x05width\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x30\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x0e\x32\x18.pagoda.v1.EarlyStoppingB\x08\n\x06_widthB\x11\n\x0f_length_penalty\"\xb4\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x1e\n\x16include_stop_in_output\x18\x06 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\xb7\x01\n\x06Output\x12\x11\n\x04text\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\x0especial_tokens\x18\x02 \x01(\x08\x12\x13\n\x0btoken_bytes\x18\x03 \x01(\x08\x12\x15\n\x08logprobs\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06prompt\x18\x05 \x01(\x08\x12\x1c\n\x0fprompt_logprobs\x18\x06 \x01(\rH\x02\x88\x01\x01\x42\x07\n\x05_textB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x8e\x01\n\x06Guided\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x16\n\x0c\x65\x62nf_grammar\x18\x03 \x01(\tH\x00\x12#\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x11.pagoda.v1.ChoiceH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x42\x08\n\x06\x66ormat\"\x19\n\x06\x43hoice\x12\x0f\n\x07options\x18\x01 \x03(\t\"%\n\x05\x43\x61\x63he\x12\x0c\n\x04salt\x18\x01 \x01(\t\x12\x0e\n\x06\x62ypass\x18\x02 \x01(\x08\"E\n\x03Slo\x12\x13\n\x06ttft_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06tpot_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07_ttft_sB\t\n\x07_tpot_s\"\xe6\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x11.pagoda.v1.PromptH\x00\x12#\n\x06tokens\x18\x03 \x01(\x0b\x32\x11.pagoda.v1.TokensH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.pagoda.v1.FinishedH\x00\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.pagoda.v1.Usage\x12!\n\x06timing\x18\x06 \x01(\x0b\x32\x11.pagoda.v1.TimingB\x07\n\x05\x65vent\"*\n\x06Prompt\x12 \n\x06tokens\x18\x01 \x03(\x0b\x32\x10.pagoda.v1.Token\"\x96\x01\n\x06Tokens\x12\r\n\x05index\x18\x01 \x01(\r\x12 \n\x06tokens\x18\x02 \x03(\x0b\x32\x10.pagoda.v1.Token\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x13\n\treasoning\x18\x04 \x01(\tH\x00\x12-\n\ttool_call\x18\x05 \x01(\x0b\x32\x18.pagoda.v1.ToolCallDeltaH\x00\x42\x07\n\x05\x64\x65lta\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"f\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x0c\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12 \n\x03top\x18\x04 \x03(\x0b\x32\x13.pagoda.v1.TopTokenB\n\n\x08_logprob\"6\n\x08TopToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"\x9b\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.pagoda.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x12\n\x05score\x18\x05 \x01(\x02H\x01\x88\x01\x01\x42\t\n\x07matchedB\x08\n\x06_score\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xfa\x01\n\x06Timing\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x03 \x01(\x01\x12\x13\n\x0bpreempted_s\x18\x04 \x01(\x01\x12\x1d\n\x15time_to_first_token_s\x18\x05 \x01(\x01\x12\x0f\n\x07total_s\x18\x06 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x07 \x01(\r\x12\x18\n\x10preempted_tokens\x18\x08 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\t \x01(\r\x12\x14\n\x0csaved_tokens\x18\n \x01(\r\x12\x15\n\rloaded_tokens\x18\x0b \x01(\r\"\xa7\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x11\n\x07message\x18\x03 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.pagoda.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"M\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x16\n\x0especial_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*\x81\x01\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x45\x41RLY_STOPPING_ESTIMATED\x10\x01\x12\x19\n\x15\x45\x41RLY_STOPPING_ENOUGH\x10\x02\x12\x17\n\x13\x45\x41RLY_STOPPING_BEST\x10\x03*\x9a\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x04\x32\xe2\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.pagoda.v1.GenerateRequest\x1a\x1b.pagoda.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.pagoda.v1.TokenizeRequest\x1a\x1b.pagoda.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.pagoda.v1.DetokenizeRequest\x1a\x1d.pagoda.v1.DetokenizeResponseB?\n\tpagoda.v1P\x01Z$pagoda/clients/go/pagoda/v1;pagodav1\xaa\x02\tPagoda.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagoda.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\tpagoda.v1P\001Z$pagoda/clients/go/pagoda/v1;pagodav1\252\002\tPagoda.V1'
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=2922
-  _globals['_ROLE']._serialized_end=3017
-  _globals['_EARLYSTOPPING']._serialized_start=3020
-  _globals['_EARLYSTOPPING']._serialized_end=3149
-  _globals['_FINISHREASON']._serialized_start=3151
-  _globals['_FINISHREASON']._serialized_end=3275
-  _globals['_GENERATEREQUEST']._serialized_start=41
-  _globals['_GENERATEREQUEST']._serialized_end=399
-  _globals['_SLO']._serialized_start=401
-  _globals['_SLO']._serialized_end=474
-  _globals['_TOKENIDS']._serialized_start=476
-  _globals['_TOKENIDS']._serialized_end=499
-  _globals['_CHAT']._serialized_start=501
-  _globals['_CHAT']._serialized_end=572
-  _globals['_CHATMESSAGE']._serialized_start=574
-  _globals['_CHATMESSAGE']._serialized_end=635
-  _globals['_SAMPLING']._serialized_start=638
-  _globals['_SAMPLING']._serialized_end=1211
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1020
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1068
-  _globals['_BEAMSEARCH']._serialized_start=1214
-  _globals['_BEAMSEARCH']._serialized_end=1354
-  _globals['_STOPPING']._serialized_start=1357
-  _globals['_STOPPING']._serialized_end=1505
-  _globals['_OUTPUT']._serialized_start=1507
-  _globals['_OUTPUT']._serialized_end=1619
-  _globals['_CACHE']._serialized_start=1621
-  _globals['_CACHE']._serialized_end=1658
-  _globals['_GENERATERESPONSE']._serialized_start=1661
-  _globals['_GENERATERESPONSE']._serialized_end=1891
-  _globals['_PROMPT']._serialized_start=1893
-  _globals['_PROMPT']._serialized_end=1920
-  _globals['_TOKENS']._serialized_start=1922
-  _globals['_TOKENS']._serialized_end=1993
-  _globals['_TOKEN']._serialized_start=1995
-  _globals['_TOKEN']._serialized_end=2082
-  _globals['_TOPTOKEN']._serialized_start=2084
-  _globals['_TOPTOKEN']._serialized_end=2123
-  _globals['_FINISHED']._serialized_start=2126
-  _globals['_FINISHED']._serialized_end=2269
-  _globals['_USAGE']._serialized_start=2271
-  _globals['_USAGE']._serialized_end=2351
-  _globals['_TIMING']._serialized_start=2354
-  _globals['_TIMING']._serialized_end=2604
-  _globals['_TOKENIZEREQUEST']._serialized_start=2607
-  _globals['_TOKENIZEREQUEST']._serialized_end=2766
-  _globals['_TOKENIZERESPONSE']._serialized_start=2768
-  _globals['_TOKENIZERESPONSE']._serialized_end=2805
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2807
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2884
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2886
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2920
-  _globals['_INFERENCE']._serialized_start=3278
-  _globals['_INFERENCE']._serialized_end=3504
+  _globals['_EARLYSTOPPING']._serialized_start=3365
+  _globals['_EARLYSTOPPING']._serialized_end=3494
+  _globals['_FINISHREASON']._serialized_start=3497
+  _globals['_FINISHREASON']._serialized_end=3651
+  _globals['_GENERATEREQUEST']._serialized_start=63
+  _globals['_GENERATEREQUEST']._serialized_end=483
+  _globals['_TOKENIDS']._serialized_start=485
+  _globals['_TOKENIDS']._serialized_end=508
+  _globals['_SAMPLING']._serialized_start=511
+  _globals['_SAMPLING']._serialized_end=1084
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=893
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=941
+  _globals['_BEAMSEARCH']._serialized_start=1087
+  _globals['_BEAMSEARCH']._serialized_end=1227
+  _globals['_STOPPING']._serialized_start=1230
+  _globals['_STOPPING']._serialized_end=1410
+  _globals['_OUTPUT']._serialized_start=1413
+  _globals['_OUTPUT']._serialized_end=1596
+  _globals['_GUIDED']._serialized_start=1599
+  _globals['_GUIDED']._serialized_end=1741
+  _globals['_CHOICE']._serialized_start=1743
+  _globals['_CHOICE']._serialized_end=1768
+  _globals['_CACHE']._serialized_start=1770
+  _globals['_CACHE']._serialized_end=1807
+  _globals['_SLO']._serialized_start=1809
+  _globals['_SLO']._serialized_end=1878
+  _globals['_GENERATERESPONSE']._serialized_start=1881
+  _globals['_GENERATERESPONSE']._serialized_end=2111
+  _globals['_PROMPT']._serialized_start=2113
+  _globals['_PROMPT']._serialized_end=2155
+  _globals['_TOKENS']._serialized_start=2158
+  _globals['_TOKENS']._serialized_end=2308
+  _globals['_TOOLCALLDELTA']._serialized_start=2310
+  _globals['_TOOLCALLDELTA']._serialized_end=2385
+  _globals['_TOKEN']._serialized_start=2387
+  _globals['_TOKEN']._serialized_end=2489
+  _globals['_TOPTOKEN']._serialized_start=2491
+  _globals['_TOPTOKEN']._serialized_end=2545
+  _globals['_FINISHED']._serialized_start=2548
+  _globals['_FINISHED']._serialized_end=2703
+  _globals['_USAGE']._serialized_start=2705
+  _globals['_USAGE']._serialized_end=2785
+  _globals['_TIMING']._serialized_start=2788
+  _globals['_TIMING']._serialized_end=3038
+  _globals['_TOKENIZEREQUEST']._serialized_start=3041
+  _globals['_TOKENIZEREQUEST']._serialized_end=3208
+  _globals['_TOKENIZERESPONSE']._serialized_start=3210
+  _globals['_TOKENIZERESPONSE']._serialized_end=3247
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3249
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3326
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3328
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3362
+  _globals['_INFERENCE']._serialized_start=3654
+  _globals['_INFERENCE']._serialized_end=3880
 # @@protoc_insertion_point(module_scope)

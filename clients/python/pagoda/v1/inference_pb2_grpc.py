@@ -55,16 +55,19 @@ class InferenceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates one or more sequences and streams their tokens as they are computed. The metadata `x-pagoda-tenant` (1 to 64
-        letters, digits or ._:@/-) names the tenant that the call is for; where the server's policy is `fair`, tenants share it.
+        """Generates one or more sequences and streams their tokens as they are computed. The metadata `x-pagoda-tenant` (1 to
+        64 letters, digits or ._:@/-) names the tenant that the call is for; where the server's policy is `fair`, tenants
+        share it.
 
-        The stream carries, for each sequence, any number of `tokens` events and then exactly one `finished` event. The last
-        message of the call carries `usage` and `timing`. Cancelling the call frees everything it holds.
+        The stream carries, for each sequence, any number of `tokens` events and then exactly one `finished` event. The
+        last message of the call carries `usage` and `timing`. Cancelling the call frees everything it holds.
 
         INVALID_ARGUMENT    a field is wrong; google.rpc.BadRequest names it
+        UNIMPLEMENTED       a field is set that this server does not support; google.rpc.BadRequest names it
         NOT_FOUND           `model` is not the model served here
         ALREADY_EXISTS      `request_id` is live
-        RESOURCE_EXHAUSTED  the queue is full (google.rpc.RetryInfo says when to come back), or the reader has stalled
+        RESOURCE_EXHAUSTED  the queue is full (google.rpc.RetryInfo and the trailer `grpc-retry-pushback-ms` say when to come
+        back), or the reader has stalled
         DEADLINE_EXCEEDED   the call's deadline passed, or cannot be met any more: queued work is dropped, not computed
         UNAVAILABLE         draining, or the engine is loading, dead or restarting
         UNAUTHENTICATED     the server wants a token, and the metadata `authorization` is not `Bearer` and that token
@@ -75,14 +78,14 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Turns text or a chat into the token ids that Generate would compute on, given the same input and the same `raw`.
+        """Turns an input into the token ids that Generate would compute on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Turns token ids into text, special tokens included only on request.
+        """Turns token ids into text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

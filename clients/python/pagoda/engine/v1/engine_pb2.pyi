@@ -1,5 +1,6 @@
 from pagoda.v1 import control_pb2 as _control_pb2
 from pagoda.v1 import inference_pb2 as _inference_pb2
+from pagoda.v1 import trace_pb2 as _trace_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -83,12 +84,12 @@ class FlushCache(_message.Message):
     def __init__(self) -> None: ...
 
 class TakeTrace(_message.Message):
-    __slots__ = ("number", "request")
+    __slots__ = ("number", "last_s")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    LAST_S_FIELD_NUMBER: _ClassVar[int]
     number: int
-    request: _control_pb2.TraceRequest
-    def __init__(self, number: _Optional[int] = ..., request: _Optional[_Union[_control_pb2.TraceRequest, _Mapping]] = ...) -> None: ...
+    last_s: float
+    def __init__(self, number: _Optional[int] = ..., last_s: _Optional[float] = ...) -> None: ...
 
 class EngineMessage(_message.Message):
     __slots__ = ("epoch", "hello", "step", "cache_flushed", "trace")
@@ -116,9 +117,9 @@ class StepOutput(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[Logprobs]
     ended: _containers.RepeatedCompositeFieldContainer[Ended]
-    load: _control_pb2.Load
+    load: _control_pb2.EngineLoad
     tenants: Tenants
-    def __init__(self, sequences: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., load: _Optional[_Union[_control_pb2.Load, _Mapping]] = ..., tenants: _Optional[_Union[Tenants, _Mapping]] = ...) -> None: ...
+    def __init__(self, sequences: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., load: _Optional[_Union[_control_pb2.EngineLoad, _Mapping]] = ..., tenants: _Optional[_Union[Tenants, _Mapping]] = ...) -> None: ...
 
 class Tenants(_message.Message):
     __slots__ = ("listed", "count", "recent_service")
@@ -186,6 +187,6 @@ class Trace(_message.Message):
     PART_FIELD_NUMBER: _ClassVar[int]
     IS_LAST_FIELD_NUMBER: _ClassVar[int]
     number: int
-    part: _control_pb2.TracePart
+    part: _trace_pb2.StepTracePart
     is_last: bool
-    def __init__(self, number: _Optional[int] = ..., part: _Optional[_Union[_control_pb2.TracePart, _Mapping]] = ..., is_last: bool = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., part: _Optional[_Union[_trace_pb2.StepTracePart, _Mapping]] = ..., is_last: bool = ...) -> None: ...

@@ -1,0 +1,98 @@
+"""One request's part of the channel: what the engine says of its sequences, until the handler takes it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pagoda.engine.v1 import engine_pb2
+from pagoda_server.router.errors import PagodaError
+
+
+class Wake:
+    """Wakes the one task that waits, at less cost than an asyncio.Event, which keeps a list of waiters for every turn.
+
+    Set from the event loop's thread; what is set stays set until the waiter has seen it.
+    """
+
+    __slots__ = ("_is_set", "_loop", "_waiter")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Until it is set; it is not afterwards."""
+        if not self._is_set:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._is_set = False
+
+
+@dataclass(slots=True)
+class SequenceInbox:
+    """What the engine has said of one sequence and the handler has not yet taken.
+
+    score  that of a beam search's hypothesis
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[engine_pb2.Logprobs] = field(default_factory=list)  # one a token where asked for
+    ended: engine_pb2.Ended | None = None
+    score: float | None = None
+
+
+class EngineStream:
+    """One request on the channel: n sequences, one reader. Tokens gather while the reader is busy with its client."""
+
+    def __init__(
+        self,
+        first_sequence: int,
+        count: int,
+        *,
+        abort: Callable[[list[int]], None],
+        forget: Callable[[EngineStream], None],
+    ) -> None:
+        """
+        abort   asks the engine to end sequences
+        forget  the channel delivers nothing more to the stream
+        """
+        self.first_sequence = first_sequence
+        self.inboxes = [SequenceInbox() for _ in range(count)]
+        self.error: PagodaError | None = None
+        self.wake = Wake()
+        self.has_begun = False  # a token has come
+        self.live = set(range(count))  # sequences whose end has not come
+        self._abort = abort
+        self._forget = forget
+
+    async def wait(self) -> None:
+        """Until there is something in an inbox. Raises Unavailable when the engine is gone."""
+        await self.wake.wait()
+        if self.error:
+            raise self.error
+
+    def abort(self, index: int | None = None) -> None:
+        """Asks the engine to end one sequence, or all; their ends still come."""
+        which = self.live if index is None else self.live & {index}
+        self._abort([self.first_sequence + at for at in which])
+
+    def close(self) -> None:
+        """Ends what still runs and forgets the request: nothing more is delivered."""
+        self.abort()
+        self._forget(self)
+
+
+def time_in_engine(ended: engine_pb2.Ended) -> float:
+    """Seconds from the engine's receipt of a sequence to its end."""
+    return ended.queue_s + ended.prefill_s + ended.decode_s + ended.preempted_s

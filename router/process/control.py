@@ -1,0 +1,272 @@
+"""The Control and Admin services of one router: looking at a running server, and steering it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import grpc
+from grpc_health.v1 import health, health_pb2
+
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, inference_pb2, trace_pb2
+from pagoda_server import installed_version
+from pagoda_server.router.engines.channel import EngineChannel
+from pagoda_server.router.engines.dispatch import Dispatcher
+from pagoda_server.router.errors import InvalidArgument, Unavailable
+from pagoda_server.router.request.admission import Admission, LiveRequests
+from pagoda_server.router.request.fields import Limits, check_number
+from pagoda_server.router.request.sampling import sampling_from
+from pagoda_server.router.text.tokenizer import Tokenizer
+
+log = logging.getLogger("pagoda.router")
+
+INFERENCE_SERVICES = ("", "pagoda.v1.Inference")
+OTHER_SERVICES = ("pagoda.v1.Control", "pagoda.v1.Admin")
+MAX_TENANTS_LISTED = 64
+
+
+class ServingState:
+    """Whether this router can serve, for health checks and for Control: an engine is ready, and it does not drain."""
+
+    def __init__(self, dispatcher: Dispatcher, admission: Admission) -> None:
+        self.health = health.aio.HealthServicer()
+        self._dispatcher = dispatcher
+        self._admission = admission
+
+    @property
+    def state(self) -> control_pb2.ServerState:
+        if self._admission.is_draining:
+            return control_pb2.SERVER_STATE_DRAINING
+        if self._dispatcher.ready:
+            return control_pb2.SERVER_STATE_SERVING
+        if any(channel.has_been_ready for channel in self._dispatcher.channels):
+            return control_pb2.SERVER_STATE_UNAVAILABLE
+        return control_pb2.SERVER_STATE_STARTING
+
+    async def refresh(self) -> None:
+        """Tells the health service of a change. Control and Admin answer in every state, so they are always serving."""
+        serving = health_pb2.HealthCheckResponse.SERVING
+        not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
+        is_serving = self.state == control_pb2.SERVER_STATE_SERVING
+        for service in INFERENCE_SERVICES:
+            await self.health.set(service, serving if is_serving else not_serving)
+        for service in OTHER_SERVICES:
+            await self.health.set(service, serving)
+
+    async def drain(self) -> None:
+        """Health says so, and nothing new is admitted; what runs goes on."""
+        self._admission.is_draining = True
+        await self.refresh()
+
+
+class ControlServicer(control_pb2_grpc.ControlServicer):
+    """
+    engine_restarts  of the engine that this server has started; engines that were started elsewhere have none
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        tokenizer: Tokenizer,
+        limits: Callable[[], Limits],
+        admission: Admission,
+        dispatcher: Dispatcher,
+        state: ServingState,
+        engine_restarts: Callable[[], int],
+        max_message_bytes: int,
+        settings: dict[str, str],
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._admission = admission
+        self._dispatcher = dispatcher
+        self._state = state
+        self._engine_restarts = engine_restarts
+        self._max_message_bytes = max_message_bytes
+        self._settings = settings
+        self._started = time.monotonic()
+
+    async def GetServerInfo(
+        self,
+        request: control_pb2.GetServerInfoRequest,
+        context: grpc.aio.ServicerContext[control_pb2.GetServerInfoRequest, control_pb2.ServerInfo],
+    ) -> control_pb2.ServerInfo:
+        limits = self._limits()
+        restarts = self._engine_restarts()
+        return control_pb2.ServerInfo(
+            version=installed_version(),
+            model=self._model,
+            state=self._state.state,
+            engines=[_status(at, channel, restarts) for at, channel in enumerate(self._dispatcher.channels)],
+            limits=control_pb2.Limits(
+                max_requests=self._admission.max_requests,
+                max_queued_tokens=self._admission.max_tokens,
+                max_message_bytes=self._max_message_bytes,
+                max_text_bytes=limits.max_text_bytes,
+                max_n=limits.max_n,
+                max_logprobs=limits.max_logprobs,
+                max_stop_strings=limits.max_stop,
+                max_tools=limits.max_tools,
+            ),
+            uptime_s=time.monotonic() - self._started,
+            settings=self._settings | {"max_queued_tokens": str(self._admission.max_tokens)},
+        )
+
+    async def ListModels(
+        self,
+        request: control_pb2.ListModelsRequest,
+        context: grpc.aio.ServicerContext[control_pb2.ListModelsRequest, control_pb2.ListModelsResponse],
+    ) -> control_pb2.ListModelsResponse:
+        if not (ready := self._dispatcher.ready):
+            raise Unavailable("the engine is loading or being restarted")
+        info, limits, template = ready[0].info, self._limits(), self._tokenizer.chat_template
+        assert info is not None
+        capabilities = [control_pb2.CAPABILITY_GENERATE]
+        if template is not None:
+            capabilities.append(control_pb2.CAPABILITY_CHAT)
+            if template.reads_tools:
+                capabilities.append(control_pb2.CAPABILITY_TOOLS)
+        model = control_pb2.ModelInfo(
+            name=self._model,
+            architecture=info.architecture,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            capabilities=capabilities,
+            template_kwargs=template.kwargs if template is not None else (),
+            recommended_sampling=_recommended_sampling(self._tokenizer, limits),
+        )
+        return control_pb2.ListModelsResponse(models=[model])
+
+    async def GetLoad(
+        self,
+        request: control_pb2.GetLoadRequest,
+        context: grpc.aio.ServicerContext[control_pb2.GetLoadRequest, control_pb2.Load],
+    ) -> control_pb2.Load:
+        return self.load()
+
+    async def WatchLoad(
+        self,
+        request: control_pb2.WatchLoadRequest,
+        context: grpc.aio.ServicerContext[control_pb2.WatchLoadRequest, control_pb2.Load],
+    ) -> None:
+        interval_s = watch_interval_s(request)
+        while True:
+            await context.write(self.load())
+            await asyncio.sleep(interval_s)
+
+    async def GetStepTrace(
+        self,
+        request: trace_pb2.GetStepTraceRequest,
+        context: grpc.aio.ServicerContext[trace_pb2.GetStepTraceRequest, trace_pb2.StepTracePart],
+    ) -> None:
+        if request.HasField("last_s") and not request.last_s > 0:
+            raise InvalidArgument("last_s", f"is {request.last_s:g}, must be above 0")
+        self._dispatcher.pick()
+        for at, channel in enumerate(self._dispatcher.channels):
+            if channel.is_ready:
+                for part in await channel.trace(request.last_s if request.HasField("last_s") else None):
+                    part.engine = at
+                    await context.write(part)
+
+    def load(self) -> control_pb2.Load:
+        """As of each ready engine's last step."""
+        load = control_pb2.Load(requests=self._admission.requests, reserved_tokens=self._admission.tokens)
+        for at, channel in enumerate(self._dispatcher.channels):
+            if channel.is_ready:
+                engine = load.engines.add()
+                engine.CopyFrom(channel.load)
+                engine.engine = at
+                engine.kv_waste = engine.kv_slots_unused / engine.kv_slots if engine.kv_slots else 0.0
+                engine.prefix_hit_rate = engine.cached_tokens / engine.prompt_tokens if engine.prompt_tokens else 0.0
+        add_tenants(load, (channel.tenants for channel in self._dispatcher.ready))
+        return load
+
+
+class AdminServicer(admin_pb2_grpc.AdminServicer):
+    def __init__(self, *, dispatcher: Dispatcher, live: LiveRequests, state: ServingState) -> None:
+        self._dispatcher = dispatcher
+        self._live = live
+        self._state = state
+
+    async def Abort(
+        self,
+        request: admin_pb2.AbortRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.AbortRequest, admin_pb2.AbortResponse],
+    ) -> admin_pb2.AbortResponse:
+        self._live.abort(request.request_id)
+        return admin_pb2.AbortResponse()
+
+    async def Drain(
+        self,
+        request: admin_pb2.DrainRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.DrainRequest, admin_pb2.DrainResponse],
+    ) -> admin_pb2.DrainResponse:
+        await self.start_draining()
+        await self._live.wait_idle()
+        return admin_pb2.DrainResponse()
+
+    async def FlushCache(
+        self,
+        request: admin_pb2.FlushCacheRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.FlushCacheRequest, admin_pb2.FlushCacheResponse],
+    ) -> admin_pb2.FlushCacheResponse:
+        self._dispatcher.pick()
+        freed = [await channel.flush_cache() for channel in self._dispatcher.ready]
+        return admin_pb2.FlushCacheResponse(freed_blocks=sum(freed))
+
+    async def start_draining(self) -> None:
+        await self._state.drain()
+
+
+def watch_interval_s(request: control_pb2.WatchLoadRequest) -> float:
+    """Raises InvalidArgument."""
+    interval_s = request.interval_s if request.HasField("interval_s") else 1.0
+    check_number(interval_s, "interval_s", 0.05, 3600)
+    return interval_s
+
+
+def add_tenants(load: control_pb2.Load, engines: Iterable[engine_pb2.Tenants]) -> None:
+    """Adds what tenants have of all engines together. Tenants that an engine does not list are counted, not summed."""
+    merged: dict[str, control_pb2.TenantLoad] = {}
+    unlisted = recent_service = 0
+    for tenants in engines:
+        unlisted = max(unlisted, tenants.count - len(tenants.listed))  # they may be the same ones
+        recent_service += tenants.recent_service
+        for of_engine in tenants.listed:
+            total = merged.setdefault(of_engine.name, control_pb2.TenantLoad(name=of_engine.name))
+            total.waiting += of_engine.waiting
+            total.running += of_engine.running
+            total.service += of_engine.service
+            total.recent_service += of_engine.recent_service
+    for total in merged.values():
+        total.share = total.recent_service / recent_service if recent_service else 0.0
+    most_served = sorted(merged.values(), key=lambda tenant: tenant.recent_service, reverse=True)
+    load.tenants.extend(most_served[:MAX_TENANTS_LISTED])
+    load.num_tenants = len(merged) + unlisted
+
+
+def _status(at: int, channel: EngineChannel, restarts: int) -> control_pb2.EngineStatus:
+    if channel.is_ready:
+        state = control_pb2.ENGINE_STATE_READY
+    elif channel.has_been_ready:
+        state = control_pb2.ENGINE_STATE_UNAVAILABLE
+    else:
+        state = control_pb2.ENGINE_STATE_LOADING
+    return control_pb2.EngineStatus(engine=at, state=state, restarts=restarts, info=channel.info)
+
+
+def _recommended_sampling(tokenizer: Tokenizer, limits: Limits) -> inference_pb2.Sampling:
+    """Empty where the model's folder recommends nothing, or what no request may ask for."""
+    try:
+        recommended = inference_pb2.Sampling(**tokenizer.recommended)
+        sampling_from(recommended, limits)
+    except (TypeError, ValueError, InvalidArgument) as error:
+        log.warning("generation_config.json: its sampling parameters are not passed on: %s", error)
+        return inference_pb2.Sampling()
+    return recommended
