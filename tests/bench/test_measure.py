@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from bench import report
-from bench.kv_watch import kv_use
+from bench.driver import kv_use
 from bench.measure import PROMPT_RATE, KVUse, RequestTimes, Run, Spread, Targets, Turns
 from pagoda.v1 import control_pb2
 
