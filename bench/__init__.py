@@ -1,4 +1,4 @@
-"""Workloads, and the systems that they are run on."""
+"""Benchmarks: workloads, the systems that they run on, and what is measured and reported."""
 
 
 class BenchError(Exception):

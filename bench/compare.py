@@ -21,7 +21,7 @@ CONCURRENCY = "concurrency"
 def compare(
     systems: list[System], workload: Workload, *, repeat: int, seed: int, targets: Targets, threads: int, output: Path
 ) -> list[Turns]:
-    """Runs, prints and writes NAME.json, NAME.md and NAME-latency.png into the folder."""
+    """Run one workload on every system; print tables, write NAME.json, NAME.md and NAME-latency.png."""
     console = Console(width=max(130, Console().width))
     console.print(report.describe(workload))
     setting = Setting.here(threads)
@@ -49,7 +49,7 @@ def sweep(
     threads: int,
     output: Path,
 ) -> None:
-    """Workloads of one shape and growing counts. Writes concurrency.json, .md and .png into the folder."""
+    """Run workloads of one shape and growing counts; print a table, write concurrency.json, .md and .png."""
     console = Console(width=max(130, Console().width))
     setting = Setting.here(threads)
     results = run_turns(systems, workloads, repeat)
@@ -83,4 +83,4 @@ def tables(counts: list[int], results: list[list[Turns]]) -> list[Cells]:
             for at, name in enumerate(names)
         ]
 
-    return [Cells("Output tokens/s against streams, medians", headings, rows("tokens_per_s", 0))]
+    return [Cells("Output tokens/s by number of streams, medians", headings, rows("tokens_per_s", 0))]

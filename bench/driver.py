@@ -1,4 +1,4 @@
-"""Drives a Pagoda server over gRPC, as clients do: one call a request, all on one connection."""
+"""Drive a Pagoda server over gRPC as clients do, one call per request, all on one connection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WARM_UP = Request([1, 2, 3, 4, 5, 6, 7, 8], 4)
 
 
 def run(address: str, workload: Workload, on_tokens: OnTokens) -> Run:
-    """The workload's requests, each sent when it is due. Raises BenchError if the server fails one of them."""
+    """Send each of the workload's requests when it is due. Raise BenchError if the server fails one."""
     try:
         return uvloop.run(_run(address, workload, on_tokens))
     except grpc.RpcError as error:
@@ -31,7 +31,7 @@ def run(address: str, workload: Workload, on_tokens: OnTokens) -> Run:
 
 
 def versions(address: str) -> dict[str, str]:
-    """What a server says of itself."""
+    """Return what a server reports of itself: version, model, device, KV cache."""
     with grpc.insecure_channel(address) as channel:
         info = control_pb2_grpc.ControlStub(channel).GetServerInfo(control_pb2.GetServerInfoRequest())
     engine = info.engines[0].info
@@ -72,7 +72,7 @@ class _Calls:
         return RequestTimes(request.arrival_s, await self.generate(request), request.kind, len(request.prompt))
 
     async def generate(self, request: Request) -> list[float]:
-        """When each token arrived, in seconds since the start."""
+        """Return when each token arrived, in seconds since the start."""
         message = inference_pb2.GenerateRequest(
             token_ids=inference_pb2.TokenIds(ids=request.prompt),
             stopping=inference_pb2.Stopping(max_tokens=request.output_len, ignore_eos=True),
@@ -85,12 +85,12 @@ class _Calls:
                 arrivals += [time.perf_counter() - self.started] * count
                 self.on_tokens(count)
         if len(arrivals) != request.output_len:
-            raise BenchError(f"the server generated {len(arrivals)} tokens where {request.output_len} were asked for")
+            raise BenchError(f"the server generated {len(arrivals)} tokens where {request.output_len} were requested")
         return arrivals
 
 
 class KVWatch:
-    """From the block's beginning to its end. `steps` and `use` are there afterwards."""
+    """Watch a server's load inside an `async with` block; `steps` and `use` are valid after it."""
 
     def __init__(self, control: control_pb2_grpc.ControlStub, block_size: int) -> None:
         self.steps = 0
@@ -100,7 +100,7 @@ class KVWatch:
 
     @property
     def use(self) -> KVUse | None:
-        """None if no sample found a sequence at work."""
+        """How the KV cache was used; None if no sample found a running sequence."""
         return kv_use(self._samples, self._block_size)
 
     async def __aenter__(self) -> KVWatch:

@@ -1,4 +1,4 @@
-"""What a workload can be run on: Pagoda servers with any arguments, a server that runs already, and peers."""
+"""The systems that a workload can run on: Pagoda servers, a server that already runs, and peers."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from bench.workloads import Workload
 OnTokens = Callable[[int], None]
 START_TIMEOUT_S = 180.0
 POLL_S = 0.05
-_VARIABLE = re.compile(r"[A-Za-z_]\w*=")  # as a shell reads the words before a command
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=")  # an assignment before a command, as in a shell
 
 
 class Started(Protocol):
-    """A system that is loaded and warm."""
+    """A system that is loaded and warmed up."""
 
     @property
     def versions(self) -> dict[str, str]: ...
@@ -46,7 +46,7 @@ class Started(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`start` makes it ready for the length of a block: a turn, so that none is there in another's."""
+    """A system that can be started. `start` runs it for one `with` block, so that it uses nothing in others' turns."""
 
     name: str
     command: str
@@ -66,7 +66,7 @@ class _Pagoda:
 
 
 def pagoda_server(name: str, arguments: list[str], environment: Mapping[str, str] | None = None) -> System:
-    """A server of our own with these arguments of `pagoda serve`, and these variables beside our own."""
+    """A `pagoda serve` of our own with these arguments, and these environment variables added."""
     environment = environment or {}
 
     @contextlib.contextmanager
@@ -79,7 +79,7 @@ def pagoda_server(name: str, arguments: list[str], environment: Mapping[str, str
 
 
 def running_server(address: str) -> System:
-    """A server that somebody else has started."""
+    """A server that is already running."""
 
     @contextlib.contextmanager
     def start() -> Iterator[Started]:
@@ -89,13 +89,13 @@ def running_server(address: str) -> System:
 
 
 def peer(name: str, settings: PeerSettings) -> System:
-    """Raises BenchError if it is not installed."""
+    """A peer by name. Raise BenchError if it is not installed."""
     python = PEERS[name].interpreter()
     if python is None:
-        raise BenchError(f"{name} is not installed: docs/benchmark.md says how")
+        raise BenchError(f"{name} is not installed: docs/benchmark.md says how to install it")
     return System(
         name,
-        f"{PEERS[name].module} in a process of its own",
+        f"{PEERS[name].module} in its own process",
         functools.partial(_start_peer, name, python, settings),
         is_peer=True,
     )
@@ -106,7 +106,7 @@ def _start_peer(name: str, python: str, settings: PeerSettings) -> AbstractConte
 
 
 def parse_system(text: str, common: list[str]) -> System:
-    """From "NAME:VARIABLE=VALUE … ARGUMENTS of pagoda serve"; the common arguments come first, so that its own win."""
+    """Parse "NAME:VARIABLE=VALUE … ARGUMENTS of pagoda serve"; these arguments override the common ones."""
     name, _, rest = text.partition(":")
     words = shlex.split(rest)
     variables = list(itertools.takewhile(_VARIABLE.match, words))
@@ -139,9 +139,9 @@ def serve_command(arguments: list[str]) -> list[str]:
 
 @contextlib.contextmanager
 def served(arguments: list[str], environment: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """`pagoda serve` on a free port, ready. Raises BenchError with the end of its log if it does not become so.
+    """Run `pagoda serve` on a free port until it is ready, or raise BenchError with the end of its log.
 
-    environment   variables beside this process's own
+    environment   variables added to this process's own
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
