@@ -114,7 +114,7 @@ def _rotation(model: ModelShape, count: int, bench: Bench) -> Work:
 
 
 def _torch_rotation(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pages: PagedKV) -> Tensor:
-    """As a model in plain torch does it, without the reference's look at the slots."""
+    """RoPE and KV write in plain torch, without the reference's check of the slots."""
     rotated, values = qkv[:, : -pages.num_kv_heads], qkv[:, -pages.num_kv_heads :]
     first, second = rotated.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]

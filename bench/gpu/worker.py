@@ -25,12 +25,12 @@ import triton
 from bench.gpu.rows import CEILINGS, Bench, Ceilings, Row, ceilings_of, explain
 from pagoda_server.kernels.triton.timing import cuda_timer, host_timer
 
-GRACE_S = 20.0  # for what this process has started to be ended
+GRACE_S = 20.0  # for this process's children to end
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What `function` of `module` yields; `shape` is the model's name in kernels.triton.inputs, where it takes one."""
+    """A part, whose rows `function` of `module` yields. `shape` names a model in kernels.triton.inputs, if needed."""
 
     name: str
     limit_s: float
@@ -39,13 +39,13 @@ class Part:
     shape: str = ""
 
     def rows(self, bench: Bench) -> Iterator[Row]:
-        """Imports it only now: a module that is broken is this part's failure alone."""
+        """Yield the part's rows. Its module is imported here, so that a broken one fails this part alone."""
         function = getattr(import_module(self.module), self.function)
         arguments = [getattr(import_module("pagoda_server.kernels.triton.inputs"), self.shape)] if self.shape else []
         yield from function(bench, *arguments)
 
 
-# Before all others, where they are asked for.
+# These run before all others, if requested.
 CHECKS = (
     Part("tests of kernels", 240, "bench.gpu.checks", "kernel_rows"),
     Part("tests of the runner", 120, "bench.gpu.checks", "runner_rows"),
@@ -67,7 +67,7 @@ PARTS = (
 @dataclass(frozen=True, slots=True)
 class Settings:
     """
-    limit_s                   after which this process is ended
+    limit_s                   time limit of this process
     bytes_per_s, flops_per_s  the ceilings, as far as they are known
     """
 
@@ -82,10 +82,10 @@ class Settings:
 
 
 def main(line: str) -> None:
-    # What libraries print must not get between the rows: it goes to the log, rows to a copy of standard output.
+    # Libraries print to standard output too. That goes to the log, and rows go to a copy of standard output.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that blocks end what they started
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` blocks run
     threading.Thread(target=end_with_parent, daemon=True).start()
     settings = Settings(**json.loads(line))
     answers.write(json.dumps({"card": card(settings.is_small)}) + "\n")
@@ -94,12 +94,12 @@ def main(line: str) -> None:
 
 
 def end_with_parent() -> None:
-    """The parent holds the other end of our standard input. However it ended, nobody waits for rows any more."""
+    """End this process when its parent, which holds the other end of standard input, has ended."""
     while os.read(0, 1024):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
-    os._exit(1)  # a call into the driver that does not return
+    os._exit(1)  # a call into the driver may never return
 
 
 def rows(settings: Settings) -> Iterator[Row]:
@@ -120,7 +120,7 @@ def rows(settings: Settings) -> Iterator[Row]:
             for row in part.rows(bench):
                 found.append(row)
                 yield row
-        except Exception as failure:  # of one part: the others may run
+        except Exception as failure:  # fails this part alone
             yield Row(part.name, "", error=explain(failure))
         if part.name == CEILINGS:
             bench = dataclasses.replace(bench, ceilings=ceilings_of(found))

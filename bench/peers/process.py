@@ -1,4 +1,4 @@
-"""A peer's process, seen from the benchmark."""
+"""The benchmark's end of a peer's process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bench.workloads import Workload
 
 
 class PeerProcess:
-    """Loaded, warmed up and asleep between runs."""
+    """A peer that is loaded and warmed up, and sleeps between runs."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process = process
@@ -49,7 +49,7 @@ class PeerProcess:
 
 @contextlib.contextmanager
 def peer_process(name: str, python: str, settings: PeerSettings) -> Iterator[PeerProcess]:
-    """Raises BenchError, also later, if the peer cannot do what it is asked."""
+    """Run a peer inside a `with` block. Raise BenchError, then or in a run, if the peer fails."""
     command = [python, "-m", "bench.peers.worker", name, json.dumps(dataclasses.asdict(settings))]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"

@@ -1,4 +1,4 @@
-"""Two tenants, one of which sends ten times as much as the other."""
+"""Two tenants, one of which sends ten times as many requests as the other."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from pagoda import AsyncClient
 from pagoda_server.engine.scheduling.tenants import OUTPUT_WEIGHT, PROMPT_WEIGHT
 
 LIGHT, HEAVY = "light", "heavy"
-SEQUENCES = ("--max-num-seqs", "8")  # few, so that a few dozen calls saturate the engine
+SEQUENCES = ("--max-num-seqs", "8")  # few places, so that a few dozen calls saturate the engine
 PROMPT_LEN, OUTPUT_LEN = 64, 32
-MODEST_SHARE = 0.2  # of the engine, which the light tenant asks for in the second part
+MODEST_SHARE = 0.2  # of the engine's service, requested by the light tenant in the second part
 
 
 @dataclass(slots=True)
 class Fairness:
-    """Both tenants have the same requests, and the heavy one keeps the engine saturated throughout, in a closed loop.
+    """Both tenants send the same requests, and the heavy one keeps the engine saturated throughout, in a closed loop.
 
-    First the light tenant has a closed loop too, a tenth as wide, but wider than the batch: it always waits, and its
-    fair share is half of the service. Then it sends at an even pace what makes up a fifth of the service measured
-    before: less than half, so that its fair share is all that it asks for. Service is counted from the tokens that
-    arrive here, as `fair` counts it; beside it, what GetLoad says.
+    First the light tenant runs a closed loop too, a tenth as wide but wider than the batch: it always has requests
+    waiting, and its fair share is half of the service. Then it sends requests at an even pace, for a fifth of the
+    service measured before. That is less than half, so its fair share is all that it requests. Service is counted from
+    the tokens that arrive here, as `fair` counts it, and compared with what GetLoad reports.
     """
 
     name: str = "fairness"
@@ -78,7 +78,7 @@ class Fairness:
         return {
             "service/s": (lights + heavies) / (ended - began),
             "light's share, always waiting": lights / (lights + heavies),
-            "as GetLoad tells": told.get(LIGHT, 0.0),
+            "as GetLoad reports it": told.get(LIGHT, 0.0),
             "had of asked, asking for a fifth": service(modest, resumed, over) / asked,
             "its TTFT p50 ms": median([call.ttft_ms for call in modest if call.arrivals] or [float("inf")]),
         }
@@ -97,7 +97,7 @@ def request_service() -> float:
 
 
 def service(calls: list[Call], start: float, end: float) -> float:
-    """What came in that time: a prompt counts with its first token."""
+    """Return the service of that time; a prompt counts when its first token arrives."""
     total = 0.0
     for call in calls:
         if call.arrivals and start <= call.arrivals[0] < end:
@@ -107,7 +107,7 @@ def service(calls: list[Call], start: float, end: float) -> float:
 
 
 async def _pace(send: Send, every_s: float, calls: list[Call]) -> None:
-    """An open loop: each is sent when it is due, whatever became of those before it."""
+    """Send calls in an open loop: each when it is due, whether or not earlier ones have ended."""
     async with asyncio.TaskGroup() as group:
         due = time.perf_counter()
         while True:

@@ -1,4 +1,4 @@
-"""A system prompt that two requests share."""
+"""Two requests share a system prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagoda import AsyncClient
 
 @dataclass(slots=True)
 class SharedPrefix:
-    """Pairs of requests behind a system prompt of their own, one after the other on an idle server."""
+    """Pairs of requests, each pair with its own system prompt, one request after another on an idle server."""
 
     name: str = "prefix"
     variants: tuple[Variant, ...] = (Variant("as served"),)

@@ -1,4 +1,4 @@
-"""Eight sequences of one prompt."""
+"""Eight sequences from one prompt."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TEMPERATURE = 0.8
 
 @dataclass(slots=True)
 class Sampling:
-    """Eight sequences of a prompt of prose, in one request and in eight, each alone.
+    """Eight sequences from a prompt of prose, in one request and in eight requests run alone.
 
-    Sequence i of a request with seed s draws as a request of its own with seed s + i does, so that the tokens are to be
-    the same. Blocks are those referenced at most in any step, from the engine's own trace; prefixes are cached for
-    nobody. In float32 logits differ by little enough with the batch for no token to change.
+    Sequence i of a request with seed s draws as a single request with seed s + i does, so the tokens must be the same.
+    Blocks are the most that any step referenced, from the engine's own trace; prefix caching is off. In float32 the
+    batch changes logits too little to change a token.
     """
 
     name: str = "sampling"
@@ -69,7 +69,7 @@ class Sampling:
 async def _sample(
     client: AsyncClient, prompt: list[int], output_len: int, n: int, seed: int
 ) -> tuple[dict[int, list[int]], int]:
-    """The tokens of each sequence, and the most blocks that were referenced meanwhile."""
+    """Return the tokens of each sequence, and the most blocks that a step referenced."""
     began = [part.taken_at_s async for part in client.step_trace(0.001)][-1]
     call = await generate(client, prompt, max_tokens=output_len, n=n, seed=seed, temperature=TEMPERATURE)
     referenced = [

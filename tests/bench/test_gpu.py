@@ -105,7 +105,7 @@ def test_tests_are_told_of_by_file_and_those_that_the_limit_cuts_off_are_missed(
     assert broken.error == "its import: ModuleNotFoundError: No module named 'nothing_of_that_name'"
     assert (some.rate, some.met, some.figures) == (3.0, False, {"failed": 1.0, "skipped": 1.0})
     assert some.error == "test_bad: AssertionError: sums"
-    assert all.error == "what is missing here had not run after 5 s"
+    assert all.error == "tests missing here had not run after 5 s"
 
 
 def test_a_pytest_that_does_not_work_is_told_of(tmp_path: Path) -> None:
