@@ -261,12 +261,14 @@ def _status(at: int, channel: EngineChannel, restarts: int) -> control_pb2.Engin
     return control_pb2.EngineStatus(engine=at, state=state, restarts=restarts, info=channel.info)
 
 
-def _recommended_sampling(tokenizer: Tokenizer, limits: Limits) -> inference_pb2.Sampling:
-    """Empty where the model's folder recommends nothing, or what no request may ask for."""
+def _recommended_sampling(tokenizer: Tokenizer, limits: Limits) -> inference_pb2.Sampling | None:
+    """None where the model's folder recommends nothing, or what no request may ask for."""
+    if not tokenizer.recommended:
+        return None
     try:
         recommended = inference_pb2.Sampling(**tokenizer.recommended)
         sampling_from(recommended, limits)
     except (TypeError, ValueError, InvalidArgument) as error:
         log.warning("generation_config.json: its sampling parameters are not passed on: %s", error)
-        return inference_pb2.Sampling()
+        return None
     return recommended

@@ -93,7 +93,7 @@ def test_the_served_model_is_listed_with_what_it_can_do(control: control_pb2_grp
     )
     assert list(info.eos_token_ids) == [257]
     assert list(info.capabilities) == [control_pb2.CAPABILITY_GENERATE, control_pb2.CAPABILITY_CHAT]
-    assert info.recommended_sampling == inference_pb2.Sampling()
+    assert not info.HasField("recommended_sampling")
 
 
 def test_abort_ends_a_live_request_with_cancelled(
