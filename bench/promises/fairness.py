@@ -77,18 +77,18 @@ class Fairness:
         asked = request_service() * (over - resumed) / every_s
         return {
             "service/s": (lights + heavies) / (ended - began),
-            "light's share, always waiting": lights / (lights + heavies),
-            "as GetLoad reports it": told.get(LIGHT, 0.0),
-            "had of asked, asking for a fifth": service(modest, resumed, over) / asked,
-            "its TTFT p50 ms": median([call.ttft_ms for call in modest if call.arrivals] or [float("inf")]),
+            "light tenant's share, always waiting": lights / (lights + heavies),
+            "the same, from GetLoad": told.get(LIGHT, 0.0),
+            "service ÷ requested, at a fifth of the load": service(modest, resumed, over) / asked,
+            "TTFT p50 at that load ms": median([call.ttft_ms for call in modest if call.arrivals] or [float("inf")]),
         }
 
     def bounds(self, turns: list[Turn]) -> list[Bound]:
-        off = [abs(turn["fair"]["light's share, always waiting"] / 0.5 - 1) for turn in turns]
-        short = [1 - turn["fair"]["had of asked, asking for a fifth"] for turn in turns]
+        off = [abs(turn["fair"]["light tenant's share, always waiting"] / 0.5 - 1) for turn in turns]
+        short = [1 - turn["fair"]["service ÷ requested, at a fifth of the load"] for turn in turns]
         return [
-            Bound("always waiting: light tenant's service, off half by", 0.1, off),
-            Bound("asking for a fifth: light tenant's service, short of all by", 0.1, short),
+            Bound("light tenant always waiting: deviation of its service from half", 0.1, off),
+            Bound("light tenant at a fifth of the load: shortfall of its service", 0.1, short),
         ]
 
 

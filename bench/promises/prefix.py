@@ -35,12 +35,12 @@ class SharedPrefix:
                     call = await generate(client, prefix + draw.prompt(self.own_len), max_tokens=1, bypass_cache=False)
                     times.append(call.ttft_ms)
         return {
-            "TTFT of the first ms": median(first),
-            "of the second ms": median(second),
-            "worst of the ratios": max(later / earlier for earlier, later in zip(first, second, strict=True)),
+            "TTFT, first request ms": median(first),
+            "TTFT, second request ms": median(second),
+            "highest ratio, second ÷ first": max(later / earlier for earlier, later in zip(first, second, strict=True)),
         }
 
     def bounds(self, turns: list[Turn]) -> list[Bound]:
         of = [turn[self.variants[0].name] for turn in turns]
-        ratios = [figures["of the second ms"] / figures["TTFT of the first ms"] for figures in of]
+        ratios = [figures["TTFT, second request ms"] / figures["TTFT, first request ms"] for figures in of]
         return [Bound("TTFT behind a shared 2k system prompt, second ÷ first", 0.15, ratios, digits=3)]

@@ -66,18 +66,18 @@ class Priorities:
         passed = sum(began < call.due and call.arrivals[0] < started for call in crowd if call.arrivals)
         rate = served / (started - began)
         return {
-            "TTFT of the high ms": median(call.ttft_ms for call in high),
-            "TTFT p50 of the crowd ms": median(call.ttft_ms for call in crowd if call.arrivals),
+            "TTFT, high priority ms": median(call.ttft_ms for call in high),
+            "TTFT p50, crowd ms": median(call.ttft_ms for call in crowd if call.arrivals),
             "starts/s": rate,
-            "low waits s": started - began,
-            "its bound s": AGEING_S + self.num_clients / rate,
-            "passed by": float(passed),
+            "wait, low priority s": started - began,
+            "bound of that wait s": AGEING_S + self.num_clients / rate,
+            "requests that passed it": float(passed),
         }
 
     def bounds(self, turns: list[Turn]) -> list[Bound]:
-        ratios = [turn["fcfs"]["TTFT of the high ms"] / turn["priority"]["TTFT of the high ms"] for turn in turns]
-        waits = [turn["priority"]["low waits s"] / turn["priority"]["its bound s"] for turn in turns]
+        ratios = [turn["fcfs"]["TTFT, high priority ms"] / turn["priority"]["TTFT, high priority ms"] for turn in turns]
+        waits = [turn["priority"]["wait, low priority s"] / turn["priority"]["bound of that wait s"] for turn in turns]
         return [
-            Bound("TTFT of a high priority in a crowd, fcfs ÷ priority", 5.0, ratios, is_floor=True, digits=1),
-            Bound("wait of a low priority under higher ones ÷ its bound", 1.0, waits),
+            Bound("TTFT of a high-priority request in a crowd, fcfs ÷ priority", 5.0, ratios, is_floor=True, digits=1),
+            Bound("wait of a low-priority request in a crowd ÷ its bound", 1.0, waits),
         ]

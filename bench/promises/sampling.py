@@ -42,10 +42,12 @@ class Sampling:
             together, blocks = await _sample(client, prompt, self.output_len, self.n, seed)
         return {
             "prompt tokens": float(len(prompt)),
-            "blocks of n = 1": float(blocks_alone),
-            f"of n = {self.n}": float(blocks),
-            f"of {self.n} outputs": float(self.n * -(-self.output_len // block_size)),
-            "sequences equal to one alone": float(sum(together[at] == tokens for at, tokens in enumerate(alone))),
+            "blocks, n = 1": float(blocks_alone),
+            f"blocks, n = {self.n}": float(blocks),
+            f"blocks of {self.n} outputs": float(self.n * -(-self.output_len // block_size)),
+            "sequences equal to the same one alone": float(
+                sum(together[at] == tokens for at, tokens in enumerate(alone))
+            ),
         }
 
     def bounds(self, turns: list[Turn]) -> list[Bound]:
@@ -53,14 +55,20 @@ class Sampling:
         for variant in self.variants:
             of = [turn[variant.name] for turn in turns]
             blocks = [
-                (figures[f"of n = {self.n}"] - figures[f"of {self.n} outputs"]) / figures["blocks of n = 1"]
+                (figures[f"blocks, n = {self.n}"] - figures[f"blocks of {self.n} outputs"]) / figures["blocks, n = 1"]
                 for figures in of
             ]
-            equal = [figures["sequences equal to one alone"] for figures in of]
-            bounds.append(Bound(f"{variant.name}: blocks of n = {self.n}, less its outputs, ÷ of n = 1", 1.3, blocks))
+            equal = [figures["sequences equal to the same one alone"] for figures in of]
+            bounds.append(
+                Bound(f"{variant.name}: blocks of n = {self.n} minus those of its outputs ÷ n = 1", 1.3, blocks)
+            )
             bounds.append(
                 Bound(
-                    f"{variant.name}: of {self.n} sequences, equal to one alone", self.n, equal, is_floor=True, digits=0
+                    f"{variant.name}: of {self.n} sequences, number equal to the same one alone",
+                    self.n,
+                    equal,
+                    is_floor=True,
+                    digits=0,
                 )
             )
         return bounds

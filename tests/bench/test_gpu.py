@@ -1,4 +1,4 @@
-"""The GPU benchmark, rehearsed: every part on the CPU, kernels interpreted, at tiny shapes."""
+"""A rehearsal of the GPU benchmark: every part on the CPU, with interpreted kernels and tiny shapes."""
 
 from __future__ import annotations
 
