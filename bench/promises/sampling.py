@@ -60,7 +60,9 @@ class Sampling:
             ]
             equal = [figures["sequences equal to the same one alone"] for figures in of]
             bounds.append(
-                Bound(f"{variant.name}: blocks of n = {self.n} minus those of its outputs ÷ n = 1", 1.3, blocks)
+                Bound(
+                    f"{variant.name}: (blocks of n = {self.n} − blocks of its outputs) ÷ blocks of n = 1", 1.3, blocks
+                )
             )
             bounds.append(
                 Bound(
