@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from bench import report
-from bench.kv_watch import kv_use
+from bench.driver import kv_use
 from bench.measure import PROMPT_RATE, KVUse, RequestTimes, Run, Spread, Targets, Turns
 from pagoda.v1 import control_pb2
 
@@ -87,7 +87,7 @@ def test_a_workload_of_prompts_compares_prompt_tokens() -> None:
     assert throughput.headings[1] == "prompt tok/s"
     assert [row[1:3] for row in throughput.rows] == [["1024", "–"], ["256", "4.00"]]
     assert best.rows == [["ours", "4.00", "theirs in 1 of 1 turns"]]
-    assert [row[2] for row in latency.rows] == ["–", "–"]  # one token a request: nothing lies between two
+    assert [row[2] for row in latency.rows] == ["–", "–"]  # one token per request has no gap
 
 
 def test_kv_use_is_of_the_samples_with_sequences_at_work() -> None:
