@@ -92,9 +92,9 @@ def test_a_workload_of_prompts_compares_prompt_tokens() -> None:
 
 def test_kv_use_is_of_the_samples_with_sequences_at_work() -> None:
     samples = [
-        control_pb2.Load(blocks_total=100),
-        control_pb2.Load(blocks_total=100, blocks_referenced=10, kv_slots_unused=16),
-        control_pb2.Load(blocks_total=100, blocks_referenced=30, kv_slots_unused=48),
+        control_pb2.EngineLoad(blocks_total=100),
+        control_pb2.EngineLoad(blocks_total=100, blocks_referenced=10, kv_slots_unused=16),
+        control_pb2.EngineLoad(blocks_total=100, blocks_referenced=30, kv_slots_unused=48),
     ]
     assert kv_use(samples, block_size=16) == KVUse(pytest.approx(0.2), pytest.approx(0.3), pytest.approx(64 / 640))
     assert kv_use(samples[:1], block_size=16) is None
