@@ -192,8 +192,8 @@ class Account:
 class Sequence:
     """One stream of tokens, from its prompt to its end.
 
-    What was asked never changes: `id`, `request`, `params` and `token_mask`. Only engine/kv replaces or changes `blocks`,
-    `account` changes through its own methods, and the scheduler alone writes the rest.
+    What was asked never changes: `id`, `request`, `params` and `token_mask`. Only engine/kv changes or replaces
+    `blocks`, `account` changes through its own methods, and the scheduler alone writes the rest.
 
     tokens        prompt, then output, which grows by one token at a time; a sequence that continues another one arrives
                   with output

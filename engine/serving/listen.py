@@ -11,9 +11,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
 from pagoda_server.channel.address import HAS_SHM, is_local, is_shm, is_unix
-from pagoda_server.channel.grpc_port import KEEPALIVE_OPTIONS, GrpcPort
 from pagoda_server.channel.link import MAX_MESSAGE_BYTES
-from pagoda_server.channel.shm_server import ShmServer
+from pagoda_server.channel.listening import KEEPALIVE_OPTIONS, GrpcPort
+from pagoda_server.channel.shm import ShmServer
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.serving.server import EngineServer, RouterLink
 from pagoda_server.settings import EngineConfig
