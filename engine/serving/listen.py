@@ -101,7 +101,7 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
         await self._serve(GrpcLink(requests, context))
 
     async def start(self) -> None:
-        """Raises OSError if the address cannot be bound."""
+        """Start listening. Raises OSError if the address cannot be bound."""
         engine_pb2_grpc.add_EngineServicer_to_server(self, self._server)
         health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, self._server)

@@ -109,9 +109,9 @@ def test_a_preempted_sequence_waits_between_two_runs() -> None:
     timeline = engine.timeline()
     for track, ended in zip(timeline.tracks, engine.ended.values(), strict=True):
         doing = [span.doing for span in track.spans]
-        if ended.seq.preemptions:
+        if ended.seq.account.preemptions:
             waited = sum(span.end_s - span.start_s for span in track.spans if span.doing is Doing.PREEMPTED)
-            assert waited == ended.seq.preempted_s
+            assert waited == ended.seq.account.preempted_s
         assert doing[-1] is Doing.DECODE
     assert any(span.doing is Doing.PREEMPTED for track in timeline.tracks for span in track.spans)
 
