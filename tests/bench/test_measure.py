@@ -90,7 +90,7 @@ def test_a_workload_of_prompts_compares_prompt_tokens() -> None:
     assert [row[2] for row in latency.rows] == ["–", "–"]  # one token per request has no gap
 
 
-def test_kv_use_is_of_the_samples_with_sequences_at_work() -> None:
+def test_kv_use_counts_only_samples_with_running_sequences() -> None:
     samples = [
         control_pb2.EngineLoad(blocks_total=100),
         control_pb2.EngineLoad(blocks_total=100, blocks_referenced=10, kv_slots_unused=16),
