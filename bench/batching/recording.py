@@ -26,7 +26,7 @@ class Work(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`request`: its number in the workload."""
+    """A slot in a step. `request` is its number in the workload."""
 
     slot: int
     request: int

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda_server.channel.address import HAS_SHM, is_local, is_shm
-from pagoda_server.channel.shm_server import ShmServer
+from pagoda_server.channel.shm import ShmServer
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.serving.grpc_server import GrpcServer
 from pagoda_server.engine.serving.server import EngineServer

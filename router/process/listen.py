@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 
 from pagoda_server.channel.address import host_of, is_local, is_unix
-from pagoda_server.channel.grpc_port import KEEPALIVE_OPTIONS, GrpcPort
+from pagoda_server.channel.listening import KEEPALIVE_OPTIONS, GrpcPort
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.settings import ServeConfig
 

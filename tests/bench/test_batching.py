@@ -1,4 +1,4 @@
-"""The four loops: the same tokens from all, and what tells them apart, read from the record of their steps."""
+"""The four loops: equal tokens from all, and the differences between their recorded steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def recorded(mode: Mode, size: int = 4, workload: Workload = TAIL, num_blocks: i
 
 
 def requests(*lengths: tuple[int, int]) -> Workload:
-    """Of these prompt and output lengths."""
+    """Requests with these prompt and output lengths."""
     return Workload(
         "", [Request(random_prompt(prompt, seed=at), output) for at, (prompt, output) in enumerate(lengths)]
     )

@@ -16,8 +16,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from bench.gpu.parts import PARTS
 from bench.gpu.rows import Bench, Ceilings
+from bench.gpu.worker import PARTS
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import SamplingParams, StepPlan

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pagoda_server.checkpoints.dequantized import write_dequantized
 from pagoda_server.checkpoints.gguf_import import import_gguf
+from pagoda_server.checkpoints.grouped_weights import write_dequantized
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models import load_model

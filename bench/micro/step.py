@@ -1,7 +1,7 @@
-"""`python -m bench.step`: how long a step of the default model takes in this process, in milliseconds.
+"""`python -m bench.micro.step`: milliseconds of the default model's steps, in this process.
 
-Sequences decode at a context of 128 and more; the prompt step computes the first 512 tokens of a prompt.
-PAGODA_INSTRUCTION_SET chooses another instruction set than the fastest of the processor.
+Sequences decode at contexts from 128 tokens; the prompt step computes the first 512 tokens of a prompt.
+PAGODA_INSTRUCTION_SET selects another instruction set than the processor's fastest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUANTIZATIONS: tuple[Quantization, ...] = ("int4", "int8", "none")
 
 
 def steps(runner: ModelRunner, count: int, prompt_len: int, output_len: int) -> Iterator[tuple[StepPlan, float]]:
-    """Runs `count` sequences with random prompts to their end. Each step with its time in milliseconds."""
+    """Run `count` sequences with random prompts to their end; yield each step and its milliseconds."""
     scheduler = Scheduler(
         BlockPool(runner.info.num_blocks, runner.info.kv_cache.block_size),
         max_num_seqs=max(SIZES),
@@ -56,7 +56,7 @@ def steps(runner: ModelRunner, count: int, prompt_len: int, output_len: int) -> 
 
 def decode_ms(runner: ModelRunner, count: int) -> float:
     times = [ms for plan, ms in steps(runner, count, CONTEXT, STEPS) if len(plan.chunks) == plan.num_tokens == count]
-    return median(times[1:])  # the first is recorded
+    return median(times[1:])  # the first step is slower: it records
 
 
 def prompt_ms(runner: ModelRunner) -> float:
@@ -64,8 +64,8 @@ def prompt_ms(runner: ModelRunner) -> float:
 
 
 def main(threads: Annotated[int, typer.Option(min=1)] = torch.get_num_threads()) -> None:
-    """Milliseconds a step, medians."""
-    table = Table(title=f"Milliseconds a step, {threads} threads")
+    """Measure milliseconds per step, medians, for each quantization."""
+    table = Table(title=f"Milliseconds per step, {threads} threads")
     for heading in ("kernels", *(f"{size} decodes" for size in SIZES), f"{PROMPT} prompt tokens"):
         table.add_column(heading, justify="right")
     for quantization in QUANTIZATIONS:

@@ -1,4 +1,4 @@
-"""PAGODA_INSTRUCTION_SET: what it names is in use everywhere, and a wrong name is one clear line."""
+"""PAGODA_INSTRUCTION_SET applies to compiled code and torch, and a wrong name is one clear line."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_none_leaves_plain_torch_as_it_is() -> None:
     assert run(REPORT, PAGODA_INSTRUCTION_SET="none").stdout.split() == expected
 
 
-def test_a_name_that_the_processor_does_not_have_is_told_from_those_it_has() -> None:
+def test_the_error_for_an_unsupported_name_lists_the_supported_ones() -> None:
     result = run(REPORT, PAGODA_INSTRUCTION_SET="sse9")
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
     usable = native.instruction_sets() if native is not None else []
     assert last.endswith(
-        f"PAGODA_INSTRUCTION_SET=sse9: this processor, or this build, has {', '.join([*usable, 'none'])}"
+        f"PAGODA_INSTRUCTION_SET=sse9: this processor and build support {', '.join([*usable, 'none'])}"
     )
 
 
@@ -61,8 +61,8 @@ def test_it_is_too_late_once_torch_has_computed() -> None:
     slowest = INSTRUCTION_SETS[-1:]
     if not slowest or CAPABILITIES.get(slowest[0], "DEFAULT") == torch.backends.cpu.get_cpu_capability():
         pytest.skip("needs a processor for which there is compiled code in two versions")
-    result = run("import torch; torch.ones(9).exp(); import kernels", PAGODA_INSTRUCTION_SET=slowest[0])
-    assert "torch has already computed with" in result.stderr.splitlines()[-1]
+    result = run("import torch; torch.ones(9).exp(); import pagoda_server.kernels", PAGODA_INSTRUCTION_SET=slowest[0])
+    assert "torch is already using" in result.stderr.splitlines()[-1]
 
 
 def test_ops_are_tested_with_every_instruction_set() -> None:

@@ -1,7 +1,7 @@
-"""The clients of `bench.router`, each in a process of its own: of a router, and of an engine's channel without one.
+"""The clients of `bench.micro.router`: of a router, and of an engine's channel. Each runs in a process of its own.
 
-All read one clock. What a request gets is timed when its first message is read; how long the engine held it until its
-first token is in the timing that comes with its end, and the rest was added on the way.
+All clients read one clock. A client times the arrival of a request's first message. The timing in the last message
+says how long the engine held the request; the difference is what the rest of the path added.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from typing import Any, TypeAlias
 
 import uvloop
 
-from bench.lean_client import LeanConnection
+from bench.micro.lean_client import LeanConnection
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.engines.transport import EngineLink, transport_to
 
 PROMPT_LEN = 8
-STEADY_TOKENS = 1 << 20  # more than a stream gets to
-ARRIVING_TOKENS = 64  # of a request that comes beside others
+STEADY_TOKENS = 1 << 20  # more than a stream reaches
+ARRIVING_TOKENS = 64  # of a request that arrives beside others
 BURST_PAUSE_S = 0.3
 GENERATE = "/pagoda.v1.Inference/Generate"
 
 
 @dataclass
 class Arrivals:
-    """What a client saw. Times are of the monotonic clock, which all processes share."""
+    """What a client saw. Times are those of the monotonic clock, which all processes share."""
 
-    times: list[list[float]] = field(default_factory=list)  # a list a stream, one entry a message
-    tokens: list[list[int]] = field(default_factory=list)  # of each of the messages
+    times: list[list[float]] = field(default_factory=list)  # one list per stream, one entry per message
+    tokens: list[list[int]] = field(default_factory=list)  # the same, number of tokens in each message
     added_ttft_s: list[float] = field(default_factory=list)
 
 
 Client: TypeAlias = Callable[[Connection, str, float, Arrivals], None]
-"""Says "started" on its pipe, works until something comes from it. The number is the client's own to explain."""
+"""Sends "started" on its pipe and works until the pipe is readable. Each client defines what the number means."""
 
 
 def run_client(pipe: Connection, client: Client, address: str, number: float) -> None:
-    """A process' whole life: sends what its client saw when it is told to stop."""
+    """Run a client in a process of its own; when told to stop, send what it saw."""
     arrivals = Arrivals()
     client(pipe, address, number, arrivals)
     pipe.recv()
@@ -56,7 +56,7 @@ def run_client(pipe: Connection, client: Client, address: str, number: float) ->
 
 
 def read_streams(pipe: Connection, address: str, streams: float, arrivals: Arrivals) -> None:
-    """So many streams at once that do not end."""
+    """Hold `streams` streams that do not end."""
     connection = LeanConnection(address, GENERATE)
     waiting = int(streams)
 
@@ -90,7 +90,7 @@ def read_streams(pipe: Connection, address: str, streams: float, arrivals: Arriv
 
 
 def ask_alone(pipe: Connection, address: str, pause_s: float, arrivals: Arrivals) -> None:
-    """Short requests, each about `pause_s` after the end of the one before it, at no fixed point of a step."""
+    """Send short requests, each about `pause_s` after the last one ended, at random points of a step."""
     _go_first()
     requests = _Requests(address, arrivals)
     pipe.send("started")
@@ -101,7 +101,7 @@ def ask_alone(pipe: Connection, address: str, pause_s: float, arrivals: Arrivals
 
 
 def ask_evenly(pipe: Connection, address: str, interval_s: float, arrivals: Arrivals) -> None:
-    """A request every `interval_s`, whatever has become of those before it."""
+    """Send a request every `interval_s`, whether or not earlier ones have ended."""
     _go_first()
     requests = _Requests(address, arrivals)
     pipe.send("started")
@@ -113,7 +113,7 @@ def ask_evenly(pipe: Connection, address: str, interval_s: float, arrivals: Arri
 
 
 def ask_at_once(pipe: Connection, address: str, count: float, arrivals: Arrivals) -> None:
-    """So many requests at once, and again when all have ended."""
+    """Send `count` requests at once, and again when all have ended."""
     _go_first()
     requests = _Requests(address, arrivals)
     pipe.send("started")
@@ -125,7 +125,7 @@ def ask_at_once(pipe: Connection, address: str, count: float, arrivals: Arrivals
 
 
 class _Requests:
-    """Requests on one connection; what was added to the TTFT of each that ends goes to `arrivals`."""
+    """Requests on one connection; when one ends, the latency added to its TTFT goes to `arrivals`."""
 
     def __init__(self, address: str, arrivals: Arrivals) -> None:
         self.running = 0
@@ -162,7 +162,7 @@ class _Requests:
 
 
 def _go_first() -> None:
-    """Before others on this machine's cores, where that is allowed: a client elsewhere would not wait for them."""
+    """Take real-time priority where allowed: a client on another machine would not wait for these cores."""
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
@@ -186,7 +186,7 @@ def _prompt() -> list[int]:
 
 
 def read_channel(pipe: Connection, address: str, streams: float, arrivals: Arrivals) -> None:
-    """As `read_streams`, with all streams in one list."""
+    """Read streams from the channel, as `read_streams` does, with all streams in one list."""
     uvloop.run(_read_channel(pipe, address, int(streams), arrivals))
 
 
@@ -207,7 +207,7 @@ async def _read_channel(pipe: Connection, address: str, streams: int, arrivals: 
 
 
 def ask_channel_alone(pipe: Connection, address: str, pause_s: float, arrivals: Arrivals) -> None:
-    """As `ask_alone`."""
+    """Send short requests on the channel, as `ask_alone` does."""
     _go_first()
     uvloop.run(_ask_channel_alone(pipe, address, pause_s, arrivals))
 
@@ -241,7 +241,7 @@ async def _link_to(address: str) -> Any:
 
 async def _next(link: EngineLink) -> engine_pb2.EngineMessage:
     if (message := await link.read()) is None:
-        raise ConnectionError("the engine went away")
+        raise ConnectionError("the engine closed the link")
     return message
 
 

@@ -1,9 +1,8 @@
-"""`python -m bench.bookkeeping`: what a step costs the host around the model, in microseconds.
+"""`python -m bench.micro.bookkeeping`: host time of a step around the model, in microseconds.
 
-Every sequence decodes, one token a step; the model is left out. The parts are those of
-engine/loop/loop.py: schedule, pack
-(the arrays of a recorded step), commit (with take_output), the step trace's record, the load snapshot, delivery to the
-router's pending output, and its encoding to bytes.
+Every sequence decodes one token per step, without a model. The parts are those of engine/loop/loop.py: schedule, pack
+(fill the arrays of a recorded step), commit (with take_output), trace (record the step), load (take a snapshot),
+deliver (to the router's pending output), and encode (that output to bytes).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PARTS = ("schedule", "pack", "commit", "trace", "load", "deliver", "encode")
 
 
 class NoModel:
-    """Chooses a token that ends nothing, at once."""
+    """A runner that returns, at once, a token that ends no sequence."""
 
     lookahead = 0
 
@@ -58,7 +57,7 @@ def add_submitted(loop: EngineLoop, scheduler: Scheduler) -> None:
 
 
 async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> dict[str, float]:
-    """Median microseconds of each part."""
+    """Return the median microseconds of each part."""
     blocks_each = -(-(context_len + steps + 64) // BLOCK_SIZE)
     scheduler = Scheduler(
         BlockPool(num_seqs * blocks_each + 1, BLOCK_SIZE),
@@ -69,10 +68,10 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
         target_itl_s=EngineConfig("any").target_itl_s,
     )
     runner, server = NoModel(), EngineServer(control_pb2.EngineInfo())
-    loop = EngineLoop(scheduler, runner, server, on_end=lambda: None)  # never started: each part is called here
+    loop = EngineLoop(scheduler, runner, server, on_end=lambda: None)  # never started: this function calls each part
     server.attach(loop.inbox)
     connection = server.connect()
-    for number in range(num_seqs):  # of different lengths, so that not all need a block in the same step
+    for number in range(num_seqs):  # lengths differ, so that not all sequences need a block in the same step
         server.submit(connection, submit(number, context_len - number % BLOCK_SIZE))
     add_submitted(loop, scheduler)
     scheduler.commit(plan := scheduler.schedule(), runner.launch(plan).result())
@@ -118,8 +117,8 @@ async def measure(num_seqs: int, context_len: int, steps: int, waiting: int) -> 
 
 
 def main(
-    steps: Annotated[int, typer.Option(help="Steps measured for each row.")] = 400,
-    waiting: Annotated[int, typer.Option(help="Sequences that wait, in the third row of each size.")] = 10_000,
+    steps: Annotated[int, typer.Option(help="Measured steps per row.")] = 400,
+    waiting: Annotated[int, typer.Option(help="Waiting sequences in the third row of each size.")] = 10_000,
 ) -> None:
     table = Table("sequences", "context", "waiting", *PARTS, "sum", box=None)
     for num_seqs in (1, 64, 256):

@@ -1,8 +1,8 @@
-"""`python -m bench.channel`: the channel alone, over each transport, in turns.
+"""`python -m bench.micro.channel`: latency and CPU time of the channel alone, over each transport, in turns.
 
-A process stands for the engine: at a fixed pace it gives EngineServer a step with one token for every sequence. This
-one stands for the router: an EngineChannel and one reader. Nothing is scheduled, computed or detokenized: what is
-measured is the channel, from the engine loop's call of send() to a reader that holds the tokens.
+A child process stands for the engine: at a fixed pace it gives EngineServer a step with one token for every sequence.
+This process stands for the router: an EngineChannel and one reader. Nothing is scheduled, computed or detokenized. The
+latency is that from the engine loop's call of send() to the reader that holds the tokens.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from pagoda_server.engine.serving.server import EngineServer
 from pagoda_server.router.engines.channel import EngineChannel
 
 WARM_UP_STEPS = 100
-NO_TENANTS = TenantTable()  # the same at every step: told once
+NO_TENANTS = TenantTable()  # does not change, so it is sent once
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run. Latencies in microseconds, from send() to the reader; CPU in microseconds a step, of each process."""
+    """One run: latencies from send() to the reader, and CPU time of each process per step, in microseconds."""
 
     transport: str
     sequences: int
@@ -55,14 +55,14 @@ class Figures:
 
 
 def main(
-    sequences: Annotated[str, typer.Option(help="Sequences a step, comma-separated.")] = "1,64,256",
-    transports: Annotated[str, typer.Option(help="Of grpc, shm.")] = "grpc,shm",
-    steps: Annotated[int, typer.Option(help="Steps of one run.")] = 1000,
+    sequences: Annotated[str, typer.Option(help="Sequences per step, comma-separated.")] = "1,64,256",
+    transports: Annotated[str, typer.Option(help="grpc, shm, or both; comma-separated.")] = "grpc,shm",
+    steps: Annotated[int, typer.Option(help="Steps per run.")] = 1000,
     step_ms: Annotated[float, typer.Option(help="Time between steps.")] = 3.0,
-    repeat: Annotated[int, typer.Option(help="Turns; the median counts.")] = 5,
-    output: Annotated[Path | None, typer.Option(help="Write every run's figures here as JSON.")] = None,
+    repeat: Annotated[int, typer.Option(help="Number of turns; the table gives medians.")] = 5,
+    output: Annotated[Path | None, typer.Option(help="JSON file for the figures of every run.")] = None,
 ) -> None:
-    """One-way latency and CPU time per step of both processes. Ratios within one run are what counts."""
+    """Measure one-way latency, and CPU time per step of both processes. Trust ratios within one run."""
     plan = [(count, name) for _ in range(repeat) for count in sequences.split(",") for name in transports.split(",")]
     runs = [measure(name, int(count), steps, step_ms / 1e3) for count, name in track(plan, "measuring", transient=True)]
     Console(width=max(120, Console().width)).print(_table(runs))
@@ -110,11 +110,11 @@ async def _engine_end(address: str, sequences: int, steps: int, step_s: float, r
     server.attach(inbox)
     await start_listening(server, address)
     result.send(await asyncio.to_thread(_steps, server, inbox, sequences, steps, step_s))
-    await asyncio.Event().wait()  # until killed: the last message must get through
+    await asyncio.Event().wait()  # the parent kills this process once it has the last message
 
 
 def _steps(server: EngineServer, inbox: Inbox, sequences: int, steps: int, step_s: float) -> float:
-    """On a thread, as the engine's loop is. Returns the CPU seconds of the whole process after the warm-up."""
+    """Send steps from a thread, as the engine's loop does; return the process's CPU seconds after the warm-up."""
     waiting = sequences
     while waiting:
         waiting -= len(inbox.take(None))
@@ -132,7 +132,7 @@ def _steps(server: EngineServer, inbox: Inbox, sequences: int, steps: int, step_
 
 
 def _load(step: int, sent: float) -> LoadSnapshot:
-    """The field for a step's duration carries the time of sending: both processes read one clock."""
+    """A load whose step duration carries the time of sending: both processes read the same clock."""
     counters = Counters(steps=step)
     return LoadSnapshot(
         counters,
@@ -152,7 +152,7 @@ def _load(step: int, sent: float) -> LoadSnapshot:
 
 
 async def _router_end(address: str, sequences: int, steps: int) -> tuple[list[float], float]:
-    """Latency of each step in seconds, and the CPU time that this process took for those after the warm-up."""
+    """Return the latency of each step after the warm-up, and this process's CPU time for them, in seconds."""
     ready = asyncio.Event()
 
     async def on_change() -> None:
@@ -187,8 +187,8 @@ def _table(runs: list[Figures]) -> Table:
         "transport",
         "latency p50 µs",
         "p99 µs",
-        "engine CPU µs a step",
-        "router CPU µs a step",
+        "engine CPU µs/step",
+        "router CPU µs/step",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     for sequences, transport in dict.fromkeys((run.sequences, run.transport) for run in runs):

@@ -1,4 +1,4 @@
-"""Links over shared memory: real sockets, both ends in one process where nobody needs to be killed."""
+"""Links over shared memory and real sockets, with both ends in one process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ import psutil
 import pytest
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda_server.channel import ring_pair, shm_socket
+from pagoda_server.channel import ring, shm
 from pagoda_server.channel.link import Link
-from pagoda_server.channel.ring_pair import RING_BYTES, RingPair
-from pagoda_server.channel.shm_link import ShmLink
-from pagoda_server.channel.shm_server import ShmServer
+from pagoda_server.channel.ring import RING_BYTES, RingPair
+from pagoda_server.channel.shm import ShmLink, ShmServer
 
 Message = engine_pb2.Ended  # any message with a string
 AnyLink = Link[Message, Message]
@@ -34,7 +33,7 @@ def message(size: int, fill: str = "x") -> Message:
 
 
 async def connect(address: str) -> ShmLink[Message, Message]:
-    return await shm_socket.connect(address, Message.FromString)
+    return await shm.connect(address, Message.FromString)
 
 
 async def echo(link: AnyLink) -> None:
@@ -55,7 +54,7 @@ async def serving(serve: Callable[[AnyLink], Awaitable[None]] = echo, address: s
 
 @asynccontextmanager
 async def both_ends() -> AsyncIterator[tuple[ShmLink[Message, Message], ShmLink[Message, Message]]]:
-    """The engine's, the router's."""
+    """The engine's end and the router's."""
     accepted: asyncio.Future[ShmLink[Message, Message]] = asyncio.get_running_loop().create_future()
     over = asyncio.Event()
 
@@ -71,7 +70,7 @@ async def both_ends() -> AsyncIterator[tuple[ShmLink[Message, Message], ShmLink[
 
 
 def poke(link: ShmLink[Message, Message], data: bytes) -> None:
-    """Writes these bytes into the ring as they are."""
+    """Put raw bytes into the ring."""
     assert link._writer.write(memoryview(data)) == len(data)
 
 
@@ -129,7 +128,7 @@ async def test_a_full_ring_makes_the_writer_wait_and_nothing_is_lost() -> None:
         writing.cancel()
 
 
-async def test_what_has_room_is_written_in_the_call() -> None:
+async def test_a_message_that_has_room_is_written_at_once() -> None:
     async with both_ends() as (engine, router):
         assert engine.try_write(message(1000))
         assert engine.try_write(Message())
@@ -137,7 +136,7 @@ async def test_what_has_room_is_written_in_the_call() -> None:
         assert await router.read() == Message()
 
 
-async def test_nothing_is_written_in_the_call_where_it_would_have_to_wait() -> None:
+async def test_nothing_is_written_at_once_if_it_would_have_to_wait() -> None:
     async with both_ends() as (engine, router):
         written = 0
         while engine.try_write(message(1000)):
@@ -145,7 +144,7 @@ async def test_nothing_is_written_in_the_call_where_it_would_have_to_wait() -> N
         assert RING_BYTES // 1100 < written < RING_BYTES // 1000
         waiting = asyncio.create_task(engine.write(message(1001)))
         await asyncio.sleep(0.01)
-        assert not engine.is_free, "it would come into the middle of the other"
+        assert not engine.is_free, "a message written now would land inside the other"
         for _ in range(written):
             assert await router.read() == message(1000)
         assert await router.read() == message(1001)
@@ -195,7 +194,7 @@ async def test_closing_a_link_ends_its_own_reader() -> None:
     ("data", "complaint"),
     [
         (struct.pack("<I", 0xFFFF_FFFF) + b"x", "exceeds the limit"),
-        (struct.pack("<I", 5) + b"\xff\xff\xff\xff\xff", "no message"),
+        (struct.pack("<I", 5) + b"\xff\xff\xff\xff\xff", "invalid message"),
     ],
     ids=["length", "content"],
 )
@@ -206,7 +205,7 @@ async def test_garbage_is_an_error_of_the_connection(data: bytes, complaint: str
             await asyncio.wait_for(engine.read(), 1)
 
 
-async def test_half_a_message_is_none() -> None:
+async def test_half_a_message_reads_as_the_end() -> None:
     async with both_ends() as (engine, router):
         poke(router, struct.pack("<I", 100) + b"the writer was killed here")
         router.close()
@@ -271,7 +270,7 @@ async def test_an_engine_without_descriptors_refuses_and_serves_again_when_it_ha
         before = psutil.Process().num_fds()
         with monkeypatch.context() as patch:
             patch.setattr(os, "eventfd", lambda *_: (_ for _ in ()).throw(OSError(errno.EMFILE, "too many open files")))
-            with pytest.raises(ConnectionError, match="went away"):
+            with pytest.raises(ConnectionError, match="before it offered"):
                 await connect(address)
         await asyncio.sleep(0.01)
         assert psutil.Process().num_fds() == before
@@ -295,10 +294,10 @@ async def test_the_memory_is_its_owners_alone_and_cannot_shrink() -> None:
 
 async def test_the_file_of_a_killed_engine_is_replaced_and_that_of_a_live_one_is_not(tmp_path: Path) -> None:
     address = f"shm:{tmp_path / 'engine.sock'}"
-    shm_socket.bind(address).close()  # its file stays
+    shm.bind(address).close()  # its file stays
     async with serving(address=address):
         with pytest.raises(OSError, match="in use"):
-            shm_socket.bind(address)
+            shm.bind(address)
         (await connect(address)).close()
 
 
@@ -306,16 +305,16 @@ async def test_a_file_that_is_no_socket_is_never_removed(tmp_path: Path) -> None
     path = tmp_path / "precious"
     path.write_text("data")
     with pytest.raises(OSError, match="in use"):
-        shm_socket.bind(f"shm:{path}")
+        shm.bind(f"shm:{path}")
     assert path.read_text() == "data"
 
 
 async def test_another_users_process_is_refused_by_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as address:
         mine = os.geteuid()
-        users = iter([mine, mine + 1])  # the router's look at the engine, then the engine's at the router
+        users = iter([mine, mine + 1])  # as the router sees the engine, then as the engine sees the router
         monkeypatch.setattr(os, "geteuid", lambda: next(users, mine))
-        with pytest.raises(ConnectionError, match="went away"):
+        with pytest.raises(ConnectionError, match="before it offered"):
             await connect(address)
         monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
         with pytest.raises(ConnectionError, match=f"belongs to user {mine}"):
@@ -324,9 +323,9 @@ async def test_another_users_process_is_refused_by_both_ends(monkeypatch: pytest
 
 @asynccontextmanager
 async def listening(answer: Callable[[socket.socket], None]) -> AsyncIterator[str]:
-    """Something else at an address: accepts once and answers."""
+    """Listen at an address as something other than an engine: accept once and answer."""
     address = f"shm:@pagoda-test-{os.getpid()}-{next(NAMES)}"
-    with shm_socket.bind(address) as listener:
+    with shm.bind(address) as listener:
 
         async def accept() -> socket.socket:
             connection, _ = await asyncio.get_running_loop().sock_accept(listener)
@@ -338,18 +337,18 @@ async def listening(answer: Callable[[socket.socket], None]) -> AsyncIterator[st
         (await accepting).close()
 
 
-async def test_what_is_no_engine_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_is_not_an_engine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async with listening(lambda connection: connection.send(b"PRI * HTTP/2.0")) as address:
-        with pytest.raises(ConnectionError, match="no engine of this version"):
+        with pytest.raises(ConnectionError, match="not an engine of this version"):
             await connect(address)
-    monkeypatch.setattr(shm_socket, "_OFFER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(shm, "_OFFER_TIMEOUT_S", 0.05)
     async with listening(lambda connection: None) as address:
         with pytest.raises(ConnectionError, match="offered nothing"):
             await connect(address)
 
 
 async def test_memory_that_could_shrink_is_refused_and_its_descriptors_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_pair, "_SEALS", 0)
+    monkeypatch.setattr(ring, "_SEALS", 0)
     pair = RingPair.create()
     monkeypatch.undo()
     async with listening(pair.offer) as address:

@@ -1,8 +1,8 @@
-"""Just enough of HTTP/2 (RFC 9113) to hold many gRPC response streams at a few microseconds a message.
+"""A minimal HTTP/2 client (RFC 9113) that reads many gRPC response streams at a few microseconds per message.
 
-A load generator that costs as much as what it measures measures itself. So: header blocks are written once, response
-headers are not read, and the flow-control windows are opened to the full at the start. What the server does is what it
-does for any client.
+A load generator that costs as much as the server would measure itself. This one writes its header block once, does not
+read response headers, and opens the flow-control windows fully at the start. The server does the same work as for any
+other client.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ OnMessage = Callable[[bytes], None]
 OnEnd = Callable[[], None]
 
 _HEADER = struct.Struct(">BHBBI")  # length (8 + 16 bits), type, flags, stream
-_PREFIX = struct.Struct(">BI")  # compressed, length: before every gRPC message
+_PREFIX = struct.Struct(">BI")  # compressed flag and length, before every gRPC message
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
 _MAX_WINDOW = (1 << 31) - 1
@@ -23,7 +23,7 @@ _CANCEL = 8
 
 
 class LeanConnection:
-    """One connection; `receive` is to be called when it is readable."""
+    """One connection. Call `receive` when it is readable."""
 
     def __init__(self, address: str, method: str) -> None:
         """
@@ -36,15 +36,15 @@ class LeanConnection:
         self._headers = _header_block(method, address)
         self._next_stream = 1
         self._streams: dict[int, tuple[OnMessage, OnEnd]] = {}
-        self._parts: dict[int, bytes] = {}  # beginnings of messages
+        self._parts: dict[int, bytes] = {}  # incomplete messages, by stream
         self._received = b""
-        settings = struct.pack(">HIHI", 2, 0, 4, _MAX_WINDOW)  # no push; each stream's window
+        settings = struct.pack(">HIHI", 2, 0, 4, _MAX_WINDOW)  # no server push; the largest window for each stream
         window = struct.pack(">I", _MAX_WINDOW - 65535)
         preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
         self._socket.sendall(preface + _frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW_UPDATE, 0, 0, window))
 
     def call(self, request: bytes, on_message: OnMessage, on_end: OnEnd) -> int:
-        """Starts a unary-stream call with a serialized request; its number, for `cancel`."""
+        """Start a unary-stream call with a serialized request; return its number, for `cancel`."""
         number, self._next_stream = self._next_stream, self._next_stream + 2
         self._streams[number] = (on_message, on_end)
         message = _PREFIX.pack(0, len(request)) + request
@@ -61,7 +61,7 @@ class LeanConnection:
         return self._socket.fileno()
 
     def receive(self) -> None:
-        """Reads what there is. Raises ConnectionError when the server has gone."""
+        """Read what has arrived. Raise ConnectionError if the server is gone."""
         if not (read := self._socket.recv(1 << 20)):
             raise ConnectionError("the server closed the connection")
         received = self._received + read
@@ -86,7 +86,7 @@ class LeanConnection:
         elif kind == _PING and not flags & _ACK:
             self._socket.sendall(_frame(_PING, _ACK, 0, payload))
         elif kind == _GOAWAY:
-            raise ConnectionError("the server goes away")
+            raise ConnectionError("the server is going away")
 
     def _take_messages(self, number: int, data: bytes) -> None:
         at = 0
@@ -107,7 +107,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _header_block(method: str, authority: str) -> bytes:
-    """HPACK (RFC 7541): names from the static table where it has them, values as they are, nothing remembered."""
+    """Encode headers in HPACK (RFC 7541): names from the static table if there, literal values, no dynamic table."""
 
     def text(value: str) -> bytes:
         assert len(value) < 127

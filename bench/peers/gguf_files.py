@@ -1,4 +1,4 @@
-"""The model as GGUF files, for peers that read nothing else."""
+"""GGUF files of the model, for peers that read only those."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import gguf
 from gguf import GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize, quantize
 
-from bench.errors import BenchError
+from bench import BenchError
 from pagoda_server.checkpoints import DEFAULT_MODEL, Progress
 from pagoda_server.checkpoints.cache import Cache
 from pagoda_server.checkpoints.default_model import fetch_gguf
@@ -18,15 +18,15 @@ from pagoda_server.checkpoints.files import written_whole
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """What a copy holds its matrices in; norms and biases are float32 everywhere, as every reader wants them."""
+    """Formats of a copy's matrices. Norms and biases are float32 in every copy, as readers expect."""
 
     matrices: GGMLQuantizationType
     embeddings: GGMLQuantizationType  # and the output matrix
     file_type: LlamaFileType
 
 
-# Q8_0 embeddings beside Q4_0 matrices are what the default model's own file has beside Q4_1: a tied one is the output
-# matrix too, and 4 bits there would give the copy less to read than any 4-bit file that people use.
+# The default model's own file has Q8_0 embeddings beside its Q4_1 matrices, so the Q4_0 copy has them too. A tied
+# embedding is also the output matrix: with 4 bits there, the copy would have less to read than any common 4-bit file.
 COPIES = {
     "bf16": _Format(GGMLQuantizationType.BF16, GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
     "q8_0": _Format(GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
@@ -36,18 +36,18 @@ _EMBEDDINGS = ("token_embd.weight", "output.weight")
 
 
 def quantized_gguf(model: str, progress: Progress) -> Path:
-    """The file that the model came from. Raises BenchError if it came from none."""
+    """Return the GGUF file that the model was imported from. Raise BenchError if there is none."""
     if model == DEFAULT_MODEL:
         folder = Cache.default().root / "bench"
         folder.mkdir(parents=True, exist_ok=True)
         return fetch_gguf(folder, progress)
     if model.endswith(".gguf"):
         return Path(model)
-    raise BenchError(f"no GGUF file of {model} is known: --gguf names one")
+    raise BenchError(f"no GGUF file of {model} is known: name one with --gguf")
 
 
 def copied_gguf(source: Path, form: str) -> Path:
-    """A copy in one of the formats of COPIES, kept beside the benchmark's other files."""
+    """Return a copy in one of the formats of COPIES; write it to the benchmark's cache on first use."""
     target = Cache.default().root / "bench" / f"{source.stem}-{source.stat().st_size}-{form}.gguf"
     if target.exists():
         return target

@@ -1,4 +1,4 @@
-"""Where a gRPC server listens: nobody is pushed aside, and nothing of another's is deleted."""
+"""A gRPC server's address: no other server is displaced, and no file of another is deleted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pagoda_server.channel.grpc_port import GrpcPort
+from pagoda_server.channel.listening import GrpcPort
 
 
 @asynccontextmanager
@@ -34,7 +34,7 @@ async def answers(address: str) -> bool:
 
 @contextmanager
 def deaf_socket(path: Path) -> Iterator[None]:
-    """Open, with a line of one that is full."""
+    """A socket that listens and never accepts, with a full backlog."""
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
         listener.bind(str(path))
         listener.listen(0)
@@ -58,7 +58,7 @@ async def test_a_socket_whose_server_is_busy_is_refused_too(tmp_path: Path) -> N
             pass
 
 
-async def test_a_socket_that_nobody_serves_any_more_is_replaced(tmp_path: Path) -> None:
+async def test_the_socket_of_a_server_that_is_gone_is_replaced(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(tmp_path / "s"))
     async with listening(f"unix:{tmp_path / 's'}") as port:
@@ -66,7 +66,7 @@ async def test_a_socket_that_nobody_serves_any_more_is_replaced(tmp_path: Path) 
         assert await answers(port.address)
 
 
-async def test_what_another_server_has_put_in_its_place_stays(tmp_path: Path) -> None:
+async def test_a_socket_that_another_server_has_put_in_its_place_stays(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 's'}"
     async with listening(address):
         os.unlink(tmp_path / "s")
@@ -96,13 +96,13 @@ async def test_a_file_that_is_no_socket_is_never_removed(tmp_path: Path) -> None
         ("no-such-host.invalid:0", "not known|resolution"),
     ],
 )
-async def test_what_cannot_be_bound_is_told_why(address: str, reason: str) -> None:
+async def test_an_address_that_cannot_be_bound_is_refused_with_the_reason(address: str, reason: str) -> None:
     with pytest.raises(OSError, match=reason):
         async with listening(address):
             pass
 
 
-async def test_a_free_port_is_told_and_one_in_use_refused() -> None:
+async def test_a_free_port_is_reported_and_one_in_use_refused() -> None:
     async with listening("127.0.0.1:0") as port:
         assert await answers(port.address)
         with pytest.raises(OSError, match="in use"):

@@ -1,14 +1,14 @@
-"""`python -m bench.router`: what one router process carries, and what it adds, with an engine that costs little.
+"""`python -m bench.micro.router`: capacity of a router process, and the latency that it adds, with a cheap engine.
 
-An engine of the synthetic model paces its steps. Clients in processes of their own hold steady streams through the
-router; a probe beside them sends short requests one after another. All read one clock, and the figures are those of a
-window in which every stream runs. Routers' processor time counts both user and system, threads of gRPC included.
+An engine with the synthetic model paces its steps. Clients, each in its own process, hold steady streams through the
+router, and a probe sends short requests one after another. All processes read one clock. Figures are those of a window
+in which every stream runs. The router's CPU time is user and system time of all threads, gRPC's included.
 
-What is added to TTFT is what is left when the time that the engine held the request is taken away, three times over:
-for the probe; for requests at even distances, as many at once as there are streams; and for as many that all come in
-one moment, where each waits for those before it, which measures how fast requests are taken, not what one of them
-costs. A probe on the engine's channel tells how much of it is the channel's and the engine's. What is added to ITL is
-the difference to the same number of streams read from the channel.
+The latency added to TTFT is TTFT minus the time that the engine held the request. It is measured for the probe; for
+requests at even intervals, on average as many at once as there are streams; and for the same number of requests in one
+burst, where each waits for the earlier ones, so that the figure shows the rate of admission and not one request's cost.
+A probe on the engine's channel shows how much of it belongs to channel and engine. The latency added to ITL is the
+difference from the same number of streams read from the channel.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.errors import BenchError
-from bench.router_clients import (
+from bench import BenchError
+from bench.micro.router_clients import (
     ARRIVING_TOKENS,
     STEADY_TOKENS,
     Arrivals,
@@ -43,7 +43,7 @@ from bench.router_clients import (
     read_streams,
     run_client,
 )
-from bench.server import becomes_ready
+from bench.systems import becomes_ready
 
 WARM_UP_S = 1.5
 PROBE_PAUSE_S = 0.0125
@@ -53,7 +53,7 @@ Work: TypeAlias = tuple[Client, str, float]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What clients saw, and the cores that each process kept busy meanwhile."""
+    """What clients saw in a window, and how many cores each process kept busy."""
 
     seen: list[Arrivals]
     start: float
@@ -70,19 +70,19 @@ class Row:
     load: str
     tokens_per_s: float
     tokens_per_message: float
-    cores: dict[str, float]  # process → processor seconds a second
+    cores: dict[str, float]  # process → CPU seconds per second
     gaps_ms: np.ndarray
     direct_gaps_ms: np.ndarray
-    added_ttft_ms: dict[str, np.ndarray]  # arrivals → of each request
+    added_ttft_ms: dict[str, np.ndarray]  # kind of arrivals → one entry per request
 
 
 def main(
-    streams: Annotated[list[int], typer.Option(help="Streams at once; may be given again.")] = [1, 64, 512],  # noqa: B006
-    step_ms: Annotated[list[float], typer.Option(help="An engine's step; 0 as fast as it can.")] = [20.0],  # noqa: B006
-    seconds: Annotated[float, typer.Option(help="Each window that is measured.")] = 5.0,
-    clients: Annotated[int, typer.Option(help="Processes with a connection each, sharing the streams.")] = 1,
+    streams: Annotated[list[int], typer.Option(help="Concurrent streams; may be repeated.")] = [1, 64, 512],  # noqa: B006
+    step_ms: Annotated[list[float], typer.Option(help="Time of an engine step; 0: unpaced. May be repeated.")] = [20.0],  # noqa: B006
+    seconds: Annotated[float, typer.Option(help="Length of each measured window.")] = 5.0,
+    clients: Annotated[int, typer.Option(help="Client processes that share the streams, with a connection each.")] = 1,
     workers: Annotated[int, typer.Option(help="Router processes.")] = 1,
-    channel: Annotated[str, typer.Option(help="Of shm, grpc.")] = "shm",
+    channel: Annotated[str, typer.Option(help="Transport to the engine: shm or grpc.")] = "shm",
 ) -> None:
     rows = []
     console = Console(width=160)
@@ -122,7 +122,7 @@ def _measure(streams: int, step_ms: float, seconds: float, clients: int, workers
 
 
 def _within(seen: list[Arrivals], start: float, end: float) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of each message, and the milliseconds from each to the one before it in its stream."""
+    """Return the tokens of each message, and the milliseconds between neighbours in a stream."""
     counts, gaps = [], []
     for arrivals in seen:
         for times, tokens in zip(map(np.array, arrivals.times), map(np.array, arrivals.tokens), strict=True):
@@ -142,10 +142,10 @@ def _run(work: Sequence[Work], seconds: float, servers: dict[str, psutil.Process
         ours, theirs = context.Pipe()
         processes.append(context.Process(target=run_client, args=(theirs, *client), daemon=True))
         processes[-1].start()
-        theirs.close()  # so that a client's death is the end of its pipe
+        theirs.close()  # so that a client's death closes its pipe
         pipes.append(ours)
     for pipe in pipes:
-        pipe.recv()  # all of its streams have begun
+        pipe.recv()  # all its streams have started
     time.sleep(WARM_UP_S)
     groups = {name: [server, *server.children(recursive=True)] for name, server in servers.items()}
     groups["clients"] = [psutil.Process(process.pid) for process in processes]
@@ -215,7 +215,7 @@ def _stopped_at_end(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen
 
 def _throughput(rows: list[Row]) -> Table:
     table = _table(
-        "streams × step", "tokens/s", "tokens a message", "router, cores", "router µs/token", "tokens/router s",
+        "streams × step", "tokens/s", "tokens/message", "router, cores", "router µs/token", "tokens/router s",
         "engine, clients, cores", "ITL p50/p99 ms", "on the channel p50/p99 ms",
     )  # fmt: skip
     for row in rows:

@@ -1,7 +1,7 @@
-"""`python -m bench.crowds`: what schedule() takes with thousands waiting, also when all are late or lost at once.
+"""`python -m bench.micro.crowds`: time of schedule() with thousands waiting, all of them in time, late or lost.
 
-256 sequences decode and 10,000 wait, in simulated time. Three places become free in the first step that is measured, so
-that the queue is looked at. Times are those that the thread was computing: others on the machine do not count.
+256 sequences decode and 10,000 wait, in simulated time. Three places become free in the first measured step, so that
+the scheduler looks at the queue. Times are the thread's CPU time, so other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Crowd: TypeAlias = Literal["timely", "late", "lost"]
 
 
 class Engine:
-    """Whoever has a place keeps it, except those who are aborted."""
+    """A scheduler in simulated time. A running sequence keeps its place unless it is aborted."""
 
     def __init__(self, policy: PolicyName) -> None:
         self.now = 0.0
@@ -51,7 +51,7 @@ class Engine:
         self.scheduler.add(seq)
 
     def step(self) -> float:
-        """Milliseconds that schedule() takes."""
+        """Run a step; return the milliseconds that schedule() took."""
         started = time.thread_time()
         plan = self.scheduler.schedule()
         spent = time.thread_time() - started
@@ -63,7 +63,7 @@ class Engine:
 
 
 def measure(policy: PolicyName, crowd: Crowd, waiting: int, steps: int) -> tuple[float, float]:
-    """Milliseconds of the first step after they have become what they are, and the median of those after it."""
+    """Return milliseconds of the first step in which the crowd is in that state, and the median of later steps."""
     engine = Engine(policy)
     for _ in range(RUNNING):
         engine.add()
@@ -72,7 +72,7 @@ def measure(policy: PolicyName, crowd: Crowd, waiting: int, steps: int) -> tuple
     for _ in range(waiting):
         engine.add(timeout_s=1.0 if crowd == "lost" else math.inf, ttft_s=1.0 if crowd == "late" else math.inf)
     gc.collect()
-    gc.freeze()  # as the engine does: a collection of everything is no part of a step
+    gc.freeze()  # as the engine does: a full collection is not part of a step
     for _ in range(5):
         engine.step()
     engine.now += 2.0
@@ -82,11 +82,11 @@ def measure(policy: PolicyName, crowd: Crowd, waiting: int, steps: int) -> tuple
 
 
 def main(
-    waiting: Annotated[int, typer.Option(help="Sequences that wait.")] = 10_000,
-    steps: Annotated[int, typer.Option(help="Of which the median is told.")] = 60,
-    repeat: Annotated[int, typer.Option(help="Runs, of which the median is told.")] = 5,
+    waiting: Annotated[int, typer.Option(help="Waiting sequences.")] = 10_000,
+    steps: Annotated[int, typer.Option(help="Later steps; the table gives their median.")] = 60,
+    repeat: Annotated[int, typer.Option(help="Number of runs; the table gives medians.")] = 5,
 ) -> None:
-    table = Table("policy", "all that wait are", "first step ms", "steps after it ms", box=None)
+    table = Table("policy", "waiting sequences are", "first step ms", "later steps ms", box=None)
     crowds: tuple[Crowd, ...] = ("timely", "late", "lost")
     for policy in POLICIES:
         for crowd in crowds:

@@ -1,7 +1,7 @@
-"""`python -m bench.resume`: how long a preempted sequence takes to go on, computed again and loaded from host memory.
+"""`python -m bench.micro.resume`: time to resume a preempted sequence, recomputed or loaded from host memory.
 
-In process, alone: a sequence of so many tokens gives up its blocks in the middle of its output, another one takes all
-of them for one step, and the first starts again. Measured is the time from then to its next token.
+Runs in this process, alone. A sequence gives up its blocks in the middle of its output, another sequence takes all of
+them for one step, and the first starts again. The time from then to its next token is measured.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.settings.engine import EngineConfig
 
 LENGTHS = (256, 1024, 4096)
-OUTPUT = 8  # tokens before the sequence is preempted; as many follow
+OUTPUT = 8  # tokens before the preemption, and as many after it
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Seconds. copied_s: of all copies to host memory and back; 0 where there were none."""
+    """Times in seconds. `copied_s` is that of all copies to host memory and back, 0 without copies."""
 
     resume_s: float
     copied_s: float
@@ -38,7 +38,7 @@ class Resumption:
 
 
 class Watched:
-    """Adds up the seconds of copies."""
+    """A runner that adds up the seconds of copies."""
 
     lookahead = 0
 
@@ -62,7 +62,7 @@ class Watched:
 
 
 def resume(runner: InformedRunner, length: int, token_budget: int, uses_host: bool) -> Resumption:
-    """One preemption of a sequence that has `length` tokens by then."""
+    """Preempt a sequence of `length` tokens once, and time its resumption."""
     size = runner.info.kv_cache.block_size
     watched = Watched(runner)
     pool = BlockPool(-(-(length + OUTPUT) // size) + 2, size)
@@ -89,7 +89,7 @@ def resume(runner: InformedRunner, length: int, token_budget: int, uses_host: bo
     scheduler.add(seq)
     while seq.num_tokens < length:
         step()
-    scheduler.add(other)  # which outranks it
+    scheduler.add(other)  # of higher priority
     step()
     scheduler.abort([other.id])
     started = time.perf_counter()
@@ -105,11 +105,11 @@ def resume(runner: InformedRunner, length: int, token_budget: int, uses_host: bo
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Name or folder.")] = "smollm2-135m-instruct",
-    turns: Annotated[int, typer.Option(help="Of each length, both ways in each; there is one more to warm up.")] = 5,
-    token_budget: Annotated[int, typer.Option(help="Tokens of a step.")] = 512,
+    model: Annotated[str, typer.Option(help="Model name or folder.")] = "smollm2-135m-instruct",
+    turns: Annotated[int, typer.Option(help="Turns per length, each with both ways; one more turn warms up.")] = 5,
+    token_budget: Annotated[int, typer.Option(help="Tokens per step.")] = 512,
 ) -> None:
-    """Measures and prints medians."""
+    """Time resumption by recomputation and from host memory; print medians."""
     folder = resolve(model, no_progress)
     config = EngineConfig(str(folder), token_budget=token_budget, host_kv_gb=0.25)
     runner = load_runner(config, folder, no_progress)
@@ -124,7 +124,7 @@ def main(
         slow, fast = (median(way) * 1e3 for way in seconds)
         spread = [f"{min(way) * 1e3:.0f}–{max(way) * 1e3:.0f}" for way in seconds]
         print(
-            f"{length} tokens: computed again {slow:.0f} ms ({spread[0]}), from the host {fast:.0f} ms ({spread[1]}), "
+            f"{length} tokens: recomputed {slow:.0f} ms ({spread[0]}), from host memory {fast:.0f} ms ({spread[1]}), "
             f"ratio {slow / fast:.1f}, copies {median(of.copied_s for of in loaded) * 1e3:.1f} ms, "
             f"tokens equal in {sum(a.tokens == b.tokens for a, b in rounds)} of {len(rounds)}",
             flush=True,
