@@ -91,16 +91,16 @@ protos-image: $(DEV)      ## the protos as they are become what `make lint` prot
 settings: $(SERVE)        ## regenerate docs/settings.md from the declaration of the settings
 	@$(BIN)/python -m pagoda_server.settings > docs/settings.md
 
-bench: $(DEV)             ## a workload through gRPC, beside every peer that is installed; ARGS="--workload rag …"
+bench: $(DEV)             ## one workload on Pagoda and every installed peer, through gRPC; ARGS="--workload rag …"
 	@$(BIN)/python -m bench $(ARGS)
 
-bench-gpu: $(DEV)         ## kernels, decode step and server on this machine's GPU, under 8 minutes; ARGS="--out …"
+bench-gpu: $(DEV)         ## the kernels, decode step and server on this GPU, in under 8 minutes; ARGS="--out …"
 	@$(BIN)/python -m bench.gpu $(ARGS)
 
-simulate: $(DEV)          ## the scheduler's policies in simulated time; ARGS="--requests 1000000 --loads ''"
+simulate: $(DEV)          ## the scheduling policies in simulated time; ARGS="--requests 1000000 --loads ''"
 	@$(BIN)/python -m bench.simulate $(ARGS)
 
-bench-peers: $(DEV)       ## installs peers for `bench` into .venv-peers, apart from Pagoda
+bench-peers: $(DEV)       ## install the peers of `bench` into their own environment, .venv-peers
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	@.venv-peers/bin/python -m pip install --quiet --upgrade pip
 	@.venv-peers/bin/python -m pip install --progress-bar on --group peers

@@ -1,4 +1,4 @@
-"""How the CPU kernels are built; everything else about the package is in pyproject.toml."""
+"""Builds the CPU kernels; everything else about the package is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 COMPILERS = "GCC 12 or clang 14, or a newer one"
-LONGEST = ("isa_generic.cpp", "isa_avx512.cpp", "isa_avx2.cpp")  # to compile: first, so that all cores end together
+LONGEST = ("isa_generic.cpp", "isa_avx512.cpp", "isa_avx2.cpp")  # to compile, so they go first
 
 
 class BuildKernels(build_ext):
-    """Compiles the sources of an extension on all cores; says in one line that it could not, and what it needs."""
+    """Compiles an extension's sources on all cores. If that fails, one line says so and names what it needs."""
 
     def build_extensions(self) -> None:
         compile_in_turn = self.compiler.compile
@@ -33,13 +33,13 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         try:
             super().build_extension(ext)
-        except Exception:  # told here, and forgiven by the caller since the extension is optional
-            for left_behind in Path(__file__).parent.glob("kernels/_native.*"):
-                left_behind.unlink()  # compiled from older sources
+        except Exception:  # the caller ignores it, since the extension is optional
+            for stale in Path(__file__).parent.glob("kernels/_native.*"):
+                stale.unlink()  # compiled from older sources
             program = getattr(self.compiler, "compiler_so_cxx", ["the C++ compiler"])[0]
             print(
                 f"pagoda: the CPU kernels did not compile with {program}: they need {COMPILERS}."
-                " Plain torch takes their place and is several times as slow.",
+                " Pagoda uses plain torch instead, which is several times as slow.",
                 file=sys.stderr,
                 flush=True,
             )

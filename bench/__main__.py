@@ -1,4 +1,4 @@
-"""`python -m bench`: workloads through Pagoda's gRPC, beside other systems, in turns."""
+"""`python -m bench`: the command line of the benchmarks."""
 
 from __future__ import annotations
 
@@ -11,28 +11,25 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from bench import options
-from bench.compare import compare
-from bench.concurrency import sweep
-from bench.errors import BenchError
+from bench import BenchError, options
+from bench.compare import compare, sweep
 from bench.measure import Targets
 from bench.options import OUTPUT, Address, Gguf, Model, Output, Peers, Repeat, Seed, ServeArgs, SystemOption, Threads
 from bench.promises.run import SCENARIOS, promises
 from bench.record import usable_cores
-from bench.text import TEXT
-from bench.workloads import DEFAULT_RATE, WORKLOADS, long_tail, uniform
+from bench.workloads import DEFAULT_RATE, TEXT, WORKLOADS, long_tail, uniform
 from pagoda_server.checkpoints import DEFAULT_MODEL, CheckpointError, resolve
 from pagoda_server.cli.terminal import shown_progress
 from pagoda_server.engine.core.errors import ConfigError
 
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C has ended
+INTERRUPTED = 130  # the exit status that a shell reports for a program ended by Ctrl-C
 PROMPT_LEN = 16
 TARGETS = Targets()
 SWEEP = "1,2,4,8,16,32,64"
 
 
 class _ComparesByDefault(TyperGroup):
-    """`python -m bench --workload mixed` is `python -m bench compare --workload mixed`."""
+    """Make `compare` the default: `python -m bench --workload mixed` runs `compare --workload mixed`."""
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
         if not arguments or (arguments[0].startswith("-") and arguments[0] not in context.help_option_names):
@@ -45,7 +42,7 @@ app = typer.Typer(cls=_ComparesByDefault, add_completion=False, pretty_exception
 
 @app.callback()
 def bench() -> None:
-    """Ratios within one run are what counts: machines differ, and are shared."""
+    """Compare Pagoda with other systems. Trust ratios within one run: machines differ and are shared."""
 
 
 @app.command("compare")
@@ -60,15 +57,17 @@ def compare_command(
     threads: Threads = None,
     repeat: Repeat = 3,
     seed: Seed = 0,
-    count: Annotated[int | None, typer.Option(help="Requests.", show_default="the workload's")] = None,
+    count: Annotated[int | None, typer.Option(help="Number of requests.", show_default="the workload's")] = None,
     rate: Annotated[
-        float | None, typer.Option(help="Requests a second, of poisson.", show_default=f"{DEFAULT_RATE:g}")
+        float | None, typer.Option(help="Requests per second, for poisson.", show_default=f"{DEFAULT_RATE:g}")
     ] = None,
-    ttft_ms: Annotated[float, typer.Option(help="Goodput: time to first token at most.")] = TARGETS.ttft_ms,
-    tpot_ms: Annotated[float, typer.Option(help="Goodput: mean time per further token at most.")] = TARGETS.tpot_ms,
+    ttft_ms: Annotated[float, typer.Option(help="Target for goodput: time to first token.")] = TARGETS.ttft_ms,
+    tpot_ms: Annotated[
+        float, typer.Option(help="Target for goodput: mean time per token after the first.")
+    ] = TARGETS.tpot_ms,
     output: Output = OUTPUT,
 ) -> None:
-    """One workload on every system, in turns: throughput, latency, goodput, memory."""
+    """Run one workload on every system, in turns: throughput, latency, goodput, memory."""
     threads = threads or usable_cores()
     shape = {name: value for name, value in (("count", count), ("rate", rate)) if value is not None}
     load = options.build_workload(workload, model, seed, **shape)
@@ -90,21 +89,21 @@ def compare_command(
 
 @app.command("concurrency")
 def concurrency_command(
-    streams: Annotated[str, typer.Option(help="How many at once.")] = SWEEP,
-    prompt_len: Annotated[int, typer.Option(help="Tokens.")] = 64,
-    output_len: Annotated[int, typer.Option(help="Tokens.")] = 64,
+    streams: Annotated[str, typer.Option(help="Numbers of concurrent streams, comma-separated.")] = SWEEP,
+    prompt_len: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
+    output_len: Annotated[int, typer.Option(help="Tokens per output.")] = 64,
     model: Model = DEFAULT_MODEL,
     address: Address = "",
     system: SystemOption = None,
     serve_args: ServeArgs = "",
-    peers: Peers = options.NOBODY,
+    peers: Peers = options.NO_PEERS,
     gguf: Gguf = None,
     threads: Threads = None,
     repeat: Repeat = 1,
     seed: Seed = 0,
     output: Output = OUTPUT,
 ) -> None:
-    """Throughput against the number of streams."""
+    """Measure throughput against the number of streams."""
     threads = threads or usable_cores()
     vocab_size = options.vocab_size(model)
     loads = [uniform(vocab_size, seed, int(count), prompt_len, output_len) for count in streams.split(",")]
@@ -125,19 +124,19 @@ def concurrency_command(
 
 @app.command("batching")
 def batching_command(
-    requests: Annotated[int, typer.Option(help="Of the table.")] = 10,
-    output_len: Annotated[int, typer.Option(help="Tokens of each of them.")] = 50,
-    sizes: Annotated[str, typer.Option(help="Batch sizes of the table.")] = SWEEP,
-    batch: Annotated[int, typer.Option(help="Batch size for the queue with a few long outputs.")] = 8,
+    requests: Annotated[int, typer.Option(help="Requests in the table.")] = 10,
+    output_len: Annotated[int, typer.Option(help="Output tokens per request in the table.")] = 50,
+    sizes: Annotated[str, typer.Option(help="Batch sizes in the table, comma-separated.")] = SWEEP,
+    batch: Annotated[int, typer.Option(help="Batch size for the queue that has a few long outputs.")] = 8,
     model: Model = DEFAULT_MODEL,
-    step_ms: Annotated[str | None, typer.Option(help="Synthetic model: as of pagoda serve.")] = None,
+    step_ms: Annotated[str | None, typer.Option(help="Step time of the synthetic model, as in pagoda serve.")] = None,
     threads: Threads = None,
     repeat: Repeat = 3,
     seed: Seed = 0,
     output: Output = OUTPUT,
 ) -> None:
-    """Four ways of serving a queue: a table by batch size, and why continuous batching wins."""
-    from bench.batching.experiment import compare  # only here: other commands run no model in this process
+    """Compare four ways to serve a queue, by batch size, and show why continuous batching wins."""
+    from bench.batching.experiment import compare  # imported here: other commands need no model
     from pagoda_server.engine.runners.load import load_runner
     from pagoda_server.settings import EngineConfig
 
@@ -162,27 +161,27 @@ def batching_command(
 def quality_command(
     model: Model = DEFAULT_MODEL,
     text: Annotated[
-        Path, typer.Option(help="What to predict.", exists=True, dir_okay=False, show_default=TEXT.name)
+        Path, typer.Option(help="Text to predict.", exists=True, dir_okay=False, show_default=TEXT.name)
     ] = TEXT,
     threads: Threads = None,
     output: Output = OUTPUT,
 ) -> None:
-    """What fewer bits cost: perplexity, likeliest tokens, divergence and greedy continuations, against float32."""
-    from bench.quality import quality  # only here: other commands do without torch
+    """Compare precisions with float32: perplexity, top-1 agreement, KL divergence and greedy outputs."""
+    from bench.quality import quality  # imported here: other commands need no torch
 
     quality(resolve(model), text, threads=threads or usable_cores(), output=output)
 
 
 @app.command("promises")
 def promises_command(
-    only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(SCENARIOS)}; again for another.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(SCENARIOS)}; may be repeated.")] = None,
     model: Model = DEFAULT_MODEL,
     serve_args: ServeArgs = "",
     threads: Threads = None,
     repeat: Repeat = 3,
     output: Output = OUTPUT,
 ) -> None:
-    """What docs/scheduling.md promises, on servers of their own: each bound beside what was measured."""
+    """Test the promises of docs/scheduling.md on real servers: each bound beside its measurement."""
     if unknown := [name for name in only or [] if name not in SCENARIOS]:
         raise BenchError(f"there is no scenario {unknown[0]!r}, there are: {', '.join(SCENARIOS)}")
     threads = threads or usable_cores()
@@ -199,7 +198,7 @@ def promises_command(
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that blocks end what they started
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` blocks run
     try:
         app()
     except (BenchError, CheckpointError, ConfigError) as error:

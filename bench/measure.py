@@ -1,4 +1,4 @@
-"""What a run of a workload gave: times of each request's tokens, and what is computed from them."""
+"""The times of a run's tokens, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT_RATE: Rate = "prompt tok/s"
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a request must keep to count as goodput (DistServe, Zhong et al., 2024)."""
+    """Latency targets that a request must meet to count as goodput (DistServe, Zhong et al., 2024)."""
 
     ttft_ms: float = 1000.0
     tpot_ms: float = 100.0
@@ -23,10 +23,10 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Seconds from the run's start.
+    """A request's times, in seconds from the run's start.
 
-    submitted   when the request was due: a driver that falls behind makes the server look slower, never faster
-    arrivals    one entry a token; several tokens may arrive at once
+    submitted   when the request was due, so that a late driver makes the server look slower, never faster
+    arrivals    one entry per token; several tokens may arrive at once
     prompt_len  tokens
     """
 
@@ -50,11 +50,11 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class KVUse:
-    """Of the blocks of the KV cache, while sequences ran.
+    """Use of the KV cache's blocks while sequences ran.
 
-    occupancy  referenced blocks / all blocks, mean over the samples
-    peak       and at most
-    waste      slots of referenced blocks that hold no token / slots of referenced blocks
+    occupancy  referenced blocks / all blocks, mean of the samples
+    peak       the same, maximum of the samples
+    waste      empty slots of referenced blocks / slots of referenced blocks
     """
 
     occupancy: float
@@ -64,10 +64,10 @@ class KVUse:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One system's run of a workload. None: the system does not tell.
+    """One system's run of a workload. A field is None where the system does not report it.
 
     steps              forward passes
-    peak_memory_bytes  resident, of all the system's processes, each since its start
+    peak_memory_bytes  peak resident memory, summed over the system's processes
     """
 
     times: list[RequestTimes]
@@ -77,7 +77,7 @@ class Run:
 
     @classmethod
     def in_sequence(cls, runs: list[Run]) -> Run:
-        """Runs of one request each as one, each from the moment when the one before ended. KV use is not told."""
+        """Join runs of one request each, as if each began when the one before ended. KV use is left out."""
         times: list[RequestTimes] = []
         at = 0.0
         for run in runs:
@@ -95,7 +95,7 @@ class Run:
 
     @property
     def elapsed_s(self) -> float:
-        """From the first request's arrival to the last token."""
+        """Time from the first request's arrival to the last token."""
         return max(times.arrivals[-1] for times in self.times) - min(times.submitted for times in self.times)
 
     @property
@@ -104,7 +104,7 @@ class Run:
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Prompt tokens divided by TTFT, for the median request; requests run one at a time."""
+        """Prompt tokens ÷ TTFT, median of the requests. Meaningful only when requests run one at a time."""
         return float(np.median([times.prompt_len / times.ttft_s for times in self.times]))
 
     def rate(self, name: Rate) -> float:
@@ -116,7 +116,7 @@ class Run:
 
     @property
     def mean_batch(self) -> float | None:
-        """Output tokens a step: rows that compute padding, or a prompt's inner chunks, do not count."""
+        """Output tokens per step. Rows of padding and inner chunks of a prompt do not count."""
         return self.output_tokens / self.steps if self.steps else None
 
     def ttft_ms(self, percentile: float, kind: str | None = None) -> float:
@@ -124,7 +124,7 @@ class Run:
         return float(np.percentile(values, percentile))
 
     def itl_ms(self, percentile: float) -> float:
-        """Over every gap between two tokens of one request; NaN if no request has two."""
+        """Percentile over the gaps between tokens of one request; NaN if no request has two tokens."""
         gaps = self.itls_ms()
         return float(np.percentile(gaps, percentile)) if len(gaps) else float("nan")
 
@@ -132,17 +132,17 @@ class Run:
         return 1e3 * np.concatenate([np.diff(times.arrivals) for times in self.times])
 
     def goodput(self, targets: Targets) -> float:
-        """Requests a second that met both targets."""
+        """Requests per second that met both targets."""
         return sum(times.meets(targets) for times in self.times) / self.elapsed_s
 
     def kinds(self) -> list[str]:
-        """Those that reports tell apart, in the order of appearance."""
+        """The kinds of request that reports separate, in order of appearance."""
         return [kind for kind in dict.fromkeys(times.kind for times in self.times) if kind]
 
 
 @dataclass(slots=True)
 class Turns:
-    """One system's runs of the same workload, one a turn, and what it says of itself."""
+    """One system's runs of a workload, one per turn, and the versions that it reports."""
 
     name: str
     command: str
@@ -153,15 +153,15 @@ class Turns:
 
     @property
     def rates(self) -> list[float]:
-        """What systems are compared by, one figure a turn."""
+        """The rate by which systems are compared, one figure per turn."""
         return [run.rate(self.rate) for run in self.runs]
 
     def ratios(self, other: Turns) -> Spread:
-        """How many times the other's rate ours is, turn by turn: what disturbs one turn disturbs both sides."""
+        """Our rate ÷ the other's, turn by turn: a disturbance in a turn affects both sides."""
         return Spread.of([mine / its for mine, its in zip(self.rates, other.rates, strict=True)])
 
     def ratios_to_best(self, peers: list[Turns]) -> Spread:
-        """How many times the rate of the turn's best peer ours is. Another peer may be the best in another turn."""
+        """Our rate ÷ that of each turn's best peer, which may differ from turn to turn."""
         best = [max(rates) for rates in zip(*(peer.rates for peer in peers), strict=True)]
         return Spread.of([mine / its for mine, its in zip(self.rates, best, strict=True)])
 

@@ -1,4 +1,4 @@
-"""Options that the benchmark's commands share, and the systems that they name."""
+"""Options that the commands share, and the systems that these options name."""
 
 from __future__ import annotations
 
@@ -9,47 +9,49 @@ from typing import Annotated
 
 import typer
 
-from bench.errors import BenchError
-from bench.gguf_files import COPIES, copied_gguf, quantized_gguf
+from bench import BenchError
+from bench.peers.gguf_files import COPIES, copied_gguf, quantized_gguf
 from bench.peers.peer import PeerSettings
 from bench.peers.registry import PEERS
 from bench.systems import System, parse_system, peer, running_server
 from bench.workloads import WORKLOADS, Workload
 from pagoda_server.checkpoints import Progress, resolve
-from pagoda_server.checkpoints.dequantized import dequantized
+from pagoda_server.checkpoints.grouped_weights import dequantized
 
 INSTALLED = "installed"
-NOBODY = "none"
-MAX_NUM_SEQS = 64  # Pagoda's default, and so the peers'
+NO_PEERS = "none"
+MAX_NUM_SEQS = 64  # Pagoda's default; peers get the same
 
-Model = Annotated[str, typer.Option(help="What to serve.")]
-Address = Annotated[str, typer.Option(help="Drive the server that runs here instead of starting any.")]
+Model = Annotated[str, typer.Option(help="Model to serve.")]
+Address = Annotated[str, typer.Option(help="Drive the server at this address instead of starting one.")]
 SystemOption = Annotated[
     list[str] | None,
     typer.Option(
         "--system",
         help='"NAME:ARGUMENTS of pagoda serve", which may begin with environment variables, as in '
-        '"avx2:PAGODA_INSTRUCTION_SET=avx2 --max-num-seqs 8"; again for another. The first is compared with all.',
+        '"avx2:PAGODA_INSTRUCTION_SET=avx2 --max-num-seqs 8". May be repeated; the first is compared with all others.',
     ),
 ]
-ServeArgs = Annotated[str, typer.Option(help="Arguments of pagoda serve for every --system.")]
-Peers = Annotated[str, typer.Option(help=f"{INSTALLED}, {NOBODY}, or some of: {', '.join(PEERS)}; comma-separated.")]
-Gguf = Annotated[Path | None, typer.Option(help="The model as GGUF, for peers that read that.", show_default="found")]
-Threads = Annotated[int | None, typer.Option(help="For arithmetic, of every system.", show_default="one a core")]
-Repeat = Annotated[int, typer.Option(min=1, help="Turns; medians count, and the spread is shown.")]
-Seed = Annotated[int, typer.Option(help="Of the prompts, lengths and arrivals.")]
-Output = Annotated[Path, typer.Option(help="Folder for JSON, Markdown and pictures.")]
+ServeArgs = Annotated[str, typer.Option(help="Arguments of pagoda serve that every --system gets.")]
+Peers = Annotated[str, typer.Option(help=f"{INSTALLED}, {NO_PEERS}, or any of {', '.join(PEERS)}; comma-separated.")]
+Gguf = Annotated[
+    Path | None, typer.Option(help="The model's GGUF file, for peers that read GGUF.", show_default="found")
+]
+Threads = Annotated[int | None, typer.Option(help="Compute threads of every system.", show_default="one per core")]
+Repeat = Annotated[int, typer.Option(min=1, help="Number of turns; reports give medians and the spread.")]
+Seed = Annotated[int, typer.Option(help="Seed of prompts, lengths and arrivals.")]
+Output = Annotated[Path, typer.Option(help="Output folder for JSON, Markdown and pictures.")]
 OUTPUT = Path("bench-results")
 
 
 def build_workload(name: str, model: str, seed: int, **shape: float) -> Workload:
-    """Raises BenchError if there is no such workload, or it does not take this."""
+    """Build a workload by name. Raise BenchError if there is none, or if it does not take these options."""
     if name not in WORKLOADS:
         raise BenchError(f"there is no workload {name!r}, there are: {', '.join(WORKLOADS)}")
     try:
         return WORKLOADS[name](vocab_size(model), seed, **shape)
     except TypeError as error:
-        raise BenchError(f"{name} does not take that: {error}") from error
+        raise BenchError(f"{name} does not take these options: {error}") from error
 
 
 def vocab_size(model: str) -> int:
@@ -69,7 +71,7 @@ def choose_systems(
     workloads: list[Workload],
     progress: Progress,
 ) -> list[System]:
-    """Ours first, then the peers. Raises BenchError if one that is named is not to be had."""
+    """Return Pagoda's systems first, then the peers. Raise BenchError if a named peer is not installed."""
     common = ["--model", model, "--threads", str(threads), *shlex.split(serve_args)]
     if address:
         ours = [running_server(address)]
@@ -97,7 +99,7 @@ def choose_systems(
 
 
 def peer_names(peers: str, model: str) -> list[str]:
-    if peers == NOBODY or (peers == INSTALLED and model == "synthetic"):
+    if peers == NO_PEERS or (peers == INSTALLED and model == "synthetic"):
         return []
     if peers == INSTALLED:
         return [name for name, spec in PEERS.items() if spec.interpreter()]

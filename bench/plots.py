@@ -1,4 +1,4 @@
-"""The pictures: latency distributions, throughput against streams, the batch over time. Drawn without a screen."""
+"""Pictures of latency distributions and of throughput, drawn without a screen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.measure import Run, Spread, Turns
 # Okabe and Ito's palette, safe for the colour-blind; its yellow is too pale for lines.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "os^Dv<>P"
-STYLE: dict[Any, Any] = {  # matplotlib's own type of it is a literal of every name
+STYLE: dict[Any, Any] = {  # matplotlib's own type lists every name as a literal
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titlelocation": "left",
@@ -35,7 +35,7 @@ LEAST_MS = 1.0
 
 
 def latency(systems: Sequence[Turns], title: str, path: Path) -> None:
-    """Cumulative distributions over all turns: time to first token, inter-token latency."""
+    """Draw cumulative distributions of TTFT and ITL over all turns."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(10, 4.4))
         axes = figure.subplots(1, 2, sharey=True)
@@ -56,7 +56,7 @@ def latency(systems: Sequence[Turns], title: str, path: Path) -> None:
 
 
 def concurrency(counts: Sequence[int], results: Sequence[Sequence[Turns]], title: str, path: Path) -> None:
-    """Medians, and bars from the least to the most: all streams' tokens/s, and each stream's time per token."""
+    """Draw total tokens/s and time per token of a stream: medians, with bars from minimum to maximum."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(10, 4.4))
         axes = figure.subplots(1, 2)
@@ -80,7 +80,7 @@ def concurrency(counts: Sequence[int], results: Sequence[Sequence[Turns]], title
 
 
 def modes(figures: Mapping[str, Mapping[int, Spread]], title: str, path: Path) -> None:
-    """Output tokens/s by batch size; a mode with one figure, which does not batch, is a level line."""
+    """Draw output tokens/s by batch size; a mode that does not batch has one figure, a level line."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7, 4.4))
         axis = figure.subplots()
@@ -110,7 +110,7 @@ def _cumulative(axis: Axes, names: Sequence[str], values_ms: Sequence[NDArray[np
         shares = np.arange(1, len(values) + 1) / len(values)
         axis.step(np.sort(values), shares, where="post", label=name, color=COLORS[at % len(COLORS)], linewidth=1.8)
     axis.set_xscale("log")
-    # Tokens of one message are 0 ms apart, for which a logarithm has no place: curves come in from the left.
+    # Tokens of one message are 0 ms apart, which a logarithmic axis cannot show: curves enter from the left.
     least = min((values[values > LEAST_MS].min(initial=np.inf) for values in values_ms), default=np.inf)
     axis.set_xlim(left=max(LEAST_MS, 0.8 * least) if np.isfinite(least) else None)
     axis.xaxis.set_major_formatter("{x:g}")

@@ -1,4 +1,4 @@
-"""Processes that the benchmark starts or measures: their end, and their memory."""
+"""Processes that the benchmark starts or measures: how they end, and how much memory they use."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STOP_TIMEOUT_S = 15.0
 def spawned(
     command: list[str], log: Path, stdin: int = subprocess.DEVNULL, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process with standard output on a pipe and standard error in `log`; with the block it ends, children included.
+    """Run a process inside a `with` block: standard output on a pipe, standard error in `log`. End its children too.
 
-    Its session is its own, which keeps a terminal's Ctrl-C from it: we alone are interrupted, and end it here.
+    It has a session of its own, so a terminal's Ctrl-C reaches only us, and we end it here.
     """
     with log.open("w") as stderr:
         process = subprocess.Popen(
@@ -47,7 +47,7 @@ def spawned(
 
 
 def peak_memory_bytes(pid: int) -> int | None:
-    """The sum of the peaks of resident memory of a process and its descendants; None where the kernel does not tell."""
+    """Sum the peak resident memory of a process and its descendants; None where the kernel does not report it."""
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         return sum(_high_water_bytes(process.pid) for process in processes)
@@ -56,7 +56,7 @@ def peak_memory_bytes(pid: int) -> int | None:
 
 
 def listener(address: str) -> int | None:
-    """The process that listens on a TCP address of this machine, where we may know."""
+    """Return the local process that listens on a TCP address; None if there is none or we may not see it."""
     host, _, port = address.rpartition(":")
     if host not in ("127.0.0.1", "localhost", "[::1]"):
         return None
@@ -71,7 +71,7 @@ def listener(address: str) -> int | None:
 
 
 def _high_water_bytes(pid: int) -> int:
-    # Not getrusage: its maximum starts from what the parent had at the fork.
+    # Not getrusage: its maximum starts from the parent's memory at the fork.
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -1,7 +1,8 @@
-"""`quality`: what a quantization costs, by what the engine's own runner makes of a text in each precision.
+"""The command `quality`: what a quantization costs, measured with the engine's own runner on a text.
 
-The text is read once in chunks of a step, and the logits after every token are compared with those of float32, in which
-the checkpoint's weights are whole. Then slices of it are continued greedily, as the engine would, all in one batch.
+The runner reads the text once, in chunks of a step. The logits after every token are compared with those of float32,
+which holds the checkpoint's weights exactly. Then slices of the text are continued greedily in one batch, as the engine
+does it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn import functional
 
-from bench import record, report
-from bench.errors import BenchError
+from bench import BenchError, record, report
 from bench.record import Setting
 from bench.report import Cells
 from bench.turns import bars
 from pagoda_server.cli.terminal import shown_progress
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.models import read_config
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
@@ -37,7 +38,7 @@ NUM_CONTINUATIONS = 20
 CONTINUATION_LEN = 48
 MIN_PROMPT_LEN = 4
 CHUNK_LEN = 512  # the engine's default token budget
-NORMAL_95 = 1.96  # standard errors to either side that hold 95 % of a normal distribution
+NORMAL_95 = 1.96  # standard errors on either side of the mean that hold 95 % of a normal distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Precision:
     quantization: Quantization
 
 
-# The first is what the others are compared with. bfloat16 shows how much of a difference is its own rounding.
+# The first is the base. bfloat16 shows how much of a difference comes from its rounding alone.
 PRECISIONS = (
     Precision("float32", "float32", "none"),
     Precision("bfloat16", "bfloat16", "none"),
@@ -57,16 +58,16 @@ PRECISIONS = (
 
 
 def precisions_of(folder: Path) -> list[Precision]:
-    """Those that the checkpoint can be read in: int4 only if it has such weights. Raises ConfigError as the engine."""
+    """The precisions for a checkpoint: int4 only if it has 4-bit weights. Raise ConfigError as the engine does."""
     has_int4 = read_config(folder).has_int4_weights
     return [precision for precision in PRECISIONS if has_int4 or precision.quantization != "int4"]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one precision makes of a text.
+    """The results of one precision on a text.
 
-    logits         [num_tokens - 1, vocab] after every token but the last, in the dtype of the weights
+    logits         [num_tokens - 1, vocab] after every token but the last, in the weights' dtype
     targets        [num_tokens - 1] int64, the tokens that follow
     continuations  the greedy output for each prompt
     """
@@ -78,16 +79,16 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """One precision against the base.
+    """One precision compared with the base.
 
-    perplexity     of the text: exp of the mean negative log-likelihood of its tokens
-    ratio          to the base's perplexity
-    ratio_margin   half the width of the ratio's 95 % interval, from the differences token by token: what another text
-                   of the same kind could give
-    agreement      share of positions, in the given text, whose most likely next token is the base's
+    perplexity     exp of the mean negative log-likelihood of the text's tokens
+    ratio          perplexity ÷ the base's
+    ratio_margin   half the width of the ratio's 95 % interval, from the differences token by token: how far another
+                   text of the same kind could move it
+    agreement      share of the text's positions where the most likely next token is the base's
     kl_nats        mean over positions of KL(base ‖ this)
-    identical      continuations that equal the base's to the last token
-    mean_common    tokens, mean length of the prefix that a continuation shares with the base's
+    identical      number of continuations equal to the base's
+    mean_common    mean number of tokens that a continuation shares with the base's from the start
     """
 
     perplexity: float
@@ -100,7 +101,7 @@ class Quality:
 
 
 def read(runner: ModelRunner, tokens: list[int], on_tokens: Callable[[int], None] = lambda count: None) -> Reading:
-    """Raises BenchError if the text has fewer tokens than there must be, or more than the runner can hold."""
+    """Run one precision on a text. Raise BenchError if the text is too short, or longer than the runner can hold."""
     shortest = NUM_CONTINUATIONS * MIN_PROMPT_LEN
     if not shortest <= len(tokens) <= runner.info.max_model_len:
         raise BenchError(f"the text has {len(tokens)} tokens, not {shortest} to {runner.info.max_model_len}")
@@ -109,9 +110,9 @@ def read(runner: ModelRunner, tokens: list[int], on_tokens: Callable[[int], None
 
 
 def text_logits(runner: ModelRunner, tokens: list[int], on_tokens: Callable[[int], None]) -> Tensor:
-    """`Reading.logits`: one chunked prefill, with nothing else in the cache."""
+    """Compute `Reading.logits` by one chunked prefill, with nothing else in the cache."""
     seq = _sequence(0, tokens, max_tokens=0)
-    seq.blocks = list(range(-(-len(tokens) // runner.info.kv_cache.block_size)))
+    seq.blocks = BlockTable(range(-(-len(tokens) // runner.info.kv_cache.block_size)))
     parts = []
     for start in range(0, len(tokens) - 1, CHUNK_LEN):
         chunk = Chunk(seq, start, min(CHUNK_LEN, len(tokens) - 1 - start), samples=False)
@@ -121,13 +122,13 @@ def text_logits(runner: ModelRunner, tokens: list[int], on_tokens: Callable[[int
 
 
 def prompts(tokens: list[int]) -> list[list[int]]:
-    """The text in as many equal slices as there are continuations, the rest of the division left out."""
+    """Cut the text into one equal slice per continuation; drop the remainder."""
     length = len(tokens) // NUM_CONTINUATIONS
     return [tokens[at * length : (at + 1) * length] for at in range(NUM_CONTINUATIONS)]
 
 
 def continuations(runner: ModelRunner, prompts: list[list[int]], on_tokens: Callable[[int], None]) -> list[list[int]]:
-    """The most likely tokens, one after another, as the engine's scheduler batches them; nothing ends them early."""
+    """Continue prompts greedily, batched by the engine's scheduler, to their full length."""
     scheduler = Scheduler(
         BlockPool(runner.info.num_blocks, runner.info.kv_cache.block_size),
         max_num_seqs=len(prompts),
@@ -142,11 +143,11 @@ def continuations(runner: ModelRunner, prompts: list[list[int]], on_tokens: Call
     while not (plan := scheduler.schedule()).is_empty:
         scheduler.commit(plan, runner.execute(plan))
         on_tokens(len(scheduler.take_output().tokens))
-    return [seq.tokens[seq.prompt_len :] for seq in seqs]
+    return [seq.tokens[seq.request.prompt_len :] for seq in seqs]
 
 
 def compare(base: Reading, other: Reading) -> Quality:
-    """Two readings of the same text. Everything is computed in float32, a chunk of positions at a time."""
+    """Compare two readings of the same text, in float32, a chunk of positions at a time."""
     losses, base_losses, same, divergences = [], [], [], []
     for start in range(0, len(base.targets), CHUNK_LEN):
         rows = slice(start, start + CHUNK_LEN)
@@ -182,7 +183,7 @@ def common_prefix_len(one: list[int], two: list[int]) -> int:
 
 
 def measure(folder: Path, tokens: list[int], threads: int) -> dict[str, Quality]:
-    """Every precision against the first, one model in memory at a time. Raises ConfigError if one cannot run here."""
+    """Compare each precision with the first, one model in memory at a time. Raise ConfigError if one cannot run."""
     found: dict[str, Quality] = {}
     base: Reading | None = None
     num_tokens = len(tokens) + NUM_CONTINUATIONS * CONTINUATION_LEN
@@ -201,7 +202,15 @@ def measure(folder: Path, tokens: list[int], threads: int) -> dict[str, Quality]
 
 
 def table(found: dict[str, Quality], num_tokens: int) -> Cells:
-    headings = ["precision", "perplexity", "÷ float32's", "same likeliest token", "KL nats", "identical", "in common"]
+    headings = [
+        "precision",
+        "perplexity",
+        "÷ float32's",
+        "same top token",
+        "KL nats",
+        "identical outputs",
+        "common prefix",
+    ]
     rows = []
     for name, quality in found.items():
         is_base = name == PRECISIONS[0].name
@@ -213,11 +222,11 @@ def table(found: dict[str, Quality], num_tokens: int) -> Cells:
             f"{quality.mean_common:.1f} of {CONTINUATION_LEN}",
         ]
         rows.append([name, f"{quality.perplexity:.3f}", *([report.NONE] * len(compared) if is_base else compared)])
-    return Cells(f"Quality: {num_tokens:,} tokens of text, and greedy continuations of slices of it", headings, rows)
+    return Cells(f"Quality on {num_tokens:,} tokens of text, and on greedy continuations of its slices", headings, rows)
 
 
 def quality(folder: Path, text: Path, *, threads: int, output: Path) -> None:
-    """Prints a table; writes quality.json and .md into the folder `output`."""
+    """Print a table; write quality.json and .md into the folder `output`."""
     console = Console(width=max(130, Console().width))
     setting = Setting.here(threads)
     tokens = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text.read_text()).ids
@@ -242,4 +251,4 @@ def quality(folder: Path, text: Path, *, threads: int, output: Path) -> None:
 
 def _sequence(number: int, tokens: list[int], max_tokens: int) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence(number, list(tokens), len(tokens), params, arrived=0.0, deadline=math.inf, bypass_cache=True)
+    return Sequence(number, list(tokens), Request(len(tokens), bypass_cache=True), params)

@@ -1,4 +1,4 @@
-"""Everything a reader needs to judge or repeat a measurement, as JSON."""
+"""JSON records with everything that a reader needs to judge or repeat a measurement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bench.measure import PERCENTILES, Run, Targets, Turns
 from bench.workloads import Workload
 
 PACKAGES = ("pagoda-server", "torch", "grpcio", "numpy")
-# Variables that choose the instructions of a system, by which results of two runs on one machine may differ.
+# Variables that choose a system's instruction set, so results on the same machine depend on them.
 INSTRUCTION_SETS = ("PAGODA_INSTRUCTION_SET", "LLAMA_SERVER", "OV_CPU_MAX_ISA", "ONEDNN_MAX_CPU_ISA")
 
 
@@ -54,7 +54,7 @@ class Setting:
 
 
 def usable_cores() -> int:
-    """Physical cores that this process may run on."""
+    """Number of physical cores that this process may use."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(allowed, psutil.cpu_count(logical=False) or allowed)
 
@@ -88,7 +88,7 @@ def document(setting: Setting, workload: Workload, seed: int, targets: Targets, 
 
 
 def figures(run: Run, targets: Targets) -> dict[str, Any]:
-    """A run's figures, and the times that they come from: for each request its kind, when due, when each token came."""
+    """A run's figures, and the times behind them: for each request its kind, due time and token arrivals."""
     return {
         "elapsed_s": run.elapsed_s,
         "output_tokens": run.output_tokens,

@@ -1,4 +1,4 @@
-"""Results as tables: Markdown for a page, the same cells for a terminal."""
+"""Results as tables, for a Markdown page and for a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NONE = "–"
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """A table: its title, headings, and rows of as many cells."""
+    """A table: title, headings, and rows of as many cells as headings."""
 
     title: str
     headings: list[str]
@@ -38,7 +38,7 @@ class Cells:
 
 
 def throughput(systems: list[Turns], targets: Targets) -> Cells:
-    """Medians over the turns; ratios turn by turn, of the first system to each other."""
+    """Medians over the turns, and the first system's ratio to each other system, turn by turn."""
     first = systems[0]
     headings = ["system", first.rate, f"{first.name} ÷ this", "requests/s", "goodput/s", "mean batch"]
     rows = [
@@ -57,17 +57,17 @@ def throughput(systems: list[Turns], targets: Targets) -> Cells:
 
 
 def against_the_best(systems: list[Turns]) -> Cells:
-    """One row for each system of ours: its rate over that of the best peer in the same turn."""
+    """One row per Pagoda system: its rate ÷ that of the best peer in the same turn."""
     peers = [turns for turns in systems if turns.is_peer]
     ours = [turns for turns in systems if not turns.is_peer]
     best = [max(peers, key=lambda peer: peer.rates[turn]).name for turn in range(len(systems[0].runs))]
     counts = ", ".join(f"{name} in {count} of {len(best)} turns" for name, count in Counter(best).most_common())
     rows = [[turns.name, spread(turns.ratios_to_best(peers), 2), counts] for turns in ours]
-    return Cells("Beside the best peer of each turn", ["system", "÷ the best of all peers", "the best"], rows)
+    return Cells("Compared with the best peer of each turn", ["system", "÷ best peer", "best peer"], rows)
 
 
 def latency(systems: list[Turns]) -> Cells:
-    """One row a system; one more for each kind of request that the workload tells apart."""
+    """One row per system, and one per kind of request that the workload separates."""
     percentiles = "/".join(f"p{p}" for p in PERCENTILES)
     headings = ["system", f"TTFT {percentiles} ms", f"ITL {percentiles} ms"]
     rows = []
@@ -78,7 +78,7 @@ def latency(systems: list[Turns]) -> Cells:
 
 
 def memory(systems: list[Turns]) -> Cells:
-    headings = ["system", "peak memory GB", "KV blocks in use, mean", "peak", "of their slots empty"]
+    headings = ["system", "peak memory GB", "KV blocks in use, mean", "peak", "empty slots in them"]
     rows = [
         [
             turns.name,
@@ -105,7 +105,7 @@ def describe(workload: Workload) -> str:
 
 
 def page(title: str, setting: Setting, parts: list[Cells], systems: list[Turns], pictures: list[str]) -> str:
-    """A Markdown page that says what was measured, with which command, on what, and what came out."""
+    """Return a Markdown page: the command, the machine, versions, tables and pictures."""
     versions = ", ".join(f"{name} {number}" for name, number in setting.versions.items())
     lines = [
         f"# {title}",
@@ -125,7 +125,7 @@ def page(title: str, setting: Setting, parts: list[Cells], systems: list[Turns],
 
 
 def spread(values: Spread, digits: int) -> str:
-    """The median, and the range where there is one."""
+    """Format the median, and the range unless all values are equal."""
     middle = f"{values.median:.{digits}f}"
     if values.least == values.most:
         return middle

@@ -1,4 +1,4 @@
-"""What a workload can be run on: Pagoda servers with any arguments, a server that runs already, and peers."""
+"""The systems that a workload can run on: Pagoda servers, a server that already runs, and peers."""
 
 from __future__ import annotations
 
@@ -8,27 +8,35 @@ import functools
 import itertools
 import re
 import shlex
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from bench import driver
-from bench.errors import BenchError
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bench import BenchError, driver
 from bench.measure import Run
 from bench.peers.peer import PeerSettings
 from bench.peers.process import peer_process
 from bench.peers.registry import PEERS
-from bench.processes import listener, peak_memory_bytes
-from bench.server import served
+from bench.processes import listener, peak_memory_bytes, spawned
 from bench.workloads import Workload
 
 OnTokens = Callable[[int], None]
-_VARIABLE = re.compile(r"[A-Za-z_]\w*=")  # as a shell reads the words before a command
+START_TIMEOUT_S = 180.0
+POLL_S = 0.05
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=")  # an assignment before a command, as in a shell
 
 
 class Started(Protocol):
-    """A system that is loaded and warm."""
+    """A system that is loaded and warmed up."""
 
     @property
     def versions(self) -> dict[str, str]: ...
@@ -38,7 +46,7 @@ class Started(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`start` makes it ready for the length of a block: a turn, so that none is there in another's."""
+    """A system that can be started. `start` runs it for one `with` block, so that it uses nothing in others' turns."""
 
     name: str
     command: str
@@ -58,7 +66,7 @@ class _Pagoda:
 
 
 def pagoda_server(name: str, arguments: list[str], environment: Mapping[str, str] | None = None) -> System:
-    """A server of our own with these arguments of `pagoda serve`, and these variables beside our own."""
+    """A `pagoda serve` of our own with these arguments, and these environment variables added."""
     environment = environment or {}
 
     @contextlib.contextmanager
@@ -71,7 +79,7 @@ def pagoda_server(name: str, arguments: list[str], environment: Mapping[str, str
 
 
 def running_server(address: str) -> System:
-    """A server that somebody else has started."""
+    """A server that is already running."""
 
     @contextlib.contextmanager
     def start() -> Iterator[Started]:
@@ -81,13 +89,13 @@ def running_server(address: str) -> System:
 
 
 def peer(name: str, settings: PeerSettings) -> System:
-    """Raises BenchError if it is not installed."""
+    """A peer by name. Raise BenchError if it is not installed."""
     python = PEERS[name].interpreter()
     if python is None:
-        raise BenchError(f"{name} is not installed: docs/benchmark.md says how")
+        raise BenchError(f"{name} is not installed: docs/benchmark.md says how to install it")
     return System(
         name,
-        f"{PEERS[name].module} in a process of its own",
+        f"{PEERS[name].module} in its own process",
         functools.partial(_start_peer, name, python, settings),
         is_peer=True,
     )
@@ -98,9 +106,60 @@ def _start_peer(name: str, python: str, settings: PeerSettings) -> AbstractConte
 
 
 def parse_system(text: str, common: list[str]) -> System:
-    """From "NAME:VARIABLE=VALUE … ARGUMENTS of pagoda serve"; the common arguments come first, so that its own win."""
+    """Parse "NAME:VARIABLE=VALUE … ARGUMENTS of pagoda serve"; these arguments override the common ones."""
     name, _, rest = text.partition(":")
     words = shlex.split(rest)
     variables = list(itertools.takewhile(_VARIABLE.match, words))
     environment = dict(variable.split("=", 1) for variable in variables)
     return pagoda_server(name, common + words[len(variables) :], environment)
+
+
+# -- a server's process ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    address: str
+    pid: int
+
+
+def serve_command(arguments: list[str]) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "pagoda_server.cli",
+        "serve",
+        "--listen",
+        "127.0.0.1:0",
+        "--log-level",
+        "warning",
+        *arguments,
+    ]
+
+
+@contextlib.contextmanager
+def served(arguments: list[str], environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Run `pagoda serve` on a free port until it is ready, or raise BenchError with the end of its log.
+
+    environment   variables added to this process's own
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with spawned(serve_command(arguments), log, environment=environment) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line.startswith("listening on ") or not becomes_ready(line.split()[-1], process):
+                raise BenchError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
+            yield Server(line.split()[-1], process.pid)
+
+
+def becomes_ready(address: str, process: subprocess.Popen[str]) -> bool:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(grpc.RpcError):
+                if stub.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING:
+                    return True
+            time.sleep(POLL_S)
+    return False

@@ -1,4 +1,4 @@
-"""Systems run in turns: every turn runs each once, so that what disturbs the machine for a while disturbs all."""
+"""Run systems in turns, each once per turn, so that a disturbance of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bench.workloads import Workload
 
 
 class Bars:
-    """One bar over all output tokens of all turns, with what is at work now."""
+    """A progress bar over the output tokens of all turns, with a description of the current run."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
@@ -32,7 +32,7 @@ class Bars:
 
     @contextmanager
     def part(self, description: str, tokens: int) -> Iterator[None]:
-        """`add` need not come to `tokens` exactly: some systems report now and then."""
+        """One run. The sum of `add` need not equal `tokens`: some systems report only now and then."""
         self._aim += tokens
         self._progress.update(self._task, description=description)
         yield
@@ -57,14 +57,14 @@ def bars(total_tokens: int) -> Iterator[Bars]:
 
 
 def run_turns(systems: list[System], workloads: list[Workload], repeat: int) -> list[list[Turns]]:
-    """One list for each workload, with one entry for each system. A system is started once a turn."""
+    """Return a list per workload with an entry per system. A system is started once per turn."""
     results = [
         [Turns(system.name, system.command, is_peer=system.is_peer, rate=workload.rate) for system in systems]
         for workload in workloads
     ]
     with bars(repeat * len(systems) * sum(workload.output_tokens for workload in workloads)) as shown:
         for turn in range(repeat):
-            # Every other turn backwards: a machine that grows hotter, or busier, favours nobody.
+            # Every other turn runs in reverse order, so that a machine that grows hotter or busier favours no system.
             order = range(len(systems)) if turn % 2 == 0 else reversed(range(len(systems)))
             for at in order:
                 name = systems[at].name

@@ -1,14 +1,16 @@
-"""Workloads by name: what is asked, of which length, and when. A seed gives the same requests everywhere."""
+"""Workloads by name: prompts, lengths and arrival times. The same seed gives the same requests everywhere."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from bench.measure import OUTPUT_RATE, PROMPT_RATE, Rate
 
+TEXT = Path(__file__).with_name("quality_text.txt")  # prose for where random tokens will not do
 DEFAULT_RATE = 2.0  # requests a second
 RAG_PROMPT_LEN = 4096
 SHARED_PREFIX_LEN = 512
@@ -17,10 +19,10 @@ PREFILL_PROMPT_LEN = 512
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Greedy, end-of-sequence ignored, so that every system generates exactly output_len tokens.
+    """A greedy request. End of sequence is ignored, so every system generates exactly output_len tokens.
 
-    arrival_s  when it is sent, in seconds from the run's start, whatever became of those before it (open loop)
-    kind       what reports tell apart within a workload
+    arrival_s  when it is sent, in seconds from the run's start, whether or not earlier requests are done (open loop)
+    kind       label by which reports separate the requests of a workload
     """
 
     prompt: list[int]
@@ -32,9 +34,9 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Workload:
     """
-    reuses_prefixes   prefix caches are on; in every other workload repetitions are to measure the same work
-    one_at_a_time     each request is sent when the one before is done (closed loop); arrival_s does not count
-    rate              what reports compare systems by
+    reuses_prefixes   prefix caches are on; they are off in all other workloads, so that each turn does the same work
+    one_at_a_time     each request is sent when the one before is done (closed loop); arrival_s is ignored
+    rate              the figure by which reports compare systems
     """
 
     name: str
@@ -57,19 +59,19 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Prompt and output of the longest request."""
+        """Tokens of the longest request, prompt and output."""
         return max(len(request.prompt) + request.output_len for request in self.requests)
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Random lengths and prompts of a vocabulary, from one seed."""
+    """Random lengths and prompts, from one seed."""
 
     random: np.random.Generator
     vocab_size: int
 
     def lengths(self, count: int, mean: float, spread: float, least: int, most: int) -> list[int]:
-        """Log-normal, `mean` and `spread` those of the logarithm, as conversations are: a few are much longer."""
+        """Draw log-normal lengths, as in conversations; `mean` and `spread` are those of the logarithm."""
         return [min(most, max(least, int(length))) for length in self.random.lognormal(mean, spread, count)]
 
     def prompt(self, length: int) -> list[int]:
@@ -84,31 +86,31 @@ class Draw:
 
 
 def mixed(vocab_size: int, seed: int = 0, count: int = 64) -> Workload:
-    """All at once; prompt and output lengths log-normal."""
+    """Requests with log-normal prompt and output lengths, all at once."""
     return Workload("mixed", Draw(np.random.default_rng(seed), vocab_size).mixed(count))
 
 
 def single(vocab_size: int, seed: int = 0) -> Workload:
-    """One stream: a prompt of 64 tokens, 128 out."""
+    """One stream: a prompt of 64 tokens, an output of 128."""
     return Workload("single", [Request(Draw(np.random.default_rng(seed), vocab_size).prompt(64), 128)])
 
 
 def prefill(vocab_size: int, seed: int = 0, count: int = 16) -> Workload:
-    """Prompts of 512 tokens one after the other, each with one token out: its TTFT is all there is."""
+    """Prompts of 512 tokens, one after the other, with an output of one token: prefill alone."""
     draw = Draw(np.random.default_rng(seed), vocab_size)
     requests = [Request(draw.prompt(PREFILL_PROMPT_LEN), 1) for _ in range(count)]
     return Workload("prefill", requests, one_at_a_time=True, rate=PROMPT_RATE)
 
 
 def chat(vocab_size: int, seed: int = 0, count: int = 16) -> Workload:
-    """Short in, long out, all at once: decoding decides."""
+    """Short prompts and long outputs, all at once: decoding dominates."""
     draw = Draw(np.random.default_rng(seed), vocab_size)
     lengths = zip(draw.lengths(count, 3.2, 0.5, 8, 64), draw.lengths(count, 5.5, 0.4, 64, 512), strict=True)
     return Workload("chat", [Request(draw.prompt(prompt_len), output_len) for prompt_len, output_len in lengths])
 
 
 def rag(vocab_size: int, seed: int = 0, count: int = 4, short: int = 16, every_s: float = 0.5) -> Workload:
-    """Prompts of 4,096 tokens with 64 out, all at once; short requests arrive one by one while those are computed."""
+    """Prompts of 4,096 tokens with outputs of 64, all at once; short requests arrive while they are computed."""
     draw = Draw(np.random.default_rng(seed), vocab_size)
     requests = [Request(draw.prompt(RAG_PROMPT_LEN), 64, kind="long") for _ in range(count)]
     requests += [Request(draw.prompt(32), 16, arrival_s=every_s * (at + 1), kind="short") for at in range(short)]
@@ -116,7 +118,7 @@ def rag(vocab_size: int, seed: int = 0, count: int = 4, short: int = 16, every_s
 
 
 def shared_prefix(vocab_size: int, seed: int = 0, count: int = 32, every_s: float = 0.1) -> Workload:
-    """One prefix of 512 tokens, as a system prompt is, then 32 tokens of each request's own; 32 out."""
+    """Prompts that share a prefix of 512 tokens, such as a system prompt, and add 32 of their own; outputs of 32."""
     draw = Draw(np.random.default_rng(seed), vocab_size)
     prefix = draw.prompt(SHARED_PREFIX_LEN)
     requests = [Request(prefix + draw.prompt(32), 32, arrival_s=every_s * at) for at in range(count)]
@@ -124,7 +126,7 @@ def shared_prefix(vocab_size: int, seed: int = 0, count: int = 32, every_s: floa
 
 
 def burst(vocab_size: int, seed: int = 0, count: int = 96, waves: int = 3, every_s: float = 4.0) -> Workload:
-    """Waves of requests like `mixed`, each wave at one moment, whether or not the one before is done."""
+    """Waves of requests like `mixed`; a wave arrives at one moment, whether or not the last one is done."""
     draw = Draw(np.random.default_rng(seed), vocab_size)
     requests = [
         Request(request.prompt, request.output_len, arrival_s=every_s * (at * waves // count), kind="")
@@ -134,7 +136,7 @@ def burst(vocab_size: int, seed: int = 0, count: int = 96, waves: int = 3, every
 
 
 def poisson(vocab_size: int, seed: int = 0, count: int = 64, rate: float = DEFAULT_RATE) -> Workload:
-    """Requests like `mixed` that arrive independently of each other and of the server, `rate` a second on average."""
+    """Requests like `mixed` with Poisson arrivals, `rate` per second on average."""
     draw = Draw(np.random.default_rng(seed), vocab_size)
     requests = draw.mixed(count)
     arrivals = np.cumsum(draw.random.exponential(1 / rate, count))
@@ -148,7 +150,7 @@ def poisson(vocab_size: int, seed: int = 0, count: int = 64, rate: float = DEFAU
 
 
 def uniform(vocab_size: int, seed: int, count: int, prompt_len: int, output_len: int) -> Workload:
-    """`count` requests of one length at once."""
+    """`count` requests of the same length, all at once."""
     draw = Draw(np.random.default_rng(seed), vocab_size)
     return Workload("uniform", [Request(draw.prompt(prompt_len), output_len) for _ in range(count)])
 

@@ -1,4 +1,7 @@
-"""What carries messages between a router and an engine: the interface of both ends, and the shared-memory transport.
+"""Connections between a router and an engine: their interface, and the transport over shared memory.
 
-It knows nothing of what the messages say.
+address    the addresses that command lines take     listening  how a server binds one
+link       the interface of a connection             shm, ring  connections over shared memory
+
+The room does not know what the messages say.
 """

@@ -1,7 +1,7 @@
-"""What an address says of the transport.
+"""Addresses, whose first letters name the transport.
 
-shm:PATH   shared memory, offered on a Unix socket at a path, its owner's alone (mode 0600)
-shm:@NAME  the same on a socket in Linux' abstract namespace: there is no file, so nothing can stay behind
+shm:PATH   shared memory, offered on a Unix socket at a path that only its owner can open (mode 0600)
+shm:@NAME  the same on a socket in Linux's abstract namespace, which has no file that could be left behind
 unix:PATH  gRPC on a Unix socket
 HOST:PORT  gRPC on TCP; an IPv6 address stands in brackets
 """
@@ -29,10 +29,11 @@ def is_unix(address: str) -> bool:
 
 
 def check_address(address: str, *, can_be_shm: bool, lowest_port: int) -> None:
-    """
-    lowest_port  0 where a server may take a free one, else 1
+    """Raise ValueError, which says what is wrong, unless `address` is valid.
 
-    Raises ValueError that says what is wrong: of itself gRPC takes a port modulo 65536.
+    lowest_port  0 for a server, which may take a free port; otherwise 1
+
+    gRPC itself does not check ports: it takes them modulo 65536.
     """
     if is_unix(address) or (is_shm(address) and can_be_shm):
         if address.partition(":")[2] in ("", "@"):
@@ -46,27 +47,27 @@ def check_address(address: str, *, can_be_shm: bool, lowest_port: int) -> None:
 
 
 def host_of(address: str) -> str:
-    """Of HOST:PORT, without brackets."""
+    """The host of HOST:PORT, without brackets."""
     return address.rpartition(":")[0].strip("[]")
 
 
 def is_local(address: str) -> bool:
-    """Whether it is this machine's alone: shared memory, a Unix socket or a loopback address."""
+    """Whether only this machine can reach it: shared memory, a Unix socket or a loopback address."""
     if is_shm(address) or is_unix(address):
         return True
     try:
         return ipaddress.ip_address(host_of(address)).is_loopback
-    except ValueError:  # a name, which may mean any machine, whatever it looks like
+    except ValueError:  # a name: it may resolve to any machine, even if it looks like a loopback address
         return host_of(address) == "localhost"
 
 
 def socket_name(address: str) -> str:
-    """What a Unix socket is bound to for a shm address; an abstract name starts with a zero byte."""
+    """The name that a shm address's Unix socket is bound to; an abstract name starts with a zero byte."""
     name = address.removeprefix(SHM_PREFIX)
     return "\0" + name[1:] if name.startswith("@") else name
 
 
 def socket_file(address: str) -> str | None:
-    """Of a shm address; None for an abstract name."""
+    """The path of a shm address's socket; None for an abstract name."""
     name = socket_name(address)
     return None if name.startswith("\0") else name

@@ -1,4 +1,4 @@
-"""One open connection between a router and an engine, as either end sees it, whatever carries it."""
+"""The interface of a connection between a router and an engine, the same for both ends and every transport."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 
 class Link(Protocol[Incoming_co, Outgoing_contra]):
-    """Messages arrive whole, in order, once. One task reads and one task writes.
+    """An open connection that delivers whole messages, in order, once. One task reads and one task writes.
 
-    Both calls raise ConnectionError when the connection breaks or the other end says what is no message.
+    Both `read` and `write` raise ConnectionError when the connection breaks or the other end sends an invalid message.
     """
 
     async def read(self) -> Incoming_co | None:
-        """The next message; None when the other end is gone."""
+        """Wait for the next message; return None when the other end is gone."""
 
     async def write(self, message: Outgoing_contra) -> None:
-        """Returns when the message is on its way, and waits while the other end has no room for it.
+        """Send a message, waiting while the other end has no room for it.
 
-        A write that is cancelled may leave half a message: close the link then.
+        A cancelled write may leave half a message behind: close the link after one.
         """
 
     @property
     def is_free(self) -> bool:
-        """Whether `try_write` can be called: nothing is being written. Never over a transport with turns of its own."""
+        """Whether `try_write` may be called: no write is under way. Always False where the transport queues writes."""
 
     def try_write(self, message: Outgoing_contra) -> bool:
-        """Writes a message within the call if all of it has room. False, and nothing written, where it has not."""
+        """Write a message without waiting if all of it has room. Otherwise write nothing and return False."""
 
     def close(self) -> None:
-        """Ends a read that waits (with None) and a write that waits (with ConnectionError)."""
+        """End a waiting read (it returns None) and a waiting write (it raises ConnectionError)."""

@@ -1,4 +1,4 @@
-"""Where models come from: a name, a folder or a file becomes a Hugging Face folder that router and engine can read."""
+"""Finds and imports models: a name, a folder or a file becomes a Hugging Face folder for router and engine."""
 
 from pagoda_server.checkpoints.catalog import (
     DEFAULT_MODEL,
@@ -8,8 +8,8 @@ from pagoda_server.checkpoints.catalog import (
     list_models,
     resolve,
 )
-from pagoda_server.checkpoints.errors import CheckpointError
-from pagoda_server.checkpoints.manifest import verify
+from pagoda_server.checkpoints.files import verify
+from pagoda_server.checkpoints.folder import CheckpointError
 from pagoda_server.checkpoints.progress import PrintedProgress, Progress
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`python -m pagoda_server.checkpoints MODEL` prints the model's folder, imported first where that is needed."""
+"""`python -m pagoda_server.checkpoints MODEL` imports a model if necessary and prints its folder."""
 
 from __future__ import annotations
 

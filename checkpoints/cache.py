@@ -1,9 +1,9 @@
-"""The cache of imported models: each is built once, by one process, and appears whole or not at all.
+"""The cache of imported models. One process builds each model once, and it appears whole or not at all.
 
 models/NAME    published folders, each with its manifest
-work/NAME      of an import under way: finished stages, kept for the next try if it dies, and the folder being built
-locks/NAME     held by the process that imports NAME; released by the kernel if that process dies
-sources/…      checksums of GGUF files already read, so that a file is not hashed at every start
+work/NAME      an import in progress: the folder being built, and finished stages, which the next try reuses
+locks/NAME     held by the process that imports NAME; the kernel releases it if that process dies
+sources/…      checksums of GGUF files, so that a file is not hashed at every start
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagoda_server.checkpoints.errors import CheckpointError
-from pagoda_server.checkpoints.files import remove_tree, sync
-from pagoda_server.checkpoints.manifest import is_intact, seal
+from pagoda_server.checkpoints.files import is_intact, remove_tree, seal, sync
+from pagoda_server.checkpoints.folder import CheckpointError
 from pagoda_server.checkpoints.progress import Progress
 
 LOCK_POLL_S = 0.1
 DRAFT = "draft"
 
-# Called with the folder for stages worth keeping and the empty folder to fill.
+# Called with a folder for stages worth keeping and the empty folder to fill.
 Build = Callable[[Path, Path], None]
 
 
@@ -50,7 +49,7 @@ class Cache:
         return sorted(path.name for path in models.iterdir() if is_intact(path)) if models.is_dir() else []
 
     def obtain(self, name: str, build: Build, progress: Progress) -> Path:
-        """The published folder `name`; built first where it is missing, damaged or of an older format.
+        """Return the published folder `name`, building it if it is missing, damaged or of an older format.
 
         Raises CheckpointError if the build does, or if the disk is full or cannot be written.
         """
@@ -83,7 +82,7 @@ class Cache:
         return folder
 
     def _remove_abandoned_drafts(self) -> None:
-        """A killed import leaves its draft, the largest part, for its next try; other imports need the disk now."""
+        """Remove what killed imports were building: it is large, and their next try builds it again."""
         for draft in (self.root / "work").glob(f"*/{DRAFT}"):
             with self._lock_file(draft.parent.name) as lock:
                 if _try_lock(lock):
@@ -92,7 +91,7 @@ class Cache:
     @contextmanager
     def _locked(self, name: str, progress: Progress) -> Iterator[None]:
         with self._lock_file(name) as lock:
-            waiting = f"Waiting for another process that imports {name}"
+            waiting = f"Waiting for another process to import {name}"
             if not _try_lock(lock):
                 progress(waiting, 0, 0)
                 while not _try_lock(lock):

@@ -1,4 +1,4 @@
-"""From what a user calls a model to its folder, and the list of what can be called."""
+"""Names of models: finds the folder for any name that a user may give, and lists the models available by name."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ from pathlib import Path
 
 from pagoda_server.checkpoints import default_model, synthetic
 from pagoda_server.checkpoints.cache import Cache
-from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.files import MANIFEST, read_manifest
+from pagoda_server.checkpoints.folder import CheckpointError, check_folder, obtain_hub_model, read_json_object
 from pagoda_server.checkpoints.gguf_import import obtain_gguf_model
-from pagoda_server.checkpoints.hub import obtain_hub_model
-from pagoda_server.checkpoints.json_file import read_json_object
-from pagoda_server.checkpoints.local import check_folder
-from pagoda_server.checkpoints.manifest import MANIFEST, read_manifest
 from pagoda_server.checkpoints.progress import Progress, no_progress
 
 DEFAULT_MODEL = default_model.NAME
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_LONGEST_TOLD = 200
+_LONGEST_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """
-    name    what was asked for, but a folder's own name where that was asked for by its path, or made of a .gguf file
-    folder  with config.json, tokenizer.json and, but for the synthetic model, safetensors weights
+    """A model's name and folder.
+
+    name    as the user gave it; for a path or a .gguf file, the folder's own name
+    folder  holds config.json, tokenizer.json and, except for the synthetic model, safetensors weights
     """
 
     name: str
@@ -34,17 +32,17 @@ class FoundModel:
 
 
 def resolve(model: str, progress: Progress | None = None) -> Path:
-    """The Hugging Face folder of a model, as `find_model` has it."""
+    """The folder that `find_model` finds."""
     return find_model(model, progress).folder
 
 
 def find_model(model: str, progress: Progress | None = None) -> FoundModel:
-    """The Hugging Face folder of a model, imported first where that is needed.
+    """Find a model's Hugging Face folder, importing the model first if necessary.
 
     model   the default model's name, "synthetic", the name of an imported model, a folder, a .gguf file, or a name on
             the Hugging Face Hub ("org/name")
 
-    Raises CheckpointError if there is no such model, or it is broken, unsupported or cannot be fetched.
+    Raises CheckpointError if there is no such model, or if it is broken, unsupported or cannot be fetched.
     """
     try:
         return _find(model, Cache.default(), progress or no_progress)
@@ -76,12 +74,12 @@ def _find(model: str, cache: Cache, progress: Progress) -> FoundModel:
 
 
 def _shortened(model: str) -> str:
-    return repr(model if len(model) <= _LONGEST_TOLD else f"{model[:_LONGEST_TOLD]}…")
+    return repr(model if len(model) <= _LONGEST_SHOWN else f"{model[:_LONGEST_SHOWN]}…")
 
 
 @dataclass(frozen=True, slots=True)
 class AvailableModel:
-    """folder and size_bytes (of its files) are None for a model that its first use will import."""
+    """A model available by name; `folder` and `size_bytes` (of its files) are None if its first use will import it."""
 
     name: str
     family: str
@@ -90,7 +88,7 @@ class AvailableModel:
 
 
 def list_models() -> list[AvailableModel]:
-    """What can be served by name: the default and the synthetic model, and whatever the cache holds."""
+    """The models that can be served by name: the default model, the synthetic model, and those in the cache."""
     cache = Cache.default()
     families = {default_model.NAME: default_model.FAMILY, synthetic.NAME: synthetic.FAMILY}
     names = [*families, *(name for name in cache.published_names() if name not in families)]

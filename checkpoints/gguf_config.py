@@ -1,4 +1,4 @@
-"""GGUF metadata → config.json, for the architectures that the engine runs. A new family is an entry in FAMILIES."""
+"""Converts GGUF metadata to config.json, for the architectures in FAMILIES, where a new family is an entry."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.folder import CheckpointError
 from pagoda_server.checkpoints.gguf_file import GgufFile
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -20,11 +20,11 @@ _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the files of an architecture differ from those of others.
+    """How an architecture's files differ from those of others.
 
-    norms               of a layer: the name in the GGUF, and in the checkpoint
-    interleaved_rotary  whether the GGUF keeps the rows of Q and K in the order of interleaved rotary pairs
-    qkv_bias            None if the file decides
+    norms               of a layer: the GGUF's names, and the checkpoint's
+    interleaved_rotary  the GGUF keeps the rows of Q and K in the order of interleaved rotary pairs
+    qkv_bias            None: the file decides
     """
 
     transformers_class: str
@@ -43,7 +43,7 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes that both the configuration and the weights depend on; head_dim is that of queries, keys and values."""
+    """The sizes that both the configuration and the weights depend on; queries, keys and values share `head_dim`."""
 
     family: str
     num_layers: int
@@ -59,7 +59,7 @@ class ModelShape:
 
 
 def read_shape(file: GgufFile) -> ModelShape:
-    """Raises CheckpointError for an architecture, or a variant of one, that the engine has no code for."""
+    """Read a model's sizes. Raises CheckpointError for an architecture or variant that is not supported."""
     arch = file.architecture
     if arch not in FAMILIES:
         raise CheckpointError(f"{file.name} holds a {arch} model; supported architectures: {', '.join(FAMILIES)}")
@@ -91,7 +91,7 @@ def read_shape(file: GgufFile) -> ModelShape:
 
 
 def config_of(file: GgufFile, shape: ModelShape) -> dict[str, object]:
-    """The model's config.json, with `rope_theta` and `rope_scaling` where every version of transformers finds them."""
+    """Make config.json, with `rope_theta` and `rope_scaling` where every version of transformers finds them."""
     arch = shape.family
     config: dict[str, object] = {
         "architectures": [FAMILIES[arch].transformers_class],
@@ -111,7 +111,7 @@ def config_of(file: GgufFile, shape: ModelShape) -> dict[str, object]:
         "rope_scaling": _rope_scaling(file, shape),
         "tie_word_embeddings": shape.tied_embeddings,
     }
-    if arch != "qwen2":  # there the biases are part of the architecture
+    if arch != "qwen2":  # whose biases are part of the architecture
         config["attention_bias"] = shape.qkv_bias
     if arch == "llama":
         config["mlp_bias"] = shape.mlp_bias
@@ -122,7 +122,7 @@ def config_of(file: GgufFile, shape: ModelShape) -> dict[str, object]:
 
 
 def _context_len(file: GgufFile) -> int:
-    """Up to a sliding window's length, windowed attention is full attention: beyond it the model is not offered."""
+    """The context length, at most a sliding window: within it, windowed attention equals full attention."""
     context_len = file.integer(f"{file.architecture}.context_length")
     window = file.integer(f"{file.architecture}.attention.sliding_window", 0)
     return min(context_len, window) if window else context_len
@@ -147,9 +147,9 @@ def _rope_scaling(file: GgufFile, shape: ModelShape) -> dict[str, object] | None
 
 
 def _llama3_scaling(file: GgufFile, shape: ModelShape) -> dict[str, object]:
-    """The parameters whose frequency factors are those that the file holds in place of them.
+    """Recover the scaling parameters from the frequency factors that the file holds in their place.
 
-    Every published Llama 3.1, 3.2 and 3.3 has the same ones but for `factor`, which is the factor of the slowest pair.
+    All published Llama 3.1, 3.2 and 3.3 models share these parameters except `factor`, that of the slowest pair.
     """
     found = np.asarray(file.tensors[ROPE_FACTORS].data, dtype=np.float32)
     factor, low_freq_factor, high_freq_factor, original_len = float(found[-1]), 1.0, 4.0, 8192
@@ -158,7 +158,7 @@ def _llama3_scaling(file: GgufFile, shape: ModelShape) -> dict[str, object]:
     smooth = (original_len / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
     expected = 1 / (np.clip(smooth, 0, 1) + (1 - np.clip(smooth, 0, 1)) / factor)
     if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-3):
-        raise CheckpointError(f"{file.name} has rotary frequency factors that are not those of Llama 3")
+        raise CheckpointError(f"{file.name} has rotary frequency factors that differ from those of Llama 3")
     return {
         "rope_type": "llama3",
         "factor": factor,

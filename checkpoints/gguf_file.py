@@ -1,4 +1,4 @@
-"""An opened GGUF file with typed access to its metadata; whatever is wrong with it is one CheckpointError."""
+"""Reads GGUF files with typed access to their metadata. Anything wrong with a file raises CheckpointError."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import gguf
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.folder import CheckpointError
 
 T = TypeVar("T")
 
 
 class _BoundedReader(gguf.GGUFReader):
-    """Fails at the end of the file, where the package's reader goes on reading nothing for as long as a length says."""
+    """A reader that fails at the end of the file; the package's own reads nothing for as long as a bad length says."""
 
     def _get(
         self, offset: int, dtype: DTypeLike, count: int = 1, override_order: Literal["I", "S", "<"] | None = None
     ) -> NDArray[Any]:
         end = int(offset) + np.dtype(dtype).itemsize * int(count)
         if not 0 <= end <= len(self.data):
-            raise ValueError(f"it has {len(self.data)} bytes where {end} are needed")
+            raise ValueError(f"the file has {len(self.data)} bytes, but {end} are needed")
         return super()._get(offset, dtype, count, override_order)
 
 
 class GgufFile:
-    """Metadata is read at once; tensors stay on the disk until their data is touched.
+    """An open GGUF file. Metadata is read at once; tensors stay on the disk until their data is touched.
 
-    Raises CheckpointError if the file is no GGUF file, is truncated or contradicts itself.
+    Raises CheckpointError if the file is not a GGUF file, is truncated or contradicts itself.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class GgufFile:
                 raise CheckpointError(f"{path.name} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
         try:
             self._reader = _BoundedReader(path)
-        except Exception as error:  # the reader takes lengths on trust: a bad one surfaces as any error of numpy's
+        except Exception as error:  # the reader trusts lengths: a bad one may raise anything in NumPy
             raise CheckpointError(f"{path.name} is truncated or corrupt: {error}") from error
         self.tensors: dict[str, gguf.ReaderTensor] = {tensor.name: tensor for tensor in self._reader.tensors}
         self.architecture = self.text("general.architecture")
@@ -55,7 +55,7 @@ class GgufFile:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._value(key, float, default)
-        return float(str(np.float32(value)))  # 1e-05 was written, 9.999999747378752e-06 is what float32 made of it
+        return float(str(np.float32(value)))  # 1e-05, not float32's 9.999999747378752e-06
 
     def texts(self, key: str) -> list[str]:
         return [str(value) for value in self._value(key, list, None)]
@@ -73,12 +73,13 @@ class GgufFile:
         field = self._reader.get_field(key)
         if field is None:
             if default is None:
-                raise CheckpointError(f"{self.name} has no metadata named {key}")
+                raise CheckpointError(f"{self.name} has no metadata field {key}")
             return default
         try:
             value: Any = field.contents()
         except (ValueError, IndexError) as error:
-            raise CheckpointError(f"{self.name} has unreadable metadata under {key}: {error}") from error
+            raise CheckpointError(f"{self.name} has an unreadable metadata field {key}: {error}") from error
         if not isinstance(value, kind):
-            raise CheckpointError(f"{self.name} has a {type(value).__name__} under {key}, not a {kind.__name__}")
+            found = type(value).__name__
+            raise CheckpointError(f"{self.name}: the metadata field {key} is a {found}, not a {kind.__name__}")
         return value

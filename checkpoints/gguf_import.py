@@ -1,4 +1,4 @@
-"""A .gguf file → a Hugging Face folder."""
+"""Converts a .gguf file to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import re
 from pathlib import Path
 
 from pagoda_server.checkpoints.cache import Cache
-from pagoda_server.checkpoints.errors import CheckpointError
 from pagoda_server.checkpoints.files import sha256_of, written_whole
-from pagoda_server.checkpoints.json_file import write_json
+from pagoda_server.checkpoints.folder import CheckpointError, write_json
 from pagoda_server.checkpoints.progress import Progress
 
 
 def obtain_gguf_model(path: Path, cache: Cache, progress: Progress) -> Path:
-    """The folder made from this file's contents, imported once however often it is renamed or moved.
-
-    Raises CheckpointError if the file is broken or its architecture, vocabulary or quantisation is not supported.
+    """Return the folder made from this file's contents. A renamed or moved file is not imported again.
+    Raises CheckpointError if the file is broken or its architecture, vocabulary or quantization is not supported.
     """
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-") or "model"
     try:
@@ -27,8 +25,8 @@ def obtain_gguf_model(path: Path, cache: Cache, progress: Progress) -> Path:
 
 
 def import_gguf(path: Path, folder: Path, progress: Progress) -> None:
-    """Fills an empty folder with config.json, model.safetensors, the tokenizer and its settings."""
-    # Here, as reading GGUF takes numpy and the whole quantisation code, which a start from the cache has no use for.
+    """Fill an empty folder with config.json, model.safetensors, the tokenizer and its settings."""
+    # Imported here: a start from the cache needs neither NumPy nor the code for quantization.
     from pagoda_server.checkpoints.gguf_config import config_of, read_shape
     from pagoda_server.checkpoints.gguf_file import GgufFile
     from pagoda_server.checkpoints.gguf_tokenizer import write_tokenizer
@@ -47,7 +45,7 @@ def import_gguf(path: Path, folder: Path, progress: Progress) -> None:
 
 
 def _content_key(path: Path, cache: Cache, progress: Progress) -> str:
-    """The file's SHA-256, remembered for as long as its path, size and time of change stay what they are."""
+    """The file's SHA-256, remembered until its path, size, inode or modification time changes."""
     stat = path.stat()
     if stat.st_size == 0:
         raise CheckpointError(f"{path} is empty")

@@ -1,4 +1,4 @@
-"""GGUF vocabulary → tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja."""
+"""Converts a GGUF vocabulary to tokenizer.json, its settings, generation_config.json and chat_template.jinja."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from pathlib import Path
 from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.folder import CheckpointError, write_json
 from pagoda_server.checkpoints.gguf_file import GgufFile
-from pagoda_server.checkpoints.json_file import write_json
 
 SPACE = "▁"  # SentencePiece's letter for a space
 
-# Role → what the file's metadata calls it.
+# Role → its name in the file's metadata.
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot", "eom": "eom"}
 
-# Control tokens that end a turn or a document under whatever id a vocabulary gives them.
+# Control tokens that end a turn or a document; vocabularies give them different ids.
 END_TOKENS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"})
 
 _LLAMA3_WORDS = (
@@ -33,13 +32,13 @@ _QWEN2_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class WordSplit:
-    """How text is cut into words before byte-level BPE.
+    """How text is split into words before byte-level BPE.
 
-    words           the words' pattern; None: GPT-2's
+    words           a pattern that matches a word; None: GPT-2's
     single_digits   each digit is a word of its own
     composes        Unicode is composed first (NFC)
     whole_words     a word that is a token needs no merges
-    begins          the text begins with the beginning-of-sequence token unless the file says otherwise
+    begins          texts start with the beginning-of-sequence token unless the file says otherwise
     """
 
     words: str | None = None
@@ -54,7 +53,7 @@ _SMOLLM = WordSplit(single_digits=True)
 _LLAMA3 = WordSplit(words=_LLAMA3_WORDS, whole_words=True, begins=True)
 _QWEN2 = WordSplit(words=_QWEN2_WORDS, composes=True)
 
-# By the names that tokenizer.ggml.pre takes.
+# Keyed by the values of tokenizer.ggml.pre.
 WORD_SPLITS = {
     "default": _GPT2,
     "gpt-2": _GPT2,
@@ -70,7 +69,7 @@ WORD_SPLITS = {
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
-    """Raises CheckpointError for a kind of vocabulary or word split that is not known, or merges that do not fit it."""
+    """Write the tokenizer's files. Raises CheckpointError for an unknown vocabulary or word split, or bad merges."""
     vocabulary = _Vocabulary(file)
     kind = file.text("tokenizer.ggml.model")
     try:
@@ -85,13 +84,13 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     except CheckpointError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception
-        raise CheckpointError(f"{file.name} has a vocabulary that does not fit together: {error}") from error
+        raise CheckpointError(f"{file.name} has an inconsistent vocabulary: {error}") from error
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_settings(file, vocabulary, folder)
 
 
 class _Vocabulary:
-    """Tokens by id, what kind each is, and the ids with a role."""
+    """The tokens by id, their kinds, and the ids that have a role."""
 
     def __init__(self, file: GgufFile) -> None:
         self.tokens = file.texts("tokenizer.ggml.tokens")
@@ -119,7 +118,7 @@ class _Vocabulary:
 
     @property
     def added_tokens(self) -> list[AddedToken]:
-        """In order of their ids: found in text before anything else, special ones left out of decoded text."""
+        """Tokens matched before any other, in the order of their ids. Decoded text omits the special ones."""
         return [
             AddedToken(token, special=i in self.special_ids, normalized=False)
             for i, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
@@ -128,7 +127,7 @@ class _Vocabulary:
 
     @property
     def end_ids(self) -> list[int]:
-        """The end-of-sequence token first, then all others that end a turn or a document."""
+        """The ids that end a turn or a document, the end-of-sequence token first."""
         first = [self.roles[role] for role in ("eos", "eot", "eom") if role in self.roles]
         named = [i for i in sorted(self.special_ids) if self.tokens[i] in END_TOKENS]
         return list(dict.fromkeys(first + named))
@@ -139,7 +138,7 @@ def _byte_level_bpe(file: GgufFile, vocabulary: _Vocabulary) -> tuple[Tokenizer,
     if name not in WORD_SPLITS:
         raise CheckpointError(f"{file.name} splits words as {name!r}; supported: {', '.join(WORD_SPLITS)}")
     split = WORD_SPLITS[name]
-    # Unused tokens only fill the embedding's rows up to a round number.
+    # Unused tokens only pad the embedding to a round number of rows.
     vocab = {t: i for i, t in enumerate(vocabulary.tokens) if vocabulary.kinds[i] != TokenType.UNUSED}
     merges = []
     for merge in file.texts("tokenizer.ggml.merges"):
@@ -184,7 +183,7 @@ def _sentencepiece_bpe(file: GgufFile, vocabulary: _Vocabulary) -> tuple[Tokeniz
 
 
 def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose piece scores best: every split of every piece, best piece first."""
+    """Every split of every piece, best piece first: SentencePiece joins the neighbours that make the best piece."""
     pieces = {t: i for i, t in enumerate(vocabulary.tokens) if vocabulary.kinds[i] == TokenType.NORMAL}
     best_first = sorted(pieces, key=lambda piece: -scores[pieces[piece]])
     return [

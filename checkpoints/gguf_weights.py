@@ -1,6 +1,6 @@
-"""GGUF tensors → safetensors: renamed, rotary rows reordered, converted a few rows at a time.
+"""Converts GGUF tensors to safetensors a few rows at a time: renames them and reorders the rows of Q and K.
 
-Matrices of 4 bits stay as they are, in the format of checkpoints/grouped_weights.py; all else becomes bfloat16.
+Matrices of 4 bits keep their values, in the format of checkpoints/grouped_weights.py; all others become bfloat16.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from pagoda_server.checkpoints.errors import CheckpointError
+from pagoda_server.checkpoints.folder import CheckpointError
 from pagoda_server.checkpoints.gguf_config import FAMILIES, ROPE_FACTORS, ModelShape
 from pagoda_server.checkpoints.gguf_file import GgufFile
 from pagoda_server.checkpoints.grouped_weights import GROUP_BYTES, MINIMUMS, SCALES, VALUES
@@ -22,7 +22,7 @@ from pagoda_server.checkpoints.progress import Progress
 from pagoda_server.checkpoints.safetensors_file import SafetensorsWriter, TensorEntry
 
 VALUES_AT_ONCE = 1 << 22
-MAX_SCALE = 127  # of 4-bit weights: kernels keep scale · Σ(value - 8) of 64 weights in fp16, which ends at 65,504
+MAX_SCALE = 127  # of 4-bit weights: kernels keep scale · Σ(value - 8) of 64 weights in fp16, whose maximum is 65,504
 
 _PROJECTIONS = {
     "attn_q": "self_attn.q_proj",
@@ -42,9 +42,9 @@ def has_grouped_weights(file: GgufFile) -> bool:
 
 
 def write_weights(file: GgufFile, shape: ModelShape, target: Path, progress: Progress) -> None:
-    """Writes every tensor of the model to one safetensors file; bfloat16 is the nearest, ties to even.
+    """Write every tensor of the model to one safetensors file.
 
-    Raises CheckpointError for a missing or unknown tensor, an unsupported quantisation, or values that are not finite.
+    Raises CheckpointError for a missing or unknown tensor, an unsupported quantization, or values that are not finite.
     """
     names = _tensor_names(shape)
     _check_names(file, names)
@@ -76,7 +76,7 @@ def _entries(tensor: gguf.ReaderTensor, name: str) -> list[TensorEntry]:
 
 
 def _tensor_names(shape: ModelShape) -> dict[str, str]:
-    """GGUF name → name in the checkpoint, for every tensor that a model of this shape has."""
+    """The checkpoint's name of every tensor of a model of this shape, keyed by its GGUF name."""
     names = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
     if not shape.tied_embeddings:
         names["output.weight"] = "lm_head.weight"
@@ -100,15 +100,15 @@ def _check_names(file: GgufFile, names: dict[str, str]) -> None:
     if missing := [name for name in names if name not in file.tensors]:
         raise CheckpointError(f"{file.name} lacks {len(missing)} of {len(names)} tensors, first {missing[0]}")
     if unknown := [name for name in file.tensors if name not in names and name != ROPE_FACTORS]:
-        raise CheckpointError(f"{file.name} has {len(unknown)} tensors foreign to its architecture, first {unknown[0]}")
+        raise CheckpointError(f"{file.name} has {len(unknown)} tensors unknown to its architecture, first {unknown[0]}")
 
 
 def _shape_of(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
-    return tuple(int(size) for size in reversed(tensor.shape))  # a GGUF names the fastest dimension first
+    return tuple(int(size) for size in reversed(tensor.shape))  # GGUF lists the fastest dimension first
 
 
 def _pieces(file: GgufFile, name: str, shape: ModelShape) -> Iterator[NDArray[np.generic]]:
-    """A tensor's data as it is stored, entry by entry, in pieces of whole rows."""
+    """Yield a tensor's converted data, entry by entry, in pieces of whole rows."""
     tensor = file.tensors[name]
     if not _is_grouped(tensor):
         for rows in _rows(file, name, shape):
@@ -123,7 +123,7 @@ def _pieces(file: GgufFile, name: str, shape: ModelShape) -> Iterator[NDArray[np
 
 
 def _rows(file: GgufFile, name: str, shape: ModelShape) -> Iterator[NDArray[np.generic]]:
-    """A tensor's rows as the file encodes them, in the checkpoint's order, some at a time."""
+    """Yield a tensor's rows, as the file encodes them, in the checkpoint's order, several at a time."""
     tensor = file.tensors[name]
     rows = tensor.data.reshape(-1, tensor.data.shape[-1]) if tensor.data.ndim > 1 else tensor.data[:, None]
     order = _row_order(name, len(rows), shape, file.name)
@@ -138,12 +138,12 @@ def _dequantized(rows: NDArray[np.generic], tensor: gguf.ReaderTensor, file_name
     try:
         return dequantize(rows, kind)
     except NotImplementedError as error:
-        message = f"{file_name}: {tensor.name} is quantised as {kind.name}, which is not supported"
+        message = f"{file_name}: {tensor.name} is quantized as {kind.name}, which is not supported"
         raise CheckpointError(message) from error
 
 
 def _blocks(rows: NDArray[np.generic], tensor: gguf.ReaderTensor) -> NDArray[np.generic]:
-    """[rows, groups, bytes of a block]: a scale, of Q4_1 a minimum, then the nibbles."""
+    """[rows, groups, bytes of a block]: a scale, a minimum (Q4_1 only), then the nibbles."""
     return rows.reshape(len(rows), -1, gguf.GGML_QUANT_SIZES[tensor.tensor_type][1])
 
 
@@ -152,7 +152,7 @@ def _scales_and_minimums(
 ) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
     header = np.ascontiguousarray(_blocks(rows, tensor)[..., :-GROUP_BYTES]).view(np.float16)
     scales = header[..., 0]
-    with np.errstate(over="ignore", invalid="ignore"):  # refused below
+    with np.errstate(over="ignore", invalid="ignore"):  # checked below
         is_symmetric = tensor.tensor_type == gguf.GGMLQuantizationType.Q4_0
         minimums = scales * np.float16(-8) if is_symmetric else header[..., 1]
     if not (np.isfinite(scales).all() and np.isfinite(minimums).all()):
@@ -163,7 +163,7 @@ def _scales_and_minimums(
 
 
 def _row_order(name: str, num_rows: int, shape: ModelShape, file_name: str) -> NDArray[np.intp] | None:
-    """For each row of Q or K in the checkpoint, the row of the GGUF that holds it; None where they agree.
+    """For each row of Q or K in the checkpoint, the GGUF's row that holds it; None if the orders agree.
 
     The GGUF pairs rows 2i and 2i + 1 of a head for the rotary embedding; a checkpoint pairs i and i + head_dim / 2.
     """
@@ -178,7 +178,7 @@ def _row_order(name: str, num_rows: int, shape: ModelShape, file_name: str) -> N
 def to_bfloat16(values: NDArray[np.float32], name: str) -> NDArray[np.uint16]:
     """The bit patterns of the nearest bfloat16 values, ties to even.
 
-    Raises CheckpointError that names the tensor if a value is not finite.
+    Raises CheckpointError, which names the tensor, if a value is not finite.
     """
     if not math.isfinite(float(np.abs(values).max(initial=0.0))):
         raise _not_finite(name)

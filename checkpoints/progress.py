@@ -1,4 +1,4 @@
-"""How far a long part has come, for whoever waits."""
+"""Reports of progress during long operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol, TextIO
 
 class Progress(Protocol):
     def __call__(self, description: str, done: int, total: int, /) -> None:
-        """`done` of `total` bytes of the part that `description` names; total 0 where it is not known."""
+        """Report `done` of `total` bytes of the stage that `description` names; a `total` of 0 is unknown."""
 
 
 def no_progress(description: str, done: int, total: int, /) -> None:
@@ -17,7 +17,7 @@ def no_progress(description: str, done: int, total: int, /) -> None:
 
 
 class PrintedProgress:
-    """Plain lines for logs: one when a part begins, then one at most every `interval_s`, then one at its end."""
+    """Prints lines for logs: one when a stage begins, at most one every `interval_s`, and one when it ends."""
 
     def __init__(self, stream: TextIO | None = None, interval_s: float = 2.0) -> None:
         self._stream = stream or sys.stderr

@@ -1,8 +1,8 @@
-"""The safetensors format, read and written a piece at a time.
+"""Reads and writes the safetensors format a piece at a time.
 
-The library's own writer wants every tensor in memory at once, and its reader knows no bfloat16 without torch.
+The library's own writer needs every tensor in memory at once, and its reader needs torch to read bfloat16.
 
-A file is the header's length (8 bytes, little endian), the header (JSON: name → dtype, shape, offsets), the data.
+A file holds the header's length (8 bytes, little endian), the header (JSON: name → dtype, shape, offsets) and the data.
 Source: the format's description in the safetensors repository.
 """
 
@@ -23,7 +23,7 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """dtype as the format names it ("BF16"), and the bytes of one of its elements."""
+    """A tensor's entry in the header; `dtype` is the format's name for it, such as "BF16"."""
 
     name: str
     dtype: str
@@ -36,7 +36,7 @@ class TensorEntry:
 
 
 class SafetensorsWriter:
-    """Takes the data of `entries` in their order, in pieces of any size; ValueError if too little or too much came."""
+    """Writes the data of `entries`, in order and in pieces of any size. Raises ValueError if the size is wrong."""
 
     def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
         self._file = path.open("wb")
@@ -71,7 +71,7 @@ def _header(entries: Sequence[TensorEntry]) -> bytes:
 
 
 def read_entries(path: Path) -> dict[str, tuple[TensorEntry, int]]:
-    """Each tensor of a file, by its name, and the byte of the file at which its data begins."""
+    """The tensors of a file by name, each with the offset in the file at which its data begins."""
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         document = json.loads(file.read(header_bytes))

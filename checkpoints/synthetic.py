@@ -1,4 +1,4 @@
-"""The synthetic model: a byte-level tokenizer and no weights, for tests and load experiments.
+"""The synthetic model, for tests and load experiments: a byte-level tokenizer and no weights.
 
 Token ids 0 to 255 are the bytes themselves, so that prompts and answers can be computed by hand.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pagoda_server.checkpoints.cache import Cache
-from pagoda_server.checkpoints.json_file import write_json
+from pagoda_server.checkpoints.folder import write_json
 from pagoda_server.checkpoints.progress import Progress
 
 NAME = "synthetic"
@@ -44,9 +44,9 @@ def _write(folder: Path) -> None:
 
 
 def letters_of_bytes() -> list[str]:
-    """The printable letter that stands for each byte in byte-level BPE (Radford et al., 2019).
+    """The letter that stands for each byte in byte-level BPE (Radford et al., 2019).
 
-    Bytes that print keep their Latin-1 letter; the others take the letters from U+0100 on, in order.
+    Printable bytes keep their Latin-1 letter; the others take the letters from U+0100 on, in order.
     """
     prints = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in prints]

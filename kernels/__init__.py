@@ -1,15 +1,13 @@
-"""The ops of a model on one device: each with a contract, a plain torch reference and the versions of its backends."""
+"""The ops of a model on one device. Each has a contract, a reference in plain torch, and versions for the backends."""
 
 from pagoda_server.kernels.adjust_logits import LogitAdjustments
 from pagoda_server.kernels.backend import Backend
-from pagoda_server.kernels.copy_blocks import copy_blocks
+from pagoda_server.kernels.copy_blocks import bytes_of_block, copy_blocks, load_blocks, save_blocks
 from pagoda_server.kernels.embedding import Embedding
 from pagoda_server.kernels.gumbel import noise_key
-from pagoda_server.kernels.host_blocks import bytes_of_block, load_blocks, save_blocks
-from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.linear import Linear, prefers_whole_native
 from pagoda_server.kernels.linear_int4 import Int4Weight
-from pagoda_server.kernels.linear_int8_native import has_native_int8_weight
-from pagoda_server.kernels.linear_whole_native import prefers_whole_native
+from pagoda_server.kernels.linear_quantized import has_native_int8_weight
 from pagoda_server.kernels.native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
 from pagoda_server.kernels.paged import AttentionPlan, PagedKV
 from pagoda_server.kernels.recording import Recorder, Recording

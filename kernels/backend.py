@@ -1,4 +1,4 @@
-"""A backend: one implementation of every op; and those of torch and of the compiled module."""
+"""Backends, each with one implementation of every op: those of plain torch and of the compiled module."""
 
 from __future__ import annotations
 
@@ -11,20 +11,34 @@ from torch import Tensor
 
 from pagoda_server.kernels.adjust_logits import LogitAdjustments, adjust_logits
 from pagoda_server.kernels.embedding import Embedding, embedding, embedding_int8_native, embedding_wide
-from pagoda_server.kernels.linear import Linear, gated_linear, gated_linear_cpu, gated_linear_native, linear, linear_cpu
-from pagoda_server.kernels.linear_int4_native import gated_linear_int4_native, head_int4_native, linear_int4_native
-from pagoda_server.kernels.linear_int8_native import (
+from pagoda_server.kernels.linear import (
+    Linear,
+    gated_linear,
+    gated_linear_cpu,
+    gated_linear_native,
+    gated_linear_whole_native,
+    head_whole_native,
+    linear,
+    linear_cpu,
+    linear_whole_native,
+)
+from pagoda_server.kernels.linear_int4 import gated_linear_int4_native, head_int4_native, linear_int4_native
+from pagoda_server.kernels.linear_int8 import (
     gated_linear_int8_native,
-    gated_linear_int8_weight_native,
     head_int8_native,
     linear_int8_native,
-    linear_int8_weight_native,
 )
-from pagoda_server.kernels.linear_whole_native import gated_linear_whole_native, head_whole_native, linear_whole_native
+from pagoda_server.kernels.linear_quantized import gated_linear_int8_weight_native, linear_int8_weight_native
 from pagoda_server.kernels.paged import AttentionPlan, PagedKV
-from pagoda_server.kernels.paged_attention import paged_attention, plan_attention
-from pagoda_server.kernels.paged_attention_cpu import paged_attention_cpu, plan_attention_cpu
-from pagoda_server.kernels.paged_attention_native import is_read_in_place, paged_attention_native, plan_attention_native
+from pagoda_server.kernels.paged_attention import (
+    is_read_in_place,
+    paged_attention,
+    paged_attention_cpu,
+    paged_attention_native,
+    plan_attention,
+    plan_attention_cpu,
+    plan_attention_native,
+)
 from pagoda_server.kernels.rms_norm import add, add_native, rms_norm, rms_norm_cpu, rms_norm_native
 from pagoda_server.kernels.rope_and_store_kv import (
     HeadNorms,
@@ -47,19 +61,20 @@ class RopeAndStoreKV(Protocol):
     ) -> Tensor: ...
 
 
-# Makes a product of a weight and a bias. The weight is a Tensor; a backend that `takes_int4` takes an Int4Weight too.
+# Makes a product from a weight and a bias. The weight is a Tensor, or an Int4Weight if the backend `takes_int4`.
 LinearMaker = Callable[[Any, Tensor | None], Linear]
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The ops. The reference function of the same name says what each does. It is in the file of that name, except for
-    `gated_linear` beside `linear`, `add` beside `rms_norm`, `plan_attention` beside `paged_attention`, and
-    `sample_rows` in row_sampling.py.
+    """The ops of one backend. The reference function of the same name is each op's contract.
 
-    embedding    in the dtype of the residual stream: the table's, or float32
-    head         `linear` whose product, the logits, is float32; None: `linear` as it is
-    is_compiled  products, too, run in the compiled module, for each dtype that it has code for
+    It is in the file of that name, except that `gated_linear` is beside `linear`, `add` beside `rms_norm`,
+    `plan_attention` beside `paged_attention`, and `sample_rows` in row_sampling.py.
+
+    embedding    its result has the dtype of the residual stream: the table's, or float32
+    head         a `linear` whose product, the logits, is float32; None: `linear` serves as the head
+    is_compiled  products run in the compiled module too, for the dtypes that it supports
     """
 
     name: str
@@ -79,7 +94,7 @@ class Backend:
     takes_int4: bool = False
 
     def can_record(self, kv: PagedKV) -> bool:
-        """Whether a `Recorder` sees every op of a model whose pages are like `kv`, embedding and rotations apart."""
+        """Whether a `Recorder` captures every op of a model with such pages, except embedding and rotation tables."""
         return self.is_compiled and is_read_in_place(kv)
 
 

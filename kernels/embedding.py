@@ -1,4 +1,4 @@
-"""Rows of the table that tokens are embedded by."""
+"""Token embedding: lookup of rows in a table."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagoda_server.kernels.linear import Linear
-from pagoda_server.kernels.linear_int8 import dequantize_weight, quantize_weight
-from pagoda_server.kernels.linear_int8_native import NativeInt8
+from pagoda_server.kernels.linear_int8 import NativeInt8, dequantize_weight, quantize_weight
 from pagoda_server.kernels.native_module import DTYPES, native
 
 
 class Embedding(Protocol):
-    """ids [num_tokens] int64 to rows [num_tokens, in] of the table."""
+    """Maps ids [num_tokens] int64 to rows [num_tokens, in] of the table."""
 
     def __call__(self, ids: Tensor, /) -> Tensor: ...
 
 
 def embedding(weight: Tensor, head: Linear | None) -> Embedding:
-    """A table to look up rows in.
+    """Make a lookup in a table.
 
-    weight  [vocab, in]; the caller lets go of it
-    head    the product with this same table where the two are tied, so that one copy of it may serve both; else None
+    weight  [vocab, in]; the caller keeps no reference to it
+    head    the head's product if head and embedding are tied, so that one copy of the table can serve both; else None
     """
     return partial(functional.embedding, weight=weight)
 
 
 def embedding_wide(weight: Tensor, head: Linear | None) -> Embedding:
-    """`embedding` in float32: what layers add to it is then not rounded to bfloat16 each time."""
+    """`embedding` with a result in float32, so that what the layers add to it is not rounded to bfloat16 each time."""
     return lambda ids: functional.embedding(ids, weight).float()
 
 
 def embedding_int8(weight: Tensor, head: Linear | None, limits_pairs: bool = False) -> Embedding:
-    """`embedding_wide` with the table rounded as `linear_int8` rounds it."""
+    """`embedding_wide` with the table rounded like a weight of `linear_int8`."""
     return embedding(dequantize_weight(*quantize_weight(weight, limits_pairs))[:, : weight.shape[1]], head)
 
 
@@ -57,5 +56,5 @@ class _Rows:
 
 
 def embedding_int8_native(weight: Tensor, head: Linear | None) -> Embedding:
-    """`embedding_int8` from the packed weight of the head; a table that is not tied stays whole."""
+    """`embedding_int8` that reads the head's packed weight; a table that is not tied is not quantized."""
     return _Rows(head) if isinstance(head, NativeInt8) else embedding_wide(weight, head)

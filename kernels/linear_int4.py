@@ -1,7 +1,8 @@
 """Matrix products of 4-bit weights, as checkpoints hold them, and 8-bit activations.
 
-Weights have a scale and a minimum for every 32 inputs of an output: nothing is rounded a second time. Activations are
-those of `linear_int8`. In a group of activations, x = s * a + l, and in each of its groups of weights, w = d * q + m:
+Weights have a scale and a minimum for every 32 inputs of an output, and are not rounded a second time. Activations are
+quantized as in `linear_int8`. With x = s * a + l in a group of activations, and w = d * q + m in each of its groups of
+weights:
 
     sum of x * w  =  s * (sum over groups of weights of d * (sum of q * a) + m * (sum of a))  +  l * (sum of w)
 """
@@ -14,8 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagoda_server.kernels.linear import Linear
-from pagoda_server.kernels.linear_int8 import GROUP, quantize_rows
+from pagoda_server.kernels.linear import Linear, NativeLinear
+from pagoda_server.kernels.linear_int8 import (
+    GROUP,
+    gated_linear_int8_native,
+    head_int8_native,
+    linear_int8_native,
+    quantize_rows,
+)
+from pagoda_server.kernels.native_module import native
 from pagoda_server.kernels.silu_and_mul import silu_and_mul
 
 WEIGHT_GROUP = 32  # inputs that share a scale and a minimum
@@ -23,9 +31,9 @@ WEIGHT_GROUP = 32  # inputs that share a scale and a minimum
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """A matrix [out, in] of which every element is scale * value + minimum, with values 0…15.
+    """A matrix [out, in] whose elements are scale * value + minimum, with values from 0 to 15.
 
-    values    [out, groups, 16] uint8: of a group of 32 inputs, the first 16 in the low nibbles, the others in the high
+    values    [out, groups, 16] uint8: of a group of 32 inputs, the first 16 in low nibbles, the others in high nibbles
     scales    [out, groups] float16
     minimums  [out, groups] float16
     """
@@ -36,7 +44,7 @@ class Int4Weight:
 
     @staticmethod
     def allocate(out_size: int, in_size: int) -> Int4Weight:
-        """With whatever the memory held. `in_size` is a multiple of 32."""
+        """Allocate an uninitialized weight. `in_size` is a multiple of 32."""
         groups, rest = divmod(in_size, WEIGHT_GROUP)
         assert rest == 0
         return Int4Weight(
@@ -54,7 +62,7 @@ class Int4Weight:
         return self.values.nbytes + self.scales.nbytes + self.minimums.nbytes
 
     def split(self, sizes: int | list[int]) -> list[Int4Weight]:
-        """Views of so many rows each, as `Tensor.split` has it."""
+        """Views of `sizes` rows each, like `Tensor.split`."""
         parts = (torch.split(part, sizes) for part in (self.values, self.scales, self.minimums))
         return [Int4Weight(*rows) for rows in zip(*parts, strict=True)]
 
@@ -103,10 +111,42 @@ class _Int4:
 
 
 def linear_int4(weight: Int4Weight, bias: Tensor | None) -> Linear:
-    """`kernels.linear.linear` with a weight of 4 bits: sums of a group are exact, groups are added up in float32."""
+    """`linear` with a weight of 4 bits: sums within a group are exact, and groups are added in float32."""
     return _Int4(weight, bias, is_gated=False)
 
 
 def gated_linear_int4(weight: Int4Weight, bias: Tensor | None) -> Linear:
-    """`kernels.linear.gated_linear` with a weight of 4 bits; what is gated is not rounded before it is quantized."""
+    """`gated_linear` with a weight of 4 bits; gated activations are not rounded before they are quantized."""
     return _Int4(weight, bias, is_gated=True)
+
+
+def linear_int4_native(weight: Tensor | Int4Weight, bias: Tensor | None) -> Linear:
+    return (
+        _native_int4(weight, bias, is_gated=False)
+        if isinstance(weight, Int4Weight)
+        else linear_int8_native(weight, bias)
+    )
+
+
+def gated_linear_int4_native(weight: Tensor | Int4Weight, bias: Tensor | None) -> Linear:
+    if isinstance(weight, Int4Weight):
+        return _native_int4(weight, bias, is_gated=True)
+    return gated_linear_int8_native(weight, bias)
+
+
+def head_int4_native(weight: Tensor | Int4Weight, bias: Tensor | None) -> Linear:
+    if isinstance(weight, Int4Weight):
+        return _native_int4(weight, bias, is_gated=False, out_dtype=torch.float32)
+    return head_int8_native(weight, bias)
+
+
+def _native_int4(
+    weight: Int4Weight, bias: Tensor | None, is_gated: bool, out_dtype: torch.dtype | None = None
+) -> Linear:
+    assert native is not None
+    out_size, in_size = weight.shape
+    parts = weight.values, weight.scales, weight.minimums
+    assert all(part.is_contiguous() for part in parts)
+    packed = torch.empty(native.int4_bytes(in_size, out_size), dtype=torch.uint8)
+    native.pack_int4(*(part.data_ptr() for part in parts), packed.data_ptr(), in_size, out_size)
+    return NativeLinear(in_size, out_size, (packed,), bias, is_gated, native.linear_int4, out_dtype)

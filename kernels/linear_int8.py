@@ -1,31 +1,33 @@
-"""Matrix products of int8 weights and int8 activations, which have a scale for every 64 elements along the input.
+"""Matrix products of int8 weights and int8 activations, both with a scale for every 64 elements along the input.
 
-Where the values of neighbouring weights are limited (AVX2), weights have one for every 32.
+Weights have a scale for every 32 elements where the values of neighbours are limited (AVX2).
 
 One scale for a whole row of activations costs this project's default model 4 % of perplexity; one for every 64 elements
-costs 0.8 ± 0.5 % (docs/performance.md). Scales belong to a row: no request can touch the precision of another's.
+costs 0.8 ± 0.5 % (docs/performance.md). Rows do not share scales, so no request affects the precision of another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.linear import PANEL, Linear, NativeLinear
+from pagoda_server.kernels.native_module import DTYPES, native, takes
 from pagoda_server.kernels.silu_and_mul import silu_and_mul
 
 GROUP = 64  # elements of the input that share a scale
 
 
 def quantize_weight(weight: Tensor, limits_pairs: bool = False) -> tuple[Tensor, Tensor]:
-    """To the nearest, ties to even: weight = scale * value.
+    """Round to the nearest, ties to even: weight = scale * value.
 
     weight        [out, in] floating point
-    limits_pairs  the values of inputs 2i and 2i + 1 sum to -128…128: AVX2 adds their products in 16 bits. Groups of
-                  half the size make up for their larger steps.
+    limits_pairs  keep the sum of inputs 2i and 2i + 1 within -128…128, since AVX2 adds their products in 16 bits;
+                  groups of half the size make up for the larger steps
     return        [out, groups, GROUP] int8 in -127…127, zero beyond `in`; [out, groups, 1] float32 scales, or 2 a group
     """
     groups = _groups(weight).unflatten(-1, (2 if limits_pairs else 1, -1))
@@ -44,7 +46,7 @@ def dequantize_weight(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """To the nearest, ties to even: x = scale * value + least.
+    """Round to the nearest, ties to even: x = scale * value + least.
 
     x       [rows, size] floating point
     return  [rows, groups, GROUP] uint8; [rows, groups] float32 scales; [rows, groups] float32, the least of each group
@@ -86,10 +88,44 @@ class _Int8:
 
 
 def linear_int8(weight: Tensor, bias: Tensor | None, limits_pairs: bool = False) -> Linear:
-    """`kernels.linear.linear` in int8: sums of a group are exact, groups are added up in float32, in order."""
+    """`linear` in int8: sums within a group are exact, and groups are added in float32, in order."""
     return _Int8(*quantize_weight(weight, limits_pairs), bias, is_gated=False)
 
 
 def gated_linear_int8(weight: Tensor, bias: Tensor | None, limits_pairs: bool = False) -> Linear:
-    """`kernels.linear.gated_linear` in int8; what is gated is not rounded before it is quantized."""
+    """`gated_linear` in int8; gated activations are not rounded before they are quantized."""
     return _Int8(*quantize_weight(weight, limits_pairs), bias, is_gated=True)
+
+
+class NativeInt8(NativeLinear):
+    """`linear_int8` by compiled code; `packed` holds the values in panels, then their scales and sums."""
+
+
+def linear_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
+    return _native_int8(weight, bias, is_gated=False)
+
+
+def gated_linear_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
+    return _native_int8(weight, bias, is_gated=True)
+
+
+def head_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
+    return _native_int8(weight, bias, is_gated=False, out_dtype=torch.float32)
+
+
+def _native_int8(weight: Tensor, bias: Tensor | None, is_gated: bool, out_dtype: torch.dtype | None = None) -> Linear:
+    assert native is not None
+    out_size, in_size = weight.shape
+    panels, groups = -(-out_size // PANEL), -(-in_size // GROUP)
+    numbers = 3 if native.pairs_are_limited() else 2  # a group's scales, and its sum
+    packed = pack_int8(weight, native.pack_int8, panels * groups * GROUP * PANEL, panels * groups * numbers * PANEL)
+    return NativeInt8(in_size, out_size, packed, bias, is_gated, native.linear_int8, out_dtype)
+
+
+def pack_int8(weight: Tensor, pack: Callable[..., None], num_values: int, num_scales: int) -> tuple[Tensor, Tensor]:
+    """Return a weight's values, packed by one of the module's functions, and its scales."""
+    assert takes(weight)
+    out_size, in_size = weight.shape
+    values, scales = torch.empty(num_values, dtype=torch.int8), torch.empty(num_scales)
+    pack(DTYPES[weight.dtype], weight.data_ptr(), values.data_ptr(), scales.data_ptr(), in_size, out_size)
+    return values, scales

@@ -1,10 +1,8 @@
-"""Matrix products of quantized weights and whole activations: decoding then reads half the bytes of a bfloat16 weight.
+"""Matrix products of quantized weights and unquantized activations, which read half the bytes of bfloat16 weights.
 
-A weight has one scale for every output, by which a product is multiplied at its end. On the default model's projections
-that leaves an error of 0.85 % of their norm in int8 and 2.6 % in float8; a scale for every 128 inputs of an output
-would leave 0.69 % and 2.6 %, and would be one more thing to load and multiply by all along the input.
-
-Rows are not quantized: no request can touch another's precision, nor its own.
+A weight has one scale for every output, applied at the end of the product. On the default model's projections the error
+is 0.85 % of their norm in int8 and 2.6 % in float8. A scale for every 128 inputs would leave 0.69 % and 2.6 %, and
+would have to be loaded and applied all along the input.
 """
 
 from __future__ import annotations
@@ -15,14 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.linear import PANEL, Linear, NativeLinear
+from pagoda_server.kernels.linear_int8 import pack_int8
+from pagoda_server.kernels.native_module import native
 from pagoda_server.kernels.silu_and_mul import silu_and_mul
 
 FP8_MAX = 448.0  # of float8_e4m3fn
+DEPTH = 32  # AMX's layout is padded to a multiple of this many inputs
 
 
 def quantize_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """To the nearest, ties to even: weight = scale * value.
+    """Round to the nearest, ties to even: weight = scale * value.
 
     weight  [out, in] floating point
     return  [out, in] int8 in -127…127; [out] float32 scales, 1 for an output of zeros
@@ -32,7 +33,7 @@ def quantize_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """To the nearest, ties to even: weight = scale * value.
+    """Round to the nearest, ties to even: weight = scale * value.
 
     weight  [out, in] floating point
     return  [out, in] float8_e4m3fn; [out] float32 scales, 1 for an output of zeros
@@ -62,7 +63,7 @@ class _Quantized:
 
 
 def linear_int8_weight(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`kernels.linear.linear` with a weight in int8, summed in float32."""
+    """`linear` with a weight in int8, summed in float32."""
     return _Quantized(*quantize_to_int8(weight), bias, is_gated=False)
 
 
@@ -71,9 +72,32 @@ def gated_linear_int8_weight(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def linear_fp8_weight(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`kernels.linear.linear` with a weight in float8, summed in float32."""
+    """`linear` with a weight in float8, summed in float32."""
     return _Quantized(*quantize_to_fp8(weight), bias, is_gated=False)
 
 
 def gated_linear_fp8_weight(weight: Tensor, bias: Tensor | None) -> Linear:
     return _Quantized(*quantize_to_fp8(weight), bias, is_gated=True)
+
+
+def has_native_int8_weight() -> bool:
+    """Whether `linear_int8_weight_native` can run: it needs a processor and a system with AMX for bfloat16."""
+    return native is not None and native.instruction_set() == "amx"
+
+
+def linear_int8_weight_native(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`linear_int8_weight` by the matrix unit of AMX: activations are rounded to bfloat16, sums are float32."""
+    return _native_int8_weight(weight, bias, is_gated=False)
+
+
+def gated_linear_int8_weight_native(weight: Tensor, bias: Tensor | None) -> Linear:
+    """`gated_linear_int8_weight` by the matrix unit of AMX; gated activations are rounded once."""
+    return _native_int8_weight(weight, bias, is_gated=True)
+
+
+def _native_int8_weight(weight: Tensor, bias: Tensor | None, is_gated: bool) -> Linear:
+    assert native is not None
+    out_size, in_size = weight.shape
+    panels, depth = -(-out_size // PANEL), -(-in_size // DEPTH) * DEPTH
+    packed = pack_int8(weight, native.pack_int8_weight, panels * depth * PANEL, panels * PANEL)
+    return NativeLinear(in_size, out_size, packed, bias, is_gated, native.linear_int8_weight)

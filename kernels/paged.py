@@ -1,4 +1,4 @@
-"""Values that the attention ops share: the pages of a KV cache and the shape of one step's attention."""
+"""The inputs of attention ops: the pages of a KV cache, and the plan of one step's attention."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 class PagedKV:
     """One layer's keys and values, each [num_blocks, block_size, num_kv_heads, head_dim].
 
-    Token t of a sequence lives in slot `block_table[t // block_size] * block_size + t % block_size`. Pages of float8
-    hold what was divided by `key_scales` and `value_scales`, each [num_blocks, block_size, num_kv_heads] float32.
+    Token t of a sequence is in slot `block_table[t // block_size] * block_size + t % block_size`. Float8 pages hold
+    values divided by `key_scales` and `value_scales`, each [num_blocks, block_size, num_kv_heads] float32.
     """
 
     keys: Tensor
@@ -44,12 +44,12 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Sequences with one query each and contexts of about one length, attended together.
+    """Sequences with one query each and contexts of similar length, which are attended together.
 
     rows          [group] int64, their rows among the packed queries
-    slots         [group * padded_len] int64; what lies beyond a context repeats its first slot
+    slots         [group * padded_len] int64; padding repeats a context's first slot
     mask          [group, 1, 1, padded_len], 0 or -inf, in the dtype of the cache; None if no context is padded
-    keys, values  [group, padded_len, num_kv_heads, head_dim], room to gather them into
+    keys, values  [group, padded_len, num_kv_heads, head_dim], buffers to gather pages into
     """
 
     rows: Tensor
@@ -63,10 +63,10 @@ class DecodeGroup:
 class PrefillChunk:
     """Several adjacent queries of one sequence.
 
-    rows          theirs among the packed queries
-    slots         [padded_len] int64, of the context; what lies beyond it repeats its first slot
+    rows          their rows among the packed queries
+    slots         [padded_len] int64 of the context; padding repeats its first slot
     mask          [queries, padded_len], 0 or -inf, in the dtype of the cache
-    keys, values  [padded_len, num_kv_heads, head_dim], room to gather them into
+    keys, values  [padded_len, num_kv_heads, head_dim], buffers to gather pages into
     """
 
     rows: slice
@@ -78,17 +78,17 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Which queries see which slots: made once a step, used by every layer.
+    """Which queries see which slots. Made once a step and used by every layer.
 
     query_start     [num_seqs + 1] int32: sequence i has rows query_start[i] to query_start[i + 1] of the packed queries
     context_len     [num_seqs] int32, tokens in the cache once this step's are stored; the queries are the last of them
-    block_table     [num_seqs, max_blocks] int32; entries beyond a sequence's blocks are never used
-    sliding_window  a query sees this many tokens at most, its own included; None: all
-    rows            [num_seqs] int32, the rows of `block_table`, which may then have others, that the sequences have;
-                    None: sequence i has row i. A sequence of context 0 is padding: row -1, its query is not to be used
-    num_decodes     this many sequences, the first ones, have one query each
-    max_query_len   queries of the sequence that has most
-    decodes         filled by a backend that gathers pages before it attends, like `prefills`
+    block_table     [num_seqs, max_blocks] int32; entries beyond a sequence's blocks are not used
+    sliding_window  the most tokens that a query sees, its own included; None: all
+    rows            [num_seqs] int32, each sequence's row of `block_table`, which may have more rows; None: sequence i
+                    has row i. A sequence with context 0 is padding: its row is -1, and its query is ignored
+    num_decodes     the first `num_decodes` sequences have one query each
+    max_query_len   the largest number of queries of a sequence
+    decodes         filled, like `prefills`, by a backend that gathers pages before it attends
     """
 
     query_start: Tensor

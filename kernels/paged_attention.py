@@ -1,20 +1,39 @@
-"""Attention over a paged KV cache: the contract, and the reference that every backend is compared with."""
+"""Attention over a paged KV cache: the reference, torch on a CPU, and compiled code (kernels/native/attention.h).
+
+Torch's version gathers pages and attends sequences of similar length together. Groups are bounded so that their
+gathered keys stay in the processor's cache until they are used. Padding repeats a sequence's own first slot, so that
+the content of an unwritten slot never reaches a product.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from pagoda_server.kernels.paged import AttentionPlan, PagedKV
+from pagoda_server.kernels.native_module import DTYPES, native, takes
+from pagoda_server.kernels.paged import AttentionPlan, DecodeGroup, PagedKV, PrefillChunk
+from pagoda_server.kernels.recording import empty
+
+# A softmax sums its terms in vectors. With lengths that are multiples of a vector, a row's result is the same to the
+# last bit in any batch, whatever padding its group needs.
+LENGTH_MULTIPLE = 16
+# Measured: attending a group costs about as much as this many slots of padding.
+GROUP_COST_SLOTS = 512
+# Keys and values of 8192 slots take some megabytes, about what stays in the last level of cache.
+GROUP_LIMIT_SLOTS = 8192
+HEAD_DIMS = frozenset((16, 32, 64, 80, 96, 128, 256))
 
 
 def plan_attention(
     query_start: np.ndarray, context_len: np.ndarray, block_table: np.ndarray, kv: PagedKV, sliding_window: int | None
 ) -> AttentionPlan:
-    """What one step's attention needs, from host arrays (int32; shapes as in AttentionPlan), which are copied.
+    """Plan one step's attention from host arrays (int32; shapes as in AttentionPlan), which are copied.
 
-    kv  any layer's pages: its shape, dtype and device are what counts
+    kv  any layer's pages, for their shape, dtype and device
     """
     return AttentionPlan(
         query_start=torch.tensor(query_start, device=kv.device),
@@ -33,7 +52,7 @@ def paged_attention(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
     return  [num_tokens, num_heads, head_dim], q's dtype
 
     Scores are scaled by 1 / sqrt(head_dim). Query head h reads KV head h // (num_heads / num_kv_heads). Softmax is in
-    float32. Slots that hold no token of a sequence may hold anything, NaN included. Padding's rows of the result are 0.
+    float32. Slots that hold no token of a sequence may hold anything, even NaN. Rows of padding are 0 in the result.
     """
     out = torch.zeros_like(q)
     starts = plan.query_start.tolist()
@@ -56,7 +75,7 @@ def _read(pages: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, sliding_window: int | None) -> Tensor:
-    """The last len(q) tokens of one sequence over its whole context [context, num_kv_heads, head_dim] float32."""
+    """Attend the last len(q) tokens of a sequence to its context [context, num_kv_heads, head_dim] float32."""
     heads_per_kv_head = q.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(heads_per_kv_head, dim=1)
     values = values.repeat_interleave(heads_per_kv_head, dim=1)
@@ -67,7 +86,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, sliding_window: int | None)
 
 
 def visible(num_queries: int, context_len: int, sliding_window: int | None, first_key: int) -> Tensor:
-    """Which keys, from `first_key` on, each of the context's last `num_queries` tokens sees.
+    """Which keys, from `first_key` on, each of the last `num_queries` tokens of a context sees.
 
     return  [num_queries, context_len - first_key] bool
     """
@@ -75,3 +94,149 @@ def visible(num_queries: int, context_len: int, sliding_window: int | None, firs
     key = torch.arange(first_key, context_len)
     seen = key <= query
     return seen if sliding_window is None else seen & (key > query - sliding_window)
+
+
+def plan_attention_cpu(
+    query_start: np.ndarray, context_len: np.ndarray, block_table: np.ndarray, kv: PagedKV, sliding_window: int | None
+) -> AttentionPlan:
+    """`plan_attention` with the slots to gather, their masks, and buffers to gather them into."""
+    query_len = np.diff(query_start)
+    first_key = np.zeros_like(context_len)
+    if sliding_window is not None:
+        first_key = np.maximum(context_len - query_len + 1 - sliding_window, 0)
+    num_keys = context_len - first_key
+    padded_len = -(-num_keys // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+
+    groups = list(_similar_lengths(np.flatnonzero(query_len == 1), padded_len))
+    chunks = np.flatnonzero(query_len > 1)[:, None]
+    most_slots = max(len(group) * int(padded_len[group].max()) for group in (*groups, *chunks))
+    room = torch.empty(2, most_slots, kv.num_kv_heads, kv.head_dim, dtype=kv.dtype)
+
+    def gathered(group: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """The slots of a group's contexts [group, padded_len], and buffers for their keys and values."""
+        offset = np.arange(int(padded_len[group].max()))
+        position = first_key[group, None] + np.where(offset < num_keys[group, None], offset, 0)
+        blocks = np.take_along_axis(block_table[group], position // kv.block_size, axis=1).astype(np.int64)
+        slots = torch.from_numpy(blocks * kv.block_size + position % kv.block_size)
+        shape = (*slots.shape, kv.num_kv_heads, kv.head_dim)
+        return slots, room[0, : slots.numel()].view(shape), room[1, : slots.numel()].view(shape)
+
+    def decode(group: np.ndarray) -> DecodeGroup:
+        slots, keys, values = gathered(group)
+        is_key = torch.arange(slots.shape[1]) < torch.from_numpy(num_keys[group])[:, None]
+        mask = None if is_key.all() else _additive(is_key, kv.dtype)[:, None, None]
+        return DecodeGroup(torch.from_numpy(query_start[group]).long(), slots.view(-1), mask, keys, values)
+
+    def prefill(group: np.ndarray) -> PrefillChunk:
+        slots, keys, values = gathered(group)
+        (seq,) = group
+        seen = visible(int(query_len[seq]), int(context_len[seq]), sliding_window, int(first_key[seq]))
+        seen = functional.pad(seen, (0, slots.shape[1] - seen.shape[1]), value=False)
+        rows = slice(int(query_start[seq]), int(query_start[seq + 1]))
+        return PrefillChunk(rows, slots[0], _additive(seen, kv.dtype), keys[0], values[0])
+
+    return AttentionPlan(
+        query_start=torch.tensor(query_start),
+        context_len=torch.tensor(context_len),
+        block_table=torch.tensor(block_table),
+        sliding_window=sliding_window,
+        decodes=tuple(decode(group) for group in groups),
+        prefills=tuple(prefill(chunk) for chunk in chunks),
+    )
+
+
+def paged_attention_cpu(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
+    """`paged_attention` by torch's fused attention over the gathered pages of each group."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for group in plan.decodes:
+        out.index_copy_(0, group.rows, _attend_decodes(q.index_select(0, group.rows), kv, group))
+    for chunk in plan.prefills:
+        out[chunk.rows] = _attend_prefill(q[chunk.rows], kv, chunk)
+    return out
+
+
+def _attend_decodes(q: Tensor, kv: PagedKV, group: DecodeGroup) -> Tensor:
+    """Heads that share a KV head take the place of a sequence's queries, so that a key is read once for all of them."""
+    _gather(kv, group.slots, group.keys, group.values)
+    grouped = q.view(len(q), kv.num_kv_heads, -1, kv.head_dim)
+    keys, values = group.keys.transpose(1, 2), group.values.transpose(1, 2)
+    return functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask).reshape(q.shape)
+
+
+def _attend_prefill(q: Tensor, kv: PagedKV, chunk: PrefillChunk) -> Tensor:
+    """KV heads take the place of a batch's sequences, so that their keys need not be repeated."""
+    _gather(kv, chunk.slots, chunk.keys, chunk.values)
+    grouped = q.reshape(len(q), kv.num_kv_heads, -1, kv.head_dim).permute(1, 2, 0, 3)
+    keys = chunk.keys.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
+    values = chunk.values.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
+    attended = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=chunk.mask)
+    return attended.permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def _gather(kv: PagedKV, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    shape = (len(slots), kv.num_kv_heads, kv.head_dim)
+    torch.index_select(kv.keys.flatten(0, 1), 0, slots, out=keys.view(shape))
+    torch.index_select(kv.values.flatten(0, 1), 0, slots, out=values.view(shape))
+
+
+def _similar_lengths(seqs: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
+    """Split `seqs` into groups, longest first; a group ends where more padding would cost more than a new group."""
+    by_length = seqs[np.argsort(-lengths[seqs], kind="stable")]
+    begin, padding = 0, 0
+    for end, seq in enumerate(by_length):
+        longest = int(lengths[by_length[begin]])
+        padding += longest - int(lengths[seq])
+        if end > begin and (padding > GROUP_COST_SLOTS or (end + 1 - begin) * longest > GROUP_LIMIT_SLOTS):
+            yield by_length[begin:end]
+            begin, padding = end, 0
+    if len(by_length):
+        yield by_length[begin:]
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+
+
+def is_read_in_place(kv: PagedKV) -> bool:
+    """Whether compiled code supports pages of this dtype and head size, and so need not gather them."""
+    return native is not None and kv.head_dim in HEAD_DIMS and takes(kv.keys)
+
+
+def plan_attention_native(
+    query_start: np.ndarray, context_len: np.ndarray, block_table: np.ndarray, kv: PagedKV, sliding_window: int | None
+) -> AttentionPlan:
+    """`plan_attention` without copies: the plan holds views of the arrays, whose last dimension must be contiguous."""
+    if not is_read_in_place(kv):
+        return plan_attention_cpu(query_start, context_len, block_table, kv, sliding_window)
+    return AttentionPlan(
+        query_start=torch.from_numpy(query_start),
+        context_len=torch.from_numpy(context_len),
+        block_table=torch.from_numpy(block_table),
+        sliding_window=sliding_window,
+    )
+
+
+def paged_attention_native(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
+    """`paged_attention` that reads pages in place. A decode's result is the same to the last bit in any batch."""
+    if native is None or plan.decodes or plan.prefills:  # made by plan_attention_cpu
+        return paged_attention_cpu(q, kv, plan)
+    q = q.contiguous()
+    out = empty(*q.shape, dtype=q.dtype)
+    native.paged_attention(
+        DTYPES[q.dtype],
+        q.data_ptr(),
+        kv.keys.data_ptr(),
+        kv.values.data_ptr(),
+        plan.query_start.data_ptr(),
+        plan.context_len.data_ptr(),
+        plan.block_table.data_ptr(),
+        out.data_ptr(),
+        plan.context_len.shape[0],
+        plan.block_table.stride(0),
+        kv.block_size,
+        q.shape[1],
+        kv.num_kv_heads,
+        kv.head_dim,
+        plan.sliding_window or 0,
+    )
+    return out

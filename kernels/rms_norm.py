@@ -1,4 +1,4 @@
-"""Root mean square normalisation, and the addition to the residual stream before or behind it."""
+"""Root mean square normalization, and the addition to the residual stream before or after it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
     x         [..., size], the weight's dtype; float32 without a residual
     weight    [size]
-    residual  x's shape, in its dtype or in float32; if given it is first increased by x, in place, and normalised
+    residual  x's shape, in x's dtype or in float32; if given, x is added to it in place and the sum is normalized
     return    x's shape and the weight's dtype; a new tensor
 
     The mean is taken in float32.
@@ -60,7 +60,7 @@ def rms_norm_native(x: Tensor, weight: Tensor, eps: float, residual: Tensor | No
 
 
 def add(residual: Tensor, x: Tensor) -> None:
-    """Increases the residual stream by x, in place: the addition of `rms_norm` alone.
+    """Add x to the residual stream in place: `rms_norm`'s addition alone.
 
     residual  x's shape, in its dtype or in float32
     """

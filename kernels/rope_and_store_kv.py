@@ -18,9 +18,9 @@ FP8_MAX = 448.0  # of float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Weights that queries and keys are normalised by (`rms_norm`) before they are rotated, in the dtype of the heads.
+    """The weights by which `rms_norm` normalizes queries and keys before they are rotated, in the dtype of the heads.
 
-    query  [head_dim] to normalise each head, or [num_heads * head_dim] to normalise all heads of a token at once
+    query  [head_dim] to normalize each head, or [num_heads * head_dim] to normalize all heads of a token at once
     key    [head_dim] or [num_kv_heads * head_dim], likewise
     """
 
@@ -29,7 +29,7 @@ class HeadNorms:
     eps: float
 
     def apply(self, qkv: Tensor, num_kv_heads: int, rms_norm: Callable[..., Tensor]) -> Tensor:
-        """Returns `qkv`, as `rope_and_store_kv` takes it, with queries and keys normalised."""
+        """Return a copy of `rope_and_store_kv`'s `qkv` with normalized queries and keys."""
         queries, keys, values = qkv.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
         parts = [
             rms_norm(heads.reshape(len(qkv), -1, len(weight)), weight, self.eps).view(heads.shape)
@@ -41,16 +41,16 @@ class HeadNorms:
 def rope_and_store_kv(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
 ) -> Tensor:
-    """Rotates queries and keys (RoPE; Su et al., 2021), stores keys and values, returns the queries.
+    """Rotate queries and keys (RoPE; Su et al., 2021), store keys and values, and return the queries.
 
     qkv       [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, then keys, then values; not changed
     cos, sin  [num_tokens, head_dim / 2] float32, of the tokens' positions
-    slots     [num_tokens] int64, where each token's key and value go; -1: nowhere (a row that only pads the batch)
-    kv        written in place; pages of float8 with the scales of `quantize_heads`
-    norms     None: heads are rotated as they are
+    slots     [num_tokens] int64, where each token's key and value go; -1: nowhere (a row that pads the batch)
+    kv        written in place; float8 pages with the scales of `quantize_heads`
+    norms     None: heads are not normalized
     return    [num_tokens, num_heads, head_dim], qkv's dtype
 
-    Dimension i is paired with i + head_dim / 2, as in the checkpoints of Hugging Face. Rotated in float32.
+    Dimension i is paired with i + head_dim / 2, as in Hugging Face's checkpoints. Rotation is in float32.
     """
     if norms is not None:
         qkv = norms.apply(qkv, kv.num_kv_heads, rms_norm)
@@ -67,7 +67,7 @@ def rope_and_store_kv(
 def rope_and_store_kv_cpu(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
 ) -> Tensor:
-    """`rope_and_store_kv` in fewer passes: a roll swaps the halves, and their signs go into the sines."""
+    """`rope_and_store_kv` in fewer passes: a roll swaps the halves, and the sines carry their signs."""
     if norms is not None:
         qkv = norms.apply(qkv, kv.num_kv_heads, rms_norm_cpu)
     half = kv.head_dim // 2
@@ -81,7 +81,7 @@ def rope_and_store_kv_cpu(
 def rope_and_store_kv_native(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
 ) -> Tensor:
-    """`rope_and_store_kv` in one pass once heads are normalised in another, keys and values straight to their slots."""
+    """`rope_and_store_kv` in one pass, after one for norms; keys and values go directly to their slots."""
     if native is None or not takes(qkv) or kv.key_scales is not None:
         return rope_and_store_kv_cpu(qkv, cos, sin, slots, kv, norms)
     if norms is not None:
@@ -106,7 +106,7 @@ def rope_and_store_kv_native(
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """To float8, each head by its own scale: x = scale * value.
+    """Round to float8, with a scale for each head: x = scale * value.
 
     x       [..., head_dim] floating point
     return  [..., head_dim] float8_e4m3fn; [...] float32 scales, 1 for a head of zeros
@@ -139,5 +139,5 @@ def _store_heads(heads: Tensor, slots: Tensor, pages: Tensor, scales: Tensor | N
     if scales is not None:
         heads, head_scales = quantize_heads(heads)
         scales.flatten(0, 1).index_copy_(0, slots, head_scales)
-        heads, pages = heads.view(torch.uint8), pages.view(torch.uint8)  # torch copies no float8 by index
+        heads, pages = heads.view(torch.uint8), pages.view(torch.uint8)  # float8 cannot be indexed
     pages.flatten(0, 1).index_copy_(0, slots, heads)

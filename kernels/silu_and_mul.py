@@ -20,7 +20,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_and_mul_cpu(gate_up: Tensor) -> Tensor:
-    """`silu_and_mul` without a float32 copy of its input: the activation is rounded before it is multiplied."""
+    """`silu_and_mul` without a float32 copy of its input: silu(gate) is rounded before it is multiplied."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
 

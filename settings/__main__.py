@@ -16,10 +16,10 @@ _INTRODUCTION = """\
 
 <!-- `make settings` writes this page from settings/; edit the texts there. -->
 
-`pagoda serve` takes every option except those of the last section, and passes the engine's to an engine that it spawns.
-`python -m pagoda_server.engine`, an engine that runs apart, takes the engine's options and those of the last section.
-[operations.md](operations.md) explains how they work together. `GetServerInfo` reports the values in effect, without
-paths and addresses.
+`pagoda serve` takes every option except those of the last section. It passes the engine's options on to the engine that
+it spawns. `python -m pagoda_server.engine` runs an engine apart; it takes the engine's options and those of the last
+section. [operations.md](operations.md) explains options that work together. `GetServerInfo` reports the values in
+effect, except paths and addresses.
 """
 
 

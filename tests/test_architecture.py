@@ -21,6 +21,16 @@ PACKAGES = {
 }
 PUBLIC_IN_SPITE_OF_ITS_NAME = {"_fields"}  # an attribute of every NamedTuple
 SCHEDULING = ["core", "kv", "scheduling", "timing"]  # rooms of the engine
+WRITERS = {  # of each part of a sequence that changes after it is made
+    "seq.tokens": {"scheduling.scheduler"},
+    "seq.state": {"scheduling.scheduler"},
+    "seq.max_len": {"scheduling.scheduler"},
+    "seq.num_pending": {"scheduling.scheduler"},
+    "seq.num_computed": {"scheduling.scheduler"},
+    "seq.blocks": {"kv.block_tables"},
+    "table.num_committed": {"kv.block_tables"},
+    "table.num_published": {"kv.prefix_cache"},
+}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -160,6 +170,26 @@ def test_no_file_reaches_into_what_is_private_to_another() -> None:
             elif isinstance(node, ast.ImportFrom):
                 reached += [f"{name}:{node.lineno} {alias.name}" for alias in node.names if alias.name in ours]
     assert not reached, "\n" + "\n".join(reached)
+
+
+def written(tree: ast.Module) -> Iterator[str]:
+    """Attributes of variables that a file assigns to or appends to, without the path that leads to the variable."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield ".".join(ast.unparse(node).split(".")[-2:])
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append":
+            yield ".".join(ast.unparse(node.func.value).split(".")[-2:])
+
+
+def test_each_part_of_a_sequence_has_one_writer() -> None:
+    engine = "pagoda_server.engine."
+    found: dict[str, set[str]] = {}
+    for name, tree in modules().items():
+        if name.startswith(engine) and name != f"{engine}core.sequence":
+            for target in written(tree):
+                if target.split(".")[0] in ("seq", "request", "account", "blocks", "table"):
+                    found.setdefault(target, set()).add(name.removeprefix(engine))
+    assert found == WRITERS
 
 
 def test_the_engine_has_at_most_ten_rooms() -> None:

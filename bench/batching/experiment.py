@@ -25,12 +25,12 @@ from bench.workloads import Workload
 from pagoda_server.engine.runners.load import InformedRunner
 
 NAME = "batching"
-BATCHED: tuple[Mode, ...] = ("static", "continuous")  # the others compute one request a step, whatever the size
+BATCHED: tuple[Mode, ...] = ("static", "continuous")  # the others compute one request per step at any size
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One mode at one batch size, once a turn."""
+    """Recordings of one mode at one batch size, one per turn."""
 
     mode: Mode
     size: int

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, Protocol
 
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.runners.load import InformedRunner
 
@@ -52,8 +53,8 @@ def static(model: Model, queue: list[Sequence], size: int) -> None:
     """
     for first in range(0, len(queue), size):
         batch = [model.start(seq) for seq in queue[first : first + size]]
-        longest = max(seq.prompt_len for seq in batch)
-        padding = [model.start(pad(seq, longest)) for seq in batch if seq.prompt_len < longest]
+        longest = max(seq.request.prompt_len for seq in batch)
+        padding = [model.start(pad(seq, longest)) for seq in batch if seq.request.prompt_len < longest]
         for chunks in in_steps([whole(seq) for seq in (*padding, *batch)]):
             model.step(chunks)
         while not all(map(is_done, batch)):
@@ -110,7 +111,7 @@ class Model:
                 f"the batch needs more than the {self.pool.num_blocks} KV blocks that there are: "
                 "choose a smaller batch or shorter requests"
             )
-        seq.blocks = self.pool.allocate(needed)
+        seq.blocks = BlockTable(self.pool.allocate(needed))
         self._running.append(seq)
         return seq
 
@@ -131,7 +132,7 @@ class Model:
     def leave(self, seq: Sequence) -> None:
         """Take a sequence's blocks back."""
         self.pool.release(seq.blocks)
-        seq.blocks = []
+        seq.blocks = BlockTable()
         self._running.remove(seq)
 
 
@@ -170,8 +171,10 @@ def in_steps(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
 
 def pad(seq: Sequence, longest: int) -> Sequence:
     """Return the padding of a prompt: tokens 0 in blocks of their own, which no sequence reads."""
-    length = longest - seq.prompt_len
-    return Sequence(-1 - seq.id, [0] * length, length, SamplingParams(), 0.0, seq.deadline, max_len=length)
+    length = longest - seq.request.prompt_len
+    return Sequence(
+        -1 - seq.id, [0] * length, Request(length, deadline=seq.request.deadline), SamplingParams(), max_len=length
+    )
 
 
 def is_padding(seq: Sequence) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from enum import Enum
 from bench.batching.loops import MODES, Mode, Model, is_padding, padded
 from bench.measure import RequestTimes, Run
 from bench.workloads import Workload
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.runners.load import InformedRunner
 
 
@@ -26,7 +26,7 @@ class Work(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`request`: its number in the workload."""
+    """A slot in a step. `request` is its number in the workload."""
 
     slot: int
     request: int
@@ -70,7 +70,7 @@ def record(
 
 def _sequence(id: int, prompt: list[int], output_len: int) -> Sequence:
     params = SamplingParams(max_tokens=output_len)
-    return Sequence(id, list(prompt), len(prompt), params, 0.0, math.inf, max_len=len(prompt) + output_len)
+    return Sequence(id, list(prompt), Request(len(prompt)), params, max_len=len(prompt) + output_len)
 
 
 class _Recorder:
@@ -111,4 +111,4 @@ class _Recorder:
 def _work(chunk: Chunk, got_token: set[int]) -> Work:
     if is_padding(chunk.seq) or (chunk.samples and chunk.seq.id not in got_token):
         return Work.PADDING
-    return Work.PREFILL if chunk.start < chunk.seq.prompt_len else Work.DECODE
+    return Work.PREFILL if chunk.start < chunk.seq.request.prompt_len else Work.DECODE

@@ -1,1 +1,1 @@
-"""What a GPU does with Pagoda's kernels, its decode step and its server: `make bench-gpu`."""
+"""Benchmarks of the kernels, the decode step and the server on a GPU: `make bench-gpu`."""

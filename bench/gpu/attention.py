@@ -1,4 +1,4 @@
-"""Attention over pages: decodes by the bytes of keys and values that they read, chunks by the operations they make."""
+"""Attention over pages: decodes by bytes of keys and values read, prefill by operations."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from pagoda_server.kernels.triton.timing import num_copies
 
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-2}
 TINY = ModelShape("tiny", 2, 8, 2, 32, 64, 96, 300)
-LONG, SHORT = 65536, 512  # contexts of a batch of one kind among others
-VARLEN_PAGE = 256  # tokens; what FlashAttention 2 takes
+LONG, SHORT = 65536, 512  # contexts of an uneven batch
+VARLEN_PAGE = 256  # tokens; the page size that FlashAttention 2 requires
 ALMOST, WELL = Bar(fraction=0.9), Bar(fraction=0.85)
 
 
@@ -61,7 +61,7 @@ def _decode(model: ModelShape, kv_dtype: torch.dtype, batch: int, context: int, 
 
 
 def _uneven(model: ModelShape, long: int, short: int, num_short: int, bench: Bench) -> Work:
-    """One long context among short ones: it must not hold them."""
+    """One long context among short ones, which it must not delay."""
     pages = random_pages(model, 1 + num_short, long, torch.bfloat16, bench.device)
     plan = attention_plan(1 + num_short, long, 1, bench.device)
     lengths = torch.full_like(plan.context_len, short)
@@ -86,7 +86,7 @@ def _prefill(model: ModelShape, batch: int, query_len: int, context: int, bench:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """So many sequences: the last `query_len` tokens of each attend to its context."""
+    """`batch` sequences; the last `query_len` tokens of each attend to its context."""
 
     batch: int
     query_len: int
@@ -127,13 +127,13 @@ def _work(
 
 
 def _kv_bytes(pages: PagedKV) -> int:
-    """Of one token."""
+    """Bytes of one token's keys and values."""
     scales = 0 if pages.key_scales is None else 2 * pages.key_scales.dtype.itemsize
     return pages.num_kv_heads * (2 * pages.head_dim * pages.dtype.itemsize + scales)
 
 
 def _sdpa(model: ModelShape, shape: _Shape, bench: Bench) -> Callable[[], object]:
-    """torch's own, on keys and values that lie side by side, as a cache without pages would have them."""
+    """torch's attention on contiguous keys and values, as in a cache without pages."""
     batch, query_len, context = shape.batch, shape.query_len, shape.context
     randn = partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
     q = randn(batch, model.num_heads, query_len, model.head_dim)
@@ -146,7 +146,7 @@ def _sdpa(model: ModelShape, shape: _Shape, bench: Bench) -> Callable[[], object
 
 
 def _varlen(model: ModelShape, shape: _Shape, bench: Bench) -> Callable[[], object]:
-    """torch's own for sequences packed one behind the other, over pages where the installed release has them."""
+    """torch's attention on packed sequences, over pages if the installed release supports them."""
     from torch.nn.attention.varlen import varlen_attn
 
     if "block_table" not in inspect.signature(varlen_attn).parameters:
@@ -178,7 +178,7 @@ def _varlen(model: ModelShape, shape: _Shape, bench: Bench) -> Callable[[], obje
 def _varlen_contiguous(
     attend: Callable[..., object], model: ModelShape, shape: _Shape, bench: Bench
 ) -> Callable[[], object]:
-    """As releases without block tables have it. Its mask ends at the last key, whatever the number of queries."""
+    """The same without block tables, for older releases. Its mask is aligned to the last key."""
     batch, query_len, context = shape.batch, shape.query_len, shape.context
     randn = partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
     q = randn(batch * query_len, model.num_heads, model.head_dim)
@@ -192,7 +192,7 @@ def _varlen_contiguous(
 
 
 def _window(query_len: int) -> tuple[int, int]:
-    """Causal. Of one query that says nothing; FlashAttention then takes heads that share a KV head at once."""
+    """A causal window. One query needs none; without it FlashAttention computes heads that share a KV head together."""
     return (-1, -1 if query_len == 1 else 0)
 
 

@@ -1,4 +1,4 @@
-"""The tests that need a GPU, run before anything is timed: what is fast and wrong is worth nothing."""
+"""The tests that need a GPU, run before anything is timed: a fast wrong result is worth nothing."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ KERNELS = ["tests/kernels/triton"]
 RUNNER = ["tests/engine/test_device_runner.py", "tests/engine/test_on_gpu.py"]
 SERVER = ["tests/end_to_end/test_on_gpu.py"]
 SMOKE = ["tests/kernels/triton/test_silu_and_mul.py"]
-MOST_PROCESSES = 12  # of those that compile kernels at once; each has a context of its own on the GPU
+MOST_PROCESSES = 12  # that compile kernels at once; each has its own context on the GPU
 TEST_TIMEOUT_S = 120
 POLL_S = 0.2
-MARGIN_S = 3.0  # before this process's own end, to tell what was found
-MOST_TOLD = 3  # failures of a file that its row names
+MARGIN_S = 3.0  # before this process's own limit, to report results
+MOST_TOLD = 3  # failures that the row of a file names
 
 
 @dataclass(slots=True)
 class _File:
-    """What became of the tests of one file. `failures`: their names and the last line of what they said."""
+    """Results of one test file. `failures`: the names of failed tests, and a line with the reason."""
 
     passed: int = 0
     skipped: int = 0
@@ -42,24 +42,24 @@ class _File:
 
 
 def kernel_rows(bench: Bench) -> Iterator[Row]:
-    """Every kernel against its reference. Most of the time goes into compiling, so by several processes."""
+    """Test every kernel against its reference, in several processes, since compiling takes most of the time."""
     yield from _rows("tests of kernels", KERNELS, bench, in_parallel=not bench.is_small)
 
 
 def runner_rows(bench: Bench) -> Iterator[Row]:
-    """Graphs, overlap, memory, transformers' tokens. One by one: some measure what memory is free."""
+    """Test graphs, overlap, memory and transformers' tokens, one by one, since some tests measure free memory."""
     if not bench.is_small:
         yield from _rows("tests of the runner", RUNNER, bench)
 
 
 def server_rows(bench: Bench) -> Iterator[Row]:
-    """A whole server, through gRPC."""
+    """Test a whole server through gRPC."""
     if not bench.is_small:
         yield from _rows("tests of the server", SERVER, bench)
 
 
 def _rows(part: str, paths: Sequence[str], bench: Bench, in_parallel: bool = False) -> Iterator[Row]:
-    """One row a file. What the limit cuts off is told of, and what was found until then is kept."""
+    """Yield one row per file, also for files done before the limit, and one if the limit cut tests off."""
     ends = time.monotonic() + bench.limit_s - MARGIN_S
     with TemporaryDirectory() as folder:
         told = Path(folder) / "told"
@@ -83,14 +83,14 @@ def _rows(part: str, paths: Sequence[str], bench: Bench, in_parallel: bool = Fal
             code = process.wait()
         yield from _files(part, told.read_text().splitlines())
         if is_cut:
-            yield Row(part, "all", error=f"what is missing here had not run after {bench.limit_s - MARGIN_S:.0f} s")
-        elif code not in (0, 1):  # neither passed nor failed: pytest itself did not work
+            yield Row(part, "all", error=f"tests missing here had not run after {bench.limit_s - MARGIN_S:.0f} s")
+        elif code not in (0, 1):  # neither passed nor failed: pytest itself broke
             lines = [line for line in log.read_text().splitlines() if line.strip()]
             yield Row(part, "all", error=f"pytest ended with {code}: {' | '.join(lines[-3:])[-300:]}")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """And those that it has started."""
+    """Kill a process and its descendants."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -99,7 +99,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _command(paths: Sequence[str], in_parallel: bool) -> list[str]:
-    """Without the options of pyproject.toml: the plug-ins that they belong to may not be there."""
+    """Return pytest's command line, without the options of pyproject.toml, whose plug-ins may be missing."""
     command = [
         sys.executable,
         "-m",

@@ -1,20 +1,24 @@
-"""Norms, rotations and activations: bytes moved, and at few rows the time of a launch."""
+"""Kernels around attention: norms, rotations, activations by bytes moved; products with few rows by the weight read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from bench.gpu.attention import TINY
 from bench.gpu.rows import Bar, Bench, Row, Work, measure, relative_error
+from pagoda_server.kernels.linear import Linear
 from pagoda_server.kernels.paged import PagedKV
 from pagoda_server.kernels.rms_norm import rms_norm
 from pagoda_server.kernels.rope_and_store_kv import rope_and_store_kv
 from pagoda_server.kernels.silu_and_mul import silu_and_mul
 from pagoda_server.kernels.triton.inputs import LLAMA_8B, ModelShape, normal, random_pages
+from pagoda_server.kernels.triton.linear import linear_triton
+from pagoda_server.kernels.triton.linear_quantized import linear_fp8_weight_triton, linear_int8_weight_triton
 from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
 from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
 from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
@@ -24,6 +28,7 @@ EPS = 1e-5
 TOLERANCE = 1e-2
 MANY = 8192  # rows, where only bandwidth counts
 DECODES = (1, 32, 128)
+PROJECTION_ROWS = (1, 16, 64)
 AT_ONCE, FAST = Bar(time_us=3), Bar(fraction=0.85)
 
 
@@ -45,7 +50,7 @@ def _norm(model: ModelShape, count: int, bench: Bench) -> Work:
         found, expected = rms_norm_triton(inputs[0], weight, EPS, ours), rms_norm(inputs[0], weight, EPS, theirs)
         return max(relative_error(found, expected), relative_error(ours, theirs))
 
-    def eager(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def eager(x: Tensor, residual: Tensor) -> Tensor:
         return functional.rms_norm(residual.add_(x), (model.hidden_size,), weight, EPS)
 
     pairs = list(zip(inputs, residuals, strict=True))
@@ -65,7 +70,7 @@ def _norm(model: ModelShape, count: int, bench: Bench) -> Work:
 def _activation(model: ModelShape, count: int, bench: Bench) -> Work:
     inputs = _tensors(count, 2 * model.ffn_size, bench)
 
-    def eager(gate_up: torch.Tensor) -> torch.Tensor:
+    def eager(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
@@ -108,10 +113,8 @@ def _rotation(model: ModelShape, count: int, bench: Bench) -> Work:
     )
 
 
-def _torch_rotation(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, pages: PagedKV
-) -> torch.Tensor:
-    """As a model in plain torch does it, without the reference's look at the slots."""
+def _torch_rotation(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pages: PagedKV) -> Tensor:
+    """RoPE and KV write in plain torch, without the reference's check of the slots."""
     rotated, values = qkv[:, : -pages.num_kv_heads], qkv[:, -pages.num_kv_heads :]
     first, second = rotated.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -121,10 +124,56 @@ def _torch_rotation(
     return rotated[:, : -pages.num_kv_heads]
 
 
-def _tensors(count: int, width: int, bench: Bench) -> list[torch.Tensor]:
+def _tensors(count: int, width: int, bench: Bench) -> list[Tensor]:
     copies = 2 if bench.is_small else num_copies(2 * count * width)
     return [normal(count, width, dtype=torch.bfloat16, device=bench.device) for _ in range(copies)]
 
 
 def _bar(count: int) -> Bar | None:
     return AT_ONCE if count <= max(DECODES) else FAST
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def projection_rows(bench: Bench) -> Iterator[Row]:
+    model = TINY if bench.is_small else LLAMA_8B
+    for name, size in model.projections.items():
+        for kind, prepare, weight_bytes, tolerance in (
+            ("bfloat16", linear_triton, 2.0, 1e-2),
+            ("int8", linear_int8_weight_triton, 1.0, 2e-2),
+            ("float8", linear_fp8_weight_triton, 1.0, 5e-2),
+        ):
+            for count in (3,) if bench.is_small else PROJECTION_ROWS:
+                case = f"{model.name} {name}, {kind}, {count} rows"
+                yield measure(_projection(case, size, count, prepare, weight_bytes, tolerance, bench), bench)
+
+
+def _projection(
+    case: str,
+    size: tuple[int, int],
+    count: int,
+    prepare: Callable[[Tensor, Tensor | None], Linear],
+    weight_bytes: float,
+    tolerance: float,
+    bench: Bench,
+) -> Work:
+    num_bytes = weight_bytes * size[0] * size[1]
+    copies = 2 if bench.is_small else num_copies(int(num_bytes))
+    weights = [normal(*size, dtype=torch.bfloat16, device=bench.device) for _ in range(copies)]
+    x = normal(count, size[1], dtype=torch.bfloat16, device=bench.device)
+
+    def prepared() -> Sequence[Callable[[], object]]:
+        return [partial(prepare(weight, None), x) for weight in weights]
+
+    return Work(
+        "projections",
+        case,
+        num_bytes=num_bytes + x.nbytes + 2 * count * size[0],
+        flops=2.0 * count * size[0] * size[1],
+        calls=prepared,
+        error=lambda: relative_error(prepare(weights[0], None)(x), x.float() @ weights[0].float().T),
+        tolerance=tolerance,
+        others={"torch bfloat16": lambda: [partial(functional.linear, x, weight) for weight in weights]},
+        bar=FAST,
+    )

@@ -1,4 +1,4 @@
-"""A folder of a model of any size, whose weights are drawn where it is loaded; its tokenizer knows bytes."""
+"""Write a folder of a model of any size with a byte-level tokenizer. Its weights are drawn when it is loaded."""
 
 from __future__ import annotations
 

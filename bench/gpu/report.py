@@ -1,4 +1,4 @@
-"""The rows as tables, for a terminal and for a page, and as JSON."""
+"""Rows as JSON, and as tables for a terminal and a page."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rich.table import Table
 from bench.gpu.rows import Row
 from bench.report import NONE, Cells
 
-HEADINGS = ["case", "µs", "rate", "of the limit", "bar", "beside", "notes"]
+HEADINGS = ["case", "µs", "rate", "of the limit", "bar", "others", "notes"]
 
 
 def tables(rows: Sequence[Row]) -> list[Cells]:
-    """One for each part, in the order in which they ran."""
+    """Return one table per part, in the order in which they ran."""
     return [Cells(part, HEADINGS, [_cells(row) for row in of]) for part, of in groupby(rows, lambda row: row.part)]
 
 
 def shown(cells: Cells) -> Table:
-    """For a terminal, where long notes go on below."""
+    """Return a table for a terminal, which wraps long notes."""
     table = cells.rich()
     for column in table.columns[-2:]:
         column.no_wrap = False
@@ -39,7 +39,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def write(folder: Path, rows: Sequence[Row], card: dict[str, str], elapsed_s: float) -> None:
-    """gpu.json and gpu.md."""
+    """Write gpu.json and gpu.md."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     folder.mkdir(parents=True, exist_ok=True)
     record = {"card": card, "date": date, "elapsed_s": round(elapsed_s, 1)}
@@ -65,5 +65,5 @@ def _cells(row: Row) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Three digits that count; thousands apart."""
+    """Format with three significant digits and separated thousands."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,12 +1,13 @@
-"""What the parts of the GPU benchmark find: one row a measurement, passed on as lines of JSON."""
+"""Rows of the GPU benchmark, one per measurement, passed between processes as lines of JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 import torch
@@ -14,12 +15,16 @@ import torch
 from pagoda_server.kernels.triton.timing import Timer
 
 TERA = 1e12
-RPC_ERRORS = (grpc.Call, grpc.aio.AioRpcError)  # those that know a status
+CEILINGS = "ceilings"  # the part that all fractions refer to
+COPY_BYTES = 4_000_000_000
+PRODUCT_SIZE = 8192
+COPY, PRODUCT = "copy, device to device", "bfloat16 matrix product"
+RPC_ERRORS = (grpc.Call, grpc.aio.AioRpcError)  # errors that have a status
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a measurement should reach: a fraction of its limit, a time at most, or TFLOP/s at least."""
+    """What a measurement should reach: a fraction of its limit, a maximum time, or a minimum of TFLOP/s."""
 
     fraction: float | None = None
     time_us: float | None = None
@@ -34,13 +39,13 @@ class Bar:
 @dataclass(frozen=True, slots=True)
 class Row:
     """
-    time_us   of one call or step
-    rate      in `unit`
-    fraction  of what the card could do, by the ceilings that were measured on it
-    met       whether the bar is reached; None where there is none
-    others    the same work by other means, µs
-    figures   whatever else was measured, by name and unit
-    error     why there is no measurement, or what was wrong with the result
+    time_us   time of one call or step
+    rate      rate in `unit`
+    fraction  share of what the card could do, by its measured ceilings
+    met       whether the bar is reached; None if there is no bar
+    others    time of other implementations for the same work, µs
+    figures   other measurements, by name and unit
+    error     why there is no measurement, or what is wrong with the result
     """
 
     part: str
@@ -65,21 +70,21 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Measured: bytes a second of a copy, reads and writes counted, and operations a second of a bfloat16 product."""
+    """Measured bytes per second of a copy, reads plus writes, and operations per second of a bfloat16 product."""
 
     bytes_per_s: float
     flops_per_s: float
 
     def seconds(self, num_bytes: float, flops: float = 0.0) -> float:
-        """Of work that moves so much and computes so much, at the least."""
+        """Least time for work that moves `num_bytes` and computes `flops`."""
         return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
     """
-    is_small  a rehearsal at tiny shapes, on a CPU with interpreted kernels
-    limit_s   after which this process is ended
+    is_small  rehearse with tiny shapes, on a CPU with interpreted kernels
+    limit_s   time limit of this process
     """
 
     device: torch.device
@@ -91,11 +96,11 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A call and what it must move and compute at least.
+    """A call, and the least that it must move and compute.
 
-    calls      alike, on buffers of their own
-    error      of the result against a reference, relative; NaN passes for nothing
-    others     name → the same work by other means, made only when it is timed: it may not be there
+    calls      equal calls, each on its own buffers
+    error      relative error of the result against a reference; NaN always fails
+    others     name → other implementations of the same work, made only when timed, since they may be missing
     """
 
     part: str
@@ -109,14 +114,33 @@ class Work:
     bar: Bar | None = None
 
 
+def ceiling_rows(bench: Bench) -> Iterator[Row]:
+    num_bytes = 1_000_000 if bench.is_small else COPY_BYTES
+    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    time_us = bench.timer([partial(target.copy_, source)])
+    yield Row(CEILINGS, COPY, time_us=time_us, rate=2 * num_bytes / time_us * 1e6 / TERA, unit="TB/s")
+
+    size = 64 if bench.is_small else PRODUCT_SIZE
+    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=bench.device) for _ in range(2))
+    time_us = bench.timer([partial(torch.matmul, left, right)])
+    yield Row(CEILINGS, PRODUCT, time_us=time_us, rate=2 * size**3 / time_us * 1e6 / TERA, unit="TFLOP/s")
+
+
+def ceilings_of(found: Sequence[Row]) -> Ceilings:
+    """Read the ceilings from their rows. A missing one is NaN, and so is every fraction of it."""
+    rates = {row.case: row.rate for row in found if row.rate is not None}
+    return Ceilings(TERA * rates.get(COPY, math.nan), TERA * rates.get(PRODUCT, math.nan))
+
+
 def measure(work: Work, bench: Bench) -> Row:
-    """Checks the result, then times the call and its rivals. What fails is told in the row."""
+    """Check the result, then time the call and its rivals. The row reports what failed."""
     try:
         error = work.error()
         if not error <= work.tolerance:
             return Row(work.part, work.case, error=f"wrong by {error:.2g}, more than {work.tolerance:g}")
         time_us = bench.timer(work.calls())
-    except Exception as failure:  # whatever it is: the next kernel may do better
+    except Exception as failure:  # any failure: the other kernels can still be measured
         return Row(work.part, work.case, error=explain(failure))
     others: dict[str, float] = {}
     missing: list[str] = []
@@ -143,13 +167,13 @@ def measure(work: Work, bench: Bench) -> Row:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the whole tensor, by the Euclidean norm; NaN if anything is."""
+    """Relative error of the whole tensor by the Euclidean norm; NaN if any element is NaN."""
     difference = (found.double() - expected.double()).norm()
     return float(difference / expected.double().norm())
 
 
 def explain(failure: BaseException) -> str:
-    """Its first sentence: some tell a page."""
+    """Return the first sentence of an error, since some messages are a page long."""
     message = f"{failure.code().name}: {failure.details()}" if isinstance(failure, RPC_ERRORS) else str(failure).strip()
     first = (message or "no message").splitlines()[0].split(". ")[0]
     return f"{type(failure).__name__}: {first[:120]}"

@@ -1,4 +1,4 @@
-"""The choice of tokens, beside torch's `argmax` and the usual sampler that sorts the vocabulary."""
+"""The sampler, compared with torch's `argmax` and with the usual sampler that sorts the vocabulary."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pagoda_server.kernels.triton.timing import num_copies
 PART = "sampling"
 VOCAB = 131072
 TEMPERATURE, TOP_K, TOP_P = 0.8, 50, 0.95
-SPREAD = 3.0  # of the logits: that of a model that is neither sure nor at a loss
+SPREAD = 3.0  # standard deviation of the logits of a moderately confident model
 ALONE, TOGETHER = Bar(time_us=60), Bar(time_us=360)
-# Where two scores, or the mass that top-p asks for, differ in the last bit only, another token is not a mistake.
+# Another token is no error where two scores, or the mass for top-p, differ only in the last bit.
 TOLERANCE = 0.02
 
 

@@ -1,4 +1,4 @@
-"""The server on a random-weight model: `mixed` through gRPC, beside transformers' continuous batching."""
+"""`mixed` through gRPC on a model with random weights, compared with transformers' continuous batching."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _settings(folder: str, load: Workload, bench: Bench) -> PeerSettings:
 
 
 def _measure(system: System, load: Workload) -> Row:
-    """Two runs of one start: the first is also the warm-up of whatever is compiled on first use."""
+    """Start the system once and measure the second of two runs; the first compiles what is compiled on first use."""
     case = f"{system.name}, mixed, {len(load.requests)} requests"
     try:
         with system.start() as started:

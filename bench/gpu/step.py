@@ -1,4 +1,4 @@
-"""The whole decode step: the engine's own loop over a model of random weights, its batch full of computed contexts."""
+"""The whole decode step: the engine's own loop on a model with random weights, at several batch sizes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import numpy as np
+from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.attention import TINY
-from bench.gpu.idle import idle_fraction, start_profiler
 from bench.gpu.random_model import write_model
 from bench.gpu.rows import Bar, Bench, Row, explain
 from pagoda_server.checkpoints.progress import no_progress
-from pagoda_server.engine.core.output import StepOutput
-from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Sampled, StepOutput, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.loop import Abort, Add, EngineLoop, LoadSnapshot
 from pagoda_server.engine.loop.steps_in_flight import Launched
@@ -32,18 +32,19 @@ from pagoda_server.kernels.triton.inputs import LLAMA_1B, LLAMA_8B, ModelShape
 from pagoda_server.settings.engine import EngineConfig
 
 PART = "decode step"
-SKIPPED, MEASURED = 8, 32  # steps of each batch size
-GROWTH = 512  # tokens that a context may grow by while the others are computed and the first batch is measured
-MAX_TOKENS = 16 * GROWTH  # nobody is to end before all batches are measured
+SKIPPED, MEASURED = 8, 32  # steps per batch size
+GROWTH = 512  # tokens by which a context may grow while others are computed and the first batch is measured
+MAX_TOKENS = 16 * GROWTH  # no sequence may end before all batches are measured
 TOKEN_BUDGET = 8192
 POLL_S = 0.002
 LONGEST_WAIT_S = 100.0
+IDLE_WINDOW_S = 0.1
 EIGHT_B_BAR, ONE_B_BAR = Bar(fraction=0.8), Bar(fraction=0.65)
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """`batches` fall: the sequences of the first are computed once, and leave as the batch shrinks."""
+    """Batch sizes in falling order: prompts are computed once, and sequences leave as the batch shrinks."""
 
     context: int
     batches: tuple[int, ...]
@@ -51,7 +52,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A step that was read: how many sequences and tokens it had, when its result was there, how long that took."""
+    """A finished step: its sequences and tokens, when its result arrived, and how long the host waited for it."""
 
     num_seqs: int
     num_tokens: int
@@ -74,7 +75,7 @@ class _WatchedStep:
 
 
 class WatchedRunner:
-    """Any runner, with a record of its steps."""
+    """A runner that records its steps."""
 
     def __init__(self, runner: InformedRunner) -> None:
         self._runner = runner
@@ -101,14 +102,14 @@ class _NoOutbox:
 
 
 def rows(bench: Bench, shape: ModelShape) -> Iterator[Row]:
-    """One row for each context and batch. A batch that the card cannot hold has a row that says so."""
+    """Yield one row per context and batch, also for a batch that does not fit on the card."""
     if bench.is_small:
         shape, every = TINY, [Series(24, (3, 1))]
     else:
         every = [Series(1024, (256, 128, 32, 1)), Series(8192, (128, 32, 1))]
     logging.getLogger("pagoda.engine").setLevel(logging.ERROR)
     if bench.device.type == "cuda":
-        with suppress(Exception):  # then idle time is not known
+        with suppress(Exception):  # without a profiler, idle time is unknown
             start_profiler()
     with TemporaryDirectory() as folder:
         write_model(Path(folder), shape, max_positions=max(series.context for series in every) + MAX_TOKENS)
@@ -123,7 +124,7 @@ def rows(bench: Bench, shape: ModelShape) -> Iterator[Row]:
             prefix_caching=False,
         )
         runner = WatchedRunner(load_runner(config, Path(folder), no_progress))
-    numbers = itertools.count()  # no two sequences of the runner's life have the same
+    numbers = itertools.count()  # unique over the runner's life
     for series in every:
         yield from _measure(series, numbers, runner, config, shape, bench)
 
@@ -173,14 +174,14 @@ def _measure(
 
 
 def _decodes(loop: EngineLoop, runner: WatchedRunner, batch: int) -> list[_Done]:
-    """The last MEASURED of so many steps in which all sequences of the batch, and only they, decode."""
+    """Wait for steps in which exactly the batch's sequences decode; return the last MEASURED and the one before."""
     since = len(runner.done)
     deadline = time.monotonic() + LONGEST_WAIT_S
     while True:
         steps = runner.done[since:]
         tail = steps[-SKIPPED - MEASURED :]
         if len(tail) == SKIPPED + MEASURED and all(step.num_seqs == step.num_tokens == batch for step in tail):
-            return tail[SKIPPED - 1 :]  # and the one before the first, whose end is the first one's beginning
+            return tail[SKIPPED - 1 :]  # the end of the step before is the start of the first
         if loop.failure is not None:
             raise RuntimeError(f"the engine's loop died: {explain(loop.failure)}")
         if time.monotonic() > deadline:
@@ -213,14 +214,41 @@ def _row(
 
 
 def _with_idle(row: Row, bench: Bench) -> Row:
-    """And the share of time in which the GPU runs no kernel."""
+    """Add the share of time in which the GPU runs no kernel."""
     if bench.device.type != "cuda":
         return row
     try:
         row.figures["idle %"] = 100 * idle_fraction()
-    except Exception as failure:  # profilers do not work everywhere
-        return replace(row, error=f"idle time is not known: {explain(failure)}")
+    except Exception as failure:  # the profiler may be forbidden
+        return replace(row, error=f"idle time is unknown: {explain(failure)}")
     return row
+
+
+def start_profiler() -> None:
+    """Start the profiler once: its first use takes seconds, and must precede the capture of graphs that it watches."""
+    with profile(activities=[ProfilerActivity.CUDA]):
+        pass
+
+
+def idle_fraction() -> float:
+    """Profile for a moment; return the idle share of the GPU. Raise the profiler's error if it is not allowed."""
+    with profile(activities=[ProfilerActivity.CUDA]) as watched:
+        time.sleep(IDLE_WINDOW_S)
+    spans = sorted(
+        (float(event.time_range.start), float(event.time_range.end))
+        for event in watched.events()
+        if event.device_type.name == "CUDA"
+    )
+    return 1.0 - busy(spans) / (max(end for _, end in spans) - spans[0][0])
+
+
+def busy(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of spans, which are in order of their starts."""
+    total, reached = 0.0, float("-inf")
+    for start, end in spans:
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def _case(shape: ModelShape, batch: int, context: int) -> str:
@@ -230,4 +258,4 @@ def _case(shape: ModelShape, batch: int, context: int) -> str:
 def _sequence(number: int, context: int, vocab_size: int) -> Sequence:
     prompt = np.random.default_rng(number).integers(0, vocab_size, context).tolist()
     params = SamplingParams(max_tokens=MAX_TOKENS)
-    return Sequence(number, prompt, context, params, arrived=time.monotonic(), deadline=math.inf, bypass_cache=True)
+    return Sequence(number, prompt, Request(context, arrived=time.monotonic(), bypass_cache=True), params)

@@ -1,4 +1,4 @@
-"""A plug-in for pytest: writes what became of each test to a file, at once: one that is cut off has told its start."""
+"""A pytest plug-in that writes each test's result to a file at once, so that an interrupted run keeps its results."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class _Teller:
 
 
 def pytest_configure(config: Any) -> None:
-    if TOLD_FILE in os.environ and not hasattr(config, "workerinput"):  # the processes of xdist report to the first
+    if TOLD_FILE in os.environ and not hasattr(config, "workerinput"):  # xdist workers report to the controller
         config.pluginmanager.register(_Teller(Path(os.environ[TOLD_FILE])))
 
 
 def _reason(text: str) -> str:
-    """The first line that pytest marks as the error's own, else the last."""
+    """Return the first line that pytest marks as the error, else the last line."""
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [line[1:].strip() for line in lines if line.startswith("E ")]
     return (errors or lines[-1:] or ["no reason given"])[0][:MOST]

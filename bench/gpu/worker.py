@@ -1,6 +1,7 @@
-"""Some parts in a process of their own: `python -m bench.gpu.worker SETTINGS`, rows out, a line of JSON each.
+"""The parts of the GPU benchmark, and the process that runs some of them: `python -m bench.gpu.worker SETTINGS`.
 
-A kernel that reads where it must not ends the use of a GPU for the process that launched it, and for no other.
+Each row is written to standard output as a line of JSON. A kernel that reads out of bounds makes the GPU unusable for
+the process that launched it, and for no other.
 """
 
 from __future__ import annotations
@@ -16,22 +17,57 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 import triton
 
-from bench.gpu import ceilings
-from bench.gpu.parts import CEILINGS, CHECKS, PARTS
-from bench.gpu.rows import Bench, Ceilings, Row, explain
+from bench.gpu.rows import CEILINGS, Bench, Ceilings, Row, ceilings_of, explain
 from pagoda_server.kernels.triton.timing import cuda_timer, host_timer
 
-GRACE_S = 20.0  # for what this process has started to be ended
+GRACE_S = 20.0  # for this process's children to end
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part, whose rows `function` of `module` yields. `shape` names a model in kernels.triton.inputs, if needed."""
+
+    name: str
+    limit_s: float
+    module: str
+    function: str = "rows"
+    shape: str = ""
+
+    def rows(self, bench: Bench) -> Iterator[Row]:
+        """Yield the part's rows. Its module is imported here, so that a broken one fails this part alone."""
+        function = getattr(import_module(self.module), self.function)
+        arguments = [getattr(import_module("pagoda_server.kernels.triton.inputs"), self.shape)] if self.shape else []
+        yield from function(bench, *arguments)
+
+
+# These run before all others, if requested.
+CHECKS = (
+    Part("tests of kernels", 240, "bench.gpu.checks", "kernel_rows"),
+    Part("tests of the runner", 120, "bench.gpu.checks", "runner_rows"),
+    Part("tests of the server", 60, "bench.gpu.checks", "server_rows"),
+)
+PARTS = (
+    Part(CEILINGS, 40, "bench.gpu.rows", "ceiling_rows"),
+    Part("decode attention", 60, "bench.gpu.attention", "decode_rows"),
+    Part("decode step 8B", 110, "bench.gpu.step", shape="LLAMA_8B"),
+    Part("decode step 1B", 70, "bench.gpu.step", shape="LLAMA_1B"),
+    Part("prefill attention", 50, "bench.gpu.attention", "prefill_rows"),
+    Part("layers", 40, "bench.gpu.layers"),
+    Part("sampling", 40, "bench.gpu.sampling"),
+    Part("projections", 60, "bench.gpu.layers", "projection_rows"),
+    Part("serving", 150, "bench.gpu.serving"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """
-    limit_s                   after which this process is ended
+    limit_s                   time limit of this process
     bytes_per_s, flops_per_s  the ceilings, as far as they are known
     """
 
@@ -46,10 +82,10 @@ class Settings:
 
 
 def main(line: str) -> None:
-    # What libraries print must not get between the rows: it goes to the log, rows to a copy of standard output.
+    # Libraries print to standard output too. That goes to the log, and rows go to a copy of standard output.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that blocks end what they started
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` blocks run
     threading.Thread(target=end_with_parent, daemon=True).start()
     settings = Settings(**json.loads(line))
     answers.write(json.dumps({"card": card(settings.is_small)}) + "\n")
@@ -58,12 +94,12 @@ def main(line: str) -> None:
 
 
 def end_with_parent() -> None:
-    """The parent holds the other end of our standard input. However it ended, nobody waits for rows any more."""
+    """End this process when its parent, which holds the other end of standard input, has ended."""
     while os.read(0, 1024):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
-    os._exit(1)  # a call into the driver that does not return
+    os._exit(1)  # a call into the driver may never return
 
 
 def rows(settings: Settings) -> Iterator[Row]:
@@ -84,10 +120,10 @@ def rows(settings: Settings) -> Iterator[Row]:
             for row in part.rows(bench):
                 found.append(row)
                 yield row
-        except Exception as failure:  # of one part: the others may run
+        except Exception as failure:  # fails this part alone
             yield Row(part.name, "", error=explain(failure))
-        if part is CEILINGS:
-            bench = dataclasses.replace(bench, ceilings=ceilings.of(found))
+        if part.name == CEILINGS:
+            bench = dataclasses.replace(bench, ceilings=ceilings_of(found))
 
 
 def card(is_small: bool) -> dict[str, str]:

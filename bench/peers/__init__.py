@@ -1,1 +1,1 @@
-"""Other systems, each in a process of its own (worker.py) and behind one interface (peer.py)."""
+"""Peers: other systems, each behind one interface (peer.py) in a process of its own (worker.py)."""

@@ -1,4 +1,4 @@
-"""llama.cpp's own server, `llama-server`, over HTTP: continuous batching over fixed slots."""
+"""llama.cpp's `llama-server` over HTTP: continuous batching over fixed slots."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import subprocess
 import time
 import urllib.request
 
-from bench.errors import BenchError
+from bench import BenchError
 from bench.peers.peer import Arrivals, OnTokens, PeerRun, PeerSettings
 from bench.peers.registry import find_program
 from bench.workloads import Request, Workload
 
 START_TIMEOUT_S = 60.0
 POLL_S = 0.05
-MAX_SLOTS = 32  # of the default model on two cores it served most tokens with 32: more than with 16 or with 64
-SLOT_MULTIPLE = 256  # it rounds a slot's context up to this
+MAX_SLOTS = 32  # with the default model on two cores it was faster with 32 slots than with 16 or 64
+SLOT_MULTIPLE = 256  # it rounds a slot's context up to a multiple of this
 
 
 class Peer:
@@ -32,7 +32,7 @@ class Peer:
         self._caches = settings.prefix_caching
         command = [program, "--model", settings.gguf, "--host", "127.0.0.1", "--port", str(self._port)]
         command += ["--threads", str(settings.threads), "--threads-batch", str(settings.threads)]
-        # A context for each slot: one that all share is slower, as every sequence then attends over all of it.
+        # One context per slot: a shared one is slower, because every sequence then attends over all of it.
         command += ["--parallel", str(slots), "--ctx-size", str(slots * slot_len), "--no-kv-unified"]
         command += ["--cache-ram", "0", "--metrics", "--log-verbosity", "2"]
         self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
@@ -71,21 +71,21 @@ class Peer:
         )
         writer.write(head.encode() + body)
         count = 0
-        async for line in reader:  # its server-sent events are one line each
+        async for line in reader:  # one line per server-sent event
             if line.startswith(b"data: "):
-                # Its own count: a token that ends inside a character is sent with the one that completes it.
+                # The server's own count: a token that ends inside a character is sent with the token that completes it.
                 count, before = json.loads(line[6:])["tokens_predicted"], count
                 arrivals.add(at, count - before)
         writer.close()
         if count != request.output_len:
-            raise BenchError(f"llama-server generated {count} tokens where {request.output_len} were asked for")
+            raise BenchError(f"llama-server generated {count} tokens where {request.output_len} were requested")
 
     def _steps(self) -> int:
-        """Calls of llama_decode, of which it makes one a batch."""
+        """Return the number of llama_decode calls; the server makes one per batch."""
         for line in self._get("/metrics").splitlines():
             if line.startswith("llamacpp:n_decode_total "):
                 return int(float(line.split()[1]))
-        raise BenchError("llama-server counts no steps")
+        raise BenchError("llama-server reports no number of steps")
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S

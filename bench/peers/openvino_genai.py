@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's ContinuousBatchingPipeline, stepped from here; it reads the GGUF file directly."""
+"""OpenVINO GenAI's ContinuousBatchingPipeline on the GGUF file, stepped by this process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import openvino_genai
 from bench.peers.peer import Arrivals, OnTokens, PeerRun, PeerSettings
 from bench.workloads import Request, Workload
 
-CACHE_GB = (
-    1  # whole gigabytes only; its keys and values are 8-bit, so this holds several times what Pagoda's 0.5 GB does
-)
+# Whole gigabytes only. Its keys and values are 8-bit, so this holds several times as many as Pagoda's 0.5 GB.
+CACHE_GB = 1
 IDLE_S = 0.001
 
 
@@ -31,7 +30,7 @@ class Peer:
         )
 
     def run(self, workload: Workload, on_tokens: OnTokens) -> PeerRun:
-        """`step()` returns when a step is done: a token has arrived when its handle can be read after that."""
+        """Step until all requests are done. A token has arrived when its handle is readable after a step."""
         requests = workload.requests
         due = sorted(range(len(requests)), key=lambda at: requests[at].arrival_s, reverse=True)
         handles: dict[int, openvino_genai.GenerationHandle] = {}

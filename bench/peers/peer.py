@@ -1,4 +1,4 @@
-"""What a peer is: told its settings once, then given workloads. Its modules import their system when it is made."""
+"""The interface of a peer: created with settings, then given workloads. Its module imports the peer's system."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Protocol
 from bench.measure import RequestTimes
 from bench.workloads import Request, Workload
 
-OnTokens = Callable[[int], None]  # called with the number of tokens that have just appeared
+OnTokens = Callable[[int], None]  # called with the number of tokens that have just arrived
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
     """
     model            folder with config.json and safetensors weights
-    gguf             the model as a GGUF file; empty where there is none
-    threads          for arithmetic, as many as Pagoda has
+    gguf             the model's GGUF file; empty if there is none
+    threads          compute threads, as many as Pagoda's
     max_num_seqs     sequences that run at once, as many as Pagoda's
-    longest          prompt and output of the longest request
-    count            requests that can be there at once
-    prefix_caching   as Pagoda's, by workload
-    device           for peers that run on more than a CPU
+    longest          tokens of the longest request, prompt and output
+    count            the most requests at once
+    prefix_caching   on for the same workloads as Pagoda's
+    device           for peers that do not run only on a CPU
     """
 
     model: str
@@ -38,14 +38,14 @@ class PeerSettings:
 
 @dataclass(frozen=True, slots=True)
 class PeerRun:
-    """`steps`: forward passes, None if the system does not tell."""
+    """A peer's run. `steps` is the number of forward passes, None if the system does not report it."""
 
     times: list[RequestTimes]
     steps: int | None = None
 
 
 class Peer(Protocol):
-    """`pid`: the process whose memory, with that of its descendants, is the system's; its own unless it starts one."""
+    """A peer. `pid` and its descendants are the processes whose memory counts: its own unless it starts a server."""
 
     pid: int
     versions: dict[str, str]
@@ -54,7 +54,7 @@ class Peer(Protocol):
 
 
 class Arrivals:
-    """Collects when each request's tokens appeared, for peers that a loop of ours drives."""
+    """Collects the arrival times of each request's tokens, for peers that our own loop drives."""
 
     def __init__(self, requests: list[Request], on_tokens: OnTokens) -> None:
         self._requests = requests
@@ -66,7 +66,7 @@ class Arrivals:
         return time.perf_counter() - self._started
 
     def add(self, at: int, count: int = 1) -> None:
-        """`count` tokens of request number `at` are here. Those beyond its output_len were not asked for."""
+        """Record that `count` tokens of request `at` arrived. Tokens beyond its output_len do not count."""
         arrivals = self._arrivals[at]
         wanted = min(count, self._requests[at].output_len - len(arrivals))
         if wanted > 0:

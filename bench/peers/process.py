@@ -1,4 +1,4 @@
-"""A peer's process, seen from the benchmark."""
+"""The benchmark's end of a peer's process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.errors import BenchError
+from bench import BenchError
 from bench.measure import Run
 from bench.peers.peer import OnTokens, PeerSettings
 from bench.peers.worker import read_run, write_workload
@@ -20,7 +20,7 @@ from bench.workloads import Workload
 
 
 class PeerProcess:
-    """Loaded, warmed up and asleep between runs."""
+    """A peer that is loaded and warmed up, and sleeps between runs."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process = process
@@ -49,7 +49,7 @@ class PeerProcess:
 
 @contextlib.contextmanager
 def peer_process(name: str, python: str, settings: PeerSettings) -> Iterator[PeerProcess]:
-    """Raises BenchError, also later, if the peer cannot do what it is asked."""
+    """Run a peer inside a `with` block. Raise BenchError, then or in a run, if the peer fails."""
     command = [python, "-m", "bench.peers.worker", name, json.dumps(dataclasses.asdict(settings))]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"

@@ -1,4 +1,4 @@
-"""Which peers there are, what each needs, and which interpreter has it."""
+"""The known peers, what each needs, and which interpreter has it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Literal
 
 from bench.peers.peer import Peer, PeerSettings
 
-# Peers may be installed apart from Pagoda, in .venv-peers (`make bench-peers`), so that neither's pins bind the other.
+# Peers may have their own environment, .venv-peers (`make bench-peers`), so that their pins do not bind Pagoda.
 PEERS_PYTHON = Path(__file__).parent.parent.parent / ".venv-peers" / "bin" / "python"
 
 
@@ -22,9 +22,9 @@ PEERS_PYTHON = Path(__file__).parent.parent.parent / ".venv-peers" / "bin" / "py
 class PeerSpec:
     """
     module      defines Peer(settings, **options)
-    packages    that its interpreter must find
-    program     that must be on the PATH, or be named by the environment variable of that name in capitals
-    weights     which of the model's files it reads
+    packages    packages that its interpreter must have
+    program     program on the PATH, or named by the environment variable of the same name in capitals
+    weights     form of the model that it reads
     """
 
     module: str
@@ -38,7 +38,7 @@ class PeerSpec:
         return peer
 
     def interpreter(self) -> str | None:
-        """The first Python that has all that is needed; None: this peer is not installed."""
+        """Return the first Python that has all packages; None if the peer is not installed."""
         if self.program and not find_program(self.program):
             return None
         candidates = [sys.executable, *([str(PEERS_PYTHON)] if PEERS_PYTHON.exists() else [])]
@@ -68,5 +68,5 @@ def find_program(name: str) -> str | None:
 @functools.cache
 def has_packages(python: str, packages: tuple[str, ...]) -> bool:
     check = "import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, sys.argv[1:])))"
-    needed = (*packages, "numpy")  # numpy: the workloads'
+    needed = (*packages, "numpy")  # workloads need numpy
     return subprocess.run([python, "-c", check, *needed], check=False, capture_output=True).returncode == 0

@@ -1,4 +1,4 @@
-"""transformers' own continuous batching: what `generate_batch` runs on, with each request's own output length."""
+"""transformers' continuous batching, on which `generate_batch` runs, with each request's own output length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from bench.errors import BenchError
+from bench import BenchError
 from bench.measure import RequestTimes
 from bench.peers.peer import OnTokens, PeerRun, PeerSettings
 from bench.workloads import Workload
@@ -39,7 +39,7 @@ class Peer:
         )
 
     def run(self, workload: Workload, on_tokens: OnTokens) -> PeerRun:
-        """It stamps tokens itself, on time.perf_counter."""
+        """Run a workload. transformers itself stamps each token, with time.perf_counter."""
         requests = workload.requests
         generation = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1)
         with self._model.continuous_batching_context_manager(
@@ -73,7 +73,7 @@ class Peer:
 
 
 def _page_size() -> dict[str, Any]:
-    """Releases of transformers differ in what they call it."""
+    """Return the page size under the name that the installed release gives it."""
     names = inspect.signature(ContinuousBatchingConfig).parameters
     return {"page_size" if "page_size" in names else "block_size": PAGE_SIZE}
 

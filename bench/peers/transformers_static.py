@@ -1,4 +1,4 @@
-"""transformers' `generate` in fixed, left-padded batches, by arrival: what a user's own script would do."""
+"""transformers' `generate` in fixed, left-padded batches in order of arrival, as in a user's own script."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Peer:
         self._model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.bfloat16).eval()
 
     def run(self, workload: Workload, on_tokens: OnTokens) -> PeerRun:
-        """A batch starts when its last request is there, and the next one when its longest output is done."""
+        """Run batch after batch. A batch starts when its last request is due, and ends with its longest output."""
         requests = workload.requests
         order = sorted(range(len(requests)), key=lambda at: requests[at].arrival_s)
         arrivals = Arrivals(requests, on_tokens)
@@ -58,7 +58,7 @@ class Peer:
 
 
 class _Streamer(BaseStreamer):
-    """Is given the prompts first, then one token of each row a step."""
+    """Receives the prompts first, then one token per row at each step."""
 
     def __init__(self, batch: list[int], arrivals: Arrivals) -> None:
         self._batch = batch

@@ -1,8 +1,8 @@
-"""A peer's process: `python -m bench.peers.worker NAME SETTINGS`, JSON lines in and out.
+"""A peer's process: `python -m bench.peers.worker NAME SETTINGS`, with JSON lines as input and output.
 
-It loads and warms up, writes {"ready": versions, "pid": …}, and then sleeps on its standard input, so that it takes
-nothing from another system's turn. Each line of input is a workload; each is answered by {"done": tokens} now and then
-and {"run": …} at the end. The end of its input is the end of it.
+It loads the peer, warms it up, writes {"ready": versions, "pid": …}, and then waits for input without using the CPU.
+Each line of input is a workload; the answers are {"done": tokens} now and then, and {"run": …} at the end. The process
+ends with its input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WARM_UP = Workload("warm-up", [Request([1, 2, 3, 4, 5, 6, 7, 8], 4)])
 
 
 def main(name: str, settings: str) -> None:
-    # What libraries print must not get between the answers: they go to the log, answers to a copy of standard output.
+    # Libraries print to standard output too. That goes to the log, and answers go to a copy of standard output.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

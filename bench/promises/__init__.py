@@ -1,1 +1,1 @@
-"""What docs/scheduling.md promises, on real servers through gRPC: one file for each scenario."""
+"""The promises of docs/scheduling.md, tested on real servers through gRPC; one file per scenario."""

@@ -1,4 +1,4 @@
-"""Calls as clients make them, and when their tokens came."""
+"""Calls as clients make them, and the arrival times of their tokens."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pagoda.request import GenerateOptions
 
 @dataclass(slots=True)
 class Call:
-    """Times are those of time.perf_counter.
+    """One call. Times are those of time.perf_counter.
 
-    due       when it was to be sent
-    arrivals  one entry a token, of all its sequences
+    due       when it was due to be sent
+    arrivals  one entry per token, of all its sequences
     tokens    by sequence
-    is_over   its last token has come; else it runs, or was refused, or its deadline passed
-    has_begun set when its first token has come, and at its end
+    is_over   its last token has arrived; otherwise it still runs, was refused, or missed its deadline
+    has_begun set when its first token arrives, and when it ends
     """
 
     due: float
@@ -55,7 +55,7 @@ async def generate(
     timeout_s: float | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Call:
-    """To its end, which may be a deadline or a refusal. With `call`, what has come so far can be seen from outside."""
+    """Call `Generate` until it ends, also by deadline or refusal. A given `call` shows the progress to others."""
     call = call or Call(time.perf_counter(), len(prompt))
     asked: GenerateOptions = {"ignore_eos": True, "text": False, "bypass_cache": True, **options}
     try:
@@ -72,14 +72,14 @@ async def generate(
 
 
 async def closed_loop(send: Send, prompt_len: int, calls: list[Call]) -> None:
-    """One after the other until it is cancelled; each is in `calls` from its beginning."""
+    """Send calls one after another until cancelled; each is in `calls` from its start."""
     while True:
         calls.append(call := Call(time.perf_counter(), prompt_len))
         await send(call)
 
 
 async def cancelled(tasks: Iterable[asyncio.Task[object]]) -> None:
-    """Ends them; what one of them raised before is raised here."""
+    """Cancel tasks and wait for them. Raise what one of them raised before."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
@@ -89,7 +89,7 @@ async def cancelled(tasks: Iterable[asyncio.Task[object]]) -> None:
 
 
 def gaps_ms(arrivals: Sequence[float], start: float, end: float) -> list[float]:
-    """Between one stream's tokens, those that overlap the time from `start` to `end`: a stall counts where it was."""
+    """Gaps between one stream's tokens that overlap the time from `start` to `end`, also in part."""
     return [1e3 * (later - earlier) for earlier, later in pairwise(arrivals) if later > start and earlier < end]
 
 

@@ -1,4 +1,4 @@
-"""Two tenants, one of which sends ten times as much as the other."""
+"""Two tenants, one of which sends ten times as many requests as the other."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from pagoda import AsyncClient
 from pagoda_server.engine.scheduling.tenants import OUTPUT_WEIGHT, PROMPT_WEIGHT
 
 LIGHT, HEAVY = "light", "heavy"
-SEQUENCES = ("--max-num-seqs", "8")  # few, so that a few dozen calls saturate the engine
+SEQUENCES = ("--max-num-seqs", "8")  # few places, so that a few dozen calls saturate the engine
 PROMPT_LEN, OUTPUT_LEN = 64, 32
-MODEST_SHARE = 0.2  # of the engine, which the light tenant asks for in the second part
+MODEST_SHARE = 0.2  # of the engine's service, requested by the light tenant in the second part
 
 
 @dataclass(slots=True)
 class Fairness:
-    """Both tenants have the same requests, and the heavy one keeps the engine saturated throughout, in a closed loop.
+    """Both tenants send the same requests, and the heavy one keeps the engine saturated throughout, in a closed loop.
 
-    First the light tenant has a closed loop too, a tenth as wide, but wider than the batch: it always waits, and its
-    fair share is half of the service. Then it sends at an even pace what makes up a fifth of the service measured
-    before: less than half, so that its fair share is all that it asks for. Service is counted from the tokens that
-    arrive here, as `fair` counts it; beside it, what GetLoad says.
+    First the light tenant runs a closed loop too, a tenth as wide but wider than the batch: it always has requests
+    waiting, and its fair share is half of the service. Then it sends requests at an even pace, for a fifth of the
+    service measured before. That is less than half, so its fair share is all that it requests. Service is counted from
+    the tokens that arrive here, as `fair` counts it, and compared with what GetLoad reports.
     """
 
     name: str = "fairness"
@@ -77,18 +77,20 @@ class Fairness:
         asked = request_service() * (over - resumed) / every_s
         return {
             "service/s": (lights + heavies) / (ended - began),
-            "light's share, always waiting": lights / (lights + heavies),
-            "as GetLoad tells": told.get(LIGHT, 0.0),
-            "had of asked, asking for a fifth": service(modest, resumed, over) / asked,
-            "its TTFT p50 ms": median([call.ttft_ms for call in modest if call.arrivals] or [float("inf")]),
+            "light tenant's share, always waiting": lights / (lights + heavies),
+            "the same, from GetLoad": told.get(LIGHT, 0.0),
+            "service ÷ requested, requesting a fifth": service(modest, resumed, over) / asked,
+            "TTFT p50, requesting a fifth ms": median(
+                [call.ttft_ms for call in modest if call.arrivals] or [float("inf")]
+            ),
         }
 
     def bounds(self, turns: list[Turn]) -> list[Bound]:
-        off = [abs(turn["fair"]["light's share, always waiting"] / 0.5 - 1) for turn in turns]
-        short = [1 - turn["fair"]["had of asked, asking for a fifth"] for turn in turns]
+        off = [abs(turn["fair"]["light tenant's share, always waiting"] / 0.5 - 1) for turn in turns]
+        short = [1 - turn["fair"]["service ÷ requested, requesting a fifth"] for turn in turns]
         return [
-            Bound("always waiting: light tenant's service, off half by", 0.1, off),
-            Bound("asking for a fifth: light tenant's service, short of all by", 0.1, short),
+            Bound("light tenant always waiting: deviation of its service from half", 0.1, off),
+            Bound("light tenant requesting a fifth: shortfall of its service", 0.1, short),
         ]
 
 
@@ -97,7 +99,7 @@ def request_service() -> float:
 
 
 def service(calls: list[Call], start: float, end: float) -> float:
-    """What came in that time: a prompt counts with its first token."""
+    """Return the service of that time; a prompt counts when its first token arrives."""
     total = 0.0
     for call in calls:
         if call.arrivals and start <= call.arrivals[0] < end:
@@ -107,7 +109,7 @@ def service(calls: list[Call], start: float, end: float) -> float:
 
 
 async def _pace(send: Send, every_s: float, calls: list[Call]) -> None:
-    """An open loop: each is sent when it is due, whatever became of those before it."""
+    """Send calls in an open loop: each when it is due, whether or not earlier ones have ended."""
     async with asyncio.TaskGroup() as group:
         due = time.perf_counter()
         while True:

@@ -1,4 +1,4 @@
-"""Streams that decode while a long prompt arrives."""
+"""A long prompt arrives while streams decode."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Interference:
     )
     num_streams: int = 8
     prompt_len: int = 4096
-    stream_len: int = 4000  # more than come in the time
+    stream_len: int = 4000  # tokens, more than arrive in that time
     alone_s: float = 5.0  # before the prompt, and again after it
 
     async def run(self, address: str, vocab_size: int, turn: int) -> Figures:
@@ -50,7 +50,7 @@ class Interference:
                 for call in streams
             ]
             await asyncio.gather(*(call.has_begun.wait() for call in streams))
-            await asyncio.sleep(self.alone_s / 5)  # the batch is full, and steady
+            await asyncio.sleep(self.alone_s / 5)  # until the batch is full and steady
             began = time.perf_counter()
             await asyncio.sleep(self.alone_s)
             prompt = await generate(client, draw.prompt(self.prompt_len), max_tokens=1)
@@ -59,7 +59,9 @@ class Interference:
             await cancelled(tasks)
         computed = prompt.arrivals[0]
         before = [gap for call in streams for gap in gaps_ms(call.arrivals, began, prompt.due)]
-        since = [[at for at in call.arrivals if at >= computed] for call in streams]  # without the gap that held it
+        since = [
+            [at for at in call.arrivals if at >= computed] for call in streams
+        ]  # excludes the gap that spans `computed`
         after = [gap for arrivals in since for gap in gaps_ms(arrivals, computed, ended)]
         alone = before + after
         beside = [gap for call in streams for gap in gaps_ms(call.arrivals, prompt.due, computed)]

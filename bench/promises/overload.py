@@ -1,4 +1,4 @@
-"""Three times as many requests as the engine can serve, all with targets and a deadline."""
+"""Three times as many requests as the engine can serve, each with targets and a deadline."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pagoda import AsyncClient
 NUM_SEQUENCES = 16
 SEQUENCES = ("--max-num-seqs", str(NUM_SEQUENCES))
 LOAD = 3.0  # arrivals ÷ capacity
-SLACK = 2.0  # targets and deadlines ÷ what they are derived from
+SLACK = 2.0  # targets and deadlines ÷ the times from which they are derived
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """capacity: requests a second that a full batch ends"""
+    """What a full batch achieved. capacity: requests finished per second."""
 
     capacity: float
     targets: Targets
@@ -36,12 +36,12 @@ class Calibration:
 class Overload:
     """Poisson arrivals at three times the capacity; goodput counts requests that met both targets and ended in time.
 
-    No target and no rate is set by hand. On the turn's first server as many clients as there are places send one
-    request after the other, so that the batch is full and nobody waits: its rate of ends is the capacity. The TPOT
-    target is twice the median there, which a full batch meets. The TTFT target is the time in which the engine serves
-    one full batch, places ÷ capacity: a request may wait for as long as it takes to serve one. A client gives up after
-    twice the time that both targets allow. Prompts and outputs are log-normal, 8 to 256 and 8 to 64 tokens; both
-    servers of a turn get the same requests at the same times.
+    No target and no rate is set by hand. On the turn's first server, as many clients as the batch has places send one
+    request after another, so that the batch is full and no request waits: the rate at which requests end is the
+    capacity. The TPOT target is twice the median TPOT there, which a full batch meets. The TTFT target is the time in
+    which the engine serves one full batch, places ÷ capacity. A client gives up after twice the time that both targets
+    allow. Prompts and outputs are log-normal, 8 to 256 and 8 to 64 tokens. Both servers of a turn get the same requests
+    at the same times.
     """
 
     name: str = "overload"
@@ -96,13 +96,13 @@ class Overload:
         return Calibration(capacity, Targets(1e3 * NUM_SEQUENCES / capacity, tpot_ms))
 
     def bounds(self, turns: list[Turn]) -> list[Bound]:
-        # Of nobody who met the targets no multiple can be told: one is assumed, to the other's disadvantage.
+        # If no request met the targets under fcfs, one is assumed, which lowers the ratio.
         ratios = [turn["deadline"]["met both"] / max(1.0, turn["fcfs"]["met both"]) for turn in turns]
         return [Bound("goodput at three times the capacity, deadline ÷ fcfs", 2.0, ratios, is_floor=True, digits=1)]
 
 
 def poisson(vocab_size: int, seed: int, rate: float, sent_s: float) -> list[Request]:
-    """Independent arrivals, `rate` a second on average, for so many seconds."""
+    """Draw requests with independent arrivals, `rate` per second on average, for `sent_s` seconds."""
     draw = Draw(np.random.default_rng(seed), vocab_size)
     arrivals: list[float] = []
     at = draw.random.exponential(1 / rate)

@@ -1,4 +1,4 @@
-"""A system prompt that two requests share."""
+"""Two requests share a system prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagoda import AsyncClient
 
 @dataclass(slots=True)
 class SharedPrefix:
-    """Pairs of requests behind a system prompt of their own, one after the other on an idle server."""
+    """Pairs of requests, each pair with its own system prompt, one request after another on an idle server."""
 
     name: str = "prefix"
     variants: tuple[Variant, ...] = (Variant("as served"),)
@@ -35,12 +35,12 @@ class SharedPrefix:
                     call = await generate(client, prefix + draw.prompt(self.own_len), max_tokens=1, bypass_cache=False)
                     times.append(call.ttft_ms)
         return {
-            "TTFT of the first ms": median(first),
-            "of the second ms": median(second),
-            "worst of the ratios": max(later / earlier for earlier, later in zip(first, second, strict=True)),
+            "TTFT, first request ms": median(first),
+            "TTFT, second request ms": median(second),
+            "highest ratio, second ÷ first": max(later / earlier for earlier, later in zip(first, second, strict=True)),
         }
 
     def bounds(self, turns: list[Turn]) -> list[Bound]:
         of = [turn[self.variants[0].name] for turn in turns]
-        ratios = [figures["of the second ms"] / figures["TTFT of the first ms"] for figures in of]
+        ratios = [figures["TTFT, second request ms"] / figures["TTFT, first request ms"] for figures in of]
         return [Bound("TTFT behind a shared 2k system prompt, second ÷ first", 0.15, ratios, digits=3)]

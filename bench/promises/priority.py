@@ -1,4 +1,4 @@
-"""A crowd, in which one request is of a higher priority, or one of a lower."""
+"""A crowd of requests, and among them one of a higher or of a lower priority."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pagoda import AsyncClient
 
 AGEING_S = 4.0
 HIGH, LOW = 1, -1
-SEQUENCES = ("--max-num-seqs", "8")  # few, so that a few dozen calls are a crowd
+SEQUENCES = ("--max-num-seqs", "8")  # few places, so that a few dozen calls are a crowd
 PROMPT_LEN, OUTPUT_LEN = 64, 32
-WAIT_LIMIT_S = 60.0  # for who may wait without end
+WAIT_LIMIT_S = 60.0  # limit of a wait that may have no bound
 
 
 @dataclass(slots=True)
 class Priorities:
-    """Clients in a closed loop, of whom many wait at any time.
+    """Clients in a closed loop, so many that requests always wait.
 
-    First all are of priority 0, and now and then a request of priority 1 arrives: its TTFT under both policies. Then
-    one of priority -1 arrives among them. Under `priority` it is passed only by those that arrive less than one step of
-    ageing after it, so that its wait has a bound: that step, and the time in which the engine then serves those that
-    are ahead of it, as many as there are clients, at the rate that was measured meanwhile. Under `fcfs` nobody passes
-    anybody.
+    Their requests have priority 0. First, a request of priority 1 arrives now and then, and its TTFT is measured under
+    both policies. Then a request of priority -1 arrives. Under `priority` only requests that arrive less than one step
+    of ageing later can pass it, so its wait has a bound: that step, plus the time in which the engine serves the
+    requests ahead of it, as many as there are clients, at the rate measured meanwhile. Under `fcfs` no request passes
+    another.
     """
 
     name: str = "priority"
@@ -66,18 +66,18 @@ class Priorities:
         passed = sum(began < call.due and call.arrivals[0] < started for call in crowd if call.arrivals)
         rate = served / (started - began)
         return {
-            "TTFT of the high ms": median(call.ttft_ms for call in high),
-            "TTFT p50 of the crowd ms": median(call.ttft_ms for call in crowd if call.arrivals),
+            "TTFT, high priority ms": median(call.ttft_ms for call in high),
+            "TTFT p50, crowd ms": median(call.ttft_ms for call in crowd if call.arrivals),
             "starts/s": rate,
-            "low waits s": started - began,
-            "its bound s": AGEING_S + self.num_clients / rate,
-            "passed by": float(passed),
+            "wait, low priority s": started - began,
+            "bound of that wait s": AGEING_S + self.num_clients / rate,
+            "requests that passed it": float(passed),
         }
 
     def bounds(self, turns: list[Turn]) -> list[Bound]:
-        ratios = [turn["fcfs"]["TTFT of the high ms"] / turn["priority"]["TTFT of the high ms"] for turn in turns]
-        waits = [turn["priority"]["low waits s"] / turn["priority"]["its bound s"] for turn in turns]
+        ratios = [turn["fcfs"]["TTFT, high priority ms"] / turn["priority"]["TTFT, high priority ms"] for turn in turns]
+        waits = [turn["priority"]["wait, low priority s"] / turn["priority"]["bound of that wait s"] for turn in turns]
         return [
-            Bound("TTFT of a high priority in a crowd, fcfs ÷ priority", 5.0, ratios, is_floor=True, digits=1),
-            Bound("wait of a low priority under higher ones ÷ its bound", 1.0, waits),
+            Bound("TTFT of a high-priority request in a crowd, fcfs ÷ priority", 5.0, ratios, is_floor=True, digits=1),
+            Bound("wait of a low-priority request in a crowd ÷ its bound", 1.0, waits),
         ]

@@ -1,4 +1,4 @@
-"""`promises`: every scenario on its servers, in turns, and what came of each promise."""
+"""The command `promises`: run every scenario in turns, and compare each promise with its measurement."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from statistics import median
 
 from rich.console import Console
 
-from bench import driver, record, report
-from bench.errors import BenchError
+from bench import BenchError, driver, record, report
 from bench.measure import Spread
 from bench.promises.fairness import Fairness
 from bench.promises.interference import Interference
@@ -21,7 +20,7 @@ from bench.promises.sampling import Sampling
 from bench.promises.scenario import Bound, Figures, Scenario, Turn, Variant
 from bench.record import Setting
 from bench.report import Cells, spread
-from bench.server import served
+from bench.systems import served
 from pagoda.errors import PagodaError
 
 NAME = "promises"
@@ -38,9 +37,9 @@ SCENARIOS: dict[str, type[Scenario]] = {
 @dataclass(frozen=True, slots=True)
 class Servers:
     """
-    arguments  of `pagoda serve`, for all of them
-    runner     one event loop for all clients: gRPC's poller outlives the loop that it was made for
-    versions   learns what the servers say
+    arguments  arguments of `pagoda serve` that all servers get
+    runner     one event loop for all clients, because gRPC's poller outlives the loop that it was made for
+    versions   filled with what the servers report
     """
 
     arguments: list[str]
@@ -52,7 +51,7 @@ class Servers:
 def promises(
     names: list[str], *, arguments: list[str], vocab_size: int, repeat: int, threads: int, output: Path
 ) -> None:
-    """Prints tables; writes promises.json and .md into the folder. Raises BenchError if a server fails a request."""
+    """Run scenarios; print tables, write promises.json and .md. Raise BenchError if a server fails a request."""
     console = Console(width=max(130, Console().width))
     setting = Setting.here(threads)
     versions: dict[str, str] = {}
@@ -84,12 +83,12 @@ def promises(
             "turns": found,
         },
     )
-    (output / f"{NAME}.md").write_text(report.page("What is promised", setting, [verdicts, *details], [], []))
+    (output / f"{NAME}.md").write_text(report.page("Promises", setting, [verdicts, *details], [], []))
     console.print(f"JSON and Markdown: {output}")
 
 
 def run_turn(scenario: Scenario, servers: Servers, turn: int) -> Turn:
-    """Each variant once, every other turn backwards, on a server of its own."""
+    """Run each variant once on a server of its own, in reverse order every other turn."""
     order = scenario.variants if turn % 2 == 0 else scenario.variants[::-1]
     return {variant.name: _run(scenario, variant, servers, turn) for variant in order}
 
@@ -117,7 +116,7 @@ def bounds_table(bounds: list[Bound]) -> Cells:
 
 
 def figures_table(scenario: Scenario, turns: list[Turn]) -> Cells:
-    """A row a figure, a column a variant."""
+    """A row per figure, a column per variant."""
     names = [variant.name for variant in scenario.variants]
     rows = []
     for figure in turns[0][names[0]]:
@@ -128,5 +127,5 @@ def figures_table(scenario: Scenario, turns: list[Turn]) -> Cells:
 
 
 def _digits(value: float) -> int:
-    """Three that count."""
+    """Digits after the point that give about three significant ones."""
     return 0 if value >= 100 or value == int(value) else 1 if value >= 10 else 3

@@ -1,4 +1,4 @@
-"""Eight sequences of one prompt."""
+"""Eight sequences from one prompt."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bench.promises.calls import generate
 from bench.promises.scenario import Bound, Figures, Turn, Variant
-from bench.text import TEXT
+from bench.workloads import TEXT
 from pagoda import AsyncClient
 
 SEED = 1234
@@ -15,11 +15,11 @@ TEMPERATURE = 0.8
 
 @dataclass(slots=True)
 class Sampling:
-    """Eight sequences of a prompt of prose, in one request and in eight, each alone.
+    """Eight sequences from a prompt of prose, in one request and in eight requests run alone.
 
-    Sequence i of a request with seed s draws as a request of its own with seed s + i does, so that the tokens are to be
-    the same. Blocks are those referenced at most in any step, from the engine's own trace; prefixes are cached for
-    nobody. In float32 logits differ by little enough with the batch for no token to change.
+    Sequence i of a request with seed s draws as a single request with seed s + i does, so the tokens must be the same.
+    Blocks are the most that any step referenced, from the engine's own trace; prefix caching is off. In float32 the
+    batch changes logits too little to change a token.
     """
 
     name: str = "sampling"
@@ -42,10 +42,12 @@ class Sampling:
             together, blocks = await _sample(client, prompt, self.output_len, self.n, seed)
         return {
             "prompt tokens": float(len(prompt)),
-            "blocks of n = 1": float(blocks_alone),
-            f"of n = {self.n}": float(blocks),
-            f"of {self.n} outputs": float(self.n * -(-self.output_len // block_size)),
-            "sequences equal to one alone": float(sum(together[at] == tokens for at, tokens in enumerate(alone))),
+            "blocks, n = 1": float(blocks_alone),
+            f"blocks, n = {self.n}": float(blocks),
+            f"blocks of {self.n} outputs": float(self.n * -(-self.output_len // block_size)),
+            "sequences equal to the same one alone": float(
+                sum(together[at] == tokens for at, tokens in enumerate(alone))
+            ),
         }
 
     def bounds(self, turns: list[Turn]) -> list[Bound]:
@@ -53,14 +55,22 @@ class Sampling:
         for variant in self.variants:
             of = [turn[variant.name] for turn in turns]
             blocks = [
-                (figures[f"of n = {self.n}"] - figures[f"of {self.n} outputs"]) / figures["blocks of n = 1"]
+                (figures[f"blocks, n = {self.n}"] - figures[f"blocks of {self.n} outputs"]) / figures["blocks, n = 1"]
                 for figures in of
             ]
-            equal = [figures["sequences equal to one alone"] for figures in of]
-            bounds.append(Bound(f"{variant.name}: blocks of n = {self.n}, less its outputs, ÷ of n = 1", 1.3, blocks))
+            equal = [figures["sequences equal to the same one alone"] for figures in of]
             bounds.append(
                 Bound(
-                    f"{variant.name}: of {self.n} sequences, equal to one alone", self.n, equal, is_floor=True, digits=0
+                    f"{variant.name}: (blocks of n = {self.n} − blocks of its outputs) ÷ blocks of n = 1", 1.3, blocks
+                )
+            )
+            bounds.append(
+                Bound(
+                    f"{variant.name}: of {self.n} sequences, number equal to the same one alone",
+                    self.n,
+                    equal,
+                    is_floor=True,
+                    digits=0,
                 )
             )
         return bounds
@@ -69,7 +79,7 @@ class Sampling:
 async def _sample(
     client: AsyncClient, prompt: list[int], output_len: int, n: int, seed: int
 ) -> tuple[dict[int, list[int]], int]:
-    """The tokens of each sequence, and the most blocks that were referenced meanwhile."""
+    """Return the tokens of each sequence, and the most blocks that a step referenced."""
     began = [part.taken_at_s async for part in client.step_trace(0.001)][-1]
     call = await generate(client, prompt, max_tokens=output_len, n=n, seed=seed, temperature=TEMPERATURE)
     referenced = [

@@ -1,4 +1,4 @@
-"""What a scenario is: servers to compare, what is done to each of them, and the bounds that the figures are held to."""
+"""The interface of a scenario: servers to compare, a workload for each, and bounds on the figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Turn: TypeAlias = dict[str, Figures]  # by variant
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A server, by its arguments of `pagoda serve` beyond those that all have."""
+    """A server, described by arguments of `pagoda serve` in addition to the common ones."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -21,8 +21,8 @@ class Variant:
 @dataclass(frozen=True, slots=True)
 class Bound:
     """
-    limit     of the median of `values`, which has one entry a turn
-    is_floor  `limit` is the least that is promised, not the most
+    limit     bound on the median of `values`, which has one entry per turn
+    is_floor  `limit` is a lower bound, not an upper one
     """
 
     promise: str
@@ -37,13 +37,13 @@ class Bound:
 
 
 class Scenario(Protocol):
-    """Its class's docstring says what is done, and how what is not given was chosen."""
+    """A scenario. Its class's docstring says what it does, and how it chooses what is not given."""
 
     name: str
     variants: tuple[Variant, ...]
 
     async def run(self, address: str, vocab_size: int, turn: int) -> Figures:
-        """Against a server that has been started for this alone. `turn` seeds whatever is random."""
+        """Run against a server that was started for this run alone. `turn` seeds all randomness."""
 
     def bounds(self, turns: list[Turn]) -> list[Bound]:
-        """Of figures that every turn has for every variant."""
+        """Return the bounds, from turns that have figures for every variant."""

@@ -1,4 +1,4 @@
-"""`python -m bench.simulate`: policies beside plain FCFS, in simulated time. A seed reproduces every figure."""
+"""`python -m bench.simulate`: scheduling policies in simulated time. A seed reproduces every figure."""
 
 from __future__ import annotations
 
@@ -29,27 +29,33 @@ BASELINES = [System("FCFS, prompts whole", token_budget=None)]
 
 
 def main(
-    requests: Annotated[int, typer.Option(help="Of the table, for every system.")] = 20_000,
-    load: Annotated[float, typer.Option(help="Of the table: work that arrives ÷ what a full batch computes.")] = 0.9,
-    loads: Annotated[str, typer.Option(help="Of the goodput curve; empty: none.")] = "0.4,0.6,0.8,1.0,1.5,3.0",
-    curve_requests: Annotated[int, typer.Option(help="At each of its loads, for every system.")] = 5_000,
-    policies: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(POLICIES),
+    requests: Annotated[int, typer.Option(help="Requests in the table, for every system.")] = 20_000,
+    load: Annotated[
+        float, typer.Option(help="Load in the table: work that arrives ÷ work that a full batch computes.")
+    ] = 0.9,
+    loads: Annotated[
+        str, typer.Option(help="Loads of the goodput curve, comma-separated; empty: no curve.")
+    ] = "0.4,0.6,0.8,1.0,1.5,3.0",
+    curve_requests: Annotated[int, typer.Option(help="Requests at each load of the curve, for every system.")] = 5_000,
+    policies: Annotated[str, typer.Option(help="Policies, comma-separated.")] = ",".join(POLICIES),
     baselines: Annotated[bool, typer.Option(help="FCFS with prompts that are never cut.")] = True,
     target_itl_ms: Annotated[
-        float, typer.Option(help="As of pagoda serve: each policy is run without it and with it; 0: without alone.")
+        float, typer.Option(help="As in pagoda serve. Each policy runs without and with it; 0: only without.")
     ] = 80.0,
-    ttft_ms: Annotated[float, typer.Option(help="Goodput: time to first token at most.")] = 1000.0,
-    tpot_ms: Annotated[float, typer.Option(help="Goodput: mean time per further token at most.")] = 100.0,
-    timeout_s: Annotated[float, typer.Option(help="The clients' deadline.")] = 60.0,
+    ttft_ms: Annotated[float, typer.Option(help="Target for goodput: time to first token.")] = 1000.0,
+    tpot_ms: Annotated[float, typer.Option(help="Target for goodput: mean time per later token.")] = 100.0,
+    timeout_s: Annotated[float, typer.Option(help="Deadline of every request.")] = 60.0,
     step_ms: Annotated[
-        str | None, typer.Option(help="BASE,PER_SEQUENCE,PER_TOKEN of a step.", show_default="the default model's")
+        str | None, typer.Option(help="Step time as BASE,PER_SEQUENCE,PER_TOKEN.", show_default="the default model's")
     ] = None,
-    measure_model: Annotated[bool, typer.Option("--measure", help="Measure the default model's steps first.")] = False,
-    jobs: Annotated[int | None, typer.Option(help="Simulations at once.", show_default="one a core")] = None,
+    measure_model: Annotated[
+        bool, typer.Option("--measure", help="Measure the default model's step time first.")
+    ] = False,
+    jobs: Annotated[int | None, typer.Option(help="Concurrent simulations.", show_default="one per core")] = None,
     seed: Seed = 0,
     output: Output = OUTPUT,
 ) -> None:
-    """Bursts, heavy tails, a hostile tenant and a few prompts of 100,000 tokens, through the engine's own scheduler."""
+    """Simulate bursts, heavy tails, a hostile tenant and a few prompts of 100,000 tokens."""
     console = Console(width=max(150, Console().width))
     step_time = StepTime.parse(step_ms) if step_ms else measure(DEFAULT_MODEL) if measure_model else DEFAULT
     parts = (step_time.base_s, step_time.per_sequence_s, step_time.per_token_s)
@@ -79,7 +85,7 @@ def main(
             outcomes.append(job.result())
         by_load = {}
         for at, of_load in curve_jobs.items():
-            status.update(f"load {at:g}: {curve_requests:,} requests a system")
+            status.update(f"load {at:g}: {curve_requests:,} requests per system")
             by_load[at] = _results(of_load)
     _report(console, output, seed, load, arrivals, targets, outcomes, by_load)
 
@@ -98,7 +104,7 @@ def _report(
     outcomes: list[Outcome],
     by_load: dict[float, list[Outcome]],
 ) -> None:
-    """Prints the tables; writes simulate.json, .md and pictures into the folder."""
+    """Print the tables; write simulate.json, .md and pictures into the folder."""
     cells = [
         report.table(outcomes, arrivals, load, targets),
         report.groups_table(outcomes, arrivals, targets),

@@ -1,6 +1,7 @@
-"""What is asked in a simulation, and when: bursts, heavy tails, one hostile tenant, a few enormous prompts.
+"""Requests of a simulation and their arrivals: bursts, heavy tails, one hostile tenant, a few huge prompts.
 
-A request is its lengths: nobody reads the tokens. Columns instead of objects, since there may be a million of them.
+A request is only its lengths, since nothing reads the tokens. They are columns instead of objects, since there may be
+a million of them.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ import numpy as np
 
 from pagoda_server.engine.runners.synthetic import StepTime
 
-CALM_S, BURST_S = 40.0, 8.0  # mean lengths; a burst's rate is BURST times that of a calm
+CALM_S, BURST_S = 40.0, 8.0  # mean lengths; a burst's rate is BURST times that of a calm period
 BURST = 4.0
 TENANTS = 20
 HOSTILE = "hostile"
-HOSTILE_SHARE = 0.6  # of the middle third's requests, on top of what the others send
-URGENT, URGENT_SHARE = 10, 0.1  # the priority of a tenth of all requests; that of the others is 0
+HOSTILE_SHARE = 0.6  # of the middle third's requests, in addition to those of the others
+URGENT, URGENT_SHARE = 10, 0.1  # priority of a tenth of all requests; the others have 0
 HUGE_PROMPT = 100_000
-ONE_IN = 20_000  # requests has a huge prompt
+ONE_IN = 20_000  # one in so many requests has a huge prompt
 MAX_PROMPT, MAX_OUTPUT = 8192, 512
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """One entry a request, in order of arrival. `at` in seconds; lengths in tokens."""
+    """Columns with one entry per request, in order of arrival. `at` is in seconds, lengths in tokens."""
 
     at: list[float]
     prompt_len: list[int]
@@ -37,12 +38,12 @@ class Arrivals:
 
     @property
     def longest(self) -> int:
-        """Prompt and output of the longest request."""
+        """Tokens of the longest request, prompt and output."""
         return max(map(sum, zip(self.prompt_len, self.output_len, strict=True)))
 
 
 def draw(count: int, load: float, step_time: StepTime, batch: int, seed: int) -> Arrivals:
-    """`load`: work of all tenants but the hostile, as a share of what a server computes whose batch is always full."""
+    """Draw arrivals. `load` is the work of all tenants but the hostile one ÷ what a full batch computes."""
     random = np.random.default_rng(seed)
     prompts = np.clip(random.lognormal(5.0, 1.1, count), 4, MAX_PROMPT).astype(int)
     outputs = np.clip(random.lognormal(3.6, 0.9, count), 1, MAX_OUTPUT).astype(int)
@@ -61,7 +62,7 @@ def draw(count: int, load: float, step_time: StepTime, batch: int, seed: int) ->
 
 
 def _work_s(prompt_len: float, output_len: float, step_time: StepTime, batch: int) -> float:
-    """Of the server's time that a request takes, decodes sharing a full batch's steps."""
+    """Server time of one request, whose decodes share the steps of a full batch."""
     decode_s = step_time.base_s / batch + step_time.per_sequence_s + step_time.per_token_s
     return prompt_len * step_time.per_token_s + output_len * decode_s
 

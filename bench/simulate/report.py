@@ -53,21 +53,21 @@ def table(outcomes: Sequence[Outcome], arrivals: Arrivals, load: float, targets:
         )
     title = (
         f"{len(arrivals):,} requests, load {load:g}; goodput: TTFT ≤ {targets.ttft_ms:g} ms, "
-        f"TPOT ≤ {targets.tpot_ms:g} ms; TTFT of those that finished"
+        f"TPOT ≤ {targets.tpot_ms:g} ms; TTFT of requests that finished"
     )
     return Cells(title, headings, rows)
 
 
 def groups_table(outcomes: Sequence[Outcome], arrivals: Arrivals, targets: Targets) -> Cells:
-    """Who gains and who loses: what priority is worth, and what a hostile tenant costs the others."""
+    """Share of each group that met both targets: the effect of priority, and of a hostile tenant on others."""
     is_hostile = np.array([tenant == HOSTILE for tenant in arrivals.tenant])
     is_urgent = np.array(arrivals.priority) == URGENT
     meanwhile = np.arange(len(arrivals)) // max(1, len(arrivals) // 3) == 1
     groups = {
         "high priority": is_urgent,
-        "the other priority": ~is_urgent,
-        "the hostile tenant": is_hostile,
-        "the others meanwhile": meanwhile & ~is_hostile,
+        "normal priority": ~is_urgent,
+        "hostile tenant": is_hostile,
+        "others meanwhile": meanwhile & ~is_hostile,
     }
     rows = []
     for outcome in outcomes:
@@ -77,7 +77,7 @@ def groups_table(outcomes: Sequence[Outcome], arrivals: Arrivals, targets: Targe
 
 
 def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
-    """Wall time is left out: the rest is the same for the same seed."""
+    """The figures without wall time, so that the same seed gives the same record."""
     ttft = outcome.ttft_s[~np.isnan(outcome.ttft_s)]
     return {
         "system": asdict(outcome.system),
@@ -94,7 +94,7 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
 
 
 def draw_latency(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
-    """Cumulative distributions: time to first token over all requests, those that got none included; ITL."""
+    """Draw cumulative distributions of TTFT, over all requests with or without a token, and of ITL."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.6))
         left, right = figure.subplots(1, 2, sharey=True)

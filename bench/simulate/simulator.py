@@ -1,4 +1,4 @@
-"""The engine's loop in simulated time: its own scheduler and blocks; a step takes what a model of it says."""
+"""The engine's loop in simulated time: its own scheduler and blocks, and a model of the step time."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from numpy.typing import NDArray
 
 from bench.measure import Targets
 from bench.simulate.arrivals import Arrivals
-from pagoda_server.engine.core.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Sampled, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.settings.engine import PolicyName
 
-REFUSED = "refused"  # by admission, before the scheduler
-FLUSH_AT = 1 << 16  # gaps between tokens that are binned at once
+REFUSED = "refused"  # by admission, before the scheduler sees it
+FLUSH_AT = 1 << 16  # number of gaps that are binned together
 _BINS_PER_DECADE = 50
 _LEAST_S, _DECADES = 1e-4, 7
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A way of serving. token_budget None: no prompt is ever cut."""
+    """A way to serve. With token_budget None no prompt is cut."""
 
     name: str
     policy: PolicyName = "fcfs"
@@ -38,7 +39,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What all systems have. timeout_s: the clients' deadline; max_requests: more are refused, as by `pagoda serve`."""
+    """Settings of all systems. Beyond max_requests, requests are refused, as in `pagoda serve`."""
 
     step_time: StepTime
     max_num_seqs: int = 64
@@ -49,7 +50,7 @@ class Server:
 
 
 class Gaps:
-    """Times between two tokens of a sequence, in bins whose edges are 4.7 % apart: there may be a hundred million."""
+    """Histogram of the times between tokens of a sequence; bin edges are 4.7 % apart."""
 
     def __init__(self) -> None:
         self.edges: NDArray[np.float64] = _LEAST_S * 10 ** (
@@ -64,7 +65,7 @@ class Gaps:
         self.pending = array("d")
 
     def percentile_s(self, percent: float) -> float:
-        """The upper edge of the bin; NaN if there is none."""
+        """Return the upper edge of the percentile's bin; NaN if there are no gaps."""
         total = self.counts.sum()
         if not total:
             return math.nan
@@ -74,7 +75,7 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """ttft_s, tpot_s: one entry a request, NaN for one that did not finish. ends: how many ended how."""
+    """Results. ttft_s, tpot_s: one entry per request, NaN if it did not finish. ends: number of requests by reason."""
 
     system: System
     ttft_s: NDArray[np.float64]
@@ -89,7 +90,7 @@ class Outcome:
     wall_s: float
 
     def goodput(self, targets: Targets) -> float:
-        """Requests a second that met both targets."""
+        """Requests per second that met both targets."""
         return float(self.meets(targets).sum()) / self.span_s
 
     def meets(self, targets: Targets) -> NDArray[np.bool_]:
@@ -103,7 +104,7 @@ def simulate(
     targets: Targets,
     on_progress: Callable[[int], None] = lambda ended: None,
 ) -> Outcome:
-    """Every request ends once: refused, rejected, expired or finished. The same arguments give the same outcome."""
+    """Run until every request is refused, rejected, expired or finished. Equal arguments give equal outcomes."""
     started = time.perf_counter()
     run = _Run(system, server, arrivals, targets)
     run.until_idle(on_progress)
@@ -130,8 +131,8 @@ class _Run:
             target_itl_s=system.target_itl_ms / 1e3 if system.target_itl_ms else None,
         )
         self._params = {length: SamplingParams(max_tokens=length) for length in set(arrivals.output_len)}
-        self._of_decodes: dict[int, Sampled] = {}  # by their number
-        self._next = 0  # request to arrive
+        self._of_decodes: dict[int, Sampled] = {}  # by the number of decodes
+        self._next = 0  # index of the next request to arrive
         self._live = 0
         self._last_token = array("d", bytes(8 * len(arrivals)))
         self._ttft_s = np.full(len(arrivals), np.nan)
@@ -173,7 +174,7 @@ class _Run:
         )
 
     def _arrive(self) -> None:
-        """Whoever has arrived by now, at their own time."""
+        """Add the requests that have arrived by now, each with its own arrival time."""
         arrivals = self._arrivals
         while self._next < len(arrivals) and arrivals.at[self._next] <= self._now:
             id, self._next = self._next, self._next + 1
@@ -186,19 +187,21 @@ class _Run:
                 Sequence(
                     id,
                     [0] * prompt_len,
-                    prompt_len,
+                    Request(
+                        prompt_len,
+                        arrived=at,
+                        deadline=at + self._server.timeout_s,
+                        priority=arrivals.priority[id],
+                        tenant=arrivals.tenant[id],
+                        ttft_s=self._targets.ttft_ms / 1e3,
+                        tpot_s=self._targets.tpot_ms / 1e3,
+                    ),
                     self._params[arrivals.output_len[id]],
-                    arrived=at,
-                    deadline=at + self._server.timeout_s,
-                    priority=arrivals.priority[id],
-                    tenant=arrivals.tenant[id],
-                    ttft_s=self._targets.ttft_ms / 1e3,
-                    tpot_s=self._targets.tpot_ms / 1e3,
                 )
             )
 
     def _sampled_by(self, plan: StepPlan) -> Sampled:
-        """The same token for everyone."""
+        """Return the same token for every sequence."""
         chunks = plan.chunks
         count = len(chunks)
         if chunks[-1].length > 1 or not chunks[-1].samples:
@@ -220,12 +223,12 @@ class _Run:
             seq, self._last_event = ended.seq, now
             self._live -= 1
             self._ends[ended.reason.value] += 1
-            if ended.reason is EndReason.LENGTH and seq.first_token is not None:
-                self._ttft_s[seq.id] = seq.first_token - seq.arrived
-                self._tpot_s[seq.id] = (ended.at - seq.first_token) / max(1, seq.output_len - 1)
+            if ended.reason is EndReason.LENGTH and seq.account.first_token is not None:
+                self._ttft_s[seq.id] = seq.account.first_token - seq.request.arrived
+                self._tpot_s[seq.id] = (ended.at - seq.account.first_token) / max(1, seq.output_len - 1)
 
     def _skip_idle_time(self) -> bool:
-        """Nothing can run until somebody arrives or has to leave. False if neither will happen."""
+        """Move the clock to the next arrival or deadline; return False if there is none."""
         arrives = self._arrivals.at[self._next] if self._next < len(self._arrivals) else math.inf
         until = min(arrives, self._scheduler.next_deadline)
         if until == math.inf:

@@ -1,8 +1,7 @@
-"""How long a real model's step takes: measured, and fitted as a constant, a sequence's and a token's part."""
+"""Measure a real model's step time, and fit a constant, a part per sequence and a part per token."""
 
 from __future__ import annotations
 
-import math
 import time
 from itertools import product
 from statistics import median
@@ -11,25 +10,25 @@ import numpy as np
 
 from pagoda_server.checkpoints import resolve
 from pagoda_server.checkpoints.progress import no_progress
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.runners.load import load_runner
 from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.settings.engine import EngineConfig
 
-# Of SmolLM2-135M-Instruct with the native-int8 kernels on 2 shared cores of an AMD EPYC (AVX512-VNNI), 2026-11-21: each
-# of the twenty steps that it was fitted to, from 7 to 260 ms, took within 17 % of what it says.
+# Fitted to SmolLM2-135M-Instruct with the native-int8 kernels on 2 shared cores of an AMD EPYC (AVX512-VNNI),
+# 2026-11-21. Each of the twenty steps that it was fitted to, from 7 to 260 ms, took within 17 % of its prediction.
 DEFAULT = StepTime(base_s=0.0055, per_sequence_s=0.00011, per_token_s=0.00045)
 
 DECODES = (1, 4, 16, 32, 48)
 CHUNKS = (0, 32, 128, 448)
 CONTEXT = 128
-STEPS = 6  # of which the median counts
+STEPS = 6  # per case; the median counts
 
 
 def measure(model: str) -> StepTime:
-    """Decodes at a context of 128 tokens, with and without a chunk of a prompt beside them."""
+    """Time decodes at a context of 128 tokens, with and without a prompt chunk in the step."""
     budget = max(DECODES) * CONTEXT + 1
     runner = load_runner(EngineConfig(model, token_budget=budget), resolve(model), no_progress)
     rows: list[list[float]] = []
@@ -58,7 +57,7 @@ def measure(model: str) -> StepTime:
             scheduler.abort([decodes + step])
         rows.append([1.0, decodes + bool(chunk), decodes + chunk])
         seconds.append(median(times))
-    # Relative errors count: a short step is to be as right as a long one.
+    # Minimize relative errors, so that short steps are fitted as well as long ones.
     weights = 1 / np.array(seconds)
     parts, *_ = np.linalg.lstsq(np.array(rows) * weights[:, None], np.ones(len(rows)), rcond=None)
     return StepTime(*(max(0.0, float(part)) for part in parts))
@@ -66,4 +65,4 @@ def measure(model: str) -> StepTime:
 
 def _sequence(id: int, length: int) -> Sequence:
     params = SamplingParams(max_tokens=1000)
-    return Sequence(id, [(7 * id + at) % 1000 for at in range(length)], length, params, 0.0, math.inf)
+    return Sequence(id, [(7 * id + at) % 1000 for at in range(length)], Request(length), params)

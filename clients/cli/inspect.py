@@ -179,13 +179,12 @@ def health(
 async def _says_hello(address: str) -> bool:
     """Whether an engine on shared memory, which has no health service, greets this process as it does a router."""
     from pagoda.engine.v1 import engine_pb2
-    from pagoda_server.channel import shm_socket
-    from pagoda_server.channel.shm_link import ShmLink
+    from pagoda_server.channel import shm
 
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
-            link: ShmLink[engine_pb2.EngineMessage, engine_pb2.RouterMessage]
-            link = await shm_socket.connect(address, engine_pb2.EngineMessage.FromString)
+            link: shm.ShmLink[engine_pb2.EngineMessage, engine_pb2.RouterMessage]
+            link = await shm.connect(address, engine_pb2.EngineMessage.FromString)
             with contextlib.closing(link):
                 return await link.read() is not None
     except OSError:

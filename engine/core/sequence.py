@@ -1,12 +1,13 @@
-"""A sequence: tokens that exist, of which some are computed.
+"""A sequence: tokens that exist, of which some are computed, and what belongs to it.
 
-Prefill, decode and resumption are one quantity chasing another. Where steps are launched before the last one's tokens
-are read, a token may exist that nobody knows yet: it is pending.
+Prefill, decode and resumption are one quantity that chases another. Where a step is launched before the tokens of the
+last one are read, a token may exist whose value is not known yet: it is pending.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -25,7 +26,7 @@ class TokenMask(Protocol):
     def depends_on_tokens(self) -> bool: ...
 
     def fill(self, tokens: list[int], words: memoryview) -> None:
-        """Writes the mask of the token that follows `tokens`, the same whenever it is asked for the same tokens.
+        """Write the mask of the token that follows `tokens`. The same tokens always give the same mask.
 
         words  uint32, all zero, one bit for each token id of the vocabulary: bit i of word w allows token 32 * w + i
         """
@@ -49,6 +50,39 @@ class SamplingParams(Sampling):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What a client asked for, as far as its sequences have it in common. Requests are told apart by identity.
+
+    arrived        on the engine's clock, like `deadline`, which is math.inf for none
+    age_s          its client's request is older than it by this: the steps of a beam search keep one place in line
+    tenant         the client on whose behalf it is computed; "" is a tenant like any other
+    ttft_s         target for the time from arrival to the first token; math.inf for none
+    tpot_s         target for the mean time of each token after the first; math.inf for none
+    cache_root     where the addresses of its blocks start (engine/kv/blocks.py: chain_root)
+    request_id     the client's name for it
+    shares_prompt  it has several sequences: the first computes the prompt for all
+    """
+
+    prompt_len: int
+    arrived: float = 0.0
+    deadline: float = math.inf
+    age_s: float = 0.0
+    priority: int = 0
+    tenant: str = ""
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+    cache_root: bytes = b""
+    bypass_cache: bool = False
+    request_id: str = ""
+    shares_prompt: bool = False
+
+    @property
+    def in_line_since(self) -> float:
+        """The time that decides its place among waiting requests."""
+        return self.arrived - self.age_s
+
+
 class State(Enum):
     WAITING = "waiting"  # new or preempted: holds no blocks
     RUNNING = "running"
@@ -64,91 +98,135 @@ class EndReason(Enum):
     FAILED = "failed"
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One stream of tokens, from its prompt to its end.
+class BlockTable(list[int]):
+    """A sequence's KV blocks: block i holds tokens [i * block_size, (i + 1) * block_size).
 
-    tokens        prompt, then output; grows by one each time that `num_computed` has caught up; a sequence
-                  that continues another one arrives with output
-    num_pending   tokens after those that scheduled steps choose and that are not known yet
-    num_computed  leading tokens whose keys and values are in the cache once all scheduled steps are done
-    blocks        the block table: block i holds tokens [i * block_size, (i + 1) * block_size)
-    deadline      on the engine's clock; math.inf for none
-    tenant        who it is computed for; "" is one of them
-    ttft_s        target for the time from arrival to the first token; math.inf for none
-    tpot_s        target for the mean time of each token after the first; math.inf for none
-    age_s         by so many seconds its request is older than it: the steps of a beam search keep one place in line
-    request_id    the client's name for what it is part of
-    token_mask    restricts which tokens it may choose; None: nothing does
-    max_len       tokens, prompt included, at which it ends with LENGTH; the scheduler sets it on arrival
-    request       names the request whose prompt it shares with others; None: it has its own
+    A table only grows, so runners may extend their copies of it. A sequence that starts or gives up its blocks gets a
+    new one. It is a list because every step reads the blocks of every running sequence.
+
+    hashes         addresses of the full blocks that were hashed so far; kept while the sequence holds no blocks
+    num_published  leading blocks that are shared or can be found by other sequences; they are never written to
+    num_committed  leading tokens that committed steps computed; 0 until the first one since the sequence started
     """
 
-    id: int
-    tokens: list[int]
-    prompt_len: int
-    params: SamplingParams
-    arrived: float
-    deadline: float
-    priority: int = 0
-    tenant: str = ""
-    ttft_s: float = math.inf
-    tpot_s: float = math.inf
-    cache_root: bytes = b""  # of blocks.chain_root
-    bypass_cache: bool = False
-    request: int | None = None
-    request_id: str = ""
-    token_mask: TokenMask | None = None
-    age_s: float = 0.0
+    __slots__ = ("hashes", "num_committed", "num_published")
 
-    state: State = State.WAITING
-    max_len: int = 0
-    num_pending: int = 0
-    num_computed: int = 0
-    num_committed: int = 0  # of them, those of steps whose outcome is known; 0 until the first since it started
-    num_lost: int = 0  # what num_computed was when last preempted
-    protected_len: int = 0  # with this many tokens or fewer it gives up its blocks only to those who outrank it
-    num_charged: int = 0  # tokens of output that its tenant's service holds
-    last_plan: int = 0  # the scheduler's number of the last plan that computes it
-    num_published: int = 0  # leading blocks that others may find or that were taken over from them: never written to
-    blocks: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)  # one for each full block hashed so far
+    def __init__(self, blocks: Iterable[int] = (), hashes: list[bytes] | None = None, num_published: int = 0) -> None:
+        super().__init__(blocks)
+        self.hashes = [] if hashes is None else hashes
+        self.num_published = num_published
+        self.num_committed = 0
 
-    first_scheduled: float | None = None
-    first_token: float | None = None
-    cached_tokens: int = 0
-    preemptions: int = 0
-    preempted_tokens: int = 0  # computed tokens that it gave up
-    recomputed_tokens: int = 0  # and those of them that it could not find again in the prefix cache
-    saved_tokens: int = 0  # copied to host memory while it was preempted, and from there
-    loaded_tokens: int = 0
 
-    accounted_until: float = field(init=False)  # every second since `arrived` is in one of these:
+@dataclass(slots=True)
+class Account:
+    """What a client is told about a sequence's time and tokens. Its methods alone change it.
+
+    booked_until      every second from arrival to this time is in one of the four sums that follow
+    lost_tokens       computed tokens that it gave up when it was last preempted
+    preempted_tokens  their sum over all preemptions
+    recomputed_tokens those of them that were neither cached nor kept when it started again
+    saved_tokens      copied to host memory while it was preempted; loaded_tokens were copied back
+    """
+
+    booked_until: float
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     preempted_s: float = 0.0
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    lost_tokens: int = 0
+    preempted_tokens: int = 0
+    recomputed_tokens: int = 0
+    saved_tokens: int = 0
+    loaded_tokens: int = 0
 
-    def __post_init__(self) -> None:
-        self.accounted_until = self.arrived
-        self.num_charged = self.output_len
+    def starts(self, now: float, num_computed: int) -> int:
+        """Note that a waiting sequence runs from now on; return how many lost tokens it computes again."""
+        self._book(now, is_running=False)
+        if self.first_scheduled is None:
+            self.first_scheduled = now
+        recomputed = max(0, self.lost_tokens - num_computed)
+        self.recomputed_tokens += recomputed
+        return recomputed
 
-    def account(self, now: float) -> None:
-        """Books the time since the last call under what the sequence has been doing; called before that changes."""
-        spent, self.accounted_until = now - self.accounted_until, now
-        if self.state is State.RUNNING:
-            if self.first_token is None:
-                self.prefill_s += spent
-            else:
-                self.decode_s += spent
+    def is_preempted(self, now: float, num_computed: int) -> None:
+        self._book(now, is_running=True)
+        self.preemptions += 1
+        self.lost_tokens = num_computed
+        self.preempted_tokens += num_computed
+
+    def has_first_token(self, now: float, *, is_running: bool) -> None:
+        self._book(now, is_running)
+        self.first_token = now
+
+    def ends(self, now: float, *, is_running: bool) -> None:
+        self._book(now, is_running)
+
+    def found(self, cached_tokens: int) -> None:
+        """Note how many of its first tokens were cached when it first started."""
+        self.cached_tokens = cached_tokens
+
+    def saves(self, num_tokens: int) -> None:
+        self.saved_tokens += num_tokens
+
+    def loads(self, num_tokens: int) -> None:
+        self.loaded_tokens += num_tokens
+
+    def _book(self, now: float, is_running: bool) -> None:
+        spent, self.booked_until = now - self.booked_until, now
+        if is_running and self.first_token is None:
+            self.prefill_s += spent
+        elif is_running:
+            self.decode_s += spent
         elif self.first_scheduled is None:
             self.queue_s += spent
         else:
             self.preempted_s += spent
 
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One stream of tokens, from its prompt to its end.
+
+    What was asked never changes: `id`, `request`, `params` and `token_mask`. Only engine/kv changes or replaces
+    `blocks`, `account` changes through its own methods, and the scheduler alone writes the rest.
+
+    tokens        prompt, then output, which grows by one token at a time; a sequence that continues another one arrives
+                  with output
+    params        siblings differ in their seeds alone
+    token_mask    restricts which tokens it may choose; None: all are allowed
+    max_len       tokens, prompt included, at which it ends with LENGTH; set on arrival
+    num_pending   tokens after those in `tokens` that scheduled steps choose and that are not known yet
+    num_computed  leading tokens whose keys and values are in the cache once all scheduled steps are done
+    """
+
+    id: int
+    tokens: list[int]
+    request: Request
+    params: SamplingParams
+    token_mask: TokenMask | None = None
+
+    state: State = State.WAITING
+    max_len: int = 0
+    num_pending: int = 0
+    num_computed: int = 0
+    blocks: BlockTable = field(default_factory=BlockTable)
+    account: Account = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.account = Account(self.request.arrived)
+
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.request.prompt_len
 
     @property
     def remaining_len(self) -> int:
@@ -156,88 +234,8 @@ class Sequence:
         return len(self.tokens) + self.num_pending - self.num_computed
 
     @property
-    def in_line_since(self) -> float:
-        """The time that decides its place among those that wait."""
-        return self.arrived - self.age_s
-
-    @property
     def awaits_token(self) -> bool:
-        """There is nothing to compute: its next step or its end depends on a token that is pending."""
+        """Whether nothing can be computed because the next step, or the end, depends on a token that is pending."""
         if self.num_pending and self.token_mask is not None and self.token_mask.depends_on_tokens:
             return True
         return len(self.tokens) + self.num_pending >= self.max_len
-
-    @property
-    def output_len(self) -> int:
-        return len(self.tokens) - self.prompt_len
-
-
-@dataclass(slots=True)  # not frozen: one is made for every sequence in every step, and would take five times as long
-class Chunk:
-    """Compute `length` tokens of a sequence from position `start` on; its blocks are allocated.
-
-    samples  it reaches the last token that exists, so that its last row's logits choose the next one
-    """
-
-    seq: Sequence
-    start: int
-    length: int
-    samples: bool
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-    @property
-    def is_decode(self) -> bool:
-        return self.length == 1 and self.samples
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step computes: chunks of different sequences, decodes first.
-
-    copies  (source, target), blocks whose content is copied before that: no block twice among the targets, and none of
-            them among the sources
-    saves   (block, host block), made before anything else: no host block twice, nor among those of `loads` unless it
-            is to be loaded with what was saved
-    loads   (host block, block), made after the saves and before the copies: no block twice
-    """
-
-    chunks: list[Chunk]
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    saves: list[tuple[int, int]] = field(default_factory=list)
-    loads: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.chunks
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Of the model's own distribution, before temperature, penalties and truncation; natural logarithm."""
-
-    chosen: float
-    top_ids: list[int]
-    top: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A step's outcome, one entry a chunk of its plan.
-
-    tokens    the chosen id, or -1 where the chunk does not sample
-    logprobs  None where not asked for
-    faults    chunk position → what went wrong with that sequence alone; its token is not to be used
-    copied_s  seconds that copies to and from host memory took
-    """
-
-    tokens: list[int]
-    logprobs: list[TokenLogprobs | None]
-    faults: dict[int, str] = field(default_factory=dict)
-    copied_s: float = 0.0

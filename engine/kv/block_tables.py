@@ -1,23 +1,24 @@
-"""Running sequences' blocks: found by their content, shared with siblings, copied where a block is begun, or new.
+"""Running sequences' blocks: cached ones, a sibling's, copies of begun ones, or new.
 
-Puts together what each does of its own: the prefix cache, the prompts that sequences of one request share, copies on
-write, and what preempted sequences keep. Standard library only.
+This combines the prefix cache, the prompts that siblings share, copies on write, and what preempted sequences keep.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
-from pagoda_server.engine.core.sequence import Chunk, Sequence, StepPlan
-from pagoda_server.engine.kv.block_copies import BlockCopies
+from pagoda_server.engine.core.sequence import BlockTable, Request, Sequence
+from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.kv.prefix_cache import Prefix, PrefixCache
-from pagoda_server.engine.kv.shared_prompts import SharedPrompts
 
 
 class BlockTables:
+    """The one place that gives sequences blocks and takes them back. It alone replaces or changes `Sequence.blocks`."""
+
     def __init__(self, pool: BlockPool, prefix_caching: bool, host: HostBlocks) -> None:
         self._pool = pool
         self._host = host
@@ -32,30 +33,30 @@ class BlockTables:
         return self._prompts.num_parked
 
     def parked(self) -> Iterator[Sequence]:
-        """Those that wait for a sibling's prompt."""
+        """Yield the sequences that wait for a sibling's prompt."""
         yield from self._prompts.parked()
 
     def park(self, seq: Sequence) -> bool:
-        """Whether a new sequence is to wait for a sibling's prompt."""
+        """Say whether a new sequence must wait for a sibling's prompt."""
         return self._prompts.park(seq)
 
     def prompt_computed(self, seq: Sequence) -> list[Sequence]:
-        """It has its first token. Returns the siblings that waited for that."""
+        """Note a sequence's first token; return the siblings that waited for it."""
         return self._prompts.computed(seq)
 
     def ended(self, seq: Sequence) -> list[Sequence]:
-        """Returns the sibling that is to compute the prompt now, if it was this one that should have."""
+        """Note that a sequence has ended; return the sibling that must compute the prompt in its place, if any."""
         self._host.ended(seq)
         return self._prompts.ended(seq)
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def num_cached(self, seq: Sequence) -> int:
-        """Leading tokens of a waiting sequence that need not be computed."""
+        """Count the leading tokens of a waiting sequence that need not be computed."""
         return max(self._prefixes.num_cached(seq), self._host.num_kept(seq))
 
     def start(self, seq: Sequence, length: int, num_running: int) -> Prefix | None:
-        """Gives a waiting sequence blocks for `length` tokens and returns its prefix; None if they are too few."""
+        """Give a waiting sequence blocks for `length` tokens; return its prefix, or None if blocks are too few."""
         prefix = self._affordable_prefix(seq, length, num_running)
         if prefix is None and num_running == 0 and self._prompts.release():
             prefix = self._affordable_prefix(seq, length, num_running)
@@ -66,20 +67,19 @@ class BlockTables:
         num_shared = len(prefix.blocks)
         after = prefix.blocks[-1] if prefix.blocks else -1
         new = pool.allocate(pool.blocks_for(length) - num_shared, after)
-        seq.blocks = prefix.table(new)
+        num_published = num_shared if prefix.num_found is None else prefix.num_found
+        seq.blocks = BlockTable(prefix.table(new), seq.blocks.hashes, num_published)
         self._host.started(seq, prefix)
         self._host.taken(new)
         if prefix.partial is not None:
             self._copies.want(seq.id, prefix.partial, seq.blocks[num_shared])
-        if prefix.sibling is None and seq.first_scheduled is None and not seq.output_len:
+        if prefix.sibling is None and seq.account.first_scheduled is None and not seq.output_len:
             pool.note_hit(prefix.sources)
-        seq.num_published = num_shared if prefix.num_found is None else prefix.num_found
-        seq.num_computed, seq.num_committed = prefix.num_tokens, 0
         self._prompts.started(seq)
         return prefix
 
     def grow(self, seq: Sequence) -> bool:
-        """One block more for a sequence that runs; False if there is none. Prompts are not held at its cost."""
+        """Give a running sequence one more block, if need be one that was held for siblings; False if there is none."""
         if not self._pool.num_available:
             self._prompts.release()
         if not self._pool.num_available:
@@ -90,28 +90,30 @@ class BlockTables:
         return True
 
     def computed(self, seq: Sequence, num_computed: int) -> None:
-        """So many leading tokens of a running sequence are computed: others may find the blocks that are full now."""
-        seq.num_committed = num_computed
-        self._host.computed(seq)
-        if num_computed // self._pool.block_size > seq.num_published:
+        """Note that so many leading tokens of a running sequence are computed; let others find the full blocks."""
+        table = seq.blocks
+        table.num_committed = num_computed
+        if self._host.num_blocks:
+            self._host.computed(seq)
+        if num_computed // self._pool.block_size > table.num_published:
             self._prefixes.publish(seq, num_computed)
 
     def publish_begun(self, seq: Sequence) -> None:
-        """Let others go on from all that a running sequence has computed, which is about to end."""
+        """Let others continue from everything that a running sequence, which is about to end, has computed."""
         self._prefixes.publish_begun(seq)
 
     def keep(self, seq: Sequence) -> None:
-        """A sequence is about to leave, and will come back for what it has computed."""
+        """Keep what a sequence has computed: it is about to give up its blocks and will resume."""
         self._host.keep(seq)
 
     def leave(self, seq: Sequence) -> None:
-        """A sequence gives up its blocks."""
+        """Take a sequence's blocks back."""
         self._copies.drop(seq.id)
         self._pool.release(seq.blocks)
-        seq.blocks = []
+        seq.blocks = BlockTable(hashes=seq.blocks.hashes)
 
     def plan(self, chunks: list[Chunk]) -> StepPlan:
-        """These chunks, and the copies that they need."""
+        """Return a plan of these chunks and of the copies that they need."""
         if not chunks:
             return StepPlan(chunks)
         if not self._host.num_blocks:
@@ -123,8 +125,9 @@ class BlockTables:
         self._copies.commit(plan.copies)
 
     def _affordable_prefix(self, seq: Sequence, length: int, num_running: int) -> Prefix | None:
-        # One block each is left for those who run: else a newcomer would be preempted as soon as they grow. It also
-        # keeps out who has just been preempted: what it gave up, less the block it was given up for, is too little.
+        # Each running sequence keeps a spare block, or the new one would be preempted as soon as the others grow. This
+        # also keeps out a sequence that was just preempted: what it gave up, less the block it was given up for, is
+        # too little.
         pool = self._pool
         spare = pool.num_available - num_running
         if spare < 1:
@@ -138,7 +141,7 @@ class BlockTables:
         return prefix.whole_blocks(pool.block_size)  # the block to copy is one more, while the copy is made
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Raises AssertionError unless every block is accounted for, and nobody writes to what others read."""
+        """Raise AssertionError unless every block is accounted for and no sequence writes to what another one reads."""
         seqs = list(running)
         tables = [seq.blocks for seq in seqs]
         self._pool.check_integrity([*tables, *self._prompts.held(), *self._copies.held()])
@@ -147,3 +150,154 @@ class BlockTables:
         for seq in seqs:
             unwritten = seq.blocks[seq.num_computed // self._pool.block_size :]
             assert all(users[block] == 1 for block in unwritten), f"sequence {seq.id} writes to what others read"
+
+
+class BlockCopies:
+    """Blocks that start as copies of others, so that no sequence writes to a block that another one reads.
+
+    Each copy is made in the step that first computes its sequence, before the step's chunks. Its source is held until
+    that step is committed, because a step that fails is computed again.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._wanted: dict[int, tuple[int, int]] = {}  # sequence id → (source, target)
+        self._planned: list[int] = []  # sources of plans that are not committed, in their order
+
+    def want(self, id: int, source: int, target: int) -> None:
+        """Let a sequence's new block `target` start as a copy of `source`. The caller hands over a reference to it."""
+        self._wanted[id] = source, target
+
+    def drop(self, id: int) -> None:
+        """Drop the copy for a sequence that gives up its blocks, if it wanted one."""
+        if pair := self._wanted.pop(id, None):
+            self._pool.release(pair[:1])
+
+    def plan(self, chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
+        """Return sources and targets of the copies that these chunks need."""
+        if not self._wanted:
+            return []
+        pairs = [pair for chunk in chunks if (pair := self._wanted.pop(chunk.seq.id, None))]
+        self._planned += (source for source, _ in pairs)
+        return pairs
+
+    def commit(self, pairs: list[tuple[int, int]]) -> None:
+        """Note that the copies of the oldest plan that has any were made."""
+        sources, self._planned = self._planned[: len(pairs)], self._planned[len(pairs) :]
+        assert sources == [source for source, _ in pairs], (
+            "copies are committed in the order in which they were planned"
+        )
+        for source in sources:
+            self._pool.release([source])
+
+    def held(self) -> Iterator[list[int]]:
+        """Yield a list like a block table for each copy to be made."""
+        yield from ([source] for source, _ in self._wanted.values())
+        yield from ([source] for source in self._planned)
+
+
+@dataclass(slots=True)
+class _Siblings:
+    """
+    first   the sequence that computes the prompt
+    others  those that have not started, by id
+    blocks  of all of the prompt but its last token, once that is computed: held for `others`
+    """
+
+    first: Sequence
+    others: dict[int, Sequence] = field(default_factory=dict)
+    blocks: list[int] | None = None
+
+
+class SharedPrompts:
+    """Requests of several sequences (parallel sampling): one sequence computes the prompt, the others start from it.
+
+    A sequence that starts so computes the prompt's last token again, for logits of its own to sample from. The block
+    that this token belongs to, and which the first sequence goes on to fill, is copied; all before it are shared.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._siblings: dict[Request, _Siblings] = {}  # of requests with sequences that have not started
+
+    @property
+    def num_parked(self) -> int:
+        return sum(len(siblings.others) for siblings in self._siblings.values() if siblings.blocks is None)
+
+    def parked(self) -> Iterator[Sequence]:
+        """Yield the sequences that wait for their prompt. Those that only wait for a place are not among them."""
+        for siblings in self._siblings.values():
+            if siblings.blocks is None:
+                yield from siblings.others.values()
+
+    def park(self, seq: Sequence) -> bool:
+        """Say whether a new sequence must wait for the first one of its request; the others wait for the first."""
+        if not seq.request.shares_prompt:
+            return False
+        siblings = self._siblings.setdefault(seq.request, _Siblings(seq))
+        if siblings.first is not seq:
+            siblings.others[seq.id] = seq
+        return siblings.first is not seq
+
+    def computed(self, seq: Sequence) -> list[Sequence]:
+        """Note a sequence's first token; return the siblings that waited for it and may be admitted now.
+
+        Its prompt's blocks are held for them; there are none if it was preempted before its token was known.
+        """
+        siblings = self._siblings.get(seq.request)
+        if siblings is None or siblings.first is not seq:
+            return []
+        siblings.blocks = seq.blocks[: self._pool.blocks_for(seq.request.prompt_len - 1)]
+        self._pool.share(siblings.blocks)
+        ready = list(siblings.others.values())
+        self._forget_if_all_started(seq.request)
+        return ready
+
+    def find(self, seq: Sequence) -> Prefix | None:
+        """Return what the first sequence computed of the prompt, for a sibling that has not started."""
+        siblings = self._siblings.get(seq.request)
+        if siblings is None or not siblings.blocks or seq.id not in siblings.others:
+            return None
+        shared_len = seq.request.prompt_len - 1
+        full, rest = divmod(shared_len, self._pool.block_size)
+        return Prefix(shared_len, siblings.blocks[:full], siblings.blocks[full] if rest else None, siblings.first)
+
+    def started(self, seq: Sequence) -> None:
+        """Note that a sequence has blocks of its own: the prompt's are held for the others alone."""
+        siblings = self._siblings.get(seq.request)
+        if siblings is not None and seq.id in siblings.others:
+            del siblings.others[seq.id]
+            self._forget_if_all_started(seq.request)
+
+    def ended(self, seq: Sequence) -> list[Sequence]:
+        """Note that a sequence ended. If it was to compute the prompt, return the sibling that must do so now."""
+        siblings = self._siblings.get(seq.request)
+        if siblings is None:
+            return []
+        siblings.others.pop(seq.id, None)
+        self._forget_if_all_started(seq.request)
+        if siblings.first is not seq or siblings.blocks is not None or not siblings.others:
+            return []
+        siblings.first = siblings.others.pop(next(iter(siblings.others)))
+        return [siblings.first]
+
+    def release(self) -> bool:
+        """Give up the blocks that are held, because they are wanted elsewhere; False if none are.
+
+        A sequence that has not started then looks for its prompt in the prefix cache, like any other.
+        """
+        holding = [request for request, siblings in self._siblings.items() if siblings.blocks]
+        for request in holding:
+            self._siblings[request].others.clear()
+            self._forget_if_all_started(request)
+        return bool(holding)
+
+    def held(self) -> Iterator[list[int]]:
+        """Yield a list like a block table for each request."""
+        yield from (siblings.blocks for siblings in self._siblings.values() if siblings.blocks)
+
+    def _forget_if_all_started(self, request: Request) -> None:
+        siblings = self._siblings[request]
+        if not siblings.others:
+            del self._siblings[request]
+            self._pool.release(siblings.blocks or [])

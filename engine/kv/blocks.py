@@ -1,8 +1,16 @@
 """The block pool: which KV blocks are free, which hold a reusable prefix, which are in use and by how many sequences.
 
-A block is in exactly one of three places: free (its content has no address), evictable (nobody uses it, but its content
-is addressed by hash and may be wanted again) or referenced (in the block tables of sequences). Block tables and
+A block is in exactly one of three places: free (its content has no address), evictable (no sequence uses it, but its
+content is addressed by hash and may be wanted again) or referenced (in the block tables of sequences). Block tables and
 reference counts are PagedAttention's (Kwon et al., 2023).
+
+Free blocks are handed out so that a sequence's blocks lie side by side in memory. Small blocks waste few slots, but
+scattered over memory they cost attention time, because a processor fetches ahead what lies side by side. Blocks are
+therefore grouped in stretches of neighbours. A sequence that grows gets the block after its last one if that is free;
+a new one gets the first block of a wholly free stretch, as long as there is one. Stretches reserve nothing: when none
+is wholly free, the free blocks of begun stretches are handed out.
+
+Cached blocks are evicted by segmented LRU (Karedla, Love & Wherry, 1994).
 """
 
 from __future__ import annotations
@@ -10,22 +18,22 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 
-from pagoda_server.engine.kv.eviction import EvictionOrder
-from pagoda_server.engine.kv.free_blocks import FreeBlocks
+STRETCH_TOKENS = 32  # longer ones made decodes' attention hardly faster
+_MAX_HOT = 0.8  # of all blocks: what was once hot and is no longer wanted must not keep everything else out
 
 
 def chain_root(salt: str) -> bytes:
-    """Where the chain of a prompt with this salt starts. Prompts of different salts never share an address."""
+    """Return where the chain of a prompt with this salt starts. Prompts of different salts never share an address."""
     return hashlib.sha256(salt.encode()).digest()
 
 
 def chain_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
-    """Address of a full block: its tokens and, through `previous`, all that came before, down to `chain_root`.
+    """Return a block's address: it stands for its tokens and, through `previous`, for all tokens since `chain_root`.
 
-    SHA-256, not Python's hash: a prompt that collides with another tenant's would read its cache.
+    SHA-256, not Python's hash, because a prompt that collided with another tenant's would read its cache.
     """
     return hashlib.sha256(previous + array("q", tokens).tobytes()).digest()
 
@@ -40,7 +48,7 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._free = FreeBlocks(num_blocks, block_size)
-        # Cached content is given up a stretch at a time, so that there is one to begin; up to so many blocks ahead.
+        # Whole stretches of cached content are evicted ahead of need, up to so many blocks, for sequences that start.
         self._most_ahead = num_blocks // 32 if self._free.stretch > 1 else 0
         self._evictable = EvictionOrder(num_blocks)
 
@@ -64,9 +72,9 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int, after: int = -1) -> list[int]:
-        """Takes `count` blocks, evicting cached ones when no others are left. The caller has checked num_available.
+        """Take `count` blocks; evict cached ones when no others are left. The caller has checked num_available.
 
-        after  the block in whose neighbourhood they are wanted, -1: in none; side by side as far as that is free
+        after  the block that they should follow in memory; -1: none
         """
         if self._free.num_free < max(count, self._most_ahead):
             self._evict_for(count)
@@ -78,7 +86,7 @@ class BlockPool:
         return taken
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks that hold the longest cached run of these addresses. Nothing changes until `share`."""
+        """Return the blocks of the longest cached run of these addresses. Nothing changes until `share`."""
         found = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -88,20 +96,20 @@ class BlockPool:
         return found
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
-        """How many of these count as available now and would not once shared."""
+        """Count the blocks that are available now and would not be once shared."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def num_shared(self, blocks: Sequence[int]) -> int:
-        """How many of a block table's leading blocks others use too, who share them as a prefix."""
+        """Count the leading blocks of a table that other sequences share as a prefix."""
         return bisect_left(blocks, True, key=lambda block: self._references[block] == 1)
 
     def note_hit(self, blocks: Iterable[int]) -> None:
-        """Another request found these: they are evicted after those that nobody has."""
+        """Note that another request found these. They are evicted after blocks that no request has found."""
         for block in blocks:
             self._evictable.note_hit(block)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more sequence uses each of these; a free one, who knows what it has left there."""
+        """Add a reference to each block. A free block is shared only by the sequence that left its content there."""
         for block in blocks:
             if self._references[block] == 0:
                 if self._hash_of[block] is None:
@@ -111,8 +119,8 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One sequence fewer uses each of these, a block table in order."""
-        # Backwards: a prefix is only reachable through its head, so its tail is to be evicted first.
+        """Remove a reference from each block of a table, given in order."""
+        # Backwards: a prefix can only be reached through its head, so its tail must be evicted first.
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -122,9 +130,7 @@ class BlockPool:
                     self._evictable.add(block)
 
     def publish(self, block: int, block_hash: bytes) -> bool:
-        """A full block's content is computed: others may find it. False for a second block of the same content, which
-        stays private.
-        """
+        """Let sequences find a block, now that it is computed. Return False if another block has the same content."""
         if block_hash in self._block_of or self._hash_of[block] is not None:
             return False
         self._block_of[block_hash] = block
@@ -132,7 +138,7 @@ class BlockPool:
         return True
 
     def flush(self) -> int:
-        """Forgets all cached content; blocks in use stay with their sequences. Returns how many became free."""
+        """Forget all cached content; blocks in use stay with their sequences. Return how many became free."""
         flushed = len(self._evictable)
         self._free.add(self._evictable)
         self._evictable.clear()
@@ -157,7 +163,7 @@ class BlockPool:
         self._free.add((block,))
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError unless free + evictable + referenced == total and references are the tables' own."""
+        """Raise AssertionError unless free + evictable + referenced == total and references are the tables' own."""
         used = Counter(block for table in block_tables for block in table)
         free, evictable = set(self._free), set(self._evictable)
         assert len(free) == self._free.num_free, "free blocks are miscounted"
@@ -172,3 +178,111 @@ class BlockPool:
             assert self._hash_of[block] == block_hash, f"block {block} is found under an address that is not its own"
             assert block not in free, f"free block {block} can be found"
         assert all(self._hash_of[block] is not None for block in evictable), "an evictable block cannot be found"
+
+
+class FreeBlocks:
+    """Free blocks by stretch; every operation takes constant time for each block. Low numbers are handed out first."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.stretch = max(1, STRETCH_TOKENS // block_size)  # blocks in a stretch
+        self._is_free = bytearray(num_blocks + 1)  # the entry behind the last block is never free
+        self.num_free = 0
+        self._num_free_of = [0] * -(-num_blocks // self.stretch)  # by stretch
+        self._whole: dict[int, None] = {}  # wholly free stretches; the last to change is the first taken
+        self._begun: dict[int, None] = {}  # partly free ones, likewise
+        self.add(range(num_blocks - 1, -1, -1))
+
+    def __iter__(self) -> Iterator[int]:
+        return (block for block, is_free in enumerate(self._is_free) if is_free)
+
+    @property
+    def num_whole(self) -> int:
+        """Count the stretches that are wholly free."""
+        return len(self._whole)
+
+    def add(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._is_free[block] = True
+            self.num_free += 1
+            stretch = block // self.stretch
+            self._num_free_of[stretch] = num_free = self._num_free_of[stretch] + 1
+            if num_free < self.stretch:
+                self._begun[stretch] = None
+            else:
+                self._begun.pop(stretch, None)
+                self._whole[stretch] = None
+
+    def take(self, after: int) -> int:
+        """Take the block behind `after`, which may be -1, if it is free, else the best other one. One must be free."""
+        block = after + 1
+        if after < 0 or not self._is_free[block]:
+            stretch = next(reversed(self._whole or self._begun))
+            block = self._is_free.index(True, stretch * self.stretch)
+        self.remove(block)
+        return block
+
+    def remove(self, block: int) -> None:
+        """Take a given free block."""
+        self._is_free[block] = False
+        self.num_free -= 1
+        stretch = block // self.stretch
+        self._num_free_of[stretch] = num_left = self._num_free_of[stretch] - 1
+        if num_left == self.stretch - 1:
+            del self._whole[stretch]
+            if num_left:
+                self._begun[stretch] = None
+        elif not num_left:
+            del self._begun[stretch]
+
+
+class EvictionOrder:
+    """Cached blocks that no sequence uses, in the order in which they are evicted.
+
+    Content that was never found again is evicted first, least recently used first. Thus prompts that come once, however
+    long, do not displace a prompt that many requests share.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._max_hot = int(num_blocks * _MAX_HOT)
+        self._cold: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._hot: OrderedDict[int, None] = OrderedDict()
+        self._found_again: set[int] = set()  # blocks with content, in use or not
+
+    def __len__(self) -> int:
+        return len(self._cold) + len(self._hot)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._cold
+        yield from self._hot
+
+    def note_hit(self, block: int) -> None:
+        """Note that another request wanted a block's content, with effect when the block is added the next time."""
+        self._found_again.add(block)
+
+    def add(self, block: int) -> None:
+        if block not in self._found_again:
+            self._cold[block] = None
+            return
+        self._hot[block] = None
+        if len(self._hot) > self._max_hot:
+            oldest, _ = self._hot.popitem(last=False)
+            self._found_again.discard(oldest)
+            self._cold[oldest] = None
+
+    def remove(self, block: int) -> None:
+        """Remove a block that a sequence uses again."""
+        if block in self._cold:
+            del self._cold[block]
+        else:
+            del self._hot[block]
+
+    def pop(self) -> int:
+        """Remove and return the block whose content is worth least."""
+        block, _ = (self._cold or self._hot).popitem(last=False)
+        self._found_again.discard(block)
+        return block
+
+    def clear(self) -> None:
+        self._cold.clear()
+        self._hot.clear()
+        self._found_again.clear()

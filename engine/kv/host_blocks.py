@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from pagoda_server.engine.core.sequence import Chunk, Sequence, State, StepPlan
+from pagoda_server.engine.core.sequence import Sequence, State
+from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.kv.prefix_cache import Prefix
 from pagoda_server.engine.timing.cost_model import CostModel
 
@@ -73,12 +74,12 @@ class HostBlocks:
         if not self.num_blocks:
             return
         self._loads.pop(seq.id, None)
-        if not seq.num_committed:  # nothing is new since it started, and what it started from is still kept
+        if not seq.blocks.num_committed:  # nothing is new since it started, and what it started from is still kept
             return
-        blocks = seq.blocks[: -(-seq.num_committed // self._block_size)]
-        if not self._costs.is_worth_saving(len(blocks), seq.num_committed):
+        blocks = seq.blocks[: -(-seq.blocks.num_committed // self._block_size)]
+        if not self._costs.is_worth_saving(len(blocks), seq.blocks.num_committed):
             return
-        kept = self._kept[seq.id] = _Kept(seq, seq.num_committed, dict(enumerate(blocks)), {})
+        kept = self._kept[seq.id] = _Kept(seq, seq.blocks.num_committed, dict(enumerate(blocks)), {})
         for at, block in enumerate(blocks):
             self._noted.setdefault(block, []).append((kept, at))
 
@@ -144,7 +145,7 @@ class HostBlocks:
             self._noted.setdefault(seq.blocks[at], []).append((kept, at))
         self._loads[seq.id] = [(host, seq.blocks[at]) for at, host in prefix.loads]
         num_loaded = sum(self._num_tokens(kept, at) for at, _ in prefix.loads)
-        seq.loaded_tokens += num_loaded
+        seq.account.loads(num_loaded)
         self._loaded_tokens += num_loaded
 
     def computed(self, seq: Sequence) -> None:
@@ -166,7 +167,7 @@ class HostBlocks:
         for host in self._saves:
             users = self._held[host]
             for kept, at in users:
-                kept.seq.saved_tokens += self._num_tokens(kept, at)
+                kept.seq.account.saves(self._num_tokens(kept, at))
             self._saved_tokens += max(self._num_tokens(kept, at) for kept, at in users)  # shared ones are copied once
         pairs = [(block, host) for host, block in self._saves.items()]
         self._saves.clear()
@@ -224,7 +225,7 @@ class HostBlocks:
         for users_of, places_of in ((self._noted, _on_device), (self._held, _on_host)):
             listed = [(kept.seq.id, at, block) for block, users in users_of.items() for kept, at in users]
             kept_at = [(id, at, block) for id, kept in self._kept.items() for at, block in places_of(kept)]
-            assert sorted(listed) == sorted(kept_at), "a block is kept for nobody, or by nobody"
+            assert sorted(listed) == sorted(kept_at), "a block is kept for no sequence, or by none"
         for id, kept in self._kept.items():
             seq, count = kept.seq, -(-kept.num_tokens // self._block_size)
             assert id == seq.id, "what is kept is another sequence's"
@@ -232,9 +233,9 @@ class HostBlocks:
             assert sorted([*kept.on_device, *kept.on_host]) == list(range(count)), f"sequence {id} keeps parts"
             if seq.state is State.RUNNING:
                 assert all(seq.blocks[at] == block for at, block in kept.on_device.items())
-        assert self._saves.keys() <= self._held.keys(), "a save for nobody"
+        assert self._saves.keys() <= self._held.keys(), "a save that no sequence needs"
         running = {id for id, kept in self._kept.items() if kept.seq.state is State.RUNNING}
-        assert self._loads.keys() <= running, "a load for who does not run"
+        assert self._loads.keys() <= running, "a load for a sequence that does not run"
 
 
 def _on_device(kept: _Kept) -> Iterator[tuple[int, int]]:

@@ -1,12 +1,16 @@
-"""Which blocks a sequence can take over from others, and which of its own others may find. Standard library only."""
+"""The prefix cache: which cached blocks a sequence can start from, and which of its own blocks others may find."""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from pagoda_server.engine.core.sequence import Sequence
-from pagoda_server.engine.kv.block_heads import LEAST_BLOCK_SIZE, BlockHeads
 from pagoda_server.engine.kv.blocks import BlockPool, chain_hash
+
+LEAST_BLOCK_SIZE = 8  # what a prompt shares of a smaller block takes less time to compute than to find and copy
+_MOST_OF_A_HEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +22,7 @@ class Prefix:
     partial     the block that holds the rest, if any, to be copied
     sibling     the sequence of the same request that computed it; None: it was found by its content
     loads       positions in the block table, between and behind `blocks`, and the host blocks to be copied there
-    num_found   where a preempted sequence goes on from what it kept: its leading blocks that others have; else None
+    num_found   for a sequence that resumes from what it kept: its leading blocks that other sequences have; else None
     """
 
     num_tokens: int = 0
@@ -34,7 +38,7 @@ class Prefix:
         return self.blocks if self.partial is None else [*self.blocks, self.partial]
 
     def table(self, new: list[int]) -> list[int]:
-        """The block table of a sequence that starts from it, with these blocks for what is loaded and what follows."""
+        """Return the blocks of a sequence that starts from it; `new` hold what is loaded and what follows."""
         if not self.loads:
             return self.blocks + new
         loaded = {at for at, _ in self.loads}
@@ -43,7 +47,7 @@ class Prefix:
         return [next(rest) if at in loaded else next(shared) for at in range(count)] + list(rest)
 
     def whole_blocks(self, block_size: int) -> Prefix:
-        """Without the partial one."""
+        """Return it without the partial block."""
         return Prefix(len(self.blocks) * block_size, self.blocks, sibling=self.sibling)
 
 
@@ -56,14 +60,14 @@ class PrefixCache:
         self._heads = BlockHeads(pool) if pool.block_size >= LEAST_BLOCK_SIZE else None
 
     def match(self, seq: Sequence) -> Prefix:
-        """What is cached of a sequence. Its last token is always computed: its logits are needed."""
+        """Find what is cached of a sequence. Its last token is always computed, because its logits are needed."""
         if not self._serves(seq):
             return Prefix()
-        size, usable_len = self._pool.block_size, seq.num_tokens - 1
+        size, usable_len, hashes = self._pool.block_size, seq.num_tokens - 1, seq.blocks.hashes
         self._extend_hashes(seq, usable_len // size)
-        blocks = self._pool.match(seq.block_hashes[: usable_len // size])
+        blocks = self._pool.match(hashes[: usable_len // size])
         start = len(blocks) * size
-        previous = seq.block_hashes[len(blocks) - 1] if blocks else seq.cache_root
+        previous = hashes[len(blocks) - 1] if blocks else seq.request.cache_root
         rest = seq.tokens[start : min(start + size, usable_len)]
         found = [self._find_begun(previous, rest)]
         if self._heads is not None:
@@ -72,45 +76,95 @@ class PrefixCache:
         return Prefix(start + num_common, blocks, partial)
 
     def num_cached(self, seq: Sequence) -> int:
-        """Leading tokens of a waiting sequence that need not be computed."""
+        """Count the leading tokens of a waiting sequence that need not be computed."""
         return self.match(seq).num_tokens
 
     def publish(self, seq: Sequence, num_computed: int) -> None:
-        """Lets others find the blocks that are full now that this many leading tokens are computed."""
+        """Let other sequences find the blocks that are full now that this many leading tokens are computed."""
         if not self._serves(seq):
             return
-        size = self._pool.block_size
+        size, table = self._pool.block_size, seq.blocks
         full = num_computed // size
         self._extend_hashes(seq, full)
-        for index in range(seq.num_published, full):
-            address = seq.block_hashes[index]
-            if self._pool.publish(seq.blocks[index], address) and self._heads is not None:
-                previous = seq.block_hashes[index - 1] if index else seq.cache_root
+        for index in range(table.num_published, full):
+            address = table.hashes[index]
+            if self._pool.publish(table[index], address) and self._heads is not None:
+                previous = table.hashes[index - 1] if index else seq.request.cache_root
                 self._heads.publish(previous, address, seq.tokens[index * size : (index + 1) * size])
-        seq.num_published = full
+        table.num_published = full
 
     def publish_begun(self, seq: Sequence) -> None:
         """Let sequences that continue this one, which is about to end, find the block that it has begun."""
-        size = self._pool.block_size
-        full, rest = divmod(seq.num_committed, size)
+        size, table = self._pool.block_size, seq.blocks
+        full, rest = divmod(table.num_committed, size)
         if not rest or not self._serves(seq):
             return
         self._extend_hashes(seq, full)
-        previous = seq.block_hashes[full - 1] if full else seq.cache_root
-        self._pool.publish(seq.blocks[full], chain_hash(previous, seq.tokens[full * size : seq.num_committed]))
+        previous = table.hashes[full - 1] if full else seq.request.cache_root
+        self._pool.publish(table[full], chain_hash(previous, seq.tokens[full * size : table.num_committed]))
 
     def _find_begun(self, previous: bytes, tokens: list[int]) -> tuple[int, int] | None:
-        """A begun block behind `previous` that holds the first of these tokens and no others, and their number."""
+        """Find a begun block behind `previous` that holds the first of these tokens and no others, and their number."""
         for count in range(min(len(tokens), self._pool.block_size - 1), 0, -1):
             if blocks := self._pool.match([chain_hash(previous, tokens[:count])]):
                 return blocks[0], count
         return None
 
     def _extend_hashes(self, seq: Sequence, count: int) -> None:
-        size = self._pool.block_size
-        for index in range(len(seq.block_hashes), count):
-            previous = seq.block_hashes[-1] if index else seq.cache_root
-            seq.block_hashes.append(chain_hash(previous, seq.tokens[index * size : (index + 1) * size]))
+        size, hashes = self._pool.block_size, seq.blocks.hashes
+        for index in range(len(hashes), count):
+            previous = hashes[-1] if index else seq.request.cache_root
+            hashes.append(chain_hash(previous, seq.tokens[index * size : (index + 1) * size]))
 
     def _serves(self, seq: Sequence) -> bool:
-        return self._enabled and not seq.bypass_cache
+        return self._enabled and not seq.request.bypass_cache
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    address: bytes
+    tokens: array[int]
+
+
+class BlockHeads:
+    """Cached blocks by their first tokens: a prompt that leaves another prompt's path inside a block still finds it.
+
+    A head is the first quarter of a block behind a given prefix; fewer tokens are not worth a copy. Only the blocks
+    published last are kept for each head, so that a lookup need not search everything that follows a popular prefix.
+    Heads are addressed like blocks: nothing is found behind another prefix, or under another salt.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._head_len = max(1, pool.block_size // 4)
+        self._contents: dict[bytes, list[_Content]] = {}  # by head; blocks that are no longer cached linger a while
+
+    def publish(self, previous: bytes, address: bytes, tokens: Tokens[int]) -> None:
+        """Note a full block of these tokens, cached at `address`, behind the block or root `previous`."""
+        if len(self._contents) > 2 * self._pool.num_blocks:
+            kept = {head: [of for of in contents if self._is_cached(of)] for head, contents in self._contents.items()}
+            self._contents = {head: contents for head, contents in kept.items() if contents}
+        contents = self._contents.setdefault(chain_hash(previous, tokens[: self._head_len]), [])
+        contents.append(_Content(address, array("q", tokens)))
+        del contents[:-_MOST_OF_A_HEAD]
+
+    def find(self, previous: bytes, tokens: Tokens[int]) -> tuple[int, int] | None:
+        """Find the cached block behind `previous` that begins most like these tokens; return it and how many agree."""
+        if len(tokens) < self._head_len:
+            return None
+        contents = self._contents.get(chain_hash(previous, tokens[: self._head_len]), ())
+        cached = [content for content in contents if self._is_cached(content)]
+        if not cached:
+            return None
+        best = max(cached, key=lambda content: _num_common(content.tokens, tokens))
+        return self._pool.match([best.address])[0], _num_common(best.tokens, tokens)
+
+    def _is_cached(self, content: _Content) -> bool:
+        return bool(self._pool.match([content.address]))
+
+
+def _num_common(first: Tokens[int], second: Tokens[int]) -> int:
+    """Return the length of the longest common prefix."""
+    return next(
+        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )

@@ -1,4 +1,4 @@
-"""The one thread that owns all model state: scheduler, blocks and runner. Others leave messages in its inbox."""
+"""The one thread that owns all model state: scheduler, blocks and runner. Other threads put messages in its inbox."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from pagoda_server.engine.core.output import Counters, StepOutput
 from pagoda_server.engine.core.sequence import Sequence
+from pagoda_server.engine.core.step import Counters, StepOutput
 from pagoda_server.engine.kv.host_blocks import HostLoad
 from pagoda_server.engine.loop.step_trace import TraceSnapshot
 from pagoda_server.engine.loop.steps_in_flight import Runner, StepsInFlight
@@ -22,7 +22,7 @@ log = logging.getLogger("pagoda.engine")
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A request's sequences, `siblings` being all but its first: they arrive together, to share what they can."""
+    """A request's sequences, the first and its siblings. They arrive together so that they can share the prompt."""
 
     seq: Sequence
     siblings: tuple[Sequence, ...] = ()
@@ -42,7 +42,7 @@ class FlushCache:
 
 @dataclass(frozen=True, slots=True)
 class TakeTrace:
-    """`reply` is called on the loop's thread with what was recorded of the last so many seconds."""
+    """`reply` is called on the loop's thread with the record of the last `last_s` seconds."""
 
     last_s: float
     reply: Callable[[TraceSnapshot], None]
@@ -74,13 +74,13 @@ class LoadSnapshot:
 
 
 class Outbox(Protocol):
-    """Takes a step's output to the routers; called on the loop's thread and never blocks it."""
+    """Takes a step's output to the routers. The loop calls it on its own thread; it must not block."""
 
     def send(self, output: StepOutput, load: LoadSnapshot) -> None: ...
 
 
 class Inbox:
-    """Messages for the loop, from any thread."""
+    """A queue of messages for the loop, from any thread."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -89,7 +89,7 @@ class Inbox:
         self._queue.put(message)
 
     def take(self, timeout_s: float | None = 0.0) -> list[Message]:
-        """All messages there are; with a timeout (None: forever) waits for the first."""
+        """Take all messages. With a timeout, or None for none, wait for the first one."""
         messages: list[Message] = []
         try:
             messages.append(self._queue.get(block=timeout_s != 0.0, timeout=timeout_s))
@@ -100,8 +100,9 @@ class Inbox:
 
 
 class EngineLoop(threading.Thread):
-    """`on_end` is called on this thread when the loop ends, for whatever reason; `failure` then tells which.
+    """Runs the loop until `stop`, or until it fails: `failure` then holds the error.
 
+    on_end     is called on this thread when the loop has ended
     lookahead  how many steps are launched before the first of them is read: at most the runner's
     """
 
@@ -132,7 +133,7 @@ class EngineLoop(threading.Thread):
 
     def _loop(self) -> None:
         timeout_s: float | None = 0.0
-        self._outbox.send(StepOutput(), self.load())  # so that routers know an engine which has not worked yet
+        self._outbox.send(StepOutput(), self.load())  # so that routers know the load of an engine that is still idle
         while True:
             for message in self.inbox.take(timeout_s):
                 self._handle(message)
@@ -166,12 +167,12 @@ class EngineLoop(threading.Thread):
                 self._stopping = True
 
     def _idle_timeout_s(self) -> float | None:
-        """Nothing can run: sleep until a message comes or a queued deadline passes."""
+        """Return how long to wait for a message when nothing can run: until the next deadline; None without one."""
         until = self._scheduler.next_deadline - self._scheduler.clock()
         return min(max(until, 0.001), threading.TIMEOUT_MAX) if until < float("inf") else None
 
     def load(self) -> LoadSnapshot:
-        """How busy the engine is now; on this thread, or while it does not run."""
+        """Return how busy the engine is now. Call this on the loop's thread, or while that does not run."""
         scheduler, pool = self._scheduler, self._scheduler.pool
         return LoadSnapshot(
             counters=replace(scheduler.counters),

@@ -1,7 +1,7 @@
-"""What the last steps did, and why: recorded in every step, told when somebody asks.
+"""The step trace: what the last steps did, and why. Every step is recorded; a client may ask for the record.
 
-Entries are plain tuples of numbers, strings and tuples of those, which the garbage collector stops tracking. A step in
-which the same sequences run as in the one before it shares their numbers with that one.
+Entries are plain tuples of numbers, strings and such tuples, which the garbage collector stops tracking. A step that
+runs the same sequences as the one before shares the tuple of their ids.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from pagoda_server.engine.core.output import Hold, StepOutput
-from pagoda_server.engine.core.sequence import EndReason, Sequence, State, StepPlan
+from pagoda_server.engine.core.sequence import EndReason, Sequence, State
+from pagoda_server.engine.core.step import Hold, StepOutput, StepPlan
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 
 KEEP_S = 60.0
 MAX_MOVES = 1 << 16
-MAX_NUMBERS = 1 << 20  # of sequences and chunks, over all steps: 8 MB and what their integers take
+MAX_NUMBERS = 1 << 20  # ids and chunks over all steps: 8 MB, and the memory of their integers
 
 MoveKind: TypeAlias = Literal["waits", "started", "preempted"] | EndReason
 
-# ids, chunk starts, chunk lengths, idle ids, their holds, waiting, next in line (-1: nobody), its hold, running,
-# blocks free, blocks evictable. The chunks are those of the last ids; all before them compute one token.
+# ids, chunk starts, chunk lengths, idle ids, their holds, waiting, next in line (-1: none), its hold, running,
+# blocks free, blocks evictable. The chunks belong to the last ids; all ids before them compute one token.
 Sketch: TypeAlias = tuple[
     tuple[int, ...],
     tuple[int, ...],
@@ -45,7 +45,7 @@ Move: TypeAlias = tuple[float, MoveKind, int, str, float, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class TraceSnapshot:
-    """Oldest first. A live sequence whose last move was before `steps` has it before the others, at its time."""
+    """A copy of the record, oldest first. The last move of each live sequence is in it, even if older than `steps`."""
 
     taken_at: float
     token_budget: int
@@ -56,7 +56,7 @@ class TraceSnapshot:
 
 
 class StepTrace:
-    """A scheduler's steps of the last KEEP_S seconds, or fewer where they hold too much. The loop's thread owns it."""
+    """Records a scheduler's steps for KEEP_S seconds, or less if they are too large. The loop's thread owns it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -67,7 +67,7 @@ class StepTrace:
         self._forgotten_until = -math.inf
 
     def sketch(self, plan: StepPlan) -> Sketch:
-        """What the plan that was just scheduled computes, and what keeps the others from it."""
+        """Sketch the plan that was just made: what it computes, and why other sequences compute nothing."""
         scheduler, chunks = self._scheduler, plan.chunks
         ids = tuple([chunk.seq.id for chunk in chunks])
         if ids == self._ids:
@@ -99,7 +99,7 @@ class StepTrace:
         )
 
     def add(self, sketch: Sketch, started: float, ended: float) -> None:
-        """The step is over."""
+        """Record a step that has ended."""
         steps = self._steps
         self._num_numbers += _size(sketch, steps[-1][2] if steps else None)
         steps.append((started, ended, sketch))
@@ -108,7 +108,7 @@ class StepTrace:
             self._num_numbers -= _size(oldest, steps[0][2])
 
     def note(self, output: StepOutput) -> None:
-        """Takes in who started, was preempted or ended."""
+        """Record which sequences started, were preempted or ended."""
         for move in output.moves:
             kind: MoveKind = "started" if move.to is State.RUNNING else "preempted"
             self._moves.append(_move(move.seq, kind, move.at, move.num_computed))
@@ -116,7 +116,7 @@ class StepTrace:
             self._moves.append(_move(ended.seq, ended.reason, ended.at, ended.seq.num_computed))
 
     def take(self, last_s: float = math.inf) -> TraceSnapshot:
-        """What is kept of the last so many seconds."""
+        """Return what is kept of the last `last_s` seconds."""
         scheduler = self._scheduler
         now = scheduler.clock()
         since = max(now - min(last_s, KEEP_S), self._forgotten_until)
@@ -138,23 +138,32 @@ class StepTrace:
         return tuple([seq.id for seq in idle]), tuple(holds)
 
     def _standing(self, moved: set[int]) -> Iterator[Move]:
-        """The last move of each live sequence that has made none of these."""
+        """Yield the last move of each live sequence that is not in `moved`."""
         for seq in [*self._scheduler.running, *self._scheduler.waiting]:
             if seq.id in moved or seq.state is State.FINISHED:
                 continue
             if seq.state is State.RUNNING:
-                yield _move(seq, "started", seq.accounted_until, seq.num_computed)
-            elif seq.first_scheduled is None:
-                yield _move(seq, "waits", seq.arrived, 0)
+                yield _move(seq, "started", seq.account.booked_until, seq.num_computed)
+            elif seq.account.first_scheduled is None:
+                yield _move(seq, "waits", seq.request.arrived, 0)
             else:
-                yield _move(seq, "preempted", seq.accounted_until, seq.num_lost)
+                yield _move(seq, "preempted", seq.account.booked_until, seq.account.lost_tokens)
 
 
 def _move(seq: Sequence, kind: MoveKind, at: float, num_computed: int) -> Move:
-    return (at, kind, seq.id, seq.request_id, seq.arrived, seq.prompt_len, len(seq.tokens), num_computed)
+    return (
+        at,
+        kind,
+        seq.id,
+        seq.request.request_id,
+        seq.request.arrived,
+        seq.request.prompt_len,
+        len(seq.tokens),
+        num_computed,
+    )
 
 
 def _size(sketch: Sketch, neighbour: Sketch | None) -> int:
-    """Numbers that it holds and its neighbour does not."""
+    """Count the numbers that a sketch holds and its neighbour does not."""
     own = 0 if neighbour is not None and neighbour[0] is sketch[0] else len(sketch[0])
     return own + 2 * len(sketch[1]) + 2 * len(sketch[3])

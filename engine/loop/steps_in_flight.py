@@ -1,4 +1,4 @@
-"""Steps that are launched and not read yet, and what happens when one fails."""
+"""Steps that are launched and not yet read, and how a failed step is computed again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pagoda_server.engine.core.errors import EngineError
-from pagoda_server.engine.core.sequence import Chunk, Sampled, State, StepPlan, TokenLogprobs
+from pagoda_server.engine.core.sequence import State
+from pagoda_server.engine.core.step import Chunk, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.loop.step_trace import Sketch, StepTrace
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 
@@ -21,14 +22,14 @@ class Launched(Protocol):
     """A step that a runner is computing."""
 
     def result(self) -> Sampled:
-        """Waits for its outcome. Raises what the step raised."""
+        """Wait for the outcome. Raises what the step raised."""
 
 
 class Runner(Protocol):
     """Computes plans in the order in which they are launched.
 
-    A sequence's last token may be pending when a plan is launched: the runner knows it from the step before. Computing
-    the same chunk twice writes the same cache and chooses the same token, so a failed step may be run again.
+    A sequence's last token may be pending when a plan is launched; the runner then takes it from the step before.
+    Computing a chunk twice writes the same cache and chooses the same token, so a failed step may be run again.
 
     lookahead  how many steps can be launched before the first of them is read; 0: `launch` computes the step at once
     """
@@ -39,15 +40,15 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> Launched: ...
 
     def recover(self) -> None:
-        """Nothing is in flight, and something failed: chunks are computed again, whose tokens are all known.
+        """Prepare to compute again after a failure. No step is in flight, and the next chunks' tokens are all known.
 
-        Raises if nothing can be computed any more: the engine is to be started again.
+        Raises if nothing can be computed any more: the engine must be restarted.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step that was computed when it was launched."""
+    """A step that was computed while it was launched."""
 
     sampled: Sampled
 
@@ -67,7 +68,7 @@ class StepsInFlight:
     """A queue of launched steps, which are committed to the scheduler in order."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
-        self.step_s = 0.0  # of the last step: from its launch, or the end of the one before if that is later
+        self.step_s = 0.0  # the last step's, from its launch or from the end of the one before, whichever is later
         self.trace = StepTrace(scheduler)
         self._clock = scheduler.clock
         self._scheduler = scheduler
@@ -88,13 +89,13 @@ class StepsInFlight:
         if launched is not None:
             self._steps.append(_Step(plan, launched, self.trace.sketch(plan), started))
             return
-        # Not above: an exception that is being handled keeps what the step had allocated.
+        # Outside the except clause, because an exception that is being handled keeps the step's memory allocated.
         while self._steps:
             self.commit_oldest()
         self._compute_again([plan])
 
     def commit_oldest(self) -> None:
-        """Waits for it. If it fails, it and those launched after it are computed again, chunk by chunk."""
+        """Wait for the oldest step and commit it. If it fails, compute it and all later ones again, chunk by chunk."""
         step = self._steps.popleft()
         try:
             sampled = step.launched.result()
@@ -110,7 +111,7 @@ class StepsInFlight:
         self.trace.add(step.sketch, started, self._last_end)
 
     def _abandon_all(self) -> list[StepPlan]:
-        """The plans in flight, when they are over: what they made of a failed step's tokens is worth nothing."""
+        """Wait for all steps and return their plans. They used a failed step's tokens, so their outcomes are void."""
         plans = []
         while self._steps:
             step = self._steps.popleft()
@@ -127,9 +128,9 @@ class StepsInFlight:
 
 
 def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
-    """Computes each chunk of a failed step alone, so that only those at fault fail. All before the plan is committed.
+    """Compute each chunk of a failed step alone, so that only the chunks at fault fail.
 
-    Raises what the runner raised if no chunk can be computed: that is not one request's fault.
+    Raises what the runner raised if no chunk can be computed, because that is not one request's fault.
     """
     tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []
@@ -153,7 +154,7 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
 
 
 def _without_frames(error: Exception) -> Exception:
-    """What a step had allocated lives as long as the frames that its error remembers, those of the causes included."""
+    """Drop the frames that an error and its causes hold, and with them the memory that the step allocated."""
     cause: BaseException | None = error
     while cause is not None:
         cause.__traceback__ = None
@@ -162,7 +163,7 @@ def _without_frames(error: Exception) -> Exception:
 
 
 def _compute_alone(runner: Runner, chunk: Chunk, plan: StepPlan) -> Sampled:
-    """With the copies and loads that are its own. Saves are not made again: their blocks may have been written over."""
+    """Compute one chunk with its own copies and loads. Saves are not repeated, as their blocks may have changed."""
     if chunk.seq.state is not State.RUNNING:  # it ended, or gave up its blocks, after the step was scheduled
         return Sampled([-1], [None])
     own = set(chunk.seq.blocks) if plan.copies or plan.loads else set()

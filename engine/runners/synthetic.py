@@ -1,9 +1,8 @@
 """A model without weights, for tests of everything else: scheduler, blocks, loop, channel and router.
 
-Each slot of its cache holds one number, a checksum of the sequence up to there. A checksum is computed from the one
-before it, which is read through the block table, and the next token follows from the last checksum. So a single wrong
-block, slot or position changes every token after it, and the right tokens can be computed by hand: see
-`expected_tokens`.
+Each slot of its cache holds one number, a checksum of the sequence up to that position. A checksum is computed from the
+one before it, which is read through the block table, and the next token follows from the last checksum. A single wrong
+block, slot or position therefore changes every later token. `expected_tokens` computes the right ones.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.sequence import Chunk, Sampled, StepPlan, TokenLogprobs
+from pagoda_server.engine.core.step import Chunk, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo, count_blocks, count_host_blocks
 from pagoda_server.settings.engine import EngineConfig
 
 _MODULUS = (1 << 61) - 1
 _POISON = -1
 _BYTES_PER_TOKEN = 8  # one checksum
-_CACHED_TOKENS = 131_072  # by default
+_CACHED_TOKENS = 131_072  # room in the cache by default
 
 
 def advance(checksum: int, token: int) -> int:
@@ -28,7 +27,7 @@ def advance(checksum: int, token: int) -> int:
 
 
 def expected_tokens(prompt: Iterable[int], count: int, vocab_size: int) -> list[int]:
-    """The tokens that the synthetic model generates after `prompt`."""
+    """Return the tokens that the synthetic model generates after `prompt`."""
     checksum = 0
     for token in prompt:
         checksum = advance(checksum, token)
@@ -40,9 +39,9 @@ def expected_tokens(prompt: Iterable[int], count: int, vocab_size: int) -> list[
 
 
 def expected_logprobs(checksum: int, count: int, vocab_size: int) -> TokenLogprobs:
-    """Made-up logprobs after a checksum: the chosen token is the most likely, each next id is less likely.
+    """Make up logprobs after a checksum: the chosen token is the most likely, each next id is less likely.
 
-    They look like logprobs but are no distribution. The first value and the differences follow from the checksum, too.
+    They look like logprobs but form no distribution. The first value and the differences follow from the checksum too.
     """
     rest = checksum // vocab_size
     first, fall = rest % 61 / 64, (1 + rest // 61 % 40) / 64
@@ -52,7 +51,7 @@ def expected_logprobs(checksum: int, count: int, vocab_size: int) -> TokenLogpro
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """How long a step takes: a constant time, and some for each sequence and each token."""
+    """How long a step takes: a constant time, plus some for each sequence and each token."""
 
     base_s: float = 0.0
     per_sequence_s: float = 0.0
@@ -60,7 +59,7 @@ class StepTime:
 
     @classmethod
     def parse(cls, milliseconds: str) -> StepTime:
-        """From "BASE[,PER_SEQUENCE[,PER_TOKEN]]". Raises ConfigError."""
+        """Read "BASE[,PER_SEQUENCE[,PER_TOKEN]]". Raises ConfigError."""
         try:
             parts = [float(part) / 1e3 for part in milliseconds.split(",")]
             if not 1 <= len(parts) <= 3 or not all(0 <= part < 3600 for part in parts):
@@ -75,7 +74,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class SyntheticStep:
-    """The outcome of a step, which can be read from `ready_at` on, as if a device computed until then."""
+    """The outcome of a step. It can be read from `ready_at` on, as if a device computed until then."""
 
     sampled: Sampled
     ready_at: float
@@ -88,7 +87,7 @@ class SyntheticStep:
 class SyntheticRunner:
     """Computes as fast as it can, or takes a simulated time for each step.
 
-    lookahead  1: accepts a step while it computes another, as a device does, and the next chunk may start from a token
+    lookahead  1: it accepts a step while it computes another, as a device does; the next chunk may start from a token
                that the host has not read
     """
 
@@ -99,7 +98,7 @@ class SyntheticRunner:
         self._cache = [_POISON] * info.token_capacity
         self._host = [_POISON] * (info.num_host_blocks * self._block_size)
         self._step_time = step_time
-        self._chosen: dict[int, int] = {}  # in the last step, by sequence
+        self._chosen: dict[int, int] = {}  # by sequence: its token in the last step
         self._busy_until = 0.0
 
     def launch(self, plan: StepPlan) -> SyntheticStep:
@@ -149,7 +148,7 @@ class SyntheticRunner:
 
 
 def load_synthetic(config: EngineConfig, model_config: dict[str, int]) -> SyntheticRunner:
-    """Raises ConfigError for settings that need a model."""
+    """Make a runner of these settings. Raises ConfigError for settings that need a model."""
     _check(config)
     step_time = None if config.step_ms is None else StepTime.parse(config.step_ms)
     # One layer with one head of dimension one: a slot of its cache holds half a checksum as key and half as value.
@@ -181,7 +180,7 @@ def load_synthetic(config: EngineConfig, model_config: dict[str, int]) -> Synthe
 
 
 def _check(config: EngineConfig) -> None:
-    """Raises ConfigError for settings that need a model."""
+    """Raise ConfigError for settings that need a model."""
     for flag, value, allowed in (
         ("--device", config.device, ("auto", "cpu")),
         ("--quantization", config.quantization, ("auto", "none")),

@@ -15,7 +15,7 @@ LEAVING = 16  # sequences that leave in a step while others run
 class Deadlines:
     """A waiting sequence leaves as soon as it can no longer have a token by its deadline.
 
-    A running one leaves at its deadline; the scheduler looks at all of them itself, as they are few. Thousands of
+    A running one leaves at its deadline; the scheduler looks at all of them then, as they are few. Thousands of
     waiting sequences may become hopeless at once. Ending each takes time, so they leave little by little.
 
     num_cached  counts the tokens of a sequence that the prefix cache holds
@@ -34,13 +34,13 @@ class Deadlines:
         return self._heap[0][0] if self._heap else math.inf
 
     def add(self, seq: Sequence) -> None:
-        if seq.deadline == math.inf:
+        if seq.request.deadline == math.inf:
             return
         if len(self._heap) >= self._prune_at:
             self._heap = [entry for entry in self._heap if entry[2].state is not State.FINISHED]
             heapq.heapify(self._heap)
             self._prune_at = 2 * len(self._heap) + 64
-        self._look_at(seq, seq.deadline - self._costs.least_s(seq, seq.remaining_len))
+        self._look_at(seq, seq.request.deadline - self._costs.least_s(seq, seq.remaining_len))
 
     def lost(self, now: float, *, is_bounded: bool) -> Iterator[Sequence]:
         """Yield the waiting sequences that leave in this step. The caller must end each before it takes the next.
@@ -65,15 +65,19 @@ class Deadlines:
 
     def is_lost(self, seq: Sequence, now: float) -> bool:
         """Say whether a waiting sequence can no longer have a token by its deadline."""
-        return seq.deadline - self._costs.least_s(seq, seq.remaining_len) <= now and self._last_moment(seq) <= now
+        return (
+            seq.request.deadline - self._costs.least_s(seq, seq.remaining_len) <= now and self._last_moment(seq) <= now
+        )
 
     def _last_moment(self, seq: Sequence) -> float:
         if seq.state is State.RUNNING:
-            return seq.deadline
+            return seq.request.deadline
         remaining = seq.remaining_len
-        if (cached := seq.deadline - self._costs.least_s(seq, 1)) == seq.deadline - self._costs.least_s(seq, remaining):
+        if (cached := seq.request.deadline - self._costs.least_s(seq, 1)) == seq.request.deadline - self._costs.least_s(
+            seq, remaining
+        ):
             return cached  # it needs one step in any case, so the cache need not be searched
-        return seq.deadline - self._costs.least_s(seq, remaining - self._num_cached(seq))
+        return seq.request.deadline - self._costs.least_s(seq, remaining - self._num_cached(seq))
 
     def _look_at(self, seq: Sequence, when: float) -> None:
         heapq.heappush(self._heap, (when, seq.id, seq))

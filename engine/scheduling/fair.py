@@ -42,7 +42,7 @@ class Fair(Policy):
         return (seq for queue in self._queues.values() for seq in queue)
 
     def add(self, seq: Sequence) -> None:
-        tenant = seq.tenant
+        tenant = seq.request.tenant
         if tenant not in self._queues:
             lowest = self.counters[self._lowest()] if self._queues else self._last_left
             self.counters[tenant] = counter = max(self.counters.get(tenant, 0.0), lowest)
@@ -56,26 +56,26 @@ class Fair(Policy):
         self._len += 1
 
     def remove(self, seq: Sequence) -> None:
-        queue = self._queues.get(seq.tenant)
+        queue = self._queues.get(seq.request.tenant)
         if queue is None or not queue.remove(seq):
             return
         self._len -= 1
         if not queue:
-            del self._queues[seq.tenant]
-            self._last_left = self.counters[seq.tenant]
+            del self._queues[seq.request.tenant]
+            self._last_left = self.counters[seq.request.tenant]
 
     def in_line(self) -> Iterator[Sequence]:
         return iter(self._queues[self._lowest()])
 
     def started(self, seq: Sequence) -> None:
-        if seq.preemptions == 0:
-            self._charge(seq.tenant, prompt_service(seq))
+        if seq.account.preemptions == 0:
+            self._charge(seq.request.tenant, prompt_service(seq))
 
     def token_served(self, seq: Sequence) -> None:
-        self._charge(seq.tenant, OUTPUT_WEIGHT)
+        self._charge(seq.request.tenant, OUTPUT_WEIGHT)
 
     def rank(self, seq: Sequence) -> float:
-        return -self.counters.get(seq.tenant, 0.0)
+        return -self.counters.get(seq.request.tenant, 0.0)
 
     def _charge(self, tenant: str, tokens: float) -> None:
         self.counters[tenant] = self.counters.get(tenant, 0.0) + tokens / self._weights.get(tenant, 1.0)

@@ -32,7 +32,7 @@ class LeastSlack(SortedPolicy):
         self._starts = 0
 
     def add(self, seq: Sequence) -> None:
-        start_by = min(_due(seq), seq.deadline) - self._settings.likely_time_s(seq)
+        start_by = min(_due(seq), seq.request.deadline) - self._settings.likely_time_s(seq)
         self._queue.add(seq, -start_by)
 
     def in_line(self) -> Iterator[Sequence]:
@@ -47,15 +47,17 @@ class LeastSlack(SortedPolicy):
 
     def rank(self, seq: Sequence) -> float:
         """Rank a sequence that has missed its first-token target lower: it loses nothing more by giving way."""
-        first_token = self._settings.clock() if seq.first_token is None else seq.first_token
-        return float(first_token - seq.arrived <= _ttft_s(seq))
+        first_token = self._settings.clock() if seq.account.first_token is None else seq.account.first_token
+        return float(first_token - seq.request.arrived <= _ttft_s(seq))
 
 
 def _ttft_s(seq: Sequence) -> float:
-    return seq.ttft_s if seq.ttft_s < math.inf else DEFAULT_TTFT_S
+    return seq.request.ttft_s if seq.request.ttft_s < math.inf else DEFAULT_TTFT_S
 
 
 def _due(seq: Sequence) -> float:
     """Return when the sequence's next token is due."""
-    first_token = seq.in_line_since + _ttft_s(seq) if seq.first_token is None else seq.first_token
-    return first_token + seq.output_len * (seq.tpot_s if seq.tpot_s < math.inf else DEFAULT_TPOT_S)
+    first_token = (
+        seq.request.in_line_since + _ttft_s(seq) if seq.account.first_token is None else seq.account.first_token
+    )
+    return first_token + seq.output_len * (seq.request.tpot_s if seq.request.tpot_s < math.inf else DEFAULT_TPOT_S)

@@ -19,7 +19,8 @@ import math
 from collections.abc import Callable
 from itertools import islice
 
-from pagoda_server.engine.core.sequence import Chunk, Sequence
+from pagoda_server.engine.core.sequence import Sequence
+from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.scheduling.policy import Policy
 from pagoda_server.engine.timing.cost_model import CostModel
 
@@ -81,15 +82,19 @@ class Pacing:
         return next((seq for seq in islice(in_line, OVERTAKING) if seq.remaining_len <= spare), None)
 
     def chunks(
-        self, running: list[Sequence], budget: int, rank: Callable[[Sequence], float], number: int
+        self,
+        running: list[Sequence],
+        budget: int,
+        rank: Callable[[Sequence], float],
+        idle_plans: Callable[[Sequence], int],
     ) -> list[Chunk]:
         """Share a step between running sequences, decodes first.
 
         A prompt that has not advanced for ADVANCE_EVERY steps gets a token even beyond the budget. The token budget is
         never exceeded, as it is larger than the number of sequences.
 
-        rank    the policy's: the prompt of the highest rank comes first
-        number  counts plans, as Sequence.last_plan does
+        rank        the policy's: the prompt of the highest rank comes first
+        idle_plans  how many plans, this one included, it is since a prompt advanced
         """
         chunks: list[Chunk] = []
         prompts: list[Sequence] = []
@@ -102,7 +107,7 @@ class Pacing:
         if not prompts:
             return chunks
         prompts = _in_turn(prompts, budget - len(chunks), rank)
-        overdue = [number - seq.last_plan >= ADVANCE_EVERY for seq in prompts]
+        overdue = [idle_plans(seq) >= ADVANCE_EVERY for seq in prompts]
         budget = max(0, budget - len(chunks) - sum(overdue))
         for seq, is_overdue in zip(prompts, overdue, strict=True):
             length = min(seq.remaining_len, budget + is_overdue)

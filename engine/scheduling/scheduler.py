@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from pagoda_server.engine.core.output import Counters, Ended, Hold, Move, StepOutput
-from pagoda_server.engine.core.sequence import EndReason, Sampled, Sequence, State, StepPlan, TokenLogprobs
+from pagoda_server.engine.core.sequence import EndReason, Sequence, State
+from pagoda_server.engine.core.step import Counters, Ended, Hold, Move, Sampled, StepOutput, StepPlan, TokenLogprobs
 from pagoda_server.engine.kv.block_tables import BlockTables
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.kv.host_blocks import HostBlocks
@@ -28,7 +28,7 @@ from pagoda_server.engine.scheduling.pacing import Pacing
 from pagoda_server.engine.scheduling.policies import POLICIES
 from pagoda_server.engine.scheduling.policy import Policy, PolicySettings
 from pagoda_server.engine.scheduling.tenants import Tenants
-from pagoda_server.engine.scheduling.victims import choose_victim, is_protected, num_freed
+from pagoda_server.engine.scheduling.victims import choose_victim, num_freed
 from pagoda_server.engine.timing.cost_model import CostModel
 from pagoda_server.settings.engine import PolicyName
 
@@ -80,6 +80,8 @@ class Scheduler:
         self._num_planned = 0  # plans made, and those that are committed
         self._num_committed = 0
         self._live: dict[int, Sequence] = {}
+        self._prefill_plan: dict[int, int] = {}  # by sequence that has run: the last plan that started it or filled it
+        self._protected_len: dict[int, int] = {}  # by sequence that came back: see victims.py
         self._output = StepOutput()
 
     # -- arrivals and departures ------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ class Scheduler:
         """Queue a sequence, or end it at once as REJECTED if it could never run, even alone."""
         self._live[seq.id] = seq
         self.tenants.arrived(seq)
-        seq.max_len = min(seq.prompt_len + seq.params.max_tokens, self.max_model_len)
+        seq.max_len = min(seq.request.prompt_len + seq.params.max_tokens, self.max_model_len)
         if seq.num_tokens >= seq.max_len:
             detail = f"prompt of {seq.num_tokens} tokens, the limit is {seq.max_len - 1}"
             self._end(seq, EndReason.REJECTED, detail=detail)
@@ -143,7 +145,7 @@ class Scheduler:
         is_idle = not self.running
         budget = self._pacing.budget(self.running, self._num_startable)
         self.hold = self._admit(budget)
-        chunks = self._pacing.chunks(self._unfinished(), budget, self.waiting.rank, self._num_planned + 1)
+        chunks = self._pacing.chunks(self._unfinished(), budget, self.waiting.rank, self._idle_plans)
         plan = self._tables.plan(chunks)
         if not plan.is_empty:
             self.costs.scheduled(after_idle=is_idle)
@@ -190,8 +192,14 @@ class Scheduler:
         for chunk in plan.chunks:
             seq = chunk.seq
             seq.num_computed = chunk.start + chunk.length
-            seq.num_pending += chunk.samples
-            seq.last_plan = number
+            if chunk.samples:
+                seq.num_pending += 1
+            else:
+                self._prefill_plan[seq.id] = number
+
+    def _idle_plans(self, seq: Sequence) -> int:
+        """Count the plans since a running prompt last advanced, the one that is being made included."""
+        return self._num_planned + 1 - self._prefill_plan[seq.id]
 
     def _admit(self, budget: int) -> Hold | None:
         """Start waiting sequences while the step has tokens, places and blocks for them.
@@ -221,26 +229,26 @@ class Scheduler:
         """Give a waiting sequence a place and blocks for all its tokens; return False if there are too few."""
         if len(self.running) >= self.max_num_seqs:
             return False
-        if seq.last_plan > self._num_committed:  # preempted while a step computes it: that first
-            return False
+        if seq.num_pending or self._prefill_plan.get(seq.id, 0) > self._num_committed:
+            return False  # it was preempted while a step computes it: that step is committed first
         length = seq.num_tokens
-        if seq.preemptions:  # engine/scheduling/victims.py
+        if seq.account.preemptions:  # victims.py
             length = min(length + self.pool.block_size, seq.max_len)
         prefix = self._tables.start(seq, length, len(self.running))
         if prefix is None:
             return False
         self.waiting.remove(seq)
-        self._move(seq, State.RUNNING)
-        seq.last_plan = self._num_planned
-        self.running.append(seq)
-        if seq.first_scheduled is None:
-            seq.first_scheduled = seq.accounted_until
+        seq.num_computed = prefix.num_tokens
+        if seq.account.first_scheduled is None:
             self.counters.count_prompt(seq, prefix.sibling, prefix.num_tokens)
-        if seq.preemptions:
-            seq.protected_len = length
-            recomputed = max(0, seq.num_lost - seq.num_computed)
-            seq.recomputed_tokens += recomputed
-            self.counters.recomputed_tokens += recomputed
+        else:
+            self._protected_len[seq.id] = length
+        self.tenants.moves(seq, State.RUNNING)
+        now = self.clock()
+        self.counters.recomputed_tokens += seq.account.starts(now, seq.num_computed)
+        self._move(seq, State.RUNNING, now)
+        self._prefill_plan[seq.id] = self._num_planned
+        self.running.append(seq)
         self.waiting.started(seq)
         return True
 
@@ -272,31 +280,32 @@ class Scheduler:
     def _victim_for(self, seq: Sequence) -> Sequence:
         """Choose the sequence that is preempted so that `seq` can grow; it may be `seq` itself."""
         lower = {other.id for other in self.waiting.outranked(seq, self.running)}
-        candidates = [other for other in self.running if other.id in lower or not is_protected(other)]
+        candidates = [other for other in self.running if other.id in lower or not self._is_protected(other)]
         return choose_victim(candidates, self.waiting.rank, self.pool)
+
+    def _is_protected(self, seq: Sequence) -> bool:
+        return seq.num_tokens + seq.num_pending <= self._protected_len.get(seq.id, 0)
 
     def _preempt(self, seq: Sequence) -> None:
         self._tables.keep(seq)
         self._leave(seq)
-        self._move(seq, State.WAITING)
-        seq.num_lost, seq.num_computed = seq.num_computed, 0
-        seq.preemptions += 1
-        seq.preempted_tokens += seq.num_lost
+        self.tenants.moves(seq, State.WAITING)
+        now = self.clock()
+        seq.account.is_preempted(now, seq.num_computed)
         self.counters.preemptions += 1
-        self.counters.preempted_tokens += seq.num_lost
+        self.counters.preempted_tokens += seq.num_computed
+        self._move(seq, State.WAITING, now)
+        seq.num_computed = 0
         self.waiting.add(seq)
 
-    def _move(self, seq: Sequence, to: State) -> None:
-        seq.account(now := self.clock())
-        self.tenants.moves(seq, to)
+    def _move(self, seq: Sequence, to: State, now: float) -> None:
         seq.state = to
         self._output.moves.append(Move(seq, to, now, seq.num_computed))
 
     def _append(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         seq.tokens.append(token)
-        if seq.first_token is None:
-            seq.account(now := self.clock())
-            seq.first_token = now
+        if seq.account.first_token is None:
+            seq.account.has_first_token(self.clock(), is_running=seq.state is State.RUNNING)
             for sibling in self._tables.prompt_computed(seq):
                 self.waiting.add(sibling)
         self.counters.output_tokens += 1
@@ -313,12 +322,14 @@ class Scheduler:
             self._leave(seq)
         else:
             self.waiting.remove(seq)
-        seq.account(now := self.clock())
+        now = self.clock()
+        seq.account.ends(now, is_running=seq.state is State.RUNNING)
         self.tenants.ends(seq)
         seq.state = State.FINISHED
         for sibling in self._tables.ended(seq):
             self.waiting.add(sibling)
-        del self._live[seq.id]
+        for by_id in (self._live, self._prefill_plan, self._protected_len):
+            by_id.pop(seq.id, None)
         self._output.ended.append(Ended(seq, reason, now, matched, detail))
 
     def _leave(self, seq: Sequence) -> None:
@@ -327,8 +338,9 @@ class Scheduler:
 
     def _expire(self) -> None:
         now = self.clock()
-        for seq in [seq for seq in self.running if seq.deadline <= now]:
-            self._end(seq, EndReason.DEADLINE)
+        if self._deadlines.next <= now:
+            for seq in [seq for seq in self.running if seq.request.deadline <= now]:
+                self._end(seq, EndReason.DEADLINE)
         for seq in self._deadlines.lost(now, is_bounded=bool(self.running)):
             self._end(seq, EndReason.DEADLINE)
 
@@ -336,7 +348,7 @@ class Scheduler:
         return self.costs.likely_s(seq.remaining_len - self._tables.num_cached(seq))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every block and every sequence is accounted for."""
+        """Raise AssertionError unless every block and every sequence is accounted for."""
         self._tables.check_integrity(self.running)
         assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} running, at most {self.max_num_seqs} may"
         assert all(seq.state is State.RUNNING for seq in self.running)
@@ -344,10 +356,11 @@ class Scheduler:
         parked = list(self._tables.parked())
         assert all(seq.state is State.WAITING and not seq.blocks for seq in parked)
         assert {seq.id for seq in [*self.running, *self.waiting, *parked]} == self._live.keys()
+        assert self._prefill_plan.keys() | self._protected_len.keys() <= self._live.keys()
         assert self.num_waiting == len(self._live) - len(self.running)
         self.tenants.check_integrity(self._live.values())
         for seq in self.running:
             assert seq.remaining_len > 0, f"sequence {seq.id} runs with nothing to compute"
             uncommitted = self._num_planned - self._num_committed
-            assert seq.num_pending <= uncommitted, f"sequence {seq.id} counts on tokens that nobody computes"
+            assert seq.num_pending <= uncommitted, f"sequence {seq.id} counts on tokens that no step computes"
             assert len(seq.blocks) >= self.pool.blocks_for(seq.num_computed)

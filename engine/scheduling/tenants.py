@@ -28,7 +28,7 @@ def prompt_service(seq: Sequence) -> int:
 
     A tenant does not pay again for what its sequence loses to others, nor for output that a sequence arrives with.
     """
-    return PROMPT_WEIGHT * max(0, seq.prompt_len - seq.num_computed)
+    return PROMPT_WEIGHT * max(0, seq.request.prompt_len - seq.num_computed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,7 @@ class Tenants:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self._charged: dict[int, int] = {}  # by live sequence: its output tokens that were charged, or came with it
         self._live: dict[str, _Tenant] = {}
         self._idle: dict[str, _Tenant] = {}  # without a sequence; the longest idle comes first
         self._recent: dict[str, int] = {}  # service within the window: the sum of the slices
@@ -79,26 +80,28 @@ class Tenants:
         self._table_is_good_until = 0.0
 
     def arrived(self, seq: Sequence) -> None:
-        tenant = self._live.get(seq.tenant)
+        tenant = self._live.get(seq.request.tenant)
         if tenant is None:
-            tenant = self._live[seq.tenant] = self._idle.pop(seq.tenant, _Tenant())
+            tenant = self._live[seq.request.tenant] = self._idle.pop(seq.request.tenant, _Tenant())
         tenant.live += 1
+        self._charged[seq.id] = seq.output_len
 
     def moves(self, seq: Sequence, to: State) -> None:
         """Note that a sequence starts or is preempted. Call this before its state changes."""
-        if to is State.RUNNING and seq.first_scheduled is None:
+        if to is State.RUNNING and seq.account.first_scheduled is None:
             self._charge(seq, prompt_service(seq))
         self._count_output(seq)
-        self._live[seq.tenant].running += 1 if to is State.RUNNING else -1
+        self._live[seq.request.tenant].running += 1 if to is State.RUNNING else -1
 
     def ends(self, seq: Sequence) -> None:
         """Note that a sequence ends. Call this before its state becomes FINISHED."""
         self._count_output(seq)
-        tenant = self._live[seq.tenant]
+        del self._charged[seq.id]
+        tenant = self._live[seq.request.tenant]
         tenant.live -= 1
         tenant.running -= seq.state is State.RUNNING
         if not tenant.live:
-            self._idle[seq.tenant] = self._live.pop(seq.tenant)
+            self._idle[seq.request.tenant] = self._live.pop(seq.request.tenant)
             if len(self._idle) > MAX_IDLE:
                 del self._idle[next(iter(self._idle))]
 
@@ -126,10 +129,11 @@ class Tenants:
         counted = {name: (tenant.live, tenant.running) for name, tenant in self._live.items()}
         expected: dict[str, tuple[int, int]] = {}
         for seq in live:
-            num_live, running = expected.get(seq.tenant, (0, 0))
-            expected[seq.tenant] = (num_live + 1, running + (seq.state is State.RUNNING))
+            num_live, running = expected.get(seq.request.tenant, (0, 0))
+            expected[seq.request.tenant] = (num_live + 1, running + (seq.state is State.RUNNING))
         assert counted == expected, f"sequences of tenants: {counted}, not {expected}"
         assert not self._live.keys() & self._idle.keys()
+        assert len(self._charged) == sum(num_live for num_live, _ in expected.values())
 
     def _load(self, name: str) -> TenantLoad:
         tenant = self._live.get(name) or self._idle.get(name) or _Tenant()
@@ -137,16 +141,16 @@ class Tenants:
         return TenantLoad(name, tenant.live - tenant.running, tenant.running, max(tenant.service, recent), recent)
 
     def _count_output(self, seq: Sequence) -> None:
-        if new := seq.output_len - seq.num_charged:
-            seq.num_charged += new
+        if new := seq.output_len - self._charged[seq.id]:
+            self._charged[seq.id] += new
             self._charge(seq, OUTPUT_WEIGHT * new)
 
     def _charge(self, seq: Sequence, service: int) -> None:
         self._move_window()
-        self._live[seq.tenant].service += service
-        self._recent[seq.tenant] = self._recent.get(seq.tenant, 0) + service
+        self._live[seq.request.tenant].service += service
+        self._recent[seq.request.tenant] = self._recent.get(seq.request.tenant, 0) + service
         latest = self._slices[-1]
-        latest[seq.tenant] = latest.get(seq.tenant, 0) + service
+        latest[seq.request.tenant] = latest.get(seq.request.tenant, 0) + service
 
     def _move_window(self) -> None:
         now = self._clock()

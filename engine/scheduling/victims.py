@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from pagoda_server.engine.core.sequence import Sequence, State
+from pagoda_server.engine.core.sequence import Sequence
 from pagoda_server.engine.kv.blocks import BlockPool
 
 
-def is_protected(seq: Sequence) -> bool:
-    return seq.state is State.RUNNING and seq.num_tokens + seq.num_pending <= seq.protected_len
-
-
 def num_freed(seq: Sequence, pool: BlockPool) -> int:
-    """Blocks that are available once it has given up its own."""
+    """Count the blocks that are available once a sequence has given up its own."""
     return len(seq.blocks) - pool.num_shared(seq.blocks)
 
 

@@ -1,0 +1,1 @@
+"""The engine process and its end of the channel. Public face: run of main.py, and EngineServer."""

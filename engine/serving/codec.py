@@ -1,16 +1,18 @@
-"""Channel messages to the engine's own types, and back."""
+"""Translate channel messages into the engine's own types, and those into messages."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda.v1 import control_pb2
-from pagoda_server.engine.core.output import Ended
-from pagoda_server.engine.core.sequence import EndReason, SamplingParams, Sequence, TokenLogprobs
+from pagoda.v1 import control_pb2, trace_pb2
+from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Ended, Hold, TokenLogprobs
 from pagoda_server.engine.kv.blocks import chain_root
 from pagoda_server.engine.loop.loop import LoadSnapshot
+from pagoda_server.engine.loop.step_trace import Move, MoveKind, Step, TraceSnapshot
 from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.engine.scheduling.tenants import TenantTable
 from pagoda_server.settings.sampling import PARAMETERS
@@ -23,12 +25,52 @@ _END_REASONS = {
     EndReason.REJECTED: engine_pb2.END_REASON_REJECTED,
     EndReason.FAILED: engine_pb2.END_REASON_FAILED,
 }
+STEPS_PER_PART = 512  # of a trace; also the most moves: a part takes a few milliseconds
+
+_HOLDS: dict[Hold | None, trace_pb2.HoldReason] = {
+    None: trace_pb2.HOLD_REASON_UNSPECIFIED,
+    "no place": trace_pb2.HOLD_REASON_NO_PLACE,
+    "no blocks": trace_pb2.HOLD_REASON_NO_BLOCKS,
+    "no budget": trace_pb2.HOLD_REASON_NO_BUDGET,
+    "late": trace_pb2.HOLD_REASON_LATE,
+    "token pending": trace_pb2.HOLD_REASON_TOKEN_PENDING,
+}
+_MOVE_KINDS: dict[MoveKind, trace_pb2.MoveKind] = {
+    "waits": trace_pb2.MOVE_KIND_WAITS,
+    "started": trace_pb2.MOVE_KIND_STARTED,
+    "preempted": trace_pb2.MOVE_KIND_PREEMPTED,
+    EndReason.STOP: trace_pb2.MOVE_KIND_FINISHED,
+    EndReason.LENGTH: trace_pb2.MOVE_KIND_FINISHED,
+    EndReason.ABORTED: trace_pb2.MOVE_KIND_ABORTED,
+    EndReason.DEADLINE: trace_pb2.MOVE_KIND_EXPIRED,
+    EndReason.REJECTED: trace_pb2.MOVE_KIND_REJECTED,
+    EndReason.FAILED: trace_pb2.MOVE_KIND_FAILED,
+}
 _NUMBERS = {parameter.name for parameter in PARAMETERS}
 _SEED_MASK = (1 << 64) - 1
 
 
-def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: float) -> Sequence:
-    """The request's sequence number `index` of n. Siblings draw from different seeds."""
+def sequences_from_submit(submit: engine_pb2.Submit, ids: Mapping[int, int], now: float) -> list[Sequence]:
+    """Return a request's sequences. `ids` maps the number of each, of n, to its id."""
+    request = Request(
+        prompt_len=len(submit.prompt),
+        arrived=now,
+        deadline=now + submit.timeout_s if submit.HasField("timeout_s") else math.inf,
+        age_s=submit.age_s,
+        priority=submit.priority,
+        tenant=submit.tenant,
+        ttft_s=submit.slo.ttft_s if submit.slo.HasField("ttft_s") else math.inf,
+        tpot_s=submit.slo.tpot_s if submit.slo.HasField("tpot_s") else math.inf,
+        cache_root=chain_root(submit.cache.salt),
+        bypass_cache=submit.cache.bypass,
+        request_id=submit.request_id,
+        shares_prompt=len(ids) > 1 and not submit.outputs,
+    )
+    return [_sequence(submit, request, index, id) for index, id in ids.items()]
+
+
+def _sequence(submit: engine_pb2.Submit, request: Request, index: int, id: int) -> Sequence:
+    """Return the request's sequence number `index`. Siblings draw from different seeds."""
     sampling = submit.sampling
     params = SamplingParams(
         **{name: value for field, value in sampling.ListFields() if (name := field.name) in _NUMBERS},
@@ -40,28 +82,13 @@ def sequence_from_submit(submit: engine_pb2.Submit, index: int, id: int, now: fl
         logprobs=submit.logprobs if submit.HasField("logprobs") else None,
     )
     output = submit.outputs[index].ids if submit.outputs else ()
-    return Sequence(
-        id=id,
-        tokens=[*submit.prompt, *output],
-        prompt_len=len(submit.prompt),
-        params=params,
-        arrived=now,
-        deadline=now + submit.timeout_s if submit.HasField("timeout_s") else math.inf,
-        priority=submit.priority,
-        tenant=submit.tenant,
-        ttft_s=submit.slo.ttft_s if submit.slo.HasField("ttft_s") else math.inf,
-        tpot_s=submit.slo.tpot_s if submit.slo.HasField("tpot_s") else math.inf,
-        cache_root=chain_root(submit.cache.salt),
-        bypass_cache=submit.cache.bypass,
-        request_id=submit.request_id,
-        token_mask=AllowedTokens(sampling.allowed_token_ids) if sampling.allowed_token_ids else None,
-        age_s=submit.age_s,
-    )
+    mask = AllowedTokens(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
+    return Sequence(id, [*submit.prompt, *output], request, params, mask)
 
 
 @dataclass(slots=True)
 class PendingOutput:
-    """What a router has not been sent yet. Steps that it is too slow to read gather here, to leave as one message."""
+    """What a router has not been sent yet. If it reads slowly, several steps gather here and leave as one message."""
 
     sequences: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -87,22 +114,22 @@ class PendingOutput:
 
 
 def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
-    seq = ended.seq
+    account = ended.seq.account
     return engine_pb2.Ended(
         sequence=sequence,
         reason=_END_REASONS[ended.reason],
         matched=ended.matched,
-        cached_tokens=seq.cached_tokens,
-        preemptions=seq.preemptions,
-        recomputed_tokens=seq.recomputed_tokens,
-        queue_s=seq.queue_s,
-        prefill_s=seq.prefill_s,
-        decode_s=seq.decode_s,
-        preempted_s=seq.preempted_s,
+        cached_tokens=account.cached_tokens,
+        preemptions=account.preemptions,
+        recomputed_tokens=account.recomputed_tokens,
+        queue_s=account.queue_s,
+        prefill_s=account.prefill_s,
+        decode_s=account.decode_s,
+        preempted_s=account.preempted_s,
         detail=ended.detail,
-        preempted_tokens=seq.preempted_tokens,
-        saved_tokens=seq.saved_tokens,
-        loaded_tokens=seq.loaded_tokens,
+        preempted_tokens=account.preempted_tokens,
+        saved_tokens=account.saved_tokens,
+        loaded_tokens=account.loaded_tokens,
     )
 
 
@@ -147,3 +174,56 @@ def tenants_message(table: TenantTable) -> engine_pb2.Tenants:
         for tenant in table.listed
     ]
     return engine_pb2.Tenants(listed=listed, count=table.count, recent_service=table.recent_service)
+
+
+def trace_messages(number: int, snapshot: TraceSnapshot) -> Iterator[engine_pb2.Trace]:
+    """Yield a trace in parts, at least one. `number` is the one that the router gave its question."""
+    steps, moves = snapshot.steps, snapshot.moves
+    count = max(1, -(-max(len(steps), len(moves)) // STEPS_PER_PART))
+    for at in range(count):
+        of_part = slice(at * STEPS_PER_PART, (at + 1) * STEPS_PER_PART)
+        part = trace_pb2.StepTracePart(
+            taken_at_s=snapshot.taken_at,
+            token_budget=snapshot.token_budget,
+            max_num_seqs=snapshot.max_num_seqs,
+            blocks_total=snapshot.blocks_total,
+            steps=_traced_steps(steps[of_part]),
+            moves=[_traced_move(move) for move in moves[of_part]],
+        )
+        yield engine_pb2.Trace(number=number, part=part, is_last=at == count - 1)
+
+
+def _traced_steps(steps: list[Step]) -> Iterator[trace_pb2.TracedStep]:
+    last_ids: tuple[int, ...] = ()
+    for start, end, sketch in steps:
+        ids, starts, lengths, idle, holds, waiting, next_in_line, hold, running, free, evictable = sketch
+        yield trace_pb2.TracedStep(
+            start_s=start,
+            end_s=end,
+            sequences=() if ids is last_ids else ids,
+            chunk_starts=starts,
+            chunk_lengths=lengths,
+            idle=idle,
+            idle_reasons=[_HOLDS[why] for why in holds],
+            waiting=waiting,
+            next_in_line=None if next_in_line < 0 else next_in_line,
+            hold=_HOLDS[hold],
+            running=running,
+            blocks_free=free,
+            blocks_evictable=evictable,
+        )
+        last_ids = ids
+
+
+def _traced_move(move: Move) -> trace_pb2.TracedMove:
+    at, kind, id, request_id, arrived, prompt_len, num_tokens, num_computed = move
+    return trace_pb2.TracedMove(
+        at_s=at,
+        kind=_MOVE_KINDS[kind],
+        sequence=id,
+        request_id=request_id,
+        arrived_s=arrived,
+        prompt_tokens=prompt_len,
+        tokens=num_tokens,
+        computed_tokens=num_computed,
+    )

@@ -1,4 +1,4 @@
-"""The engine process: from a configuration to a served channel."""
+"""The engine process: make a scheduler, a runner and a loop from the settings, and serve the channel."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(config: EngineConfig) -> int:
         folder = resolve(config.model, progress)
         runner = load_runner(config, folder, progress)
         gc.collect()
-        gc.freeze()  # else a full collection, in the middle of any step, walks the 170,000 objects that torch has made
+        gc.freeze()  # else a full collection, in the middle of any step, walks the 170,000 objects that torch made
         return uvloop.run(_serve(config, folder, runner))
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -91,7 +91,7 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner) -> 
 
 
 def wake(events: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """From another thread."""
+    """Set an event of an event loop from another thread."""
     with contextlib.suppress(RuntimeError):  # the event loop has closed: this process is ending anyway
         events.call_soon_threadsafe(stop.set)
 
@@ -136,7 +136,7 @@ def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path) -> c
 
 
 def _exit_at_end_of_input() -> None:
-    """The parent holds the other end of our standard input; when it is gone, nobody wants our tokens."""
+    """Exit at the end of standard input. The parent process holds its other end, and has then ended."""
     while os.read(0, 1024):
         pass
     os._exit(0)

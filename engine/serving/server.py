@@ -1,4 +1,4 @@
-"""The engine's end of the channel: a session for each router, over whatever link it came; one message a step out."""
+"""The engine's end of the channel: a session for each router over any link, and one message out for each step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from typing import TypeAlias
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
 from pagoda_server.channel.link import Link
-from pagoda_server.engine.core.output import StepOutput
+from pagoda_server.engine.core.step import StepOutput
 from pagoda_server.engine.loop import loop as engine_loop
 from pagoda_server.engine.loop.step_trace import TraceSnapshot
 from pagoda_server.engine.scheduling.tenants import TenantTable
-from pagoda_server.engine.serving.codec import PendingOutput, sequence_from_submit, tenants_message
-from pagoda_server.engine.serving.trace_codec import trace_messages
+from pagoda_server.engine.serving.codec import PendingOutput, sequences_from_submit, tenants_message, trace_messages
 
 log = logging.getLogger("pagoda.engine")
 
@@ -29,21 +28,21 @@ RouterLink: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
 
 
 class Connection:
-    """One router. Lives on the event loop's thread."""
+    """One router's session. The event loop's thread owns it."""
 
     def __init__(self, epoch: int) -> None:
         self.pending = PendingOutput()
         self.link: RouterLink | None = None  # once it is greeted
         self._epoch = epoch
-        self._unsent: engine_pb2.EngineMessage | None = None  # made, and found no room
-        self._tenants: TenantTable | None = None  # as last told
+        self._unsent: engine_pb2.EngineMessage | None = None  # a message that was made and found no room
+        self._tenants: TenantTable | None = None  # the table that was sent last
         self.flushed: list[int] = []
         self.traces: list[Iterator[engine_pb2.Trace]] = []
         self.wake = asyncio.Event()
         self.ids: dict[int, int] = {}  # the router's sequence numbers → ours
 
     def tell(self, load: engine_loop.LoadSnapshot) -> None:
-        """Of what is pending: within this call where the link allows it, else when it has room again."""
+        """Send what is pending, within this call if the link has room, else as soon as it has."""
         self.pending.load = load
         if self.link is None or self.wake.is_set() or not self.link.is_free:
             self.wake.set()
@@ -92,7 +91,7 @@ class EngineServer:
     # -- from the loop ----------------------------------------------------------------------------------------------
 
     def send(self, output: StepOutput, load: engine_loop.LoadSnapshot) -> None:
-        with suppress(RuntimeError):  # the event loop has closed: nobody is left to tell
+        with suppress(RuntimeError):  # the event loop has closed, so no router is left
             self._events.call_soon_threadsafe(self.deliver, output, load)
 
     def deliver(self, output: StepOutput, load: engine_loop.LoadSnapshot) -> None:
@@ -124,7 +123,7 @@ class EngineServer:
         return connection
 
     async def serve(self, link: RouterLink) -> None:
-        """A session: until the router is gone, or breaks the rules, or takes no message for too long."""
+        """Run a session until the router is gone, breaks the protocol, or takes no message for too long."""
         connection = self.connect()
         log.info("router connected")
         tasks = [asyncio.create_task(self._read(connection, link)), asyncio.create_task(self._write(connection, link))]
@@ -154,22 +153,18 @@ class EngineServer:
 
     def submit(self, connection: Connection, submit: engine_pb2.Submit) -> None:
         """Name the request's sequences and put them into the loop's inbox."""
-        now = self._clock()
-        seqs = []
+        ids = {}
         numbers = range(submit.first_sequence, submit.first_sequence + (submit.sampling.n or 1))
         if live := connection.ids.keys() & numbers:
-            log.warning("the router used a live sequence number again; dropped")
+            log.warning("dropped a sequence: the router used its number while another live sequence had it")
         for index, number in enumerate(numbers):
             if number in live:
                 continue
             id = next(self._next_id)
             self._routes[id] = (connection, number)
             connection.ids[number] = id
-            seqs.append(sequence_from_submit(submit, index, id, now))
-        if len(seqs) > 1 and not submit.outputs:
-            for seq in seqs:
-                seq.request = seqs[0].id
-        if seqs:
+            ids[index] = id
+        if seqs := sequences_from_submit(submit, ids, self._clock()):
             self._put(engine_loop.Add(seqs[0], tuple(seqs[1:])))
 
     def _reply_flushed(self, connection: Connection, freed: int) -> None:

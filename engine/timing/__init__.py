@@ -1,0 +1,1 @@
+"""How long steps and copies take, learnt while serving. Public face: CostModel."""

@@ -1,8 +1,25 @@
-// Attention of a step, which reads the pages of the KV cache where they lie: its parts, and how threads share them. No
-// include guard: each instruction set compiles its own copy.
+// Attention of a step, which reads the pages of the KV cache in place: its parts, and how threads share them. No include
+// guard: each instruction set compiles its own copy.
 
-#include "token_offsets.h"
+constexpr int64_t SPLIT = 256;  // the most tokens that are attended together
 
+// The offset in the pages, in elements, of each of a run of tokens: found once, used for the keys and values of every head.
+// Access through it takes the same time for any block size.
+struct TokenOffsets {
+    int64_t count = 0;
+    int64_t at[SPLIT];
+
+    TokenOffsets() = default;
+
+    // Tokens begin to end (exclusive) of the sequence that has these blocks; `stride`: elements of a token.
+    TokenOffsets(const int32_t* blocks, int64_t block_size, int64_t stride, int64_t begin, int64_t end) : count(end - begin) {
+        int64_t block = begin / block_size, within = begin % block_size;
+        for (int64_t i = 0; i < count; i++) {
+            at[i] = (blocks[block] * block_size + within) * stride;
+            if (++within == block_size) within = 0, block++;
+        }
+    }
+};
 #include "attention_decode.h"
 #include "attention_prefill.h"
 #if defined(PAGODA_AMX)
@@ -10,15 +27,15 @@
 #endif
 
 struct AttentionPart {
-    int32_t seq, first, last;  // of its queries, or of its context if it has few
-    int64_t split;             // where its partial results start; -1: it is the whole context
+    int32_t seq, first, last;  // a range of the sequence's queries, or of its context if it has few queries
+    int64_t split;             // where its partial results start; -1: the part is the whole context
 };
 
 template <int V, typename T>
 void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     constexpr int64_t HEAD_DIM = V * LANES;
     int64_t group = args.num_heads / args.num_kv_heads;
-    static std::vector<AttentionPart> decodes, prefills;  // one op runs at a time; decodes: chunks of few queries too
+    static std::vector<AttentionPart> decodes, prefills;  // one op runs at a time; decodes include chunks of few queries
     static std::vector<float> partial;
     decodes.clear();
     prefills.clear();
@@ -84,8 +101,8 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
                             out + first_row * HEAD_DIM);
         }
     };
-    // With work enough, a thread takes several parts and all their heads, and fetches the next while it computes one. The
-    // first of a run is not fetched ahead, so runs are long: two a thread, in case another process has taken a core.
+    // With enough work, a thread takes a run of parts with all their heads, and prefetches the next part while it computes
+    // one. The first of a run is not prefetched, so runs are long: two a thread, in case another process takes a core.
     int64_t num_decodes = static_cast<int64_t>(decodes.size());
     bool is_plenty = num_decodes >= 4 * pool.size();
     int64_t run_length = is_plenty ? std::max<int64_t>(2, ceil_div(num_decodes, 2 * pool.size())) : 1;
@@ -103,7 +120,7 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
             if (at + 1 < end) {
                 splits[(at + 1) % 2] = locate(decodes[at + 1]);
                 prefetch = {splits[(at + 1) % 2], all_keys, all_values, stride, steps};
-            } else {  // the last of a run: its own values, which are wanted when its scores are known
+            } else {  // the last of a run: prefetch its own values, which are needed after its scores
                 const T* values = all_values + first_head * HEAD_DIM;
                 prefetch = {split, values, values, heads_a_part * HEAD_DIM, ceil_div(steps, heads_a_part)};
             }
@@ -127,7 +144,7 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     });
     if (partial_size == 0) return;
 
-    for (size_t at = 0, next; at < decodes.size(); at = next) {  // few and short: not worth another round of the threads
+    for (size_t at = 0, next; at < decodes.size(); at = next) {  // too little work to share among threads
         next = at + 1;
         if (decodes[at].split < 0) continue;
         int32_t seq = decodes[at].seq;

@@ -1,21 +1,21 @@
-// Attention of one query, or of a few of a prompt. No include guard: each instruction set compiles its own copy.
+// Attention of one query, or of a few queries of a prompt. No include guard: each instruction set compiles its own copy.
 //
-// All rows, queries times the heads that share a KV head, are attended together while a split's keys are in the cache;
-// contexts are split every SPLIT tokens, and the parts merged, so that one long sequence keeps every core busy. Where the
-// splits lie depends on the sequence alone: its result is the same to the last bit in any batch, and that of a query the
-// same in a chunk and alone.
+// All rows (queries times the heads that share a KV head) are attended together while a split's keys are in the cache.
+// Contexts are split every SPLIT tokens and the parts merged, so that one long sequence keeps every core busy. The splits
+// depend only on the sequence, so its result is the same to the last bit in any batch, and a query's result is the same
+// in a chunk and alone.
 
-constexpr int64_t FEW_QUERIES = 6;  // with more, tiles of attention_prefill.h take less time
+constexpr int64_t FEW_QUERIES = 6;  // with more, attention_prefill.h is faster
 
-// What a row sees of a split: its tokens first to last (exclusive).
+// The tokens of a split that a row sees: first to last (exclusive).
 struct Sight {
     int64_t first, last;
 
     bool is_empty() const { return first >= last; }
 };
 
-// Fetches a split's keys and values into the cache, a few lines at a time, while another is computed: blocks lie too far
-// apart for the processor to foresee them.
+// Fetches a split's keys and values into the cache, a few lines at a time, while another split is computed: blocks are too
+// far apart for the processor's own prefetching.
 template <typename T>
 struct Prefetch {
     static constexpr int64_t LINE = 64 / sizeof(T);
@@ -25,7 +25,7 @@ struct Prefetch {
     int64_t lines_a_step = 0;    // of keys, and as many of values
     int64_t token = 0, element = 0;
 
-    // All of it within `steps` steps.
+    // Fetches everything within `steps` steps.
     Prefetch(const TokenOffsets& split, const T* keys, const T* values, int64_t size, int64_t steps)
         : split(&split), keys(keys), values(values), size(size), lines_a_step(ceil_div(split.count * size / LINE, steps)) {}
     Prefetch() = default;
@@ -104,7 +104,7 @@ void weigh(const float* weights, const T* values, const TokenOffsets& split, flo
     }
 }
 
-// Makes weights of a split's scores, in place; returns the greatest score that is seen, and the sum of the weights.
+// Turns a split's scores into weights, in place; returns the greatest score that is seen and the sum of the weights.
 inline void soften(float* scores, int64_t count, Sight seen, float* greatest_score, float* total) {
     int64_t padded = ceil_div(count, LANES) * LANES;
     if (seen.is_empty()) {
@@ -127,13 +127,13 @@ inline void soften(float* scores, int64_t count, Sight seen, float* greatest_sco
     *total = sum(sums);
 }
 
-// One split of a context, of rows of one KV head: out [rows, head_dim], not yet divided by `totals`. `seen` tells a row's
+// Attends the rows of one KV head to one split: out [rows, head_dim], not yet divided by `totals`. `seen` returns a row's
 // Sight.
 template <int V, typename T, typename Seen>
 void attend_split(const float* queries, int64_t rows, const T* keys, const T* values, const TokenOffsets& split,
                   const Seen& seen, Prefetch<T>& prefetch, float* tops, float* totals, float* out) {
     constexpr int64_t HEAD_DIM = V * LANES;
-    // Rows whose queries stay in registers together; where there are 16 registers, rows whose sums do.
+    // As many rows as have their queries in registers together; with 16 registers, as have their sums there.
     constexpr int MOST = REGISTERS == 16 ? 4 : V <= 4 ? 4 : V <= 5 ? 3 : V <= 8 ? 2 : 1;
     alignas(64) float scores[MOST * SPLIT];
     for (int64_t row = 0; row < rows;) {

@@ -50,7 +50,7 @@ void multiply_add(const float* a, int64_t a_stride, const float* b, float* c, in
         });
 }
 
-// Room for one tile of queries; rows are (query, head) pairs.
+// The buffers for one tile of queries; rows are (query, head) pairs.
 template <int V>
 struct Tile {
     alignas(64) float queries[ROW_TILE * V * LANES];
@@ -61,7 +61,7 @@ struct Tile {
     float tops[ROW_TILE], totals[ROW_TILE];
 };
 
-// Keys and values of these tokens, and zeros up to the next multiple of LANES.
+// Loads the keys and values of these tokens, and zeros up to the next multiple of LANES.
 template <int V, typename T>
 void load_keys(Tile<V>& tile, const T* keys, const T* values, const TokenOffsets& tokens) {
     constexpr int64_t HEAD_DIM = V * LANES;
@@ -69,7 +69,7 @@ void load_keys(Tile<V>& tile, const T* keys, const T* values, const TokenOffsets
         int64_t count = std::min<int64_t>(LANES, tokens.count - first);
         for (int64_t d = 0; d < HEAD_DIM; d += LANES) {
             Floats rows[LANES];
-            for (int64_t i = 0; i < LANES; i++) {  // whatever a slot past the last token holds must not reach a product
+            for (int64_t i = 0; i < LANES; i++) {  // the content of slots past the last token must not reach a product
                 rows[i] = i < count ? load(keys + tokens.at[first + i] + d) : Floats{};
                 Floats value = i < count ? load(values + tokens.at[first + i] + d) : Floats{};
                 store(tile.values + (first + i) * HEAD_DIM + d, value);
@@ -80,8 +80,8 @@ void load_keys(Tile<V>& tile, const T* keys, const T* values, const TokenOffsets
     }
 }
 
-// Takes the scores of `width` keys into a row's running softmax: turns them into weights, and fades what the row holds
-// already. The row sees first to last (exclusive) of the keys.
+// Adds the scores of `width` keys to a row's running softmax: turns them into weights and scales down the row's sums. The
+// row sees first to last (exclusive) of the keys.
 template <int V>
 void soften_row(float* weights, int64_t width, int64_t first, int64_t last, float& row_top, float& row_total, float* out) {
     constexpr int64_t HEAD_DIM = V * LANES;
@@ -109,7 +109,7 @@ void soften_row(float* weights, int64_t width, int64_t first, int64_t last, floa
     row_total += sum(sums);
 }
 
-// Where the rows of a tile are: queries first to last (exclusive) of one sequence, each for `heads` heads from `first_head` on.
+// The rows of a tile: queries first to last (exclusive) of one sequence, each for `heads` heads from `first_head` on.
 struct TileRows {
     const AttentionArgs& args;
     int64_t seq, first_head, heads, first, last;
@@ -133,7 +133,7 @@ struct TileRows {
     }
 };
 
-// ROW_TILE rows at most.
+// Attends at most ROW_TILE rows.
 template <int V, typename T>
 void attend_tile(const TileRows& rows, const T* keys, const T* values) {
     constexpr int64_t HEAD_DIM = V * LANES;

@@ -1,10 +1,10 @@
-// Attention of a chunk of queries in bfloat16 by the matrix unit of AMX, for attention.h: scores and weighted sums of values
-// are its products, and the softmax between them is in float32. A weight meets the values in two parts, its bfloat16 and that
-// of what the rounding left: so an output is as exact as that of a decode, and a sequence that continues from cached tokens
-// gets what it would get if it computed them.
+// Attention of a chunk of queries in bfloat16 by the matrix unit of AMX, for attention.h. The unit computes scores and
+// weighted sums of values; the softmax between them is in float32. A weight is split in two bfloat16: the rounded weight and
+// the rounding error. So an output is as exact as a decode's, and a sequence that continues from cached tokens gets the same
+// result as if it had computed them.
 
-// Room for one tile of queries; rows are (query, head) pairs. What the unit takes from the right has two of its inputs side
-// by side: dimensions of a key, or a dimension of two values.
+// The buffers for one tile of queries; rows are (query, head) pairs. The unit's right operands have two inputs side by side:
+// two dimensions of a key, or one dimension of two values.
 template <int V>
 struct MatrixTile {
     static constexpr int64_t HEAD_DIM = V * LANES, DEPTH_STEPS = (HEAD_DIM + DEPTH - 1) / DEPTH;
@@ -17,8 +17,8 @@ struct MatrixTile {
     float tops[ROW_TILE], totals[ROW_TILE];
 };
 
-// Keys and values of these tokens, and zeros up to the next multiple of DEPTH: what a slot past the last token holds must not
-// reach a product.
+// Loads the keys and values of these tokens, and zeros up to the next multiple of DEPTH: the content of slots past the last
+// token must not reach a product.
 template <int V>
 void load_keys(MatrixTile<V>& tile, const bf16* keys, const bf16* values, const TokenOffsets& tokens) {
     constexpr int64_t HEAD_DIM = V * LANES;
@@ -27,7 +27,7 @@ void load_keys(MatrixTile<V>& tile, const bf16* keys, const bf16* values, const 
         __mmask32 inside = HEAD_DIM - d >= DEPTH ? 0xffffffff : 0xffff;
         return _mm512_maskz_loadu_epi16(inside, from + tokens.at[token] + d);
     };
-    // Elements of two vectors in turn: those of their lower halves, and of their upper ones.
+    // The elements of two vectors in turn, from their lower halves and from their upper halves.
     alignas(64) static constexpr uint16_t LOWER[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
     __m512i lower = _mm512_load_si512(LOWER), upper = _mm512_add_epi16(lower, _mm512_set1_epi16(16));
@@ -88,7 +88,7 @@ void add_values(MatrixTile<V>& tile, int64_t row, int64_t width) {
     _tile_stored(2, out + TILE * HEAD_DIM + column * TILE, 4 * HEAD_DIM);
 }
 
-// ROW_TILE rows at most.
+// Attends at most ROW_TILE rows.
 template <int V>
 void attend_tile(const TileRows& rows, const bf16* keys, const bf16* values) {
     constexpr int64_t HEAD_DIM = V * LANES;
@@ -112,7 +112,7 @@ void attend_tile(const TileRows& rows, const bf16* keys, const bf16* values) {
         load_keys(tile, keys, values, tokens);
         for (int64_t batch = 0; batch < padded_rows; batch += BATCH) {
             int64_t batch_end = std::min(batch + BATCH, rows.count);
-            if (rows.position(batch_end - 1) < begin) continue;  // they come before these keys
+            if (rows.position(batch_end - 1) < begin) continue;  // these queries come before the keys
             score_batch(tile, batch, width);
             for (int64_t row = batch; row < batch_end; row++) {
                 float* scores = tile.scores[row - batch];

@@ -1,11 +1,11 @@
-// What an instruction set does with bytes: products of activations (0…255) and weights (-128…127), four to a lane, and the
-// way from and to floats. No include guard: each instruction set compiles its own copy.
+// An instruction set's operations on bytes: products of activations (0…255) and weights (-128…127), four to a lane, and
+// conversions from and to floats. No include guard: each instruction set compiles its own copy.
 //
 // dot4        sums + the four products of each lane.
-// dot4_small  the same of weights in -8…7, up to eight times from zero; `total` then gives the sums. AVX2 adds them up in 16
-//             bits, as 8 · 2 · 255 · 8 still fits.
+// dot4_small  the same for weights in -8…7, at most eight times from zero; `total` then gives the sums. AVX2 adds them in
+//             16 bits, in which 8 · 2 · 255 · 8 fits.
 //
-// Where the processor multiplies signed bytes only, activations are stored less ACTIVATION_SHIFT.
+// If the processor multiplies only signed bytes, ACTIVATION_SHIFT is subtracted from stored activations.
 
 constexpr int ACTIVATION_SHIFT =
 #if defined(PAGODA_NEON) && !defined(PAGODA_I8MM)
@@ -14,8 +14,8 @@ constexpr int ACTIVATION_SHIFT =
     0;
 #endif
 
-// AVX2 adds the products of two neighbours in 16 bits, and saturates: so int8 weights are packed with |w0 + w1| ≤ 128. Those of
-// opposite signs need no limit, as activations are not negative.
+// AVX2 adds the products of two neighbours in 16 bits and saturates, so int8 weights are packed with |w0 + w1| ≤ 128. Weights
+// of opposite signs need no limit, since activations are not negative.
 constexpr bool PAIRS_ARE_LIMITED =
 #if defined(PAGODA_AVX2) && !defined(PAGODA_VNNI)
     true;
@@ -29,7 +29,7 @@ PAGODA_INLINE Ints load_ints(const void* from) {
     return value;
 }
 
-// Activations come in vectors of QUADS times four inputs; dot4<QUAD> multiplies one four of them by every lane's weights.
+// Activations come in vectors of QUADS times four inputs; dot4<QUAD> multiplies four of them by every lane's weights.
 #if defined(PAGODA_NEON)
 constexpr int QUADS = 4;
 
@@ -44,7 +44,7 @@ PAGODA_INLINE Ints load_activations(const uint8_t* from) {
 }
 #endif
 
-constexpr bool KEEPS_SUMS = REGISTERS == 16 || QUADS > 1;  // else GCC moves so many loads ahead that it lacks registers
+constexpr bool KEEPS_SUMS = REGISTERS == 16 || QUADS > 1;  // otherwise GCC moves so many loads ahead that it runs out of registers
 
 #if defined(PAGODA_AVX512)
 
@@ -126,7 +126,7 @@ PAGODA_INLINE void store_bytes(uint8_t* to, Ints value) {
 
 PAGODA_INLINE Floats to_floats(Ints value) { return __builtin_convertvector(value, Floats); }
 
-// Exponent and fraction are moved to their places in a float, where the exponent then is 112 too small.
+// Moves exponent and fraction to their places in a float, where the exponent is then 112 too small.
 PAGODA_INLINE Floats load_fp16(const uint16_t* from) {
     Words bits;
     for (int lane = 0; lane < LANES; lane++) bits[lane] = from[lane];
@@ -152,7 +152,7 @@ PAGODA_INLINE void for_each_quad(const Op& op) {
     if constexpr (QUAD + 1 < QUADS) for_each_quad<QUAD + 1>(op);
 }
 
-// The bytes of four bits each: the lower half of every byte, or the upper one, as -8…7.
+// The lower or the upper four bits of every byte, as -8…7.
 PAGODA_INLINE Ints lower_nibbles(Ints bytes) {
     typedef int8_t Bytes __attribute__((vector_size(sizeof(Ints))));
     return (Ints)((Bytes)(bytes & 0x0f0f0f0f) - 8);
@@ -160,7 +160,7 @@ PAGODA_INLINE Ints lower_nibbles(Ints bytes) {
 
 PAGODA_INLINE Ints upper_nibbles(Ints bytes) { return lower_nibbles((Ints)((Words)bytes >> 4)); }
 
-inline uint16_t to_fp16(float value) {  // to the nearest, ties to even; beyond the greatest: infinity
+inline uint16_t to_fp16(float value) {  // to the nearest, ties to even; infinity beyond the greatest
     uint32_t bits, sign;
     std::memcpy(&bits, &value, sizeof bits);
     sign = bits >> 16 & 0x8000;

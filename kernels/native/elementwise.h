@@ -1,7 +1,7 @@
-// The ops that look at each element once or twice. No include guard: each instruction set compiles its own copy.
+// The ops that read each element once or twice. No include guard: each instruction set compiles its own copy.
 
-// Normalises rows of `size`: x, or the residual if there is one, to which x is added first. A residual may be wider than the
-// rest. Without `out` the rows are added and not normalised.
+// Normalizes a row of `size` elements: x, or the residual if given, to which x (if given) is added first. A residual may have
+// a wider type. Without `out` the row is added and not normalized.
 template <typename T, typename R>
 void rms_norm_row(const T* x, const T* weight, R* residual, T* out, int64_t size, float eps) {
     int64_t whole = size / LANES * LANES;
@@ -67,7 +67,7 @@ void silu_and_mul(ThreadPool& pool, const T* gate_up, T* out, int64_t rows, int6
     });
 }
 
-// Rotates one head: dimension i with i + half.
+// Rotates one head, dimension i with i + half.
 template <typename T>
 void rotate(const T* from, const float* cosines, const float* sines, T* to, int64_t half) {
     int64_t i = 0;
@@ -109,7 +109,7 @@ void rope_and_store_kv(ThreadPool& pool, const RopeArgs& args) {
     });
 }
 
-// The first of the greatest of each row; -1 where a row holds NaN or its greatest is infinite.
+// The index of each row's first maximum; -1 if a row holds NaN or its maximum is infinite.
 template <typename T>
 void argmax(ThreadPool& pool, const T* x, int64_t* out, int64_t rows, int64_t size) {
     pool.run(static_cast<int>(rows), [&](int part) {

@@ -1,4 +1,4 @@
-// Norms of queries and keys, made of each instruction set's rms_norm.
+// Norms of queries and keys, by the instruction set's rms_norm.
 #pragma once
 
 #include <cstring>
@@ -9,14 +9,14 @@ namespace pagoda {
 
 struct HeadNormArgs {
     const void* qkv;                 // [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-    const void *query, *key;         // [query_size], [key_size]: head_dim to normalise each head, or all heads of a token at once
+    const void *query, *key;         // [query_size], [key_size]: head_dim to normalize each head, or all heads of a token at once
     void* out;                       // like qkv: values are copied
     int64_t num_tokens, num_heads, num_kv_heads, head_dim, query_size, key_size;
     float eps;
 };
 
 inline void head_norms(ThreadPool& pool, const Ops& ops, Dtype dtype, const HeadNormArgs& args) {
-    static ThreadPool& alone = *new ThreadPool;  // parts of an op cannot be shared out again
+    static ThreadPool& alone = *new ThreadPool;  // a part of an op cannot use the pool again
     int64_t head_bytes = args.head_dim * (dtype == Dtype::float32 ? 4 : 2);
     int64_t token_bytes = (args.num_heads + 2 * args.num_kv_heads) * head_bytes;
     int64_t tokens_a_part = rows_per_part(args.num_tokens, token_bytes / 2);

@@ -1,4 +1,4 @@
-// Which of the instruction sets that were compiled this processor can run.
+// The compiled instruction sets that this processor can run.
 #include "ops.h"
 
 #if defined(__x86_64__)
@@ -12,7 +12,7 @@
 #if defined(__x86_64__)
 namespace {
 
-// The __builtin_cpu_supports of older clangs rejects the names of these two.
+// In older clangs, __builtin_cpu_supports rejects these two names.
 bool has_f16c() {
     unsigned eax, ebx, ecx, edx;
     return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx >> 29 & 1);
@@ -28,7 +28,7 @@ bool has_avxvnni() {
 namespace {
 
 struct Feature {
-    unsigned long capabilities, bit;  // of the kernel's list; named here because older headers lack the names
+    unsigned long capabilities, bit;  // of Linux's capability words; numbers, because older headers lack the names
     const char* of_apple;
 };
 

@@ -1,4 +1,4 @@
-// The ops compiled for the instruction set that the including file has chosen. No include guard.
+// The table of all ops, compiled for the instruction set that the including file chooses. No include guard.
 
 #include "isa_bytes.h"
 

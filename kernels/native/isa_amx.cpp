@@ -1,4 +1,4 @@
-// AVX-512 with the matrix unit of AMX: what gains by its products of bfloat16.
+// AVX-512 with the matrix unit of AMX: the ops that gain from its products of bfloat16.
 #include "ops.h"
 
 #if defined(PAGODA_HAS_AMX)
@@ -64,7 +64,7 @@ void paged_attention_amx(ThreadPool& pool, Dtype dtype, const AttentionArgs& arg
 #pragma clang attribute pop
 #endif
 
-// The kernel keeps the unit's registers for a process that has asked for it.
+// Linux saves the unit's registers only for a process that has asked for it.
 bool pagoda::may_use_amx() {
     constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     unsigned eax, ebx, ecx, edx;

@@ -1,4 +1,4 @@
-// AVX2 with VNNI, as client processors have it: only what multiplies bytes differs.
+// AVX2 with VNNI, as client processors have it: only products of bytes differ.
 #if defined(__x86_64__)
 
 #include <immintrin.h>

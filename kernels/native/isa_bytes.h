@@ -1,4 +1,4 @@
-// The ops on bytes, compiled for the instruction set that the including file has chosen. No include guard.
+// The ops on bytes, compiled for the instruction set that the including file chooses. No include guard.
 
 namespace pagoda {
 namespace {

@@ -1,4 +1,4 @@
-// What every processor has: vectors of 16 bytes.
+// The version for every processor: vectors of 16 bytes.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>

@@ -1,4 +1,4 @@
-// NEON with products of four signed bytes, the dot product of Armv8.2: only what multiplies bytes differs from generic code.
+// NEON with the dot product of Armv8.2, of four signed bytes: only products of bytes differ from generic code.
 #if defined(__aarch64__)
 
 #include <arm_neon.h>

@@ -1,4 +1,4 @@
-// NEON with products of unsigned by signed bytes, the int8 products of Armv8.6: only what multiplies bytes differs from generic code.
+// NEON with the int8 products of Armv8.6, of unsigned by signed bytes: only products of bytes differ from generic code.
 #if defined(__aarch64__)
 
 #include <arm_neon.h>

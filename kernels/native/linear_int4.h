@@ -1,18 +1,18 @@
-// Products of int8 activations and 4-bit weights, which stay as their file has them: a scale and a minimum in fp16 for every
+// Products of int8 activations and 4-bit weights, which keep their file's values: a scale and a minimum in fp16 for every
 // HALF inputs of an output, weight = scale * value + minimum. No include guard: each instruction set compiles its own copy.
 //
-// Values are taken as value - 8, so that AVX2 can add their products in 16 bits. Activations are a * q + least; `sum` is that
-// of all activations of a half, as they were quantized. Then a half contributes
+// Products use value - 8, so that AVX2 can add them in 16 bits. Activations are a * q + least; `sum` is the sum of a half's
+// quantized activations. Then a half contributes
 //
 //   scale * (a * dot + least * Σ(value - 8)) + (minimum + 8 * scale) * sum
 //
-// where dot, the sum of q · (value - 8), is exact. What belongs to `least` is the same for both halves of a group: their
-// scale * Σ(value - 8) are stored as one number, the offset. Groups are added in float32, in the same order whatever rows are
-// computed together.
+// where dot, the sum of q · (value - 8), is exact. `least` is the same for both halves of a group, so their sums of
+// scale * Σ(value - 8) are stored as one number, the offset. Groups are added in float32, in an order that does not depend on
+// which rows are computed together.
 //
-// Weights lie in panels of PANEL outputs, each group of a panel together: [GROUP / 8][PANEL][4] bytes, whose lower halves
-// are four inputs of an output and whose upper halves the next four; then in fp16 two [PANEL] of scales, two of minimums,
-// and the offsets.
+// Weights are stored in panels of PANEL outputs, group by group: [GROUP / 8][PANEL][4] bytes, whose lower halves are four
+// inputs of an output and whose upper halves are the next four; then in fp16 two [PANEL] of scales, two of minimums, and the
+// offsets.
 
 constexpr int64_t HALF = GROUP / 2;
 constexpr int64_t INT4_GROUP_BYTES = (GROUP / 2 + 5 * 2) * PANEL;
@@ -83,7 +83,7 @@ PAGODA_APART void multiply_int4(const QuantizedRows& rows, int64_t first_row, co
             PAGODA_UNROLL
             for (int i = 0; i < VECTORS; i++) {
                 Floats scale = load_fp16(numbers + half * PANEL + i * LANES);
-                Floats middle = load_fp16(numbers + (2 + half) * PANEL + i * LANES) + 8.0f * scale;  // of value 8
+                Floats middle = load_fp16(numbers + (2 + half) * PANEL + i * LANES) + 8.0f * scale;  // the weight of value 8
                 PAGODA_UNROLL
                 for (int row = 0; row < ROWS; row++) {
                     int64_t at = (first_row + row) * rows.groups + group;

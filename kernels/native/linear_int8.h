@@ -1,13 +1,13 @@
 // Products of int8 activations and int8 weights. No include guard: each instruction set compiles its own copy.
 //
 // Weights have a scale for every WEIGHT_GROUP inputs of each output. The products of such a group are summed as integers,
-// exactly; what a row's `least` contributes is least times the sum of the weights that belong to its group; the groups are
-// added in float32, in the same order whatever rows are computed together.
+// exactly. A row's `least` contributes least times the sum of the weights of its group. Groups are added in float32, in an
+// order that does not depend on which rows are computed together.
 //
-// Weights lie in panels of PANEL outputs, as dot4 wants them: [panel][in / 4][PANEL][4] as bytes, and beside them
-// [panel][in / GROUP][SCALES + 1][PANEL], their scales and their sums.
+// Weights are stored in panels of PANEL outputs, as dot4 reads them: bytes [panel][in / 4][PANEL][4], and separately their
+// scales and sums, [panel][in / GROUP][SCALES + 1][PANEL].
 
-// Neighbours that share 128 have larger steps: shorter groups make up for it.
+// The limit on neighbours makes steps larger; shorter groups make up for it.
 constexpr int64_t WEIGHT_GROUP = PAIRS_ARE_LIMITED ? GROUP / 2 : GROUP;
 constexpr int64_t SCALES = GROUP / WEIGHT_GROUP;
 
@@ -112,7 +112,7 @@ void linear_int8(ThreadPool& pool, const LinearArgs& args) {
         });
 }
 
-// Row `id` of the weight, an output's inputs, in T: the embedding of a token whose table is also the head.
+// Reads row `id` of the weight (an output's inputs) as T: a token's embedding where the table is also the head.
 template <typename T>
 void embedding_int8(ThreadPool& pool, const int64_t* ids, const int8_t* packed, const float* scales, T* out, int64_t count, int64_t in) {
     int64_t groups = ceil_div(in, GROUP), rows_a_part = rows_per_part(count, in);

@@ -1,15 +1,15 @@
-// Products of int8 weights and bfloat16 activations by the matrix unit of AMX. It has an instruction for int8 on both sides,
-// too; but with a scale for every few inputs, which int8 activations need, bringing its sums to a common scale takes longer
-// than the products themselves. An int8 is a bfloat16 without loss: so weights become that on their way from memory, once
-// for all rows, sums stay in the unit from the first input to the last, and one scale an output is left to the end.
+// Products of int8 weights and bfloat16 activations by the matrix unit of AMX. The unit can also multiply int8 by int8, but
+// int8 activations need a scale for every few inputs, and rescaling its sums takes longer than the products themselves. Every
+// int8 is exact in bfloat16, so weights are widened on their way from memory, once for all rows; sums stay in the unit from
+// the first input to the last, and each output has one scale, which is applied at the end.
 //
-// Weights lie in panels of PANEL outputs: [panel][in][PANEL], with zeros up to a multiple of DEPTH inputs.
+// Weights are stored in panels of PANEL outputs: [panel][in][PANEL], with zeros up to a multiple of DEPTH inputs.
 
-static_assert(PANEL == 2 * TILE);      // with a batch of rows four tiles of sums
-constexpr int64_t BLOCK_ROWS = 256;    // of 1,500 inputs, stay in the second level of cache
-constexpr int64_t CHUNK = 9;           // steps whose weights are widened at once, to stay in the first level
-constexpr int64_t CHUNK_OF_ONE = 2;    // the same for a single batch: memory is not to wait for the unit
-constexpr int64_t FEW_ROWS = 2;        // take less time without the unit
+static_assert(PANEL == 2 * TILE);      // a batch of rows then has four tiles of sums
+constexpr int64_t BLOCK_ROWS = 256;    // rows of 1,500 inputs that stay in the second-level cache
+constexpr int64_t CHUNK = 9;           // steps whose weights are widened at once, to stay in the first-level cache
+constexpr int64_t CHUNK_OF_ONE = 2;    // the same for a single batch, so that memory does not wait for the unit
+constexpr int64_t FEW_ROWS = 2;        // are faster without the unit
 
 template <typename T>
 void pack_int8_weight(ThreadPool& pool, const T* weight, int8_t* packed, float* scales, int64_t in, int64_t out) {
@@ -33,14 +33,14 @@ PAGODA_INLINE Floats to_floats(const int8_t* from) {
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 }
 
-// Two inputs of TILE outputs, as the unit wants them: those of one output side by side. The lower half of a float that was
-// an int8 is zero.
+// Two inputs of TILE outputs as the unit reads them, those of one output side by side. The lower half of a float that was an
+// int8 is zero.
 PAGODA_INLINE void widen(const int8_t* bytes, uint16_t* to) {
     auto first = (__m512i)to_floats(bytes), second = (__m512i)to_floats(bytes + PANEL);
     _mm512_store_si512(to, _mm512_or_si512(second, _mm512_srli_epi32(first, 16)));
 }
 
-// Some steps of a panel, to [steps][2][DEPTH / 2][TILE][2]. Fetches what is AHEAD_BYTES further on its way, if it is to.
+// Widens some steps of a panel to [steps][2][DEPTH / 2][TILE][2]. If asked to, prefetches the weights AHEAD_BYTES further on.
 void widen_steps(const int8_t* bytes, int64_t steps, uint16_t* to, bool fetches) {
     for (int64_t step = 0; step < steps; step++, to += DEPTH * PANEL)
         for (int64_t i = 0; i < DEPTH; i += 2, bytes += 2 * PANEL) {
@@ -78,9 +78,9 @@ void store_batch(const Panel<T>& panel, const float* sums, int64_t row, int64_t 
             store_outputs(load(sums + part * LANES) * scales[part], part * LANES, panel.columns, panel.bias, out);
 }
 
-// Rows first to last (exclusive) of a panel, BLOCK_ROWS at most. Weights are widened some steps at a time, so that they are
-// near when each batch of rows wants them; the unit keeps the sums of one batch, those of several wait in memory. What comes
-// next is fetched while the unit works; for a single batch, whose time is that of memory, all the time.
+// Multiplies rows first to last (exclusive), at most BLOCK_ROWS, by a panel. Weights are widened some steps at a time, so that
+// they are cached when each batch of rows uses them. The unit keeps the sums of one batch; those of several are in memory. The
+// next weights are prefetched while the unit works, or all the time for a single batch, which memory limits.
 template <typename T>
 void multiply_panel(MatrixUnit& unit, const Panel<T>& panel, int64_t first, int64_t last) {
     constexpr int64_t LINES = DEPTH * PANEL / 64;  // of a step
@@ -113,8 +113,8 @@ void multiply_panel(MatrixUnit& unit, const Panel<T>& panel, int64_t first, int6
     }
 }
 
-// ROWS rows of a panel without the unit, but in its order: of a step the even inputs, the odd ones, then their sum. So a
-// row's product does not tell how many there were. (Only numbers below 1e-38 do: the unit takes them for 0.)
+// Multiplies ROWS rows without the unit but in its order: a step's even inputs, its odd inputs, then their sum. So a row's
+// product does not depend on the number of rows, except for numbers below 1e-38, which the unit takes as 0.
 template <int ROWS, typename T>
 void multiply_few(const Panel<T>& panel, const float* x) {
     int64_t depth = panel.steps * DEPTH;
@@ -155,7 +155,7 @@ void multiply_few(const Panel<T>& panel, const float* x, int64_t rows) {
     }
 }
 
-// Rows as bfloat16, with zeros up to `depth` inputs, each in an element of `to`.
+// Writes rows as bfloat16, with zeros up to `depth` inputs, each to an element of `to`.
 template <typename Row, typename Element>
 void round_row(const Row& row, int64_t in, int64_t depth, Element* to) {
     int64_t i = 0;
@@ -190,8 +190,8 @@ void linear_int8_weight_of(ThreadPool& pool, const LinearArgs& args) {
     int64_t panels = ceil_div(args.out_size, PANEL), wanted = 4 * pool.size();
     int64_t blocks = std::max(ceil_div(args.rows, BLOCK_ROWS), std::min(ceil_div(args.rows, 2 * BATCH), ceil_div(wanted, panels)));
     int64_t block_rows = ceil_div(ceil_div(args.rows, blocks), BATCH) * BATCH;
-    blocks = ceil_div(args.rows, block_rows);  // fewer, where whole batches reach further
-    // Few rows take little time: then a part is several panels.
+    blocks = ceil_div(args.rows, block_rows);  // fewer if whole batches cover more rows
+    // Few rows take little time, so a part is several panels.
     int64_t panels_a_part = blocks > 1 ? 1 : ceil_div(panels, pool.size() * ceil_div(args.rows + 8, 4));
     auto panel = [&](int64_t at) {
         return Panel<T>{static_cast<const bf16*>(rows),

@@ -1,11 +1,11 @@
-// What all products have in common: their rows, as they are or gated on the way, the panels of outputs that threads share
-// out, and where the results go. No include guard: each instruction set compiles its own copy.
+// The common part of all products: reading rows, gated or not, sharing panels of outputs among threads, and storing results.
+// No include guard: each instruction set compiles its own copy.
 
 constexpr int64_t VECTORS = 2;  // of outputs in a panel
 constexpr int64_t PANEL = VECTORS * LANES;
-constexpr int64_t AHEAD_BYTES = 8192;  // what memory delivers in the time that it takes to answer, with room to spare
+constexpr int64_t AHEAD_BYTES = 8192;  // more than memory delivers within its latency
 
-// A row as it is.
+// A row that is not gated.
 template <typename T>
 struct Plain {
     static constexpr int64_t WIDTH = 1;
@@ -16,7 +16,7 @@ struct Plain {
     float at(int64_t i) const { return to_float(x[i]); }
 };
 
-// A row of gate and up, as silu(gate) · up.
+// A row of gate and up, read as silu(gate) · up.
 template <typename T>
 struct Gated {
     static constexpr int64_t WIDTH = 2;
@@ -28,7 +28,7 @@ struct Gated {
     static Floats gated(Floats gate, Floats up) { return gate / (1.0f + exponential(-gate)) * up; }
 };
 
-// Calls prepare(number, row) for every row of the input, as a Plain or a Gated.
+// Calls prepare(number, row) for every row of the input; row is a Plain or a Gated.
 template <typename T, typename Prepare>
 void for_each_row(ThreadPool& pool, const LinearArgs& args, const Prepare& prepare) {
     auto run = [&](auto row_type) {
@@ -46,7 +46,7 @@ void for_each_row(ThreadPool& pool, const LinearArgs& args, const Prepare& prepa
         run(TypeOf<Plain<T>>{});
 }
 
-// LANES outputs of a row from `column` of their panel on. The panel has so many columns; what is beyond them is padding.
+// Stores LANES outputs of a row, from `column` of their panel on. Outputs beyond the panel's `columns` are padding.
 template <typename T, typename Out>
 PAGODA_INLINE void store_outputs(Floats sums, int64_t column, int64_t columns, const T* bias, Out* out) {
     if (column + LANES <= columns) {
@@ -65,7 +65,7 @@ PAGODA_INLINE void clear(Vector (&sums)[ROWS][VECTORS]) {
         for (int i = 0; i < VECTORS; i++) sums[row][i] = Vector{};
 }
 
-// Weights to fetch into the cache, some lines at every step through a panel.
+// Fetches weights into the cache, some lines at every step through a panel.
 struct Ahead {
     const uint8_t* bytes;
     int64_t lines_a_step;
@@ -75,7 +75,7 @@ struct Ahead {
     }
 };
 
-// Every panel times all rows, TILE_ROWS of them at a time.
+// Multiplies all rows by every panel, TILE_ROWS at a time.
 //
 // weight       panels of panel_bytes each, which a tile reads in `steps` steps
 // BLOCK_ROWS   rows that stay in the second level of cache
@@ -86,14 +86,14 @@ void multiply_panels(ThreadPool& pool, const LinearArgs& args, const void* weigh
     int64_t blocks = ceil_div(args.rows, BLOCK_ROWS);
     int64_t block_rows = ceil_div(ceil_div(args.rows, blocks), TILE_ROWS) * TILE_ROWS;
     int64_t panels = ceil_div(args.out_size, PANEL);
-    // Few rows take little time: then a part is several panels.
+    // Few rows take little time, so a part is several panels.
     int64_t panels_a_part = blocks > 1 ? 1 : ceil_div(panels, pool.size() * ceil_div(args.rows + 8, 4));
     auto multiply_panel = [&](int64_t panel, int64_t block) {
         int64_t end = std::min(args.rows, (block + 1) * block_rows);
         const T* bias = args.bias ? static_cast<const T*>(args.bias) + panel * PANEL : nullptr;
         int64_t columns = std::min(PANEL, args.out_size - panel * PANEL);
-        // While it computes with one panel it fetches the next, each tile of rows its share; a single tile what it will
-        // need soon. Panels follow each other in memory; beyond the last, asking for memory does no harm.
+        // While it computes with one panel it prefetches the next, each tile of rows a share; a single tile prefetches what
+        // it needs soon. Panels are adjacent in memory; prefetching beyond the last is harmless.
         int64_t tiles = ceil_div(end - block * block_rows, TILE_ROWS);
         const uint8_t* bytes = static_cast<const uint8_t*>(weight) + panel * panel_bytes;
         Ahead ahead{bytes + (tiles > 1 ? panel_bytes : AHEAD_BYTES), ceil_div(panel_bytes, 64 * steps * tiles)};

@@ -1,7 +1,7 @@
-// Products with weights as they are, in float32 or in bfloat16 that is widened in registers: for processors whose torch has no
-// fast ones. Sums are float32, from the first input to the last. No include guard: each instruction set compiles its own copy.
+// Products with unquantized weights, in float32 or in bfloat16 that is widened in registers, for processors on which torch has
+// no fast ones. Sums are float32. No include guard: each instruction set compiles its own copy.
 //
-// Weights lie in panels of PANEL outputs: [panel][in][PANEL].
+// Weights are stored in panels of PANEL outputs: [panel][in][PANEL].
 
 template <typename T>
 void pack_whole(ThreadPool& pool, const T* weight, T* packed, int64_t in, int64_t out) {

@@ -1,23 +1,22 @@
-// The matrix unit of AMX: products of bfloat16, summed in float32. No include guard: included by the code that is compiled
-// for it.
+// The matrix unit of AMX: products of bfloat16, summed in float32. No include guard: only isa_amx.cpp includes it.
 
 constexpr int64_t TILE = 16;         // rows or columns of a tile of sums
-constexpr int64_t DEPTH = 32;        // products that one instruction adds to each sum of a tile: a step
-constexpr int64_t BATCH = 2 * TILE;  // rows: with as many columns four tiles of sums, half of the unit's registers
+constexpr int64_t DEPTH = 32;        // products that one instruction (a step) adds to each sum of a tile
+constexpr int64_t BATCH = 2 * TILE;  // rows; with as many columns they have four tiles of sums, half of the unit's registers
 
-// To bfloat16 and back.
+// Rounds to bfloat16 and back.
 PAGODA_INLINE Floats rounded(Floats value) {
     auto half = (Halves)_mm512_cvtneps_pbh((__m512)value);
     return (Floats)(__builtin_convertvector(half, Words) << 16);
 }
 
-// The unit of this thread. Until it is released, every switch of threads saves its registers.
+// This thread's unit. Until it is released, every context switch saves its registers.
 class MatrixUnit {
 public:
     ~MatrixUnit() { _tile_release(); }
 
-    // Makes it ready for batches of so many rows. Registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights; those of the
-    // batch's second tile are of no use if it has one only.
+    // Configures it for batches of `rows` rows. Registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights; those of a second
+    // tile are unused if the batch has only one.
     void shape_for(int64_t rows) {
         if (rows == rows_) return;
         rows_ = rows;
@@ -36,7 +35,7 @@ private:
     int64_t rows_ = 0;
 };
 
-// The sums of a batch of one or two tiles of rows and two of columns, in memory: [rows][stride].
+// Saves the sums of a batch, which has one or two tiles of rows and two of columns, as [rows][stride].
 template <int TILES>
 void save_sums(float* sums, int64_t stride) {
     _tile_stored(0, sums, 4 * stride);
@@ -64,11 +63,11 @@ PAGODA_INLINE void clear_sums() {
     _tile_zero(3);
 }
 
-// Compilers do not know that what the unit loads is read from memory: what was written before is there from here on.
+// Completes earlier writes: compilers do not know that the unit's loads read memory.
 PAGODA_INLINE void written_for_unit() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
-// The sums of TILES tiles of rows and COLUMNS of columns += left [rows, steps * DEPTH] · right. Of right a step's tiles of
-// columns lie together, with two of its DEPTH side by side: [DEPTH / 2][TILE][2] each.
+// Adds left [rows, steps * DEPTH] · right to the sums of TILES tiles of rows and COLUMNS of columns. In `right` a step's tiles
+// of columns are adjacent, each [DEPTH / 2][TILE][2] with two inputs side by side.
 template <int TILES, int COLUMNS, typename EachStep>
 PAGODA_INLINE void add_products(const bf16* left, int64_t left_stride, const uint16_t* right, int64_t right_stride, int64_t steps,
                                 const EachStep& each_step) {

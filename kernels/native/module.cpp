@@ -1,5 +1,5 @@
-// The Python module `kernels._native`: ops on addresses. Shapes and dtypes are checked by the Python functions that call
-// them, each in the file of its op.
+// The Python module `pagoda_server.kernels._native`: ops on addresses. The Python functions that call them, each in the file
+// of its op, check shapes and dtypes.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -16,12 +16,12 @@ namespace {
 
 using namespace pagoda;
 
-// Never destroyed: at exit its threads may already be gone.
+// Never destroyed: at exit, its threads may already be gone.
 ThreadPool& pool = *new ThreadPool;
-std::mutex& one_op = *new std::mutex;  // ops share the pool, and keep their room for the next
+std::mutex& one_op = *new std::mutex;  // ops share the pool and keep their buffers for the next
 const Ops* ops = nullptr;
 
-// Reads integers, addresses and floats off an argument list, in order.
+// Reads integers, addresses and floats from an argument list, in order.
 class Arguments {
 public:
     Arguments(PyObject* const* values, Py_ssize_t count, Py_ssize_t expected) : values_(values) {
@@ -43,8 +43,8 @@ private:
     PyObject* const* values_;
 };
 
-// Runs an op without the interpreter's lock, which other threads of the engine want meanwhile. A recording keeps the op:
-// it must capture by value.
+// Runs an op without the interpreter's lock, which other threads of the engine need. A recording keeps the op, so it must
+// capture by value.
 template <typename Op>
 PyObject* run(const Arguments& arguments, const Op& op) {
     if (arguments.failed()) return nullptr;
@@ -154,7 +154,7 @@ PyObject* pack_int8_by(PyObject* const* values, Py_ssize_t count, const Op& op) 
     return run(next, [=] { op(pool, dtype, weight, packed, scales, in, out); });
 }
 
-enum class Scales { apart, inside };  // of the packed weight
+enum class Scales { apart, inside };  // where a packed weight has its scales
 
 template <typename Op>
 PyObject* multiply(PyObject* const* values, Py_ssize_t count, Scales scales, const Op& op) {
@@ -237,7 +237,7 @@ PyObject* linear_int8_weight(PyObject*, PyObject* const* values, Py_ssize_t coun
 }
 #endif
 
-// From now on the ops that this thread runs are kept as well.
+// From now on the ops that this thread runs are recorded too.
 PyObject* begin_recording(PyObject*, PyObject*) {
     open_recording = std::make_unique<Recording>(ops);
     Py_RETURN_NONE;
@@ -290,8 +290,8 @@ PyObject* instruction_set(PyObject*, PyObject*) { return PyUnicode_FromString(op
 
 PyObject* pairs_are_limited(PyObject*, PyObject*) { return PyBool_FromLong(ops->pairs_are_limited); }
 
-// By name; the fastest is in use from the start. Weights that were packed for another are of no use any more. Returns what
-// was in use.
+// Selects an instruction set by name and returns the previous one; the fastest is the first. Weights packed for another must
+// not be used any more.
 PyObject* use_instruction_set(PyObject*, PyObject* name) {
     for (const Ops* usable : usable_ops()) {
         if (PyUnicode_CompareWithASCIIString(name, usable->name) != 0) continue;
@@ -302,8 +302,7 @@ PyObject* use_instruction_set(PyObject*, PyObject* name) {
     return PyErr_Format(PyExc_ValueError, "this processor, or this build, has no %R", name);
 }
 
-// Tensors of a step come and go. By default large ones are returned to the system each time, and the next one faults
-// its pages in again.
+// By default malloc returns large tensors to the system each time, and the next step's tensors fault their pages in again.
 PyObject* keep_freed_memory(PyObject*, PyObject*) {
 #if defined(__GLIBC__)
     malloc_trim(0);

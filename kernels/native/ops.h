@@ -1,4 +1,4 @@
-// What an instruction set has to offer, and the shapes it is called with. docs of each op: the Python file of its name.
+// The table of ops that each instruction set fills, and their arguments. The Python file of an op's name documents it.
 #pragma once
 
 #include <algorithm>
@@ -34,16 +34,16 @@ struct AttentionArgs {
 struct LinearArgs {
     const void* x;                  // [rows, in], or [rows, 2 * in] if gated
     const void* weight;             // as the op's pack function has packed it
-    const float* scales;            // the same of int8
+    const float* scales;            // of int8 weights, likewise
     const void* bias;               // [out] of x's dtype, or null
     void* out;                      // [rows, out]
     Dtype out_dtype;                // x's, or float32; linear_int8_weight_amx writes x's in any case
     int64_t rows, in, out_size;
-    bool is_gated;                  // the product is of silu(first half of a row) · second half
+    bool is_gated;                  // multiply silu(first half of a row) · second half
 };
 
 struct Int4Args {
-    const uint8_t* values;          // [out, in / 32, 16]: of 32 inputs the first 16 in low nibbles, the others in high ones
+    const uint8_t* values;          // [out, in / 32, 16]: of 32 inputs, the first 16 in low nibbles, the others in high nibbles
     const uint16_t* scales;         // [out, in / 32], fp16
     const uint16_t* minimums;       // likewise
     uint8_t* packed;                // int4_bytes(in, out)
@@ -52,8 +52,8 @@ struct Int4Args {
 
 struct Ops {
     const char* name;
-    bool pairs_are_limited;         // int8 weights of neighbouring inputs, to |w0 + w1| <= 128
-    // A residual's dtype is that of the rest, or float32. Without x it is normalised as it is, without out it is not normalised.
+    bool pairs_are_limited;         // int8 weights of neighbouring inputs have |w0 + w1| <= 128
+    // The residual has the dtype of the rest or float32. Without x nothing is added to it; without out it is not normalized.
     void (*rms_norm)(ThreadPool&, Dtype, const void* x, const void* weight, void* residual, Dtype residual_dtype, void* out, int64_t rows, int64_t size, float eps);
     void (*silu_and_mul)(ThreadPool&, Dtype, const void* gate_up, void* out, int64_t rows, int64_t size);
     void (*rope_and_store_kv)(ThreadPool&, Dtype, const RopeArgs&);
@@ -74,11 +74,10 @@ Ops make_avxvnni_ops();
 Ops make_neon_ops();
 Ops make_neon_i8mm_ops();
 
-// What this processor can run, the fastest first.
+// The tables that this processor can run, the fastest first.
 std::vector<const Ops*> usable_ops();
 
-// In place of the ops of AVX-512, and beside them, where there is the matrix unit of AMX. Weights for it are packed by a
-// function of their own.
+// The ops that use the matrix unit of AMX. They replace or complement those of AVX-512, and pack their weights themselves.
 #if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define PAGODA_HAS_AMX 1
 bool may_use_amx();
@@ -92,7 +91,7 @@ constexpr int64_t ceil_div(A a, B b) {
     return (static_cast<int64_t>(a) + static_cast<int64_t>(b) - 1) / static_cast<int64_t>(b);
 }
 
-// Parts that are worth a thread's while: some thousand elements each.
+// How many rows a part has so that it is worth sharing among threads: some thousand elements.
 inline int64_t rows_per_part(int64_t rows, int64_t row_elements) {
     constexpr int64_t ELEMENTS = 8192;
     return std::max<int64_t>(1, std::min(rows, ceil_div(ELEMENTS, row_elements)));

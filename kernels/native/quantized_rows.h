@@ -1,15 +1,15 @@
 // Activations as bytes. No include guard: each instruction set compiles its own copy.
 //
-// They have a scale for every GROUP elements of a row, so one large element costs its own group precision, and no other row.
-// They are counted in steps of their group's scale from its least: x = scale * q + least, q in 0…255.
+// Each GROUP elements of a row have a scale, so one large element costs precision only in its own group, and in no other row.
+// Elements are counted in steps of that scale from the group's least: x = scale * q + least, with q in 0…255.
 
 constexpr int64_t GROUP = 64;
 
 struct QuantizedRows {
-    uint8_t* values;  // [rows, groups * GROUP], less ACTIVATION_SHIFT
+    uint8_t* values;  // [rows, groups * GROUP], minus ACTIVATION_SHIFT
     float* scales;    // [rows, groups]
-    float* least;     // [rows, groups], of a stored value of 0
-    float* halves;    // [rows, groups, 2], the sums of the first and the last GROUP / 2 elements; null: not wanted
+    float* least;     // [rows, groups], what a stored value of 0 means
+    float* halves;    // [rows, groups, 2], the sums of the first and the last GROUP / 2 elements; null: not needed
     int64_t groups;
 
     // The stored values of a row's group.
@@ -47,7 +47,7 @@ void quantize_row(const Row& x, int64_t in, int64_t row, const QuantizedRows& to
     }
 }
 
-// The rows of a product, in memory that the next product takes over.
+// Quantizes the rows of a product into memory that the next product reuses.
 template <typename T>
 QuantizedRows quantize_rows(ThreadPool& pool, const LinearArgs& args, bool wants_halves) {
     static std::vector<uint8_t> values;  // one op runs at a time

@@ -1,4 +1,4 @@
-// Ops that are kept while they run, so that one call runs them again.
+// Recordings of ops, which one call runs again.
 #pragma once
 
 #include <functional>
@@ -9,14 +9,14 @@
 
 namespace pagoda {
 
-// Ops hold addresses by value: what they read and write must stay where it was.
+// Ops hold addresses, so what they read and write must stay where it was.
 class Recording {
 public:
     explicit Recording(const Ops* instruction_set) : instruction_set_(instruction_set) {}
 
     void add(std::function<void()> op) { ops_.push_back(std::move(op)); }
 
-    // False, and nothing has run, if its ops were chosen for another instruction set than the one in use.
+    // Runs the ops. If they were recorded with another instruction set, does nothing and returns false.
     bool replay(const Ops* instruction_set) const {
         if (instruction_set != instruction_set_) return false;
         for (const auto& op : ops_) op();
@@ -28,7 +28,7 @@ private:
     std::vector<std::function<void()>> ops_;
 };
 
-// What the ops of this thread are added to; null: nothing.
+// The recording that this thread's ops are added to, if any.
 inline thread_local std::unique_ptr<Recording> open_recording;
 
 }  // namespace pagoda

@@ -1,5 +1,5 @@
 // Vectors of LANES floats, one register each. An instruction set's file defines PAGODA_LANES and PAGODA_REGISTERS before it
-// includes this: compilers lower wider types to moves between lanes, not to several registers.
+// includes this; compilers turn wider types into moves between lanes instead of several registers.
 #pragma once
 
 #include <cmath>
@@ -24,10 +24,10 @@ typedef uint16_t Halves __attribute__((vector_size(2 * PAGODA_LANES)));
 
 #define PAGODA_INLINE static inline __attribute__((always_inline))
 
-#define PAGODA_APART __attribute__((noinline))  // has all registers to itself
+#define PAGODA_APART __attribute__((noinline))  // so that it has all registers to itself
 
-// GCC keeps an array of vectors in registers only where every loop over it is unrolled, and counts on 16 of them being
-// enough: PAGODA_KEEP makes it compute a value here and keep it, instead of moving its inputs about.
+// GCC keeps an array of vectors in registers only if every loop over it is unrolled. PAGODA_KEEP makes it compute a value
+// here and keep it in a register; otherwise GCC may move the inputs about until 16 registers are not enough.
 #define PAGODA_UNROLL _Pragma("GCC unroll 32")
 #if defined(__x86_64__)
 #define PAGODA_KEEP(VALUE) asm volatile("" : "+v"(VALUE))

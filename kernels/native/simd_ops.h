@@ -1,6 +1,6 @@
 // Operations on LANES lanes. No include guard: each instruction set compiles its own copy.
 
-// Not 0 + value, which is an operation: it turns -0 into 0.
+// Unlike 0 + value, this needs no instruction and keeps -0.
 PAGODA_INLINE Floats broadcast(float value) { return value - Floats{}; }
 
 PAGODA_INLINE Floats load(const float* from) {
@@ -21,10 +21,10 @@ PAGODA_INLINE Floats load(const bf16* from) {
 #endif
 }
 
-// To the nearest, ties to even.
+// Rounds to the nearest, ties to even.
 PAGODA_INLINE void store(bf16* to, Floats value) {
 #if defined(PAGODA_BF16)
-    auto half = (__m256i)_mm512_cvtneps_pbh((__m512)value);  // what would be a denormal becomes 0
+    auto half = (__m256i)_mm512_cvtneps_pbh((__m512)value);  // denormals become 0
 #elif defined(PAGODA_AVX2)
     Words bits = (Words)value;
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -48,7 +48,7 @@ PAGODA_INLINE float to_float(bf16 value) {
 
 PAGODA_INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-// Blocks of STEP lanes of two vectors in turn, the even ones or the odd ones of each: {a0, b0, a2, b2, …} for 1.
+// Blocks of STEP lanes, alternately from two vectors, the even or the odd ones of each: {a0, b0, a2, b2, …} for 1.
 template <int STEP, int IS_ODD, int... LANE>
 PAGODA_INLINE Floats pick(Floats a, Floats b, std::integer_sequence<int, LANE...>) {
     return __builtin_shufflevector(a, b, ((LANE & STEP ? LANES + LANE - STEP : LANE) + IS_ODD * STEP)...);
@@ -59,8 +59,8 @@ PAGODA_INLINE Floats pick(Floats a, Floats b) {
     return pick<STEP, IS_ODD>(a, b, std::make_integer_sequence<int, LANES>{});
 }
 
-// Lane i of the result is the sum of the lanes of rows[i]. A ladder: each rung adds neighbours that are STEP lanes apart,
-// and makes one vector of two.
+// Lane i of the result is the sum of the lanes of rows[i]. Each recursion adds neighbours that are STEP lanes apart and
+// makes one vector of two.
 template <int STEP = 1>
 PAGODA_INLINE Floats sum_each(const Floats* rows) {
     if constexpr (STEP == LANES) {
@@ -92,7 +92,7 @@ PAGODA_INLINE float greatest(Floats a) {
         return greatest<STEP / 2>(a);
 }
 
-// rows[i][j] and rows[j][i] change places: in each round those whose i and j differ in one bit.
+// Swaps rows[i][j] and rows[j][i]; each recursion handles one bit of i and j.
 template <int STEP = 1>
 PAGODA_INLINE void transpose(Floats* rows) {
     PAGODA_UNROLL
@@ -139,7 +139,7 @@ PAGODA_INLINE Floats exponential(Floats x) {
     return x == x ? series : x;
 }
 
-// The same of what is not positive, as scores less the greatest of them are: two thirds of the operations.
+// The same for x that is not positive, such as scores minus their maximum, with two thirds of the operations.
 PAGODA_INLINE Floats exponential_of_negative(Floats x) {
     auto [series, power] = split_exponential(x < -87.3f ? broadcast(-87.3f) : x);
     return x < -87.3f ? broadcast(0.0f) : series * (Floats)((power + 127) << 23);

@@ -45,7 +45,7 @@ void ThreadPool::run_parts(int num_parts, Call call, const void* body) {
     uint64_t number = (job_.load(std::memory_order_relaxed) >> (NEXT_BITS + PARTS_BITS)) + 1;
     job_.store((number << PARTS_BITS | static_cast<uint64_t>(num_parts)) << NEXT_BITS);
     if (sleeping_.load() > 0) {
-        { std::lock_guard lock(mutex_); }  // whoever has said that it sleeps does so by now
+        { std::lock_guard lock(mutex_); }  // a worker that has raised sleeping_ waits by now
         wake_.notify_all();
     }
     while (work()) {
@@ -54,7 +54,7 @@ void ThreadPool::run_parts(int num_parts, Call call, const void* body) {
         if (spins < 2000)
             pause();
         else
-            std::this_thread::yield();  // the thread that has the last part may be waiting for this core
+            std::this_thread::yield();  // the thread with the last part may be waiting for this core
     }
 }
 
@@ -62,7 +62,7 @@ bool ThreadPool::work() {
     if (!has_part(job_.load(std::memory_order_relaxed))) return false;
     uint64_t job = job_.fetch_add(1, std::memory_order_acq_rel);
     if (!has_part(job)) return false;
-    call_(body_, static_cast<int>(job & NEXT_MASK));  // both stay as they are until this part is done
+    call_(body_, static_cast<int>(job & NEXT_MASK));  // neither changes until this part is done
     done_.fetch_add(1, std::memory_order_release);
     return true;
 }
@@ -77,11 +77,11 @@ void ThreadPool::serve() {
         }
         for (int i = 0; i < 32 && !has_part(job_.load(std::memory_order_relaxed)); i++) pause();
         if (has_part(job_.load(std::memory_order_relaxed))) continue;
-        std::this_thread::yield();  // to a process that wants the core
+        std::this_thread::yield();  // to any process that needs the core
         if (Clock::now() - idle_since < std::chrono::nanoseconds(SPIN_NS)) continue;
         std::unique_lock lock(mutex_);
         sleeping_.fetch_add(1);
-        // A job published before sleeping_ rose is seen here; who publishes one later finds sleepers and notifies.
+        // A job published before sleeping_ rose is seen here; a later publisher sees the sleeper and notifies it.
         wake_.wait(lock, [&] { return stopping_ || has_part(job_.load()); });
         sleeping_.fetch_sub(1);
         lock.unlock();

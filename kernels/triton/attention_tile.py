@@ -1,8 +1,8 @@
-"""What decodes and chunks share: a tile of keys taken into a running softmax (FlashAttention; Dao et al., 2022).
+"""Attention to one tile of keys with a running softmax (FlashAttention; Dao et al., 2022), for decodes and chunks.
 
-Exponents are of base 2, for which the hardware has an instruction: scores are multiplied by log2(e) / sqrt(head_dim).
-Where pages hold float8, a key's scale multiplies its column of scores and a value's scale its column of weights: no
-dequantised copy is made. All arithmetic but the operands of the products is in float32.
+Exponents have base 2, for which the hardware has an instruction: scores are multiplied by log2(e) / sqrt(head_dim).
+With float8 pages, a key's scale multiplies its column of scores and a value's scale its column of weights, so that no
+dequantized copy is made. All arithmetic is in float32, except the operands of matrix products.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import math
 import triton
 import triton.language as tl
 
-# How many sequences a program looks at together when it searches for the one whose work is its own.
+# How many sequences a program examines at once when it searches for the one to work on.
 SEQS = tl.constexpr(256)
-# Arrays of a step may begin anywhere in a larger one: kernels are not compiled again for that.
+# A step's arrays may begin anywhere in a larger one; kernels must not be compiled again for another alignment.
 METADATA = ("query_start_ptr", "context_len_ptr", "block_table_ptr", "rows_ptr")
 
 
 def score_scale(head_dim: int) -> float:
-    """What turns a product of a query and a key into an exponent of base 2."""
+    """The factor that turns the product of a query and a key into an exponent of base 2."""
     return math.log2(math.e) / math.sqrt(head_dim)
 
 
 def tile_dim(head_dim: int) -> int:
-    """Columns of a tile: a power of two, and enough for a matrix instruction."""
+    """The number of columns of a tile: a power of two, large enough for a matrix instruction."""
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 @triton.jit
 def table_row(block_table_ptr, rows_ptr, table_stride, seq):
-    """Where the block table's row of a sequence begins."""
+    """A pointer to the start of a sequence's row of the block table."""
     row = seq
     if rows_ptr is not None:
         row = tl.load(rows_ptr + seq)
@@ -39,7 +39,7 @@ def table_row(block_table_ptr, rows_ptr, table_stride, seq):
 
 @triton.jit
 def find_tokens(table_ptr, position, is_key, kv_head, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr):
-    """Which row of the pages, seen as [slots * KV_HEADS, head_dim], each token's key and value are; 64 bits."""
+    """The row of each token's key and value in the pages, viewed as [slots * KV_HEADS, head_dim]; 64 bits."""
     block = tl.load(table_ptr + position // BLOCK_SIZE, mask=is_key, other=0)
     slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
     return slot * KV_HEADS + kv_head
@@ -47,7 +47,7 @@ def find_tokens(table_ptr, position, is_key, kv_head, BLOCK_SIZE: tl.constexpr, 
 
 @triton.jit
 def load_tile(pages_ptr, token, is_key, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """[tokens, DIM]. What is no key of the sequence is not read: it may be NaN, which no weight of zero would hide."""
+    """Load [tokens, DIM]. Slots without a key are not read: NaN times a weight of zero would still be NaN."""
     dim = tl.arange(0, DIM)[None, :]
     mask = is_key[:, None]
     if HEAD_DIM < DIM:
@@ -57,11 +57,11 @@ def load_tile(pages_ptr, token, is_key, HEAD_DIM: tl.constexpr, DIM: tl.constexp
 
 @triton.jit
 def score_tile(q, token, is_key, keys_ptr, key_scales_ptr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """[rows, tokens] float32, products of queries and keys. Those that a query does not see are to become -inf.
+    """The products of queries and keys, [rows, tokens] float32. The caller masks those that a query does not see.
 
     q       [rows, DIM], in the dtype of the products
-    token   [tokens], of find_tokens
-    is_key  [tokens] bool, which are of the sequence
+    token   [tokens], from find_tokens
+    is_key  [tokens] bool, which tokens belong to the sequence
     """
     keys = load_tile(keys_ptr, token, is_key, HEAD_DIM, DIM).to(q.dtype)
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
@@ -85,13 +85,15 @@ def attend_tile(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Takes a tile of scores and values into the running softmax.
+    """Add a tile of scores and values to the running softmax.
 
-    attended  [rows, DIM] float32, weighted sum of values; top, total [rows] float32, greatest exponent, sum of weights
-    DTYPE     of the products
+    attended  [rows, DIM] float32, weighted sum of values
+    top       [rows] float32, greatest exponent
+    total     [rows] float32, sum of weights
+    DTYPE     dtype of the products
     """
     new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
-    # A row that has seen nothing yet: -inf minus -inf would be NaN. A NaN that it has seen stays in the sums.
+    # For a row that has seen no key yet, -inf minus -inf would be NaN. A NaN among its keys still reaches the sums.
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * scale - shift[:, None])
     fade = tl.exp2(top - shift)

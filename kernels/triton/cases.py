@@ -1,4 +1,4 @@
-"""The calls that the compile gate makes: every op as a model calls it, so that what is compiled is what is launched."""
+"""The calls that the compile gate makes: every op as a model calls it, to compile what a model would launch."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
 from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
 
 META = torch.device("meta")
-ROWS = 24  # no multiple of 16: kernels must not depend on how many rows there are
+ROWS = 24  # not a multiple of 16, since compiled code must not depend on the number of rows
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """
-    call    launches an op on tensors of the meta device
-    narrow  kernels of it that need not move 16 bytes at a time: what they read is small
+    """A call of one op.
+
+    call    launches the op on tensors of the meta device
+    narrow  its kernels that need not move 16 bytes at a time, since they read little
     """
 
     name: str
@@ -93,7 +94,7 @@ def attention_cases(model: ModelShape, kv_dtype: torch.dtype, sliding_window: in
 
 
 def product_cases(model: ModelShape, batches: tuple[int, ...]) -> Iterator[Case]:
-    """Of one weight: others differ in the number of programs."""
+    """Products with one weight; others differ only in the number of programs."""
     out_size, in_size = model.projections["down"]
     weight, bias = _normal(out_size, in_size), _normal(out_size)
     for rows in batches:

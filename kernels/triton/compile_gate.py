@@ -1,8 +1,8 @@
-"""`python -m pagoda_server.kernels.triton.compile_gate`: every kernel compiled for each GPU generation.
+"""`python -m pagoda_server.kernels.triton.compile_gate` compiles every kernel for each GPU generation, without a GPU.
 
-Registers, spills, shared memory, the widest accesses and waits for matrix instructions are compared with compiled.json.
-With another release of Triton than the one named there only the rules hold: no spills, shared memory within the limit,
-matrix instructions that overlap with what follows, accesses of 16 bytes where the case does not say otherwise.
+It compares registers, spills, shared memory, the widest accesses and waits for matrix instructions with compiled.json.
+With another release of Triton than the one named there it only checks rules: no spills, shared memory within the limit,
+matrix instructions that overlap with what follows, and accesses of 16 bytes unless the case says otherwise.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`compiled` is None where `error` says why it does not compile."""
+    """A compilation's result; `compiled` is None if it failed, and `error` says why."""
 
     item: Item
     compiled: Compiled | None
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def collect(all_cases: Sequence[Case], capabilities: Sequence[int] = tuple(SHARED_LIMITS)) -> list[Item]:
-    """What the cases launch, each specialisation once: several cases may share one."""
+    """The kernels that the cases launch, each specialization once, even if several cases share it."""
     items: list[Item] = []
     for capability in capabilities:
         seen: set[str] = set()
@@ -80,12 +80,12 @@ _items: Sequence[Item] = ()
 def _compile(at: int) -> tuple[Compiled | None, str]:
     try:
         return compile_launch(_items[at].launch), ""
-    except Exception as error:  # of whatever kind: a compiler's
+    except Exception as error:  # a compiler may raise anything
         return None, f"{type(error).__name__}: {error}"
 
 
 def violations(outcomes: Sequence[Outcome]) -> list[str]:
-    """Rules that hold with every release of Triton and its assembler."""
+    """Violations of the rules that hold with every release of Triton and its assembler."""
     found = []
     for outcome in outcomes:
         name, compiled, limit = outcome.item.name, outcome.compiled, SHARED_LIMITS[outcome.item.launch.capability]
@@ -105,22 +105,22 @@ def violations(outcomes: Sequence[Outcome]) -> list[str]:
 
 def differences(rows: Rows, expected: Rows) -> list[str]:
     return [
-        f"{name}: was {expected.get(name, 'not there')}, is {rows.get(name, 'not there')}"
+        f"{name}: was {expected.get(name, 'missing')}, is {rows.get(name, 'missing')}"
         for name in sorted(rows.keys() | expected.keys())
         if rows.get(name) != expected.get(name)
     ]
 
 
 def write(rows: Rows, path: Path) -> None:
-    """One line a kernel, so that a change shows as one."""
+    """Write the table with one line for each kernel, for readable diffs."""
     lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
     path.write_text(f'{{"triton": "{triton.__version__}", "kernels": {{\n' + ",\n".join(lines) + "\n}}\n")
 
 
 def main(arguments: Sequence[str], all_cases: Sequence[Case] | None = None, table: Path = TABLE) -> int:
-    """0: everything as it should be."""
+    """Run the gate and return its exit status: 0 if no rule is violated and nothing has changed."""
     if IS_INTERPRETED:
-        print("error: TRITON_INTERPRET=1 is set, and interpreted kernels are not compiled", file=sys.stderr)
+        print("error: TRITON_INTERPRET=1 is set, which disables compilation", file=sys.stderr)
         return 2
     outcomes = compile_all(collect(cases() if all_cases is None else all_cases))
     rows = {outcome.item.name: asdict(outcome.compiled) for outcome in outcomes if outcome.compiled is not None}
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str], all_cases: Sequence[Case] | None = None, tabl
         recorded = json.loads(table.read_text())
         if recorded["triton"] == triton.__version__:
             changed = differences(rows, recorded["kernels"])
-            wrong += changed + (["--write, if the kernels were meant to change"] if changed else [])
+            wrong += changed + (["if these changes are intended, record them with --write"] if changed else [])
         else:
             print(f"{table.name} was made with Triton {recorded['triton']}, this is {triton.__version__}: rules only")
     for line in wrong:

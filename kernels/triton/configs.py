@@ -1,4 +1,4 @@
-"""Launch configurations: a table made offline for each GPU, and defaults. Nothing is tuned while serving."""
+"""Launch configurations: a table for each GPU, tuned offline, and defaults. Nothing is tuned while serving."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent / "tuned"
 
-# Triton's interpreter runs kernels on CPU tensors, with NumPy. It multiplies bfloat16 wrongly: where this is set,
-# kernels cast the operands of a product to float32.
+# Triton's interpreter runs kernels on CPU tensors, with NumPy. Its products of bfloat16 are wrong, so if this is set,
+# kernels cast the operands of products to float32.
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 Config = TypeVar("Config", bound="DataclassInstance")
@@ -27,7 +27,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def tuned(op: str, key: str, default: Config) -> Config:
-    """The configuration of `op` for shapes called `key` on this GPU; the default's fields, where the table has none.
+    """Return the configuration of `op` for the shapes `key` on this GPU, or `default` if the table has none.
 
     default  a frozen dataclass of integers
     """
@@ -50,14 +50,14 @@ _remembered: list[Any] = []
 
 
 def remembered(function: Function) -> Function:
-    """`functools.cache` for what follows from `tuned`: forgotten where configurations are tried."""
+    """`functools.cache` for functions that depend on `tuned`; `trying` clears it."""
     _remembered.append(cache(function))
     return cast(Function, _remembered[-1])
 
 
 @contextmanager
 def trying(op: str, **fields: int) -> Iterator[dict[str, dict[str, int]]]:
-    """Within the block, configurations of `op` are its defaults with these fields; yields those asked for, by key."""
+    """Give every configuration of `op` these fields within the block; yield the ones asked for, by key."""
     global _trial
     _trial = trial = _Trial(op, fields)
     _forget()
@@ -82,5 +82,5 @@ def _table() -> dict[str, dict[str, dict[str, int]]]:
 
 
 def table_path(gpu: str) -> Path:
-    """Where the table is of a GPU that CUDA calls by this name."""
+    """The path of the table for a GPU, given CUDA's name of it."""
     return FOLDER / f"{gpu.lower().replace(' ', '-')}.json"

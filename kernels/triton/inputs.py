@@ -1,6 +1,6 @@
-"""Inputs of the ops at the shapes of models that are served: to compile, tune and measure them with.
+"""Inputs of the ops, at the shapes of real models, for compiling, tuning and measuring.
 
-On the meta device they have shapes and types, and no data.
+On the meta device they have shapes and types but no data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_STOPS, MAX_BIASES = 8, 32
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """`tied`: the embedding is the head, too."""
+    """The sizes of a model; `tied`: the embedding's table is also the head's weight."""
 
     name: str
     num_layers: int
@@ -37,7 +37,7 @@ class ModelShape:
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """[out, in] of a layer's weights, and of the head."""
+        """The sizes [out, in] of a layer's weights and of the head."""
         return {
             "qkv": (self.qkv_size, self.hidden_size),
             "output": (self.hidden_size, self.num_heads * self.head_dim),
@@ -57,7 +57,7 @@ def normal(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def random_pages(model: ModelShape, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
-    """The pages of so many sequences of one length, filled to the last slot; those of float8 have scales."""
+    """The pages of `batch` sequences of length `context`, filled to the last slot; float8 pages have scales."""
     shape = (batch * -(-context // BLOCK_SIZE), BLOCK_SIZE, model.num_kv_heads, model.head_dim)
     if dtype.itemsize > 1:
         return PagedKV(*(torch.randn(shape, dtype=dtype, device=device) for _ in range(2)))
@@ -66,7 +66,7 @@ def random_pages(model: ModelShape, batch: int, context: int, dtype: torch.dtype
 
 
 def attention_plan(batch: int, context: int, query_len: int, device: torch.device) -> AttentionPlan:
-    """Sequences of one length, whose blocks lie anywhere among those of `random_pages`."""
+    """A plan for `batch` sequences of length `context` whose blocks are shuffled among those of `random_pages`."""
     blocks_each = -(-context // BLOCK_SIZE)
     return AttentionPlan(
         query_start=torch.arange(0, (batch + 1) * query_len, query_len, dtype=torch.int32, device=device),

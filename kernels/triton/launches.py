@@ -1,4 +1,4 @@
-"""What launchers launch, recorded and compiled where there is no GPU."""
+"""Records the kernels that launchers launch, and compiles them without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-# Bytes of shared memory that one block can have, by compute capability (CUDA C++ Programming Guide, table of limits).
+# The most shared memory of one block, in bytes, by compute capability (CUDA C++ Programming Guide, table of limits).
 SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 _OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion")  # what a launcher may set
@@ -28,9 +28,10 @@ _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel as Triton would compile it for one call of a launcher; `capability`: 90 for an H100.
+    """A kernel as Triton would compile it for one call of a launcher.
 
-    `identity` is the same for launches that share their compiled code.
+    capability  compute capability, 90 for an H100
+    identity    the same for launches that share compiled code
     """
 
     kernel: Any
@@ -48,13 +49,14 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """
-    registers     of a thread
-    spilled       bytes of a thread that live in device memory for want of registers
-    shared        bytes of a block
-    load, store   bytes that a thread moves with its widest access to device memory; 0: it has none
-    products      matrix instructions that run while the warps that issued them go on (compute capability 9.0 only)
-    waits         for them. As many of these as of those: ptxas lets none overlap (its warnings C7510 to C7519)
+    """The resources of a compiled kernel.
+
+    registers     per thread
+    spilled       bytes per thread in device memory for lack of registers
+    shared        bytes of shared memory per block
+    load, store   bytes that a thread moves with its widest access to device memory; 0: it has no access
+    products      asynchronous matrix instructions (compute capability 9.0 only)
+    waits         waits for them; as many as products mean that none overlap (ptxas's warnings C7510 to C7519)
     """
 
     num_warps: int
@@ -69,7 +71,7 @@ class Compiled:
 
 
 class _NoDevice:
-    """Stands in for Triton's driver: names the target that kernels are specialised for."""
+    """A stand-in for Triton's driver that names the target to specialize kernels for."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -78,14 +80,14 @@ class _NoDevice:
         return self._target
 
     def get_current_device(self) -> int:
-        return int(self._target.arch)  # what is specialised is kept by device, so each target is one
+        return int(self._target.arch)  # Triton keeps specializations by device, so each target is a device
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 def record(capability: int, call: Callable[[], object]) -> list[Launch]:
-    """What `call` launches on tensors of the meta device, in order, each specialisation once. Nothing runs."""
+    """Record what `call` launches on tensors of the meta device, in order, each specialization once. Nothing runs."""
     launches: dict[str, Launch] = {}
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
@@ -101,7 +103,7 @@ def record(capability: int, call: Callable[[], object]) -> list[Launch]:
             identity=f"{fn.module}.{fn.name} {key}",
         )
         launches.setdefault(launch.identity, launch)
-        return True  # do not compile, and so do not launch
+        return True  # skip compilation, and so the launch
 
     previous = triton.knobs.runtime.jit_cache_hook
     triton.knobs.runtime.jit_cache_hook = note
@@ -114,7 +116,7 @@ def record(capability: int, call: Callable[[], object]) -> list[Launch]:
 
 
 def compile_launch(launch: Launch) -> Compiled:
-    """Raises what Triton raises for a kernel that does not compile."""
+    """Compile a recorded launch. Raises Triton's exception if the kernel does not compile."""
     source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", launch.capability, 32), options=launch.options)
     registers, spilled = resources(compiled.asm["cubin"])
@@ -134,17 +136,17 @@ def compile_launch(launch: Launch) -> Compiled:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its that live in device memory for want of them."""
+    """Registers per thread, and bytes per thread spilled to device memory."""
     found = _RESOURCES.search(told := _cuobjdump(cubin, "-res-usage"))
     assert found, told
     registers, stack, local = (int(number) for number in found.groups())
-    # A frame may be reserved and never used: then no instruction touches local memory.
+    # A reserved frame may be unused; then no instruction accesses local memory.
     spilled = max(stack, local)
     return registers, spilled if spilled and _LOCAL_ACCESS.search(_cuobjdump(cubin, "-sass")) else 0
 
 
 def warpgroup_products(cubin: bytes) -> tuple[int, int]:
-    """Matrix instructions of warp groups, and waits for them."""
+    """The number of matrix instructions of warp groups, and of waits for them."""
     code = _cuobjdump(cubin, "-sass")
     return len(_PRODUCT.findall(code)), len(_WAIT.findall(code))
 
@@ -158,7 +160,7 @@ def _cuobjdump(cubin: bytes, what: str) -> str:
 
 
 def widest_accesses(ptx: str) -> tuple[int, int]:
-    """Bytes of the widest load from, and store to, device memory."""
+    """The bytes of the widest load from device memory and of the widest store to it."""
     widest = {"ld": 0, "st": 0}
     for kind, elements, bits in _VECTOR.findall(ptx):
         widest[kind] = max(widest[kind], int(elements or 1) * int(bits) // 8)

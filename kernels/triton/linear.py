@@ -1,4 +1,4 @@
-"""Products with whole weights on a GPU: torch's library, or a kernel of our own where it was measured to be faster."""
+"""Products with unquantized weights on a GPU: by torch, or by our kernel where measurements found it faster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagoda_server.kernels.linear import Linear
 from pagoda_server.kernels.triton.product import NO_KERNEL, Config, DefaultConfig, Weight, choose, multiply
 from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
 
-MOST_ROWS = 64  # with more, a product is bound by arithmetic, which the library has optimised
+MOST_ROWS = 64  # with more, arithmetic limits a product, and the library's is optimized
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True)
 class GatedLinear:
-    """`linear` of silu(gate) · up. Where there is a configuration for `op`, the gate is computed as rows are read.
+    """`linear` of silu(gate) · up. If `op` has a configuration, one kernel computes the gate as it reads the rows.
 
-    linear  the product of `weight` and `bias`
+    linear  the product with `weight` and `bias`, used without a configuration
     """
 
     op: str
@@ -50,15 +50,15 @@ class GatedLinear:
 
 
 def library(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
-    """The choice where nothing was measured: a kernel takes the library's place only where it was faster."""
+    """The default: use the library, which our kernel replaces only where it was measured to be faster."""
     return NO_KERNEL
 
 
 def linear_triton(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`linear`, by torch unless the table of this GPU has a configuration for the number of rows and the weight."""
+    """`linear` by torch, unless this GPU's table has a configuration for the number of rows and the weight."""
     return _Linear(Weight(weight), bias)
 
 
 def gated_linear_triton(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`gated_linear`, in one kernel where the table of this GPU has a configuration for it."""
+    """`gated_linear`, in one kernel if this GPU's table has a configuration for it."""
     return GatedLinear("gated_linear", linear_triton(weight, bias), Weight(weight), bias, library)

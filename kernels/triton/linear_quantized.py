@@ -1,4 +1,4 @@
-"""Products with weights of int8 or float8 on a GPU, widened in registers on their way to the tensor cores."""
+"""Products with int8 or float8 weights on a GPU, which are widened in registers on their way to the tensor cores."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pagoda_server.kernels.triton.linear import GatedLinear
 from pagoda_server.kernels.triton.product import NO_KERNEL, Config, Weight, choose, multiply
 
 FP8_CAPABILITY = (8, 9)
-FUSED_ROWS = 16  # every program computes the gates of all its rows: with more, once for all programs is less work
+FUSED_ROWS = 16  # every program computes the gates of its rows; with more rows, computing them once is faster
 PROGRAMS_PER_PROCESSOR = 2
 FEWEST_TILES = 4  # of a split, so that loads are in flight while it multiplies
-MOST_SPLITS = 8  # each writes sums of four bytes, which are read again
+MOST_SPLITS = 8  # each writes its sums in float32, which are read again
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class _Linear:
 
 
 def default_config(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
-    """Tiles by the number of rows; splits so that every processor has programs."""
+    """Choose tiles by the number of rows, and splits so that every processor has programs."""
     out_size, in_size = sizes
     if rows <= 32:
         inputs = 128 if in_size % 128 == 0 else 64
@@ -55,17 +55,17 @@ def _processors(device: torch.device) -> int:
 
 
 def linear_int8_weight_triton(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`linear_int8_weight`, multiplied in the dtype of the rows."""
+    """`linear_int8_weight`, multiplied in the activations' dtype."""
     return _Linear("linear_int8_weight", Weight(*quantize_to_int8(weight)), bias)
 
 
 def gated_linear_int8_weight_triton(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`gated_linear_int8_weight`, multiplied in the dtype of the rows."""
+    """`gated_linear_int8_weight`, multiplied in the activations' dtype."""
     return _gated("linear_int8_weight", Weight(*quantize_to_int8(weight)), bias)
 
 
 def linear_fp8_weight_triton(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`linear_fp8_weight`, multiplied in the dtype of the rows. Raises ValueError on a GPU without float8."""
+    """`linear_fp8_weight`, multiplied in the activations' dtype. Raises ValueError on a GPU without float8."""
     return _Linear("linear_fp8_weight", _to_fp8(weight), bias)
 
 
@@ -81,7 +81,7 @@ def _gated(op: str, weight: Weight, bias: Tensor | None) -> Linear:
 def _to_fp8(weight: Tensor) -> Weight:
     if weight.is_cuda and (capability := torch.cuda.get_device_capability(weight.device)) < FP8_CAPABILITY:
         raise ValueError(
-            "--quantization fp8 needs a GPU of compute capability 8.9 or more, and this one has "
+            "--quantization fp8 needs a GPU of compute capability 8.9 or higher; this one has "
             f"{capability[0]}.{capability[1]}; --quantization int8 runs on it"
         )
     return Weight(*quantize_to_fp8(weight))

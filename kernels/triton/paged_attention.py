@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache on a GPU: sequences that decode, then the others, by kernels of their own."""
+"""Attention over a paged KV cache on a GPU: separate kernels for sequences that decode and for all others."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pagoda_server.kernels.paged import AttentionPlan, PagedKV
 from pagoda_server.kernels.triton.paged_decode import paged_decode_triton
 from pagoda_server.kernels.triton.paged_prefill import paged_prefill_triton
 
-ALIGNMENT = 4  # int32s: where arrays that share a copy begin
+ALIGNMENT = 4  # of arrays that share a copy, in int32s
 
 
 def plan_attention_triton(
     query_start: np.ndarray, context_len: np.ndarray, block_table: np.ndarray, kv: PagedKV, sliding_window: int | None
 ) -> AttentionPlan:
-    """`plan_attention`, in one copy to the device. Only sequences before the first of several queries are decodes."""
+    """`plan_attention` with one copy to the device. Decodes are the sequences before the first with several queries."""
     arrays = (query_start, context_len, block_table)
     begins = np.cumsum([0, *(-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays)])
     packed = np.empty(begins[-1], dtype=np.int32)
@@ -39,10 +39,10 @@ def plan_attention_triton(
 
 
 def paged_attention_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
-    """`paged_attention`. The pages are contiguous; those of float8 need a GPU of compute capability 8.9.
+    """`paged_attention`. Pages must be contiguous; float8 pages need a GPU of compute capability 8.9.
 
-    What is launched depends on shapes and on the plan's numbers, not on what its tensors hold: a CUDA graph may replay
-    it with others. The rows of padding become 0.
+    The launches depend on shapes and on the plan's numbers, not on the content of its tensors, so that a CUDA graph can
+    replay them with other content. Rows of padding become 0.
     """
     q = q.contiguous()
     out = torch.empty_like(q)

@@ -1,8 +1,12 @@
-"""Attention of one query a sequence over its pages, on a GPU: contexts are split, so that every processor has work.
+"""Attention of one query per sequence over its pages, on a GPU. Contexts are split so that every processor has work.
 
-An item of work is a part of one sequence's context (parts.py) and one KV head, with all query heads that share it: a
-key is read once for them. Parts of a context are merged by a second kernel (Flash-Decoding; Dao et al., 2023); a
-context of one part is written at once.
+An item of work is a part of one sequence's context and one KV head, with all query heads that share it, so that a key
+is read once for them. A second kernel merges the parts of a context (Flash-Decoding; Dao et al., 2023); the result of a
+context with one part is written directly.
+
+Contexts are split into parts of about equal work, by the lengths on the device. A part has about one of `num_shares`
+shares of all tokens to be read, rounded up, so there are at most as many parts as shares and sequences together: the
+grid is known before the lengths are. A context's parts have equal length.
 """
 
 from __future__ import annotations
@@ -27,18 +31,18 @@ from pagoda_server.kernels.triton.attention_tile import (
     tile_dim,
 )
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED, tuned
-from pagoda_server.kernels.triton.parts import find_part, part_limit, visible_len
 
-ROWS_LIMIT = 64  # query heads of a tile; more that share a KV head have several
+ROWS_LIMIT = 64  # query heads of a tile; a KV head shared by more has several tiles
 MERGE_SPLITS = tl.constexpr(16)  # parts that are merged together
+MIN_TILES = tl.constexpr(4)  # of a part: a shorter one would not pay for its merge
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """
+    """A launch configuration.
+
     tile_keys     tokens of a tile of keys
-    items_per_sm  parts that contexts are split into, as many on average for each processor: more of them balance
-                  better, and leave more to merge
+    items_per_sm  average number of parts for each processor: more of them balance better and cost more to merge
     """
 
     tile_keys: int
@@ -48,10 +52,11 @@ class Config:
 
 
 def default_config(dim: int, itemsize: int) -> Config:
-    """Tiles of up to 8 KB of keys, and as much of values: a processor of a Hopper then has registers and room for five
-    programs or more, and all of its items run at once. Of five stages two are for the block table, which is read
-    before the pages: two tiles of each are on their way. Products are in a type of `itemsize` bytes; in float32, where
-    no matrix instruction is exact, both operands are in registers.
+    """The default for products in a type of `itemsize` bytes.
+
+    Tiles have up to 8 KB of keys and as much of values, so that a Hopper processor has registers and memory for five or
+    more programs and runs all of its items at once. Two of five stages are for the block table, which is read before
+    the pages. In float32, for which no matrix instruction is exact, both operands are in registers.
     """
     if itemsize == 4:
         return Config(tile_keys=min(max(2048 // dim, 16), 64), items_per_sm=4, num_warps=8, num_stages=5)
@@ -61,8 +66,9 @@ def default_config(dim: int, itemsize: int) -> Config:
 def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor) -> None:
     """`paged_attention` of the plan's first `num_decodes` sequences, written to the first rows of `out`.
 
-    q, out  [num_tokens, num_heads, head_dim], contiguous, as are the pages
-    The rows of padding (context 0) become 0.
+    q, out  [num_tokens, num_heads, head_dim], contiguous, like the pages
+
+    Rows of padding (context 0) become 0.
     """
     num_seqs, (_, num_heads, head_dim) = plan.num_decodes, q.shape
     group, dim = num_heads // kv.num_kv_heads, tile_dim(head_dim)
@@ -71,7 +77,7 @@ def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor
     rows = min(max(triton.next_power_of_2(group), 16), ROWS_LIMIT)
     head_tiles = kv.num_kv_heads * triton.cdiv(group, rows)
     num_shares = triton.cdiv(config.items_per_sm * _num_sms(q.device), head_tiles)
-    num_items = num_seqs + num_shares  # no more than that: each sequence has at most one part that is not full
+    num_items = num_seqs + num_shares  # an upper bound: each sequence has at most one part that is not full
     partial = torch.empty(num_items, num_heads, head_dim, dtype=torch.float32, device=q.device)
     weight = torch.empty(num_items, num_heads, dtype=torch.float32, device=q.device)
     splitting = {
@@ -112,8 +118,50 @@ def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor
 
 @cache
 def _num_sms(device: torch.device) -> int:
-    """One where there is no GPU: the interpreter runs programs one by one."""
+    """The number of processors; 1 without a GPU, since the interpreter runs programs one by one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit
+def visible_len(context_len_ptr, seq, num_seqs, WINDOW: tl.constexpr):
+    """The number of tokens that a sequence's query sees; 0 beyond the last sequence."""
+    num_keys = tl.load(context_len_ptr + seq, mask=seq < num_seqs, other=0)
+    return tl.minimum(num_keys, WINDOW) if WINDOW else num_keys
+
+
+@triton.jit
+def part_limit(context_len_ptr, num_seqs, num_shares, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """The most tokens of a part, a multiple of TILE: one share of all tokens to be read."""
+    num_keys = 0
+    # Summing vectors across the loop would hide the alignment of the addresses below from Triton.
+    for first in range(0, num_seqs, SEQS):
+        num_keys += tl.sum(visible_len(context_len_ptr, first + tl.arange(0, SEQS), num_seqs, WINDOW), axis=0)
+    share = tl.cdiv(num_keys, num_shares)
+    return tl.maximum(tl.cdiv(share, TILE), MIN_TILES) * TILE
+
+
+@triton.jit
+def find_part(item, context_len_ptr, num_seqs, num_shares, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """An item's sequence, first and last token (exclusive) and number of parts; no work: sequence num_seqs."""
+    limit = part_limit(context_len_ptr, num_seqs, num_shares, WINDOW, TILE)
+    seq, first_item, num_items = (
+        0,
+        0,
+        0,
+    )  # sequences whose items all come before this one, their items, and all items so far
+    for first in range(0, num_seqs, SEQS):
+        splits = tl.cdiv(visible_len(context_len_ptr, first + tl.arange(0, SEQS), num_seqs, WINDOW), limit)
+        ends = num_items + tl.cumsum(splits, axis=0)
+        seq += tl.sum((ends <= item).to(tl.int32), axis=0)
+        first_item = tl.maximum(first_item, tl.max(tl.where(ends <= item, ends, 0), axis=0))
+        num_items += tl.sum(splits, axis=0)
+    seq = tl.minimum(seq, num_seqs)
+    context = tl.load(context_len_ptr + seq, mask=seq < num_seqs, other=0)
+    num_keys = visible_len(context_len_ptr, seq, num_seqs, WINDOW)
+    num_splits = tl.cdiv(num_keys, limit)
+    length = tl.cdiv(tl.cdiv(num_keys, tl.maximum(num_splits, 1)), TILE) * TILE
+    begin = context - num_keys + (item - first_item) * length
+    return seq, begin, tl.minimum(begin + length, context), num_splits
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_shares", "table_stride"], do_not_specialize_on_alignment=METADATA)
@@ -197,7 +245,7 @@ def _merge_splits(
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One query head of a sequence: its parts, each by its share of the weights. `weight`: log2 of their sums."""
+    """Merge one query head's parts, weighted by their sums of softmax weights; `weight` holds log2 of these sums."""
     head = tl.program_id(0)
     seq = tl.program_id(1)
     num_heads = tl.num_programs(0)

@@ -1,7 +1,7 @@
 """Attention of chunks of several queries over their pages, on a GPU.
 
-A tile's rows are queries times the query heads of a KV head: a chunk of few queries still fills one. Keys that no row
-of a tile sees are skipped; only tiles of keys that some rows see, at the diagonal and at a window's edge, are masked.
+A tile's rows are queries times the query heads of a KV head, so that even a chunk of few queries fills one. Keys that
+no row of a tile sees are skipped. Tiles of keys are masked only at the diagonal and at a window's edge.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pagoda_server.kernels.triton.configs import IS_INTERPRETED, tuned
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Rows (queries times heads) and keys of a tile."""
+    """A launch configuration: a tile's rows (queries times heads) and keys."""
 
     tile_rows: int
     tile_keys: int
@@ -37,17 +37,17 @@ class Config:
 
 
 def default_config(dim: int, itemsize: int, page_itemsize: int, capability: int) -> Config:
-    """For products in a type of `itemsize` bytes, with as many keys as registers hold.
+    """The default for products in a type of `itemsize` bytes, with as many keys as registers hold.
 
-    capability  90 for an H100: from there on matrix instructions take their operands from shared memory
+    capability  90 for an H100; from there on matrix instructions take their operands from shared memory
 
-    Of five stages two are for the block table, which is read before the pages. In float32, where no matrix instruction
-    is exact, operands are in registers too.
+    Two of five stages are for the block table, which is read before the pages. In float32, for which no matrix
+    instruction is exact, operands are in registers too.
     """
     if itemsize == 4:
         return Config(tile_rows=16, tile_keys=16, num_warps=8, num_stages=3)
     if capability >= 90:
-        stages = 4 if page_itemsize == 1 and capability >= 100 else 5  # one more would spill what it widens
+        stages = 4 if page_itemsize == 1 and capability >= 100 else 5  # a fifth would spill widened values
         return Config(tile_rows=128, tile_keys=min(8192 // dim, 128), num_warps=8, num_stages=stages)
     return Config(tile_rows=128 if dim <= 128 else 64, tile_keys=min(4096 // dim, 64), num_warps=8, num_stages=5)
 
@@ -57,17 +57,18 @@ def _capability() -> int:
 
 
 def paged_prefill_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor) -> None:
-    """`paged_attention` of all sequences but the plan's first `num_decodes`, written to their rows of `out`.
+    """`paged_attention` of all sequences after the plan's first `num_decodes`, written to their rows of `out`.
 
-    q, out  [num_tokens, num_heads, head_dim], contiguous, as are the pages
-    The rows of padding (context 0) become 0.
+    q, out  [num_tokens, num_heads, head_dim], contiguous, like the pages
+
+    Rows of padding (context 0) become 0.
     """
     num_tokens, num_heads, head_dim = q.shape
     group, dim = num_heads // kv.num_kv_heads, tile_dim(head_dim)
     key = f"{kv.dtype} {head_dim} {group}".removeprefix("torch.")
     config = tuned("paged_prefill", key, default_config(dim, q.dtype.itemsize, kv.dtype.itemsize, _capability()))
     num_seqs = len(plan.context_len) - plan.num_decodes
-    # No more than that: each sequence has at most one tile that is not full.
+    # An upper bound: each sequence has at most one tile that is not full.
     num_tiles = (num_tokens - plan.num_decodes) * group // config.tile_rows + num_seqs
     _attend_chunks[(num_tiles, kv.num_kv_heads)](
         q,
@@ -124,11 +125,11 @@ def _attend_chunks(
     TILE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    # The later tiles of a sequence have more keys: they go first, so that what ends the launch is short.
+    # A sequence's later tiles have more keys. They go first, so that the launch ends with short ones.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
 
-    # Sequence i has the tiles from (query_start[i] - query_start[0]) * GROUP // ROWS + i on: room for all it needs.
+    # Sequence i's tiles start at (query_start[i] - query_start[0]) * GROUP // ROWS + i, which leaves room for all.
     origin = tl.load(query_start_ptr + first_seq)
     seq = -1
     for first in range(0, num_seqs, SEQS):
@@ -151,11 +152,11 @@ def _attend_chunks(
     if UPCAST:
         q = q.to(tl.float32)
 
-    # Positions in the sequence of each row's query, of the first row's and of the last row's.
+    # The positions in the sequence of each row's query, of the first row's and of the last row's.
     position = context - num_tokens + row // GROUP
     first_position = context - num_tokens + first_row // GROUP
     last_position = context - num_tokens + tl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
-    # Some row sees the keys from `begin` to `end`.
+    # The keys from `begin` to `end` are seen by some row.
     begin = 0
     end = tl.maximum(last_position + 1, 0)
     if WINDOW:
@@ -165,7 +166,7 @@ def _attend_chunks(
     attended = tl.zeros([ROWS, DIM], dtype=tl.float32)
     top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
-    # One loop, whose body asks whether it has to mask: of several, ptxas would let no two products overlap.
+    # One loop that tests whether to mask: with several loops, ptxas would not let products overlap.
     for start in range(begin, end, TILE):
         key = start + tl.arange(0, TILE)
         is_key = key < end
@@ -173,7 +174,7 @@ def _attend_chunks(
         scores = score_tile(q, token, is_key, keys_ptr, key_scales_ptr, HEAD_DIM, DIM)
         if start + TILE > first_position + 1:
             scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-        if WINDOW:  # noqa: SIM102  it is known when this is compiled, and the other is not
+        if WINDOW:  # noqa: SIM102  this condition is known at compile time, the other is not
             if start <= last_position - WINDOW:
                 scores = tl.where(key[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
         attended, top, total = attend_tile(

@@ -1,8 +1,8 @@
 """Products of a few rows with a large weight on a GPU, as fast as the weight can be read.
 
-The weight is the left operand and the rows the right one: tensor cores take 64 outputs and as few as 16 rows at once,
-and a quantized weight goes from the registers where it was widened straight into the product. Where outputs are too few
-to occupy the GPU, the input is split; partial sums are added up in order, so that a result depends on nothing else.
+The weight is the left operand and the rows are the right one: tensor cores take 64 outputs and as few as 16 rows at
+once, and a quantized weight goes from the registers where it was widened directly into the product. If outputs are too
+few to occupy the GPU, the input is split; partial sums are added in a fixed order, so that results are reproducible.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ REDUCED = 1024  # sums that a program adds up
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """
-    rows     of x a program multiplies, a power of two from 16
-    outputs  and inputs of a tile of the weight
-    splits   of the input, each for programs of its own
+    """A launch configuration.
+
+    rows             rows of x that a program multiplies, a power of two from 16
+    outputs, inputs  of a tile of the weight
+    splits           of the input, each with its own programs
     """
 
     rows: int
@@ -39,9 +40,10 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """
+    """A weight, quantized or not.
+
     values  [out, in], contiguous, of any dtype that widens to that of the rows
-    scales  [out] float32, what the values are multiplied by; None: they are the weight
+    scales  [out] float32, factors of the values; None: the values are the weight
     """
 
     values: Tensor
@@ -53,20 +55,20 @@ class Weight:
         return self.values.shape[0], self.values.shape[1]
 
 
-NO_KERNEL = Config(rows=0, outputs=0, inputs=0, splits=0, num_warps=0, num_stages=0)  # something else is faster
+NO_KERNEL = Config(rows=0, outputs=0, inputs=0, splits=0, num_warps=0, num_stages=0)  # another implementation is faster
 LARGEST_BUCKET = 1024
 
-# Of a bucket of rows, (out, in) and the device.
+# Takes a bucket of rows, (out, in) and the device.
 DefaultConfig = Callable[[int, tuple[int, int], torch.device], Config]
 
 
 def choose(op: str, x: Tensor, weight: Weight, default: DefaultConfig) -> Config:
-    """What the table has for the rows and the weight, or the default."""
+    """The table's configuration for the number of rows and the weight, or the default."""
     return _choose(op, bucket(len(x)), weight.sizes, x.dtype, x.device, default)
 
 
 def bucket(rows: int) -> int:
-    """The rows at which a configuration is measured, for batches up to that many: 1, or a power of two from 16."""
+    """The number of rows at which a configuration for `rows` is measured: 1, or the next power of two from 16."""
     return 1 if rows <= 1 else min(max(triton.next_power_of_2(rows), 16), LARGEST_BUCKET)
 
 
@@ -82,7 +84,7 @@ def _choose(
 def multiply(x: Tensor, weight: Weight, bias: Tensor | None, config: Config, *, is_gated: bool = False) -> Tensor:
     """x · weightᵀ + bias, accumulated in float32.
 
-    x       [rows, in]; [rows, 2 * in] if it is gated first, as by `silu_and_mul`
+    x       [rows, in]; if gated [rows, 2 * in], to which `silu_and_mul` is applied first
     bias    [out], x's dtype, or None
     return  [rows, out], x's dtype
     """
@@ -139,11 +141,11 @@ def _multiply(
     IS_GATED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """sums [splits, rows, out]. Rows vary fastest: those of one tile of the weight find it in the cache."""
+    """Write sums [splits, rows, out]. Rows vary fastest, so that programs share a tile of the weight in the cache."""
     split = tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    # Beyond the last row and output the last is read again, so that loads need no mask; it is not stored.
+    # Beyond the last row and output the last one is read again, so that loads need no mask; it is not stored.
     read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
     read_output = tl.minimum(output, out_size - 1).to(tl.int64)
     x_width = 2 * in_size if IS_GATED else in_size
@@ -166,8 +168,8 @@ def _multiply(
         else:
             weight = weight.to(x.dtype)
         if scales_ptr is not None:
-            # Multiplied here: that awaits the product. Triton 3.6 else widens the next weights into registers that a
-            # product under way still reads (triton-lang/triton#9433).
+            # Scaling here waits for the product. Without that, Triton 3.6 widens the next weights into registers that a
+            # running product still reads (triton-lang/triton#9433).
             sums += tl.dot(weight, tl.trans(x), input_precision="ieee") * scale
         else:
             sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
@@ -187,7 +189,7 @@ def _load(places, inputs, in_size, IS_EVEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size"])
 def _add_up(sums_ptr, bias_ptr, out_ptr, size, out_size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """sums [SPLITS, size] to out [size]."""
+    """Sum [SPLITS, size] over the splits into out [size]."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     total = tl.zeros((BLOCK,), dtype=tl.float32)

@@ -1,4 +1,4 @@
-"""Root mean square normalisation on a GPU: a row a program, read once and kept in registers."""
+"""Root mean square normalization on a GPU: each program reads one row once and keeps it in registers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Config:
 
 
 def default_config(size: int) -> Config:
-    """Eight elements a thread: as many loads in flight as a row allows, each of 16 bytes."""
+    """Eight elements a thread, so that loads have 16 bytes and as many as possible are in flight."""
     return Config(num_warps=min(max(triton.next_power_of_2(size) // 256, 1), 16))
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """`rms_norm` and the addition in one pass. `residual` is contiguous."""
+    """`rms_norm` and the addition in one pass. `residual` must be contiguous."""
     size = x.shape[-1]
     rows = x.reshape(-1, size)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

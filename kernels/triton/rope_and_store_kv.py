@@ -1,4 +1,4 @@
-"""Norms of heads, rotary embedding and the write to the pages on a GPU: some heads of one token a program."""
+"""Norms of heads, rotary embedding and the write to the pages on a GPU; a program handles several heads of a token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Config:
 
 
 def default_config(head_dim: int) -> Config:
-    """About 1024 dimensions a program, eight of each half a thread: loads of 16 bytes."""
+    """About 1024 dimensions a program, and eight of each half a thread, so that loads have 16 bytes."""
     block = triton.next_power_of_2(head_dim)
     heads = max(1024 // block, 1)
     return Config(heads=heads, num_warps=max(heads * block // 512, 1))
@@ -31,7 +31,7 @@ def default_config(head_dim: int) -> Config:
 def rope_and_store_kv_triton(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
 ) -> Tensor:
-    """`rope_and_store_kv` in one pass, after another one for norms over all heads at once. The pages are contiguous."""
+    """`rope_and_store_kv` in one pass, after another for norms over all heads at once. Pages must be contiguous."""
     if norms is not None and (len(norms.query), len(norms.key)) != (kv.head_dim, kv.head_dim):
         qkv, norms = norms.apply(qkv, kv.num_kv_heads, rms_norm_triton), None
     num_tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv.num_kv_heads
@@ -122,7 +122,7 @@ def _rope_and_store_kv(
 
 @triton.jit
 def _load(ptr, head, inside, dim, HEAD_DIM: tl.constexpr):
-    """Both halves of heads, in float32."""
+    """Load both halves of heads, in float32."""
     inside = inside & (dim < HEAD_DIM // 2)
     places = ptr + head * HEAD_DIM + dim
     first = tl.load(places, mask=inside, other=0.0)
@@ -150,12 +150,12 @@ def _rotate(first, second, cos_ptr, sin_ptr, token, dim, dtype: tl.constexpr, HE
     cos = tl.load(cos_ptr + places, mask=dim < HEAD_DIM // 2, other=0.0)
     sin = tl.load(sin_ptr + places, mask=dim < HEAD_DIM // 2, other=0.0)
     first, second = first * cos - second * sin, second * cos + first * sin
-    return first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)  # what is quantized is rounded, too
+    return first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)  # rounded even if it is quantized next
 
 
 @triton.jit
 def _quantize(first, second, scale_ptr, is_stored, FP8_MAX: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """`quantize_heads`; stores the scales, returns the values in float32."""
+    """`quantize_heads`: store the scales and return the values in float32."""
     greatest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1, keep_dims=True)
     scale = greatest / FP8_MAX
     scale = tl.where(scale == 0, 1.0, scale)
@@ -168,7 +168,7 @@ def _quantize(first, second, scale_ptr, is_stored, FP8_MAX: tl.constexpr, IS_INT
 
 @triton.jit
 def _round_to_float8(x):
-    """The interpreter's own conversion loses the carry of a mantissa that is rounded up to the next power of two."""
+    """Round to float8: the interpreter's own conversion loses the carry of a mantissa that rounds up."""
     power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^exponent
     shift = tl.maximum(power, 2.0**-6) * (1.5 * 2**20)  # the last place of x + shift is that of x in float8
     return (x + shift) - shift

@@ -1,4 +1,4 @@
-"""The gated activation on a GPU: a stretch of a row a program."""
+"""The gated activation on a GPU; a program handles a part of a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a call takes on the GPU, when what it reads is not in the cache already."""
+"""Measures how long a call takes on the GPU when its inputs are not cached."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Protocol
 
 import torch
 
-COLD_BYTES = 256_000_000  # several times the level-2 cache of any GPU here
+COLD_BYTES = 256_000_000  # several times the level-2 cache of any supported GPU
 MAX_COPIES = 32
-MIN_CALLS = 16  # of a graph, so that the gaps between its replays do not count
+MIN_CALLS = 16  # in a graph, so that gaps between replays are negligible
 WARM_UP_S = 0.05  # clocks rise while a GPU works
 REPLAYS = 9
 
 
 class Timer(Protocol):
-    """Microseconds of one call: a median. The calls are alike, each with buffers of its own, and are made in turns."""
+    """Returns the median microseconds of a call. The calls are alike, have separate buffers, and are made in turn."""
 
     def __call__(self, calls: Sequence[Callable[[], object]]) -> float: ...
 
 
 def num_copies(num_bytes: int) -> int:
-    """Sets of buffers that calls must rotate through so that each finds the cache without its own."""
+    """How many sets of buffers calls must rotate through so that none finds its own in the cache."""
     return min(MAX_COPIES, max(1, -(-COLD_BYTES // max(1, num_bytes))))
 
 
 def cuda_timer(calls: Sequence[Callable[[], object]]) -> float:
-    """By events around replays of a CUDA graph, as the calls are made when a model decodes.
+    """Time calls by events around replays of a CUDA graph, which is how a decoding model makes them.
 
-    Calls that cannot be captured, because they wait for the GPU, are timed one after the other as they come.
+    Calls that cannot be captured, because they wait for the GPU, are timed without a graph.
     """
     rounds = -(-MIN_CALLS // len(calls))
     for call in calls:
@@ -44,7 +44,7 @@ def cuda_timer(calls: Sequence[Callable[[], object]]) -> float:
                     call()
         run: Callable[[], object] = graph.replay
     except RuntimeError:
-        torch.cuda.set_stream(torch.cuda.default_stream())  # a capture that fails leaves its own behind
+        torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its stream current
         torch.cuda.synchronize()
 
         def run() -> None:
@@ -60,7 +60,7 @@ def cuda_timer(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def host_timer(calls: Sequence[Callable[[], object]]) -> float:
-    """Where there is no GPU, so that what is measured on one can be rehearsed: one call, on the host's clock."""
+    """Time one call on the host's clock, to rehearse measurements without a GPU."""
     started = time.perf_counter()
     calls[0]()
     return 1e6 * (time.perf_counter() - started)

@@ -1,7 +1,7 @@
-"""`python -m pagoda_server.kernels.triton.tune [FILE]`: measures launch configurations on a GPU.
+"""`python -m pagoda_server.kernels.triton.tune [FILE]` tunes launch configurations on a GPU.
 
-From an op's default, one field after the other is halved and doubled, and what is faster is kept, until nothing is. A
-configuration that does not compile, or whose result is another, is passed over.
+It starts with an op's default, halves and doubles one field after another, and keeps what is faster, until nothing is.
+It skips configurations that do not compile or that change the result.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pagoda_server.kernels.triton.timing import Timer, cuda_timer
 from pagoda_server.kernels.triton.tuning_spaces import Call, Space, spaces
 
 LIMIT_S = 330.0
-WORTH_IT = 0.97  # of the time before: less of a gain may be noise
+WORTH_IT = 0.97  # of the time before: a smaller gain may be noise
 MAX_ROUNDS = 2
-TOLERANCE = 2e-2  # of results: configurations differ in the order of their sums
+TOLERANCE = 2e-2  # relative: configurations sum in different orders
 
 Fields = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`fields` is None where nothing was faster than the default. Times are summed over the workloads."""
+    """The best configuration; `fields` is None if the default is. Times are summed over the workloads."""
 
     op: str
     key: str
@@ -62,7 +62,7 @@ def tune(space: Space, timer: Timer) -> Found:
             with trying(space.op, **fields):
                 result = space.result()
             return _time(space, workloads, fields, timer) if _is_same(result, expected) else math.inf
-        except Exception:  # of whatever kind: it cannot be launched like this
+        except Exception:  # of any kind: this configuration cannot be launched
             return math.inf
 
     launches_none = not any(default.values())
@@ -80,14 +80,14 @@ def tune(space: Space, timer: Timer) -> Found:
 
 
 def neighbours(fields: Fields, name: str) -> Iterator[Fields]:
-    """With one field changed. Sizes are powers of two; stages of a pipeline are counted one by one."""
+    """Yield configurations with one field changed. Sizes are powers of two; pipeline stages change by one."""
     value = fields[name]
     steps = (value - 1, value + 1) if name == "num_stages" else (value // 2, value * 2)
     return ({**fields, name: step} for step in steps if step > 0)
 
 
 def tune_all(every: Iterable[Space], timer: Timer, limit_s: float) -> Iterator[Found]:
-    """As far as the time reaches."""
+    """Tune spaces in order until the time is used up."""
     started = time.monotonic()
     for space in every:
         if time.monotonic() - started > limit_s:
@@ -95,7 +95,7 @@ def tune_all(every: Iterable[Space], timer: Timer, limit_s: float) -> Iterator[F
             return
         try:
             yield tune(space, timer)
-        except Exception as failure:  # of one op: the others may be better off
+        except Exception as failure:  # of one op; go on with the others
             print(f"{space.op} cannot be tuned: {type(failure).__name__}: {failure}", file=sys.stderr)
 
 
@@ -126,7 +126,9 @@ def main(arguments: Sequence[str]) -> None:
     for one in tune_all(spaces(torch.device("cuda")), cuda_timer, LIMIT_S):
         found.append(one)
         print(one, flush=True)
-        path.write_text(json.dumps(table(found, gpu), indent=1) + "\n")  # each time: a GPU's fault ends everything
+        path.write_text(
+            json.dumps(table(found, gpu), indent=1) + "\n"
+        )  # every time, since a GPU fault ends the process
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is tuned: every op that has configurations, at the shapes of models that are served, in order of importance."""
+"""The ops to tune, at the shapes of real models, in order of importance."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from pagoda_server.kernels.triton.timing import num_copies
 Call: TypeAlias = Callable[[], object]
 Prepare: TypeAlias = Callable[[Tensor, Tensor | None], Linear]
 
-Shapes: TypeAlias = Sequence[tuple[int, int, int]]  # batch, context, and queries of each sequence
+Shapes: TypeAlias = Sequence[tuple[int, int, int]]  # batch, context, queries of each sequence
 
 DECODES: Shapes = ((64, 1024, 1), (1, 4096, 1))
 PREFILLS: Shapes = ((1, 4096, 4096), (1, 8192, 1024))
 BATCHES = (1, 16, 32, 64)  # rows that a product is tuned for
-ROWS = (64, 8192)  # and what works row by row: as when decoding, and as with long prompts
+ROWS = (64, 8192)  # that ops on single rows are tuned for: decodes, and long prompts
 DRAWS = 128  # rows that are sampled together
 EPS = 1e-5
 
@@ -55,9 +55,9 @@ EPS = 1e-5
 class Space:
     """An op at one shape.
 
-    workloads  for each size that matters, calls that are alike, on buffers of their own; all ask for one configuration
-    result     of a call, to compare configurations by
-    start      fields to begin from, where the default is to launch no kernel of ours
+    workloads  for each size that matters, equal calls on separate buffers; all use one configuration
+    result     of one call, by which configurations are compared
+    start      fields to start from if the default launches no kernel of ours
     """
 
     op: str
@@ -67,7 +67,7 @@ class Space:
 
 
 def spaces(device: torch.device, models: Sequence[ModelShape] = (LLAMA_8B, LLAMA_1B, SMOLLM2)) -> Iterator[Space]:
-    """One at a time: each has its tensors on the device."""
+    """Yield spaces one at a time, since each has its tensors on the device."""
     bfloat16, float8 = torch.bfloat16, torch.float8_e4m3fn
     for model in models:
         yield decode_space(model, bfloat16, device)
@@ -86,12 +86,12 @@ def spaces(device: torch.device, models: Sequence[ModelShape] = (LLAMA_8B, LLAMA
 
 
 def decode_space(model: ModelShape, kv_dtype: torch.dtype, device: torch.device, shapes: Shapes = DECODES) -> Space:
-    """A large batch, where bandwidth counts, and one long context, where every processor must have a part of it."""
+    """A large batch, which tests bandwidth, and one long context, which must be split among all processors."""
     return _attention_space("paged_decode", model, kv_dtype, shapes, device)
 
 
 def prefill_space(model: ModelShape, kv_dtype: torch.dtype, device: torch.device, shapes: Shapes = PREFILLS) -> Space:
-    """A prompt, and a chunk after others of its prompt."""
+    """A whole prompt, and a later chunk of a prompt."""
     return _attention_space("paged_prefill", model, kv_dtype, shapes, device)
 
 
@@ -113,7 +113,7 @@ def _attention_space(op: str, model: ModelShape, kv_dtype: torch.dtype, shapes: 
 
 
 def sampling_space(vocab: int, device: torch.device, draws: int = DRAWS) -> Space:
-    """A batch that draws with top-k and top-p, and a single greedy row."""
+    """A batch drawn with top-k and top-p, and a single greedy row."""
     calls, tokens = [], []
     for batch, temperature, top_k, top_p in ((draws, 0.8, 50, 0.95), (1, 0.0, 0, 1.0)):
         numbers = torch.arange(batch, dtype=torch.int32, device=device)
@@ -166,7 +166,7 @@ def product_spaces(
     device: torch.device,
     batches: Sequence[int] = BATCHES,
 ) -> Iterator[Space]:
-    """Every weight of a model, for every batch that a kernel of ours might be faster at."""
+    """Every weight of a model, with every batch for which our kernel might be faster."""
     for name, (out_size, in_size) in model.projections.items():
         is_gated = name == "down"
         copies = num_copies(2 * out_size * in_size)

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 import grpc
 
 from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
-from pagoda_server.channel import shm_socket
+from pagoda_server.channel import shm
 from pagoda_server.channel.address import HAS_SHM, is_shm
 from pagoda_server.channel.link import MAX_MESSAGE_BYTES, Link
 from pagoda_server.router.errors import ConfigError
@@ -48,7 +48,7 @@ class ShmTransport:
         self._address = address
 
     async def connect(self) -> EngineLink:
-        return await shm_socket.connect(self._address, engine_pb2.EngineMessage.FromString)
+        return await shm.connect(self._address, engine_pb2.EngineMessage.FromString)
 
     async def close(self) -> None:
         """Do nothing: no state outlives a link."""

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from pagoda_server.channel.address import host_of, is_local, is_unix
-from pagoda_server.channel.grpc_port import KEEPALIVE_OPTIONS, GrpcPort
+from pagoda_server.channel.listening import KEEPALIVE_OPTIONS, GrpcPort
 from pagoda_server.router.errors import ConfigError, to_status
 from pagoda_server.settings import ServeConfig
 

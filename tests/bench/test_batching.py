@@ -1,4 +1,4 @@
-"""The four loops: the same tokens from all, and what tells them apart, read from the record of their steps."""
+"""The four loops: equal tokens from all, and the differences between their recorded steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from bench.batching.experiment import compare
 from bench.batching.loops import MODES, Mode, Model
 from bench.batching.recording import Recording, Work, record
 from bench.workloads import Request, Workload, long_tail, uniform
+from pagoda_server.engine.core import sequence as core
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence
+from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from pagoda_server.engine.scheduling.scheduler import Scheduler
@@ -33,12 +35,12 @@ def recorded(mode: Mode, size: int = 4, workload: Workload = TAIL, num_blocks: i
     recording, seqs = record(synthetic_runner(num_blocks, 16), workload, mode, size, count)
     assert counted["tokens"] == recording.run.output_tokens == workload.output_tokens
     for seq, request in zip(seqs, workload.requests, strict=True):
-        assert seq.tokens[seq.prompt_len :] == expected_tokens(request.prompt, request.output_len, VOCAB_SIZE)
+        assert seq.tokens[seq.request.prompt_len :] == expected_tokens(request.prompt, request.output_len, VOCAB_SIZE)
     return recording
 
 
 def requests(*lengths: tuple[int, int]) -> Workload:
-    """Of these prompt and output lengths."""
+    """Requests with these prompt and output lengths."""
     return Workload(
         "", [Request(random_prompt(prompt, seed=at), output) for at, (prompt, output) in enumerate(lengths)]
     )
@@ -64,8 +66,8 @@ def test_a_real_model_generates_the_same_tokens_in_every_mode(folder: Path, mode
     workload = requests((3, 20), (40, 20), (1, 9), (17, 1), (25, 12), (8, 15))
     _, seqs = record(runner, workload, mode, 4, lambda tokens: None)
     for seq in seqs:
-        alone = ShuffledBlocks(runner).sequence(seq.tokens[: seq.prompt_len], seq.output_len)
-        assert seq.tokens[seq.prompt_len :] == generate(runner, alone, seq.params.max_tokens, 512)
+        alone = ShuffledBlocks(runner).sequence(seq.tokens[: seq.request.prompt_len], seq.output_len)
+        assert seq.tokens[seq.request.prompt_len :] == generate(runner, alone, seq.params.max_tokens, 512)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_the_continuous_loop_takes_the_steps_of_the_engines_scheduler() -> None:
     )
     for id, request in enumerate(workload.requests):
         params = SamplingParams(max_tokens=request.output_len)
-        scheduler.add(Sequence(id, list(request.prompt), len(request.prompt), params, 0.0, float("inf")))
+        scheduler.add(Sequence(id, list(request.prompt), core.Request(len(request.prompt)), params))
     expected = []
     while not (plan := scheduler.schedule()).is_empty:
         expected.append({chunk.seq.id: chunk.length for chunk in plan.chunks})
@@ -117,7 +119,7 @@ def test_the_continuous_loop_takes_the_steps_of_the_engines_scheduler() -> None:
             found.append({chunk.seq.id: chunk.length for chunk in chunks})
 
     seqs = [
-        Sequence(id, list(request.prompt), len(request.prompt), SamplingParams(), 0.0, float("inf"),
+        Sequence(id, list(request.prompt), core.Request(len(request.prompt)), SamplingParams(),
                  max_len=len(request.prompt) + request.output_len)
         for id, request in enumerate(workload.requests)
     ]  # fmt: skip
@@ -133,7 +135,7 @@ def test_every_block_comes_back(mode: Mode) -> None:
         def stepped(self, running: list[Sequence], chunks: list[Chunk], served: list[Sequence]) -> None: ...
 
     model = Model(synthetic_runner(64, 16), Watch())
-    seqs = [Sequence(id, [id], 1, SamplingParams(), 0.0, float("inf"), max_len=3 + id) for id in range(5)]
+    seqs = [Sequence(id, [id], core.Request(1), SamplingParams(), max_len=3 + id) for id in range(5)]
     MODES[mode](model, seqs, 2)
     assert model.pool.num_available == 64
 

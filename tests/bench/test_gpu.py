@@ -1,4 +1,4 @@
-"""The GPU benchmark, rehearsed: every part on the CPU, kernels interpreted, at tiny shapes."""
+"""A rehearsal of the GPU benchmark: every part on the CPU, with interpreted kernels and tiny shapes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ import torch
 
 from bench.gpu import checks
 from bench.gpu.__main__ import LEAST_S, LIMIT_S, run, seconds_for
-from bench.gpu.idle import busy
-from bench.gpu.parts import PARTS
 from bench.gpu.random_model import write_model
 from bench.gpu.rows import Bar, Bench, Ceilings, Row, Work, measure
-from bench.gpu.worker import Settings
+from bench.gpu.step import busy
+from bench.gpu.worker import PARTS, Settings
 from pagoda_server.checkpoints import resolve
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels.triton.inputs import ModelShape
@@ -106,7 +105,7 @@ def test_tests_are_told_of_by_file_and_those_that_the_limit_cuts_off_are_missed(
     assert broken.error == "its import: ModuleNotFoundError: No module named 'nothing_of_that_name'"
     assert (some.rate, some.met, some.figures) == (3.0, False, {"failed": 1.0, "skipped": 1.0})
     assert some.error == "test_bad: AssertionError: sums"
-    assert all.error == "what is missing here had not run after 5 s"
+    assert all.error == "tests missing here had not run after 5 s"
 
 
 def test_a_pytest_that_does_not_work_is_told_of(tmp_path: Path) -> None:

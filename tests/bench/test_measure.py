@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from bench import report
-from bench.kv_watch import kv_use
+from bench.driver import kv_use
 from bench.measure import PROMPT_RATE, KVUse, RequestTimes, Run, Spread, Targets, Turns
 from pagoda.v1 import control_pb2
 
@@ -87,14 +87,14 @@ def test_a_workload_of_prompts_compares_prompt_tokens() -> None:
     assert throughput.headings[1] == "prompt tok/s"
     assert [row[1:3] for row in throughput.rows] == [["1024", "–"], ["256", "4.00"]]
     assert best.rows == [["ours", "4.00", "theirs in 1 of 1 turns"]]
-    assert [row[2] for row in latency.rows] == ["–", "–"]  # one token a request: nothing lies between two
+    assert [row[2] for row in latency.rows] == ["–", "–"]  # one token per request has no gap
 
 
-def test_kv_use_is_of_the_samples_with_sequences_at_work() -> None:
+def test_kv_use_counts_only_samples_with_running_sequences() -> None:
     samples = [
-        control_pb2.Load(blocks_total=100),
-        control_pb2.Load(blocks_total=100, blocks_referenced=10, kv_slots_unused=16),
-        control_pb2.Load(blocks_total=100, blocks_referenced=30, kv_slots_unused=48),
+        control_pb2.EngineLoad(blocks_total=100),
+        control_pb2.EngineLoad(blocks_total=100, blocks_referenced=10, kv_slots_unused=16),
+        control_pb2.EngineLoad(blocks_total=100, blocks_referenced=30, kv_slots_unused=48),
     ]
     assert kv_use(samples, block_size=16) == KVUse(pytest.approx(0.2), pytest.approx(0.3), pytest.approx(64 / 640))
     assert kv_use(samples[:1], block_size=16) is None

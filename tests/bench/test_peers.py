@@ -1,4 +1,4 @@
-"""Peers as far as they can be had here: transformers with a tiny model, llama-server's protocol, worker processes."""
+"""Peers without their programs: transformers with a tiny model, a fake llama-server, worker processes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 import torch
 from gguf.quants import dequantize
 
-from bench.errors import BenchError
-from bench.gguf_files import copied_gguf
+from bench import BenchError
 from bench.measure import RequestTimes
 from bench.peers import llama_server, transformers_continuous, transformers_static
+from bench.peers.gguf_files import copied_gguf
 from bench.peers.peer import Arrivals, Peer, PeerRun, PeerSettings
 from bench.peers.process import peer_process
 from bench.peers.registry import PEERS
@@ -76,7 +76,7 @@ def test_a_peer_that_cannot_start_says_why(settings: PeerSettings) -> None:
 
 
 FAKE_LLAMA_SERVER = '''#!{python}
-"""Speaks what llama-server does, one step a millisecond; a character of two tokens comes with the second one."""
+"""A fake llama-server with steps of 1 ms; it sends a character of two tokens with the second one."""
 import json, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -185,5 +185,7 @@ def test_a_copy_has_the_same_metadata_and_rounded_matrices(
         else:
             is_embedding = tensor.name in ("token_embd.weight", "output.weight")
             assert copy.tensor_type.name == (embedding if is_embedding else matrices)
-            allowed = error * np.abs(exact).max(axis=-1, keepdims=True)  # of a row's largest, which bounds its groups'
+            allowed = error * np.abs(exact).max(
+                axis=-1, keepdims=True
+            )  # relative to a row's largest value, which bounds those of its groups
             assert np.all(np.abs(dequantize(copy.data, copy.tensor_type) - exact) <= allowed)

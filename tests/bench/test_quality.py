@@ -1,4 +1,4 @@
-"""What `quality` reports, against figures made by hand and by transformers."""
+"""The figures of `quality`, compared with figures made by hand and by transformers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import tokenizers
 import torch
 from torch.nn import functional
 
+from bench import BenchError
 from bench.__main__ import TEXT, main
-from bench.errors import BenchError
 from bench.quality import (
     CONTINUATION_LEN,
     NUM_CONTINUATIONS,
@@ -89,7 +89,7 @@ def test_a_model_agrees_with_itself(runner: ModelRunner) -> None:
 
 
 def test_figures_are_those_computed_by_hand() -> None:
-    """Two positions of a vocabulary of two: the base says ¾, ¼ each time; the other ½, ½ and then ¼, ¾."""
+    """Two positions of a vocabulary of two: the base predicts ¾, ¼ twice; the other predicts ½, ½, then ¼, ¾."""
     targets = torch.tensor([0, 0])
     base = Reading(torch.tensor([[0.75, 0.25], [0.75, 0.25]]).log(), targets, [[1, 2, 3, 4], [5, 6]])
     other = Reading(torch.tensor([[0.5, 0.5], [0.25, 0.75]]).log(), targets, [[1, 2, 9, 4], [5, 6]])
@@ -101,7 +101,7 @@ def test_figures_are_those_computed_by_hand() -> None:
     first = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
     second = 0.75 * math.log(0.75 / 0.25) + 0.25 * math.log(0.25 / 0.75)
     assert found.kl_nats == pytest.approx((first + second) / 2)
-    assert found.agreement == 0.5  # of two equals the first is the likeliest, as for the sampler
+    assert found.agreement == 0.5  # of two equal probabilities the first counts, as in the sampler
     assert found.identical == 1
     assert found.mean_common == (2 + 2) / 2
 

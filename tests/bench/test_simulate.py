@@ -1,4 +1,4 @@
-"""The simulator: runs whose times can be computed by hand, every request's one end, and the same figures for a seed."""
+"""The simulator: times computed by hand, one end per request, and the same figures for the same seed."""
 
 from __future__ import annotations
 

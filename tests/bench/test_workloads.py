@@ -49,7 +49,7 @@ def test_poisson_arrives_at_the_rate_that_was_asked_for() -> None:
     gaps = np.diff(arrivals)
     assert arrivals == sorted(arrivals)
     assert gaps.mean() == pytest.approx(0.2, rel=0.06)
-    assert gaps.std() == pytest.approx(0.2, rel=0.08)  # exponential: as spread as it is long
+    assert gaps.std() == pytest.approx(0.2, rel=0.08)  # exponential: its deviation equals its mean
 
 
 def test_rag_sends_short_requests_one_by_one_beside_long_prompts() -> None:

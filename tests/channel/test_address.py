@@ -1,4 +1,4 @@
-"""Addresses: what is one, and who can reach it."""
+"""Addresses: which are valid, and which only this machine can reach."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from pagoda_server.channel.address import check_address, is_local
         ("shm:@", "has no path"),
     ],
 )
-def test_what_is_no_address_is_told_why(address: str, complaint: str) -> None:
+def test_an_invalid_address_is_refused_with_the_reason(address: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         check_address(address, can_be_shm=True, lowest_port=0)
 
 
-def test_a_transport_or_port_that_has_no_place_here_is_refused() -> None:
+def test_a_transport_or_port_that_is_not_allowed_here_is_refused() -> None:
     with pytest.raises(ValueError, match="'shm:@x' is not unix:PATH or HOST:PORT"):
         check_address("shm:@x", can_be_shm=False, lowest_port=0)
     with pytest.raises(ValueError, match="a port is from 1 to 65535"):
@@ -40,7 +40,7 @@ def test_a_transport_or_port_that_has_no_place_here_is_refused() -> None:
 @pytest.mark.parametrize(
     "address", ["127.0.0.1:0", "[::1]:65535", "my_engine.local:50052", "unix:relative/path", "shm:@name", "shm:/path"]
 )
-def test_an_address_of_each_kind_is_taken(address: str) -> None:
+def test_an_address_of_each_kind_is_accepted(address: str) -> None:
     check_address(address, can_be_shm=True, lowest_port=0)
 
 
@@ -60,5 +60,5 @@ def test_an_address_of_each_kind_is_taken(address: str) -> None:
         ("10.0.0.1:1", False),
     ],
 )
-def test_only_what_cannot_leave_the_machine_is_local(address: str, expected: bool) -> None:
+def test_only_an_address_that_cannot_leave_the_machine_is_local(address: str, expected: bool) -> None:
     assert is_local(address) == expected

@@ -1,4 +1,4 @@
-"""The ring against a queue of bytes: any sizes, any order, wrap-around, full, and a peer that counts wrong."""
+"""The ring against a queue of bytes: any sizes and order, wrap-around, a full ring, and a peer that miscounts."""
 
 from __future__ import annotations
 

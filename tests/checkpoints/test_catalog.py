@@ -1,4 +1,4 @@
-"""What a user may call a model."""
+"""The names that a user may give a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pagoda_server.checkpoints import (
     verify,
 )
 from pagoda_server.checkpoints.cache import Cache
-from pagoda_server.checkpoints.dequantized import dequantized
+from pagoda_server.checkpoints.grouped_weights import dequantized
 from tests.checkpoints.tiny_gguf import tiny_model
 
 
@@ -101,7 +101,7 @@ def test_an_imported_file_can_be_called_by_its_folders_name(own_cache: Path, tmp
     assert resolve(folder.name) == folder
 
 
-def test_the_list_shows_what_is_imported_and_what_would_be(own_cache: Path, tmp_path: Path) -> None:
+def test_the_list_shows_imported_models_and_those_that_first_use_imports(own_cache: Path, tmp_path: Path) -> None:
     default, synthetic = list_models()
     assert default == AvailableModel(DEFAULT_MODEL, "llama", folder=None, size_bytes=None)
     assert synthetic == AvailableModel("synthetic", "synthetic", folder=None, size_bytes=None)
@@ -188,22 +188,20 @@ def test_a_broken_local_configuration_is_named(content: str, own_cache: Path, tm
         resolve(str(folder))
 
 
-def test_an_unknown_name_lists_what_would_be_known(own_cache: Path) -> None:
+def test_the_error_for_an_unknown_name_lists_the_valid_ones(own_cache: Path) -> None:
     with pytest.raises(CheckpointError, match=f"no model 'unheard-of': give {DEFAULT_MODEL}, synthetic, a folder"):
         resolve("unheard-of")
 
 
 @pytest.mark.parametrize("model", ["x" * 5000, "~no-such-user/model", "a\0b"])
-def test_what_can_be_no_path_is_one_clear_error(own_cache: Path, model: str) -> None:
+def test_a_name_that_cannot_be_a_path_is_one_clear_error(own_cache: Path, model: str) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be read|there is no model") as caught:
         resolve(model)
     assert len(str(caught.value)) < 500
 
 
-def test_a_folder_that_may_not_be_looked_into_is_one_clear_error(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def is_dir(path: Path) -> bool:  # as of a folder under one that this user may not enter; root may
+def test_a_folder_without_permission_is_one_clear_error(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_dir(path: Path) -> bool:  # a parent folder that this user may not enter; faked because root may
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "is_dir", is_dir)
@@ -216,7 +214,9 @@ def test_a_hub_name_without_a_network_is_a_clear_error(own_cache: Path, tmp_path
     command = [sys.executable, "-m", "pagoda_server.checkpoints", "some-org/some-model"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    assert result.stderr.startswith("error: some-org/some-model is no folder here and could not be had")
+    assert result.stderr.startswith(
+        "error: some-org/some-model is not a folder here, and the Hugging Face Hub did not provide it"
+    )
     assert result.stderr.count("\n") == 1
 
 
@@ -227,5 +227,6 @@ def test_the_command_prints_the_folder_alone_on_standard_output(own_cache: Path)
 
 
 def test_importing_the_package_loads_no_torch_and_no_numpy() -> None:
-    code = "import sys, checkpoints; assert not {'torch', 'numpy', 'gguf', 'transformers'} & sys.modules.keys()"
+    heavy = "{'torch', 'numpy', 'gguf', 'transformers'}"
+    code = f"import sys, pagoda_server.checkpoints; assert not {heavy} & sys.modules.keys()"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Vocabularies of GGUF files as tokenizers."""
+"""Conversion of GGUF vocabularies to tokenizers."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_every_token_that_ends_a_turn_ends_generation_the_files_own_first(tmp_pa
 UNUSABLE = {
     "'bert' vocabulary; supported: gpt2, llama": {"model": "bert"},
     "splits words as 'martian'; supported: default, gpt-2": {"pre": "martian"},
-    "does not fit together": {"merges": ["x nonsense"]},
+    "inconsistent vocabulary": {"merges": ["x nonsense"]},
     "264 tokens but 1 token types": {"token_type": [1]},
     "its eos token is 9999": {"eos_token_id": 9999},
     "tokens but embeddings for 400": {"tokens": [str(i) for i in range(401)], "token_type": [1] * 401},
@@ -140,7 +140,7 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sentencepiece_tokens(text: str) -> list[str]:
-    """The definition: join the neighbours that make the best piece, leftmost first, until none do; then bytes."""
+    """The definition: join the neighbours that make the best piece, leftmost first, until none do; then use bytes."""
     parts = list("▁" + text.replace(" ", "▁"))
     score = {piece: -i for i, piece in enumerate(PIECES)}
     while candidates := [i for i in range(len(parts) - 1) if parts[i] + parts[i + 1] in score]:

@@ -1,4 +1,4 @@
-"""GGUF weights and configuration against the model they were made from."""
+"""GGUF weights and configurations against the models they were made from."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pagoda_server.checkpoints import CheckpointError
-from pagoda_server.checkpoints.dequantized import write_dequantized
 from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.gguf_weights import to_bfloat16
+from pagoda_server.checkpoints.grouped_weights import write_dequantized
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.kernels import Int4Weight
 from tests.checkpoints.tiny_gguf import MODELS, TinyModel, gguf_tensors, tiny_model
@@ -181,20 +181,20 @@ def with_metadata(**metadata: object) -> TinyModel:
 
 UNUSABLE = {
     "lacks 1 of .* first blk.1.ffn_up.weight": with_tensor("blk.1.ffn_up.weight", None),
-    "1 tensors foreign .* first blk.0.mystery.weight": with_tensor("blk.0.mystery.weight", np.zeros(4, np.float32)),
+    "1 tensors unknown .* first blk.0.mystery.weight": with_tensor("blk.0.mystery.weight", np.zeros(4, np.float32)),
     "no tensor token_embd.weight": with_tensor("token_embd.weight", None),
     "blk.0.ffn_norm.weight has values that are not finite": with_tensor(
         "blk.0.ffn_norm.weight", np.full(64, np.nan, np.float32)
     ),
     "attn_q.weight has 62 rows, not 4 heads of 16": with_tensor("blk.0.attn_q.weight", np.zeros((62, 64), np.float32)),
-    "frequency factors that are not those of Llama 3": with_tensor("rope_freqs.weight", np.full(8, 2.0, np.float32)),
+    "frequency factors that differ": with_tensor("rope_freqs.weight", np.full(8, 2.0, np.float32)),
     "mixture of experts": with_metadata(llama__expert_count=8),
     "rope.dimension_count is 8": with_metadata(llama__rope__dimension_count=8),
     "rotary frequencies by 'longrope'": with_metadata(
         llama__rope__scaling__type="longrope", llama__rope__scaling__factor=4.0
     ),
-    "no metadata named llama.block_count": with_metadata(llama__block_count=None),
-    "a str under llama.block_count, not a int": with_metadata(llama__block_count="two"),
+    "no metadata field llama.block_count": with_metadata(llama__block_count=None),
+    "metadata field llama.block_count is a str, not a int": with_metadata(llama__block_count="two"),
 }
 
 
@@ -225,7 +225,7 @@ def test_an_unsupported_quantisation_is_named(tmp_path: Path) -> None:
     kind_at = file_bytes.index(name) + len(name) + 4 + 2 * 8  # after the number of dimensions and two sizes
     file_bytes[kind_at : kind_at + 4] = int(gguf.GGMLQuantizationType.I32).to_bytes(4, "little")
     path.write_bytes(file_bytes)
-    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_v\.weight is quantised as I32"):
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_v\.weight is quantized as I32"):
         import_gguf(path, tmp_path, no_progress)
 
 

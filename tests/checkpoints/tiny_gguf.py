@@ -62,7 +62,7 @@ WORDS = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w")]
 
 @dataclass
 class TinyModel:
-    """metadata and tensors may be changed before `write`: None leaves an entry out."""
+    """A model to write as a GGUF file. Tests may change metadata and tensors first; None removes an entry."""
 
     family: str
     model: torch.nn.Module
@@ -94,7 +94,7 @@ def tiny_model(family: str, seed: int = 0, **config: object) -> TinyModel:
     config_class, model_class = MODELS[family]
     model = model_class(config_class(**(SIZES | config)))
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms too, or a swap of two would go unseen
+        for parameter in model.parameters():  # biases and norms too, or swapping two of them would go unnoticed
             parameter.normal_(0.0, 0.05)
     return TinyModel(family, model.eval())
 
@@ -121,7 +121,7 @@ def gguf_tensors(family: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 def interleave(values: np.ndarray, heads: int) -> np.ndarray:
-    """The order of rows in which a llama GGUF keeps Q and K: first half and second half of a head take turns."""
+    """The order of Q's and K's rows in a llama GGUF, where rows of a head's two halves alternate."""
     by_half = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
     return np.ascontiguousarray(by_half.swapaxes(1, 2).reshape(values.shape))
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from pagoda.v1 import control_pb2_grpc, inference_pb2_grpc, trace_pb2
 from pagoda_server.cli.__main__ import app
 from pagoda_server.cli.trace_timeline import Doing, Timeline, timelines, trace_document
-from pagoda_server.engine.serving.trace_codec import trace_messages
+from pagoda_server.engine.serving.codec import trace_messages
 from tests.end_to_end.asking import ask, request
 from tests.engine.harness import SteppedEngine
 from tests.servers import Server, running_server
@@ -108,9 +108,9 @@ def test_a_preempted_sequence_waits_between_two_runs() -> None:
     timeline = engine.timeline()
     for track, ended in zip(timeline.tracks, engine.ended.values(), strict=True):
         doing = [span.doing for span in track.spans]
-        if ended.seq.preemptions:
+        if ended.seq.account.preemptions:
             waited = sum(span.end_s - span.start_s for span in track.spans if span.doing is Doing.PREEMPTED)
-            assert waited == ended.seq.preempted_s
+            assert waited == ended.seq.account.preempted_s
         assert doing[-1] is Doing.DECODE
     assert any(span.doing is Doing.PREEMPTED for track in timeline.tracks for span in track.spans)
 

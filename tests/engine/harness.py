@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol, TypedDict, Unpack
 
-from pagoda_server.engine.core.output import Ended
-from pagoda_server.engine.core.sequence import Sampled, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Ended, Sampled, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool, chain_root
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo
@@ -23,7 +23,7 @@ VOCAB_SIZE = 258
 def synthetic_runner(
     num_blocks: int, block_size: int, lookahead: int = 0, num_host_blocks: int = 0, copy_s: float = 0.0
 ) -> SyntheticRunner:
-    """copy_s: of a block to or from host memory, if there is any."""
+    """Make a synthetic runner. Copying a block to or from host memory takes `copy_s`."""
     spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, element_bytes=4, block_size=block_size)
     info = RunnerInfo(
         model="synthetic",
@@ -44,13 +44,13 @@ def synthetic_runner(
 
 
 class WrongContent(BaseException):
-    """No Exception: a step that fails is computed again, which must not hide this."""
+    """Not an Exception, because a step that fails is computed again, and that must not hide this."""
 
 
 class ContentCheckingRunner(SyntheticRunner):
-    """Before it computes a chunk, looks at every slot of its context: each must hold what its sequence's tokens give.
+    """Checks every slot of a chunk's context before it computes it: each must hold what the sequence's tokens give.
 
-    is_misled  a step was not computed, and what follows it is worth nothing before it is computed again
+    is_misled  a step was not computed, so later steps are void until it is computed again
     """
 
     def __init__(self, info: RunnerInfo, lookahead: int, copy_s: float) -> None:
@@ -102,7 +102,7 @@ class Rules(TypedDict, total=False):
 
 class TakesTime(Protocol):
     def of(self, plan: StepPlan) -> float:
-        """Seconds that a step takes."""
+        """Return the seconds that a step takes."""
 
 
 class SteppedEngine:
@@ -124,8 +124,8 @@ class SteppedEngine:
         copy_s: float = 0.0,
     ) -> None:
         """
-        step_time  of a step in simulated time; None: a second passes after each step, which takes none
-        copy_s     of a block to or from host memory
+        step_time  how long a step takes in simulated time; None: no time, and a second passes between steps
+        copy_s     how long a copy of a block to or from host memory takes
         """
         self.now = 0.0
         self.step_time = step_time
@@ -158,33 +158,27 @@ class SteppedEngine:
     def add_siblings(
         self, count: int, prompt: list[int], max_tokens: int = 8, **rules: Unpack[Rules]
     ) -> list[Sequence]:
-        """The sequences of one request."""
+        """Add a request of several sequences."""
         params = SamplingParams(
             max_tokens=max_tokens,
             stop_token_ids=rules.get("stop_token_ids", frozenset()),
             min_tokens=rules.get("min_tokens", 0),
         )
         tokens = [*prompt, *rules.get("output", [])]
-        ids = [next(self._ids) for _ in range(count)]
-        seqs = [
-            Sequence(
-                id=id,
-                tokens=list(tokens),
-                prompt_len=len(prompt),
-                params=params,
-                arrived=self.now,
-                age_s=rules.get("age_s", 0.0),
-                deadline=self.now + rules.get("timeout_s", math.inf),
-                priority=rules.get("priority", 0),
-                tenant=rules.get("tenant", ""),
-                ttft_s=rules.get("ttft_s", math.inf),
-                tpot_s=rules.get("tpot_s", math.inf),
-                cache_root=chain_root(rules.get("salt", "")),
-                bypass_cache=rules.get("bypass", False),
-                request=ids[0] if count > 1 else None,
-            )
-            for id in ids
-        ]
+        request = Request(
+            len(prompt),
+            arrived=self.now,
+            deadline=self.now + rules.get("timeout_s", math.inf),
+            age_s=rules.get("age_s", 0.0),
+            priority=rules.get("priority", 0),
+            tenant=rules.get("tenant", ""),
+            ttft_s=rules.get("ttft_s", math.inf),
+            tpot_s=rules.get("tpot_s", math.inf),
+            cache_root=chain_root(rules.get("salt", "")),
+            bypass_cache=rules.get("bypass", False),
+            shares_prompt=count > 1,
+        )
+        seqs = [Sequence(next(self._ids), list(tokens), request, params) for _ in range(count)]
         for seq in seqs:
             self.outputs[seq.id] = []
             self.arrived_with[seq.id] = seq.num_tokens
@@ -211,7 +205,7 @@ class SteppedEngine:
         return plan
 
     def run(self, limit: int = 10_000) -> int:
-        """Steps until nothing is left to do; the number of steps."""
+        """Step until nothing is left to do; return the number of steps."""
         for count in range(limit):
             was_busy = len(self.steps) > 0
             if self.step().is_empty and not was_busy:
@@ -219,9 +213,9 @@ class SteppedEngine:
         raise AssertionError(f"still at work after {limit} steps")
 
     def expected(self, seq: Sequence) -> list[int]:
-        """What it is to be told."""
+        """Return the tokens that a sequence must generate."""
         count = self.arrived_with[seq.id]
-        return expected_tokens(seq.tokens[:count], seq.prompt_len + seq.params.max_tokens - count, VOCAB_SIZE)
+        return expected_tokens(seq.tokens[:count], seq.request.prompt_len + seq.params.max_tokens - count, VOCAB_SIZE)
 
     def _take_output(self) -> None:
         output = self.scheduler.take_output()

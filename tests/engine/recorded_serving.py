@@ -1,6 +1,6 @@
-"""Prints what serving would compile that starting has not: with TRITON_INTERPRET=0, python -m with this module.
+"""Print the kernels that serving would compile and starting has not. Run it as a module with TRITON_INTERPRET=0.
 
-Kernels are recorded as they would be compiled for a GPU, and not run: what a step "chooses" is what lies in memory.
+Kernels are recorded as they would be compiled for a GPU, and not run: a step "chooses" whatever lies in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS = (
 
 
 def start(runner: DeviceRunner) -> None:
-    """What a runner does on a GPU before the first request comes."""
+    """Do what a runner does on a GPU before the first request."""
     runner.warm_up(int(SETTINGS["token_budget"]))  # type: ignore[call-overload]
     with torch.inference_mode():
         runner._decodes.send([], [], runner._most)
@@ -39,7 +39,7 @@ def start(runner: DeviceRunner) -> None:
 
 
 def serve(runner: DeviceRunner) -> None:
-    """Every kind of request, alone and together, and two that share a prompt's blocks."""
+    """Serve every kind of request, alone and together, and two that share a prompt's blocks."""
     served = Served(runner, 36)
     shared = random_prompt(11, seed=99)
     for _ in range(2):

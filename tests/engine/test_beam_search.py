@@ -1,4 +1,4 @@
-"""Beam search as transformers has it, in float32: the router's search on the runners of a CPU and of a device."""
+"""Beam search in the router gives the results of transformers in float32, on the runners of a CPU and of a device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ THEIRS: dict[int, bool | str] = {
 class Model:
     """
     folder    where it is saved
-    expected  hypotheses and their scores of each of the `cases`, by transformers
+    expected  transformers' hypotheses and scores for each of the `cases`
     """
 
     folder: Path
@@ -66,7 +66,7 @@ def theirs_of(model: Any, submit: engine_pb2.Submit) -> tuple[list[list[int]], l
 
 
 def cases() -> Iterator[engine_pb2.Submit]:
-    """The ids that end a beam leave some searches none and others many ends."""
+    """With these ids some beams never end and others end often."""
     combinations = itertools.product((2, 3, 4, 5), (-0.5, 1.0, 2.0), EARLY_STOPPING)
     for at, (width, penalty, early_stopping) in enumerate(combinations):
         yield engine_pb2.Submit(

@@ -13,7 +13,7 @@ def chain(*blocks: list[int], salt: str = "") -> list[bytes]:
 
 
 def published(pool: BlockPool, hashes: list[bytes]) -> list[int]:
-    """Blocks with these contents, already released: cached and evictable."""
+    """Return blocks with these contents that are released: cached and evictable."""
     blocks = pool.allocate(len(hashes))
     for block, block_hash in zip(blocks, hashes, strict=True):
         pool.publish(block, block_hash)

@@ -7,7 +7,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 from pagoda_server.engine.core.sequence import SamplingParams, Sequence
-from pagoda_server.engine.serving.codec import sequence_from_submit
+from pagoda_server.engine.serving.codec import sequences_from_submit
 from pagoda_server.settings.sampling import PARAMETERS
 
 FOR_THE_ROUTER = {"n"}
@@ -15,7 +15,8 @@ FOR_THE_ROUTER = {"n"}
 
 def received(sampling: inference_pb2.Sampling, index: int = 0) -> Sequence:
     submit = engine_pb2.Submit(prompt=[1, 2], sampling=sampling, max_tokens=16)
-    return sequence_from_submit(submit, index, id=0, now=0.0)
+    (seq,) = sequences_from_submit(submit, {index: 0}, now=0.0)
+    return seq
 
 
 def test_every_number_of_the_protocol_is_a_parameter_and_reaches_the_engine() -> None:

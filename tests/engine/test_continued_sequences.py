@@ -1,4 +1,4 @@
-"""Sequences that arrive with output and go on from there, as each step of a beam search does."""
+"""Sequences that arrive with output and continue it, as in each step of a beam search."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_neither_prompt_nor_output_is_counted_again() -> None:
     assert after.service - before.service == 2, "one token of output"
     counters = engine.scheduler.counters
     assert (counters.prompt_tokens, counters.cached_tokens, counters.output_tokens) == (32, 0, 2)
-    assert second.cached_tokens == 32
+    assert second.account.cached_tokens == 32
 
 
 @pytest.mark.parametrize("block_size", [2, 4, 16])
@@ -88,7 +88,7 @@ def test_its_age_is_its_place_in_line(policy: PolicyName) -> None:
 
 
 def test_its_next_token_is_due_after_those_that_it_has() -> None:
-    """By its first token alone it would be late, and wait behind everything that is not."""
+    """If only its first token counted, it would be late and wait behind all sequences that are not."""
     engine = SteppedEngine(max_num_seqs=1, policy="deadline")
     running = engine.add(prompt(5), 3)
     engine.step()

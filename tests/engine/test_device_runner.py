@@ -1,6 +1,6 @@
-"""The runner of a device, which computes one step ahead of who reads.
+"""The runner of a device computes one step ahead of the step that is read.
 
-With the reference kernels on the CPU; on a GPU, with its own (`make test-gpu`).
+These tests use the reference kernels on a CPU, and the GPU's own on a GPU (`make test-gpu`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagoda_server.engine.core.output import Ended
-from pagoda_server.engine.core.sequence import (
-    EndReason,
-    Sampled,
-    SamplingParams,
-    Sequence,
-    StepPlan,
-    TokenLogprobs,
-    TokenMask,
-)
+from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence, TokenMask
+from pagoda_server.engine.core.step import Ended, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.steps_in_flight import Launched, Runner, StepsInFlight
 from pagoda_server.engine.runners.cuda import DeviceRunner
@@ -58,7 +50,7 @@ def device_runner(folder: Path, backend: str = BACKEND, **settings: object) -> D
 
 
 class Served:
-    """A scheduler and a runner, stepped as the loop does, as far ahead as the runner allows."""
+    """A scheduler and a runner, stepped like the loop, as far ahead as the runner allows."""
 
     def __init__(
         self,
@@ -87,7 +79,7 @@ class Served:
 
     def add(self, prompt: list[int], params: SamplingParams, mask: TokenMask | None = None) -> Sequence:
         tokens = list(prompt)
-        seq = Sequence(next(self._ids), tokens, len(prompt), params, arrived=0.0, deadline=math.inf, token_mask=mask)
+        seq = Sequence(next(self._ids), tokens, Request(len(prompt)), params, token_mask=mask)
         self.scheduler.add(seq)
         return seq
 
@@ -113,7 +105,7 @@ class Served:
 
 
 def launched_ahead(runner: Runner) -> set[int]:
-    """A set that gathers the ids of sequences that are launched while their last token is not known."""
+    """Gather the ids of sequences that are launched while their last token is pending."""
     ahead: set[int] = set()
     launch = runner.launch
 
@@ -138,7 +130,7 @@ PARAMS = [
 
 
 def ask(served: Served, count: int, max_tokens: int = 100) -> list[Sequence]:
-    """Of many kinds; each for as many tokens as its parameters say, but not above `max_tokens`."""
+    """Make requests of many kinds; each ends by its own parameters, after `max_tokens` at most."""
     seqs = []
     for at, params in zip(range(count), itertools.cycle(PARAMS)):
         limited = replace(params, max_tokens=min(params.max_tokens, max_tokens))
@@ -148,11 +140,11 @@ def ask(served: Served, count: int, max_tokens: int = 100) -> list[Sequence]:
 
 
 def outputs(seqs: Iterable[Sequence]) -> list[list[int]]:
-    return [seq.tokens[seq.prompt_len :] for seq in seqs]
+    return [seq.tokens[seq.request.prompt_len :] for seq in seqs]
 
 
 def one_by_one(folder: Path, count: int, max_tokens: int = 100) -> list[list[int]]:
-    """What the plain runner generates for the same requests, one step at a time, with room for everything."""
+    """Return what the plain runner generates for the same requests, one step at a time, with room for all."""
     runner = load_runner(folder, max_num_seqs=6, token_budget=19, max_model_len=120)
     served = Served(runner, runner.info.num_blocks)
     seqs = ask(served, count, max_tokens)
@@ -213,7 +205,7 @@ def test_steps_that_fail_once_change_no_token(llama: Path) -> None:
 
 
 def test_many_that_need_more_than_their_row_start_in_one_step(llama: Path) -> None:
-    """What is sent for each of them takes turns in the same memory of the host."""
+    """Their parameters are sent in turns from the same host memory."""
     params = SamplingParams(max_tokens=6, temperature=0.7, frequency_penalty=0.3)
     found = []
     for runner in (device_runner(llama), load_runner(llama, max_num_seqs=6, token_budget=19, max_model_len=120)):
@@ -241,9 +233,9 @@ def test_a_sequence_whose_mask_depends_on_its_tokens_waits_for_its_last_token_an
         served.run()
         assert ahead == ({seqs[3].id} if runner.lookahead else set()), "only this one is computed ahead"
         for seq, mask in zip(seqs, masks, strict=False):
-            last = seq.tokens[seq.prompt_len - 1 :]
+            last = seq.tokens[seq.request.prompt_len - 1 :]
             assert all(abs(after - before) == 1 for before, after in itertools.pairwise(last))
-            assert mask.asked == [seq.prompt_len + at for at in range(12)]
+            assert mask.asked == [seq.request.prompt_len + at for at in range(12)]
         found.append(outputs(seqs))
     assert found[0] == found[1]
 

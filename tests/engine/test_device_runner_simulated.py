@@ -1,6 +1,6 @@
-"""The runner of a device on a simulated card, which computes as late as it may, or at once.
+"""The runner of a device on a simulated GPU, which computes as late as it may, or at once.
 
-The tests of both run there. Kernels are the reference's, but where a test says that they are Triton's.
+Tests run on both. Kernels are the reference's, except where a test asks for Triton's.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from bench.gpu.parts import PARTS
 from bench.gpu.rows import Bench, Ceilings
+from bench.gpu.worker import PARTS
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.sequence import SamplingParams, StepPlan
+from pagoda_server.engine.core.sequence import SamplingParams
+from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.engine.runners import load, loaded_model
 from pagoda_server.engine.runners.cuda.outcomes import DeviceStep
 from pagoda_server.kernels import Backend, HeadNorms, PagedKV, load_backend
@@ -30,8 +31,8 @@ from tests.engine import test_device_runner
 from tests.engine.test_device_runner import *  # noqa: F403
 from tests.engine.test_device_runner import PARAMS, Served, ask, device_runner, one_by_one, outputs
 from tests.engine.test_host_memory import (
-    test_steps_that_fail_once_change_no_token_of_who_is_loaded,  # noqa: F401
-    test_who_is_loaded_again_generates_what_an_undisturbed_run_does,  # noqa: F401
+    test_a_loaded_sequence_generates_what_an_undisturbed_run_does,  # noqa: F401
+    test_steps_that_fail_once_change_no_token_of_a_loaded_sequence,  # noqa: F401
 )
 from tests.engine.test_on_gpu import (
     test_a_cache_that_the_device_cannot_hold_names_the_flag,  # noqa: F401
@@ -61,7 +62,7 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def launched_reference(device: SimulatedCuda) -> Backend:
-    """The reference, whose ops look at their inputs, as if each were a kernel: faster than Triton's interpreter."""
+    """The reference ops, treated as kernels of the simulated GPU: faster than Triton's interpreter."""
     reference = load_backend("reference")
 
     def queries(
@@ -123,7 +124,7 @@ def test_weights_and_pages_of_8_bits_serve_in_graphs(qwen3: Path) -> None:
     assert [len(tokens) for tokens in outputs(seqs)] == [3, 3]
 
 
-def test_blocks_go_to_host_memory_and_come_back_while_nobody_waits(qwen3: Path) -> None:
+def test_blocks_go_to_host_memory_and_come_back_without_a_wait(qwen3: Path) -> None:
     runner = device_runner(qwen3, host_kv_gb=1e-4)
     assert runner._host is not None
     for kv in runner._cache:
@@ -153,7 +154,7 @@ def test_the_default_model_starts_on_a_card_of_two_gigabytes_and_answers(
     served = Served(runner, 40, block_size=runner.info.kv_cache.block_size)
     seq = served.add(tokenizer.encode(question, add_special_tokens=False).ids, SamplingParams(max_tokens=10))
     served.run()
-    assert "Stockholm" in tokenizer.decode(seq.tokens[seq.prompt_len :])
+    assert "Stockholm" in tokenizer.decode(seq.tokens[seq.request.prompt_len :])
 
 
 def test_a_fault_that_the_card_keeps_ends_the_engine_and_not_one_request_after_the_other(
@@ -166,7 +167,7 @@ def test_a_fault_that_the_card_keeps_ends_the_engine_and_not_one_request_after_t
     cuda.is_broken = True
     with pytest.raises(RuntimeError, match="illegal memory access"):
         served.run()
-    assert not served.ended, "nobody was at fault"
+    assert not served.ended, "no sequence was at fault"
 
 
 def test_memory_that_runs_out_beside_torch_names_the_flags_too(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +182,7 @@ def test_memory_that_runs_out_beside_torch_names_the_flags_too(llama: Path, monk
 def test_what_sequences_start_with_is_sent_while_the_step_before_is_computed(
     llama: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More of it than there is room for at once would make the host wait for that step."""
+    """If the step needed more than one send has room for, the host would wait for that step."""
     runner = device_runner(llama)
     served = Served(runner, 60)
     served.add(random_prompt(3, seed=9), SamplingParams(max_tokens=60))

@@ -1,4 +1,4 @@
-"""Free blocks are handed out side by side as far as there are such; none is lost or handed out twice."""
+"""Free blocks are handed out side by side where possible; none is lost or handed out twice."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.kv.free_blocks import FreeBlocks
+from pagoda_server.engine.kv.blocks import BlockPool, FreeBlocks
 from tests.engine.test_blocks import chain, published
 
 
@@ -25,7 +24,7 @@ def test_sequences_that_grow_in_turns_have_stretches_of_neighbours() -> None:
     assert [num_runs(table) for table in tables] == [1] * 8, "32 tokens lie together"
 
 
-def test_the_rest_of_a_stretch_is_kept_from_nobody() -> None:
+def test_any_sequence_may_take_the_rest_of_a_stretch() -> None:
     pool = BlockPool(16, 4)
     first, second = pool.allocate(1), pool.allocate(1)
     assert second[0] // 8 != first[0] // 8

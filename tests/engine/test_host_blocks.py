@@ -1,10 +1,11 @@
-"""What preempted sequences have computed comes back, from their old blocks or from the host, and changes no token."""
+"""Preempted sequences get back what they computed, from their old blocks or from the host, and no token changes."""
 
 from __future__ import annotations
 
 import pytest
 
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, State, StepPlan
+from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence, State
+from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.kv.prefix_cache import Prefix
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
@@ -23,7 +24,7 @@ def crowded(host_blocks: int, **settings: object) -> tuple[SteppedEngine, list[S
 
 
 def preempt(engine: SteppedEngine, seq: Sequence) -> None:
-    """Whatever else runs."""
+    """Preempt a sequence, whatever else runs."""
     assert seq.state is State.RUNNING
     engine.scheduler._preempt(seq)
     engine.scheduler.check_integrity()
@@ -31,15 +32,15 @@ def preempt(engine: SteppedEngine, seq: Sequence) -> None:
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_who_was_preempted_computes_nothing_again(prefix_caching: bool, lookahead: int) -> None:
+def test_a_preempted_sequence_computes_nothing_again(prefix_caching: bool, lookahead: int) -> None:
     engine, seqs = crowded(40, prefix_caching=prefix_caching, lookahead=lookahead)
     engine.run()
     counters, host = engine.scheduler.counters, engine.scheduler.host.load()
     assert counters.preemptions > 0
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in seqs)
     assert counters.recomputed_tokens <= lookahead * counters.preemptions, "what the step in flight computed is lost"
-    assert host.loaded_tokens == sum(seq.loaded_tokens for seq in seqs) > 0
-    assert sum(seq.saved_tokens for seq in seqs) == host.saved_tokens >= host.loaded_tokens
+    assert host.loaded_tokens == sum(seq.account.loaded_tokens for seq in seqs) > 0
+    assert sum(seq.account.saved_tokens for seq in seqs) == host.saved_tokens >= host.loaded_tokens
     assert (host.blocks_total, host.blocks_used) == (40, 0)
 
 
@@ -47,7 +48,7 @@ def test_without_host_memory_it_is_computed_again() -> None:
     engine, seqs = crowded(0, prefix_caching=False)
     engine.run()
     assert engine.scheduler.counters.recomputed_tokens == engine.scheduler.counters.preempted_tokens > 0
-    assert not any(seq.saved_tokens or seq.loaded_tokens for seq in seqs)
+    assert not any(seq.account.saved_tokens or seq.account.loaded_tokens for seq in seqs)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -59,8 +60,10 @@ def test_nothing_is_copied_before_others_write_over_it(prefix_caching: bool) -> 
     preempt(engine, seq)
     engine.run()
     assert engine.outputs[seq.id] == engine.expected(seq)
-    assert (seq.recomputed_tokens, seq.saved_tokens, seq.loaded_tokens) == (0, 0, 0), "its blocks were still there"
-    assert seq.preempted_tokens > 30
+    assert (seq.account.recomputed_tokens, seq.account.saved_tokens, seq.account.loaded_tokens) == (0, 0, 0), (
+        "its blocks were still there"
+    )
+    assert seq.account.preempted_tokens > 30
 
 
 def test_only_what_others_write_over_is_copied() -> None:
@@ -72,8 +75,8 @@ def test_only_what_others_write_over_is_copied() -> None:
     engine.run()
     assert engine.outputs[seq.id] == engine.expected(seq)
     assert engine.outputs[other.id] == engine.expected(other)
-    assert seq.recomputed_tokens == 0
-    assert 0 < seq.saved_tokens == seq.loaded_tokens <= 20
+    assert seq.account.recomputed_tokens == 0
+    assert 0 < seq.account.saved_tokens == seq.account.loaded_tokens <= 20
 
 
 def test_where_host_memory_is_full_the_rest_is_computed_again() -> None:
@@ -87,7 +90,7 @@ def test_where_host_memory_is_full_the_rest_is_computed_again() -> None:
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_preemption_at_any_step_changes_no_token(prefix_caching: bool, lookahead: int) -> None:
-    """Each time, another sequence then writes over part of what it left."""
+    """After each preemption, another sequence overwrites part of what it left."""
     saved = 0
     for at in range(1, 22):
         engine = SteppedEngine(
@@ -103,7 +106,7 @@ def test_a_preemption_at_any_step_changes_no_token(prefix_caching: bool, lookahe
         engine.run()
         assert engine.outputs[seq.id] == engine.expected(seq)
         assert engine.outputs[other.id] == engine.expected(other)
-        saved += seq.saved_tokens
+        saved += seq.account.saved_tokens
     assert at > 18
     assert saved > 100
 
@@ -116,7 +119,7 @@ def test_host_blocks_are_given_back_once_their_content_is_in_use_again() -> None
     engine.add(prompt(18, 3), max_tokens=1, priority=1)
     while seq.state is not State.RUNNING:
         engine.step()
-    assert seq.loaded_tokens > 0
+    assert seq.account.loaded_tokens > 0
     assert engine.scheduler.host.load().blocks_used == 0
 
 
@@ -128,10 +131,10 @@ def test_what_was_loaded_is_found_by_others_again() -> None:
     engine.add(prompt(49, 3), max_tokens=1, priority=1)
     while seq.state is not State.RUNNING:
         engine.step()
-    assert seq.loaded_tokens > 30
+    assert seq.account.loaded_tokens > 30
     again = engine.add(prompt(38), max_tokens=1)
     engine.run()
-    assert again.cached_tokens > 32
+    assert again.account.cached_tokens > 32
 
 
 def test_what_was_kept_on_the_device_is_found_by_others_again() -> None:
@@ -142,21 +145,28 @@ def test_what_was_kept_on_the_device_is_found_by_others_again() -> None:
     engine.scheduler.flush_cache()
     engine.step()
     engine.step()
-    assert (seq.state, seq.recomputed_tokens) == (State.RUNNING, 0)
+    assert (seq.state, seq.account.recomputed_tokens) == (State.RUNNING, 0)
     again = engine.add(prompt(38), max_tokens=1)
     engine.run()
-    assert again.cached_tokens > 32
+    assert again.account.cached_tokens > 32
 
 
-def test_who_is_preempted_again_before_it_computes_keeps_what_it_kept() -> None:
+def committed_sequence(id: int, tokens: list[int], blocks: list[int]) -> Sequence:
+    """Return a sequence whose first nine tokens are computed."""
+    seq = Sequence(id, tokens, Request(len(tokens)), SamplingParams(), blocks=BlockTable(blocks))
+    seq.blocks.num_committed = 9
+    return seq
+
+
+def test_a_sequence_preempted_again_before_it_computes_keeps_what_it_kept() -> None:
     host = HostBlocks(3, 4, CostModel(16, lambda: 0.0))
-    seq = Sequence(0, [1] * 10, 10, SamplingParams(), 0.0, float("inf"), blocks=[10, 11, 12], num_committed=9)
+    seq = committed_sequence(0, [1] * 10, [10, 11, 12])
     host.keep(seq)
     host.taken([10, 11, 12])
     assert [block for block, _ in host.saves()] == [10, 11, 12]
     prefix = host.extend(seq, Prefix())
     assert (prefix.num_tokens, len(prefix.loads)) == (9, 3)
-    seq.state, seq.blocks, seq.num_committed = State.RUNNING, prefix.table([30, 31, 32]), 0
+    seq.state, seq.blocks = State.RUNNING, BlockTable(prefix.table([30, 31, 32]))
     host.started(seq, prefix)
     host.check_integrity()
     host.keep(seq)
@@ -168,8 +178,8 @@ def test_who_is_preempted_again_before_it_computes_keeps_what_it_kept() -> None:
 
 @pytest.mark.parametrize("failure", ["at launch", "when read", "computed"])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_who_has_started_from_what_a_failed_step_saved_starts_again(failure: str, lookahead: int) -> None:
-    """In one step another sequence takes some of its blocks, and it starts from what is saved of them."""
+def test_a_sequence_that_started_from_what_a_failed_step_saved_starts_again(failure: str, lookahead: int) -> None:
+    """In one step another sequence takes some of its blocks, and it starts from the saved content."""
     engine = SteppedEngine(num_blocks=40, token_budget=64, host_blocks=40, prefix_caching=False, lookahead=lookahead)
     unreliable = UnreliableRunner(engine.runner)
     engine.runner, engine.steps = unreliable, StepsInFlight(engine.scheduler, unreliable)  # type: ignore[assignment]
@@ -187,11 +197,11 @@ def test_who_has_started_from_what_a_failed_step_saved_starts_again(failure: str
     engine.run()
     assert engine.outputs[seq.id] == engine.expected(seq)
     assert engine.outputs[other.id] == engine.expected(other)
-    assert seq.preemptions == 2
+    assert seq.account.preemptions == 2
 
 
-def test_who_finds_its_content_with_others_does_without_its_own() -> None:
-    """Two compute a prompt in one step that begins alike; only the first one's blocks of that can be found."""
+def test_a_sequence_that_finds_its_content_in_the_cache_drops_its_own() -> None:
+    """Two sequences compute the same prefix in one step; only the first one's blocks can be found."""
     engine = SteppedEngine(num_blocks=40, token_budget=80, max_num_seqs=8, host_blocks=40, lookahead=1)
     seqs = [engine.add(prompt(30) + rest, max_tokens=12) for rest in ([], [1, 2, 3, 4, 5])]
     for _ in range(4):
@@ -206,10 +216,7 @@ def test_who_finds_its_content_with_others_does_without_its_own() -> None:
 
 def test_what_is_no_longer_kept_is_not_saved() -> None:
     host = HostBlocks(1, 4, CostModel(16, lambda: 0.0))
-    first, second = (
-        Sequence(id, [1] * 9, 9, SamplingParams(), 0.0, float("inf"), blocks=blocks, num_committed=9)
-        for id, blocks in enumerate(([10, 11, 12], [20, 21, 22]))
-    )
+    first, second = (committed_sequence(id, [1] * 9, blocks) for id, blocks in enumerate(([10, 11, 12], [20, 21, 22])))
     host.keep(first)
     host.keep(second)
     host.taken([12])
@@ -218,7 +225,7 @@ def test_what_is_no_longer_kept_is_not_saved() -> None:
     assert (host.num_kept(first), host.num_kept(second)) == (4, 9)
     host.taken([22])
     assert host.saves() == [(22, 0)]
-    assert (first.saved_tokens, second.saved_tokens) == (0, 1)
+    assert (first.account.saved_tokens, second.account.saved_tokens) == (0, 1)
     assert host.saves() == []
 
 
@@ -238,8 +245,8 @@ def test_a_failure_of_any_step_changes_no_token(failure: str, lookahead: int) ->
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_who_is_cancelled_gives_host_blocks_back_at_once(lookahead: int) -> None:
-    """At every step of a run in which everybody is preempted now and then."""
+def test_a_cancelled_sequence_gives_host_blocks_back_at_once(lookahead: int) -> None:
+    """Cancel it at every step of a run in which all sequences are preempted now and then."""
     given_back = 0
     for at in range(1, 60):
         engine, seqs = crowded(30, prefix_caching=False, lookahead=lookahead)
@@ -261,11 +268,11 @@ def test_what_is_kept_is_not_taken_for_what_must_be_computed_before_a_deadline()
     for _ in range(6):
         engine.step()
     preempt(engine, seq)
-    assert engine.scheduler._tables.num_cached(seq) == seq.num_lost > 40
+    assert engine.scheduler._tables.num_cached(seq) == seq.account.lost_tokens > 40
 
 
 def test_copies_that_take_longer_than_computing_are_tried_now_and_then() -> None:
-    """A block's copy takes the time in which 40 tokens are computed; without a measurement nobody knows."""
+    """Copying a block takes as long as computing 40 tokens, which only a measurement can show."""
     engine, seqs = crowded(40, prefix_caching=False, step_time=StepTime(0.001, 0.0, 0.01), copy_s=0.4)
     engine.run()
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in seqs)
@@ -279,10 +286,10 @@ def test_copies_that_take_longer_than_computing_are_tried_now_and_then() -> None
 def test_the_faster_way_is_learned_from_steps() -> None:
     now = 0.0
     costs = CostModel(512, lambda: now)
-    seq = Sequence(0, [1] * 500, 500, SamplingParams(), 0.0, float("inf"))
+    seq = Sequence(0, [1] * 500, Request(500), SamplingParams())
 
     def step(length: int, copies: int) -> None:
-        """A millisecond a token and 3 a copy."""
+        """Take 1 ms a token and 3 ms a copy."""
         nonlocal now
         costs.scheduled(after_idle=True)
         now += 0.01 + 0.001 * length + 0.003 * copies

@@ -37,7 +37,7 @@ def served_by(kind: str, folder: Path, num_blocks: int = 24, **settings: object)
 @pytest.mark.parametrize(
     ("kind", "settings"), [("cpu", {}), ("device", {"overlap": "on"}), ("device", {"overlap": "off"})]
 )
-def test_who_is_loaded_again_generates_what_an_undisturbed_run_does(
+def test_a_loaded_sequence_generates_what_an_undisturbed_run_does(
     llama: Path, kind: str, settings: dict[str, str]
 ) -> None:
     served = served_by(kind, llama, **settings)
@@ -52,7 +52,7 @@ def test_who_is_loaded_again_generates_what_an_undisturbed_run_does(
     assert served.scheduler.costs.block_copy_s, "the runner tells how long copies take"
 
 
-def test_steps_that_fail_once_change_no_token_of_who_is_loaded(llama: Path) -> None:
+def test_steps_that_fail_once_change_no_token_of_a_loaded_sequence(llama: Path) -> None:
     served = served_by("device", llama)
     runner = served.steps._runner
     assert not isinstance(runner, ModelRunner)

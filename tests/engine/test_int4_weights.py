@@ -1,4 +1,4 @@
-"""Checkpoints with weights in 4 bits: kept where the backend takes them, dequantized elsewhere."""
+"""Checkpoints with 4-bit weights: kept if the backend takes them, otherwise dequantized."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pagoda_server.checkpoints.dequantized import write_dequantized
 from pagoda_server.checkpoints.gguf_import import import_gguf
+from pagoda_server.checkpoints.grouped_weights import write_dequantized
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models import load_model
@@ -60,7 +60,7 @@ def whole(make: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def mixed(make: Callable[..., Path]) -> Path:
-    """One projection of three that are merged is not quantized."""
+    """One of three projections that are merged is not quantized."""
     folder = make()
     tensors = load_file(folder / "model.safetensors")
     parts = [tensors.pop(f"{VALUE_PROJECTION}.{part}") for part in ("values", "scales", "minimums")]
@@ -96,7 +96,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 
 def parameters(folder: Path, dtype: torch.dtype, *, keeps_int4: bool) -> dict[str, Tensor | Int4Weight]:
-    """What a model is loaded from, by the names in the checkpoint."""
+    """Return the tensors that a model is loaded from, by their names in the checkpoint."""
     filled: dict[str, Tensor | Int4Weight] = {}
     fill = Checkpoint.fill
 

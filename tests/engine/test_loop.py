@@ -1,15 +1,16 @@
-"""The loop thread with a runner that misbehaves."""
+"""The loop thread, also with a runner that misbehaves."""
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 
 import pytest
 
-from pagoda_server.engine.core.output import StepOutput
-from pagoda_server.engine.core.sequence import Chunk, EndReason, SamplingParams, Sequence, State, StepPlan
+from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence, State
+from pagoda_server.engine.core.step import Chunk, StepOutput, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.loop import Abort, Add, EngineLoop, LoadSnapshot
 from pagoda_server.engine.loop.steps_in_flight import Launched, compute_one_by_one
@@ -18,9 +19,9 @@ from pagoda_server.engine.scheduling.scheduler import Scheduler
 from tests.engine.harness import VOCAB_SIZE, synthetic_runner
 
 
-def sequence(id: int, prompt: list[int], max_tokens: int) -> Sequence:
+def sequence(id: int, prompt: list[int], max_tokens: int, deadline: float = math.inf) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence(id, list(prompt), len(prompt), params, arrived=0.0, deadline=float("inf"))
+    return Sequence(id, list(prompt), Request(len(prompt), deadline=deadline), params)
 
 
 class PoisonedRunner:
@@ -121,8 +122,7 @@ def test_a_queued_deadline_wakes_an_idle_loop() -> None:
     scheduler = Scheduler(BlockPool(4, 4), max_num_seqs=1, token_budget=8, max_model_len=16, clock=time.monotonic)
     outbox = Outbox()
     loop = EngineLoop(scheduler, synthetic_runner(4, 4), outbox, on_end=lambda: None)
-    seq = sequence(0, [1, 2], 3)
-    seq.deadline = time.monotonic() - 1.0
+    seq = sequence(0, [1, 2], 3, deadline=time.monotonic() - 1.0)
     loop.start()
     loop.inbox.put(Add(seq))
     _, ended = outbox.until_ended(1)

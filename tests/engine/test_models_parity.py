@@ -89,7 +89,7 @@ def test_mixed_batches_of_decodes_and_odd_chunks_choose_the_tokens_of_each_seque
         chunks = [next_chunk(seq, at_most=sizes.choice((1, 2, 3, 7, 13))) for seq in unfinished]
         step(pair.ours, sizes.sample(chunks, k=sizes.randint(1, len(chunks))))
     for seq, prompt in zip(seqs, prompts, strict=True):
-        assert seq.tokens[seq.prompt_len :] == pair.their_tokens(prompt, NUM_TOKENS)
+        assert seq.tokens[seq.request.prompt_len :] == pair.their_tokens(prompt, NUM_TOKENS)
 
 
 def test_older_config_files_with_rope_scaling_describe_the_same_model(tmp_path: Path) -> None:

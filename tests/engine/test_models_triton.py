@@ -1,4 +1,4 @@
-"""Models on the kernels of a GPU, which Triton's interpreter runs where there is none."""
+"""Models on the kernels for GPUs. Without a GPU, Triton's interpreter runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel that is compiled when the first request needs it holds up everybody by seconds."""
+"""No kernel is compiled while serving: it would hold up all sequences for seconds."""
 
 from __future__ import annotations
 

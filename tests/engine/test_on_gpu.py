@@ -1,4 +1,4 @@
-"""The runner on a GPU: transformers' tokens and logits, graphs, and no wait that is hidden. Run by `make test-gpu`."""
+"""The runner on a GPU: transformers' tokens and logits, graphs, and no hidden waits. Run by `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def _memory_is_given_back() -> Iterator[None]:
-    """A runner may take most of the card, and lives until the collector finds it."""
+    """Collect garbage: a runner may fill most of the GPU, and lives until it is collected."""
     yield
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,12 +1,12 @@
-"""A step is launched before the tokens of the one before it are known: what that must not change, and what it costs."""
+"""Steps that are launched before the previous one's tokens are known: what must not change, and what it costs."""
 
 from __future__ import annotations
 
 import queue
 import time
 
-from pagoda_server.engine.core.output import StepOutput
-from pagoda_server.engine.core.sequence import EndReason, Sampled, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Sampled, StepOutput, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.loop import Add, EngineLoop, LoadSnapshot
 from pagoda_server.engine.loop.steps_in_flight import Launched
@@ -37,11 +37,11 @@ def test_a_sequence_that_is_preempted_while_a_step_computes_it_loses_and_doubles
     seqs = [engine.add(prompt(6, at), max_tokens=20) for at in range(5)]
     arrived_while_waiting = 0
     for _ in range(200):
-        waiting = {seq.id for seq in engine.scheduler.waiting if seq.preemptions}
+        waiting = {seq.id for seq in engine.scheduler.waiting if seq.account.preemptions}
         before = {id: len(tokens) for id, tokens in engine.outputs.items()}
         engine.step()
         arrived_while_waiting += sum(len(engine.outputs[id]) > before[id] for id in waiting)
-        preempted_now = [seq for seq in engine.scheduler.waiting if seq.preemptions and seq.id not in waiting]
+        preempted_now = [seq for seq in engine.scheduler.waiting if seq.account.preemptions and seq.id not in waiting]
         arrived_while_waiting += sum(len(engine.outputs[seq.id]) > before[seq.id] for seq in preempted_now)
     assert arrived_while_waiting > 0, "the case did not occur"
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in seqs)
@@ -62,7 +62,7 @@ def test_a_sequence_cancelled_in_flight_returns_its_blocks_at_once_and_ends_once
 
 
 def test_blocks_that_a_step_in_flight_still_writes_can_be_given_away() -> None:
-    """A full pool: every block that a stopped sequence leaves is taken up in the next step by one that waits."""
+    """In a full pool, a waiting sequence takes every block of a stopped sequence in the next step."""
     engine = SteppedEngine(num_blocks=6, block_size=4, max_num_seqs=2, max_model_len=24, lookahead=1)
     stops = frozenset(range(0, VOCAB_SIZE, 5))
     seqs = [engine.add(prompt(7 + at % 3, at), max_tokens=10, stop_token_ids=stops) for at in range(30)]
@@ -111,7 +111,7 @@ def test_the_loop_launches_a_step_before_it_reads_the_one_before() -> None:
     scheduler = Scheduler(BlockPool(64, 4), max_num_seqs=8, token_budget=32, max_model_len=100, clock=time.monotonic)
     runner, outbox = Recorder(), Outbox()
     loop = EngineLoop(scheduler, runner, outbox, on_end=lambda: None, lookahead=1)
-    loop.inbox.put(Add(Sequence(0, [1, 2, 3], 3, SamplingParams(max_tokens=4), 0.0, float("inf"))))
+    loop.inbox.put(Add(Sequence(0, [1, 2, 3], Request(3), SamplingParams(max_tokens=4))))
     loop.start()
     tokens: list[int] = []
     while len(tokens) < 4:

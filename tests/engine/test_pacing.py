@@ -1,4 +1,4 @@
-"""Bounded interference: what a step may take beside decodes, and what every prompt gets all the same."""
+"""Bounded interference: how long prompts may make a step with decodes, and what every prompt gets in any case."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.scheduling.pacing import ADVANCE_EVERY, LEAST_GROWTH, MIN_PREFILL
 from pagoda_server.engine.timing.cost_model import RunningQuantile, StepLoad, StepTimeFilter
@@ -21,7 +22,7 @@ DEFAULT_TARGET_S = EngineConfig("any").target_itl_s
 
 
 def decoding_engine(target_itl_s: float | None) -> SteppedEngine:
-    """Eight streams that decode; a step of a full budget takes 57 ms beside them."""
+    """Return an engine with eight decoding streams, beside which a step of the full budget takes 57 ms."""
     engine = SteppedEngine(
         num_blocks=4000, token_budget=512, max_num_seqs=16, max_model_len=9000,
         target_itl_s=target_itl_s, step_time=STEP_TIME,
@@ -34,10 +35,10 @@ def decoding_engine(target_itl_s: float | None) -> SteppedEngine:
 
 
 def step_times_beside(engine: SteppedEngine, prompt_len: int) -> list[float]:
-    """Of the steps until a prompt that arrives now has its first token."""
+    """Add a prompt; return how long each step takes until its first token."""
     seq = engine.add(prompt(prompt_len, 99), max_tokens=2, bypass=True)
     times = []
-    while seq.first_token is None:
+    while seq.account.first_token is None:
         started = engine.now
         engine.step()
         times.append(engine.now - started)
@@ -106,13 +107,13 @@ def test_every_admitted_prompt_advances_in_any_eight_steps_however_many_pass_it(
         engine.step()
         waited = 0 if low.num_computed > before else waited + 1
         longest = max(longest, waited)
-        assert low.preemptions == 0
+        assert low.account.preemptions == 0
     assert 0 < longest < ADVANCE_EVERY
 
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """What 48 requests that come at once met, of an engine that has not computed anything before."""
+    """What 48 requests meet that come at once to an engine that has computed nothing before."""
 
     seconds: float
     median_ttft_s: float
@@ -130,8 +131,8 @@ def crowd(step_time: TakesTime, target_itl_s: float | None) -> Crowd:
     gaps, chunks = [], []
     while not (plan := engine.step()).is_empty:
         chunks.append([(chunk.seq.id, chunk.start, chunk.length) for chunk in plan.chunks])
-        gaps += [step_time.of(plan)] * sum(chunk.start >= chunk.seq.prompt_len for chunk in plan.chunks)
-    ttfts = sorted(seq.first_token - seq.arrived for seq in seqs if seq.first_token is not None)
+        gaps += [step_time.of(plan)] * sum(chunk.start >= chunk.seq.request.prompt_len for chunk in plan.chunks)
+    ttfts = sorted(seq.account.first_token - seq.request.arrived for seq in seqs if seq.account.first_token is not None)
     return Crowd(engine.now, ttfts[len(ttfts) // 2], sorted(gaps)[int(0.99 * len(gaps))], chunks)
 
 
@@ -176,8 +177,8 @@ def test_a_target_of_zero_is_none() -> None:
 class Machine:
     """A step reads the keys before each of its chunks once, and each prompt token reads those before it.
 
-    At 4,000 tokens of context a prompt token takes nearly four times what the first one takes. `noise`: of a step, each
-    way. `slowdown` can be changed on the way.
+    At 4,000 tokens of context a prompt token takes nearly four times as long as the first one. `noise` makes a step
+    faster or slower by up to this. `slowdown` may change during a run.
     """
 
     random: random.Random
@@ -197,7 +198,7 @@ class Machine:
 
 
 def fresh_engine(machine: Machine, target_itl_s: float | None = None) -> SteppedEngine:
-    """Has computed eight short prompts in a step and decoded for 300 steps: it has seen no chunk beside decodes."""
+    """Return an engine that decoded eight short prompts for 300 steps, and has not seen a chunk beside decodes."""
     engine = SteppedEngine(
         num_blocks=4000, token_budget=512, max_num_seqs=64, max_model_len=9000,
         target_itl_s=target_itl_s, step_time=machine,
@@ -231,7 +232,7 @@ def test_the_target_is_held_again_soon_after_the_machine_has_slowed_down() -> No
 
 def test_a_server_that_has_long_only_decoded_still_knows_what_a_prompt_takes() -> None:
     rng, model, machine = random.Random(5), StepTimeFilter(), Machine(random.Random(5), 0.1)
-    seqs = [Sequence(id, [1], 1, SamplingParams(), 0.0, math.inf) for id in range(9)]
+    seqs = [Sequence(id, [1], Request(1), SamplingParams()) for id in range(9)]
 
     def plan(context_len: int, start: int, length: int) -> StepPlan:
         decodes = [Chunk(seq, context_len, 1, True) for seq in seqs[:8]]

@@ -1,4 +1,4 @@
-"""What a prompt takes over from those before it: parts of blocks too, and what stays worth keeping."""
+"""What a prompt takes over from earlier ones, parts of blocks included, and what the cache keeps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def test_a_prefix_that_ends_inside_a_block_is_copied() -> None:
     shorter = engine.add([*prompt(42), 1, 2, 3], max_tokens=8)
     plan = engine.step()
     ((source, target),) = plan.copies
-    assert shorter.cached_tokens == 42
+    assert shorter.account.cached_tokens == 42
     assert source != target == shorter.blocks[2]
     engine.run()
     again = engine.add(prompt(48), max_tokens=8)
     engine.run()
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in (cached, shorter, again))
-    assert again.cached_tokens == 47
+    assert again.account.cached_tokens == 47
 
 
 def test_less_than_a_quarter_of_a_block_is_computed_instead() -> None:
@@ -35,17 +35,19 @@ def test_less_than_a_quarter_of_a_block_is_computed_instead() -> None:
     for common, cached in ((35, 32), (36, 36)):
         seq = engine.add([*prompt(common), 1, 2, 3, 4, 5], max_tokens=1)
         engine.run()
-        assert seq.cached_tokens == cached
+        assert seq.account.cached_tokens == cached
 
 
 @pytest.mark.parametrize("rules", [{"salt": "other"}, {"bypass": True}])
-def test_no_part_of_a_block_is_found_under_another_salt_or_by_who_bypasses(rules: dict[str, str | bool]) -> None:
+def test_no_part_of_a_block_is_found_under_another_salt_or_when_the_cache_is_bypassed(
+    rules: dict[str, str | bool],
+) -> None:
     engine = SteppedEngine(block_size=16, token_budget=64)
     engine.add(prompt(16), max_tokens=1)
     engine.run()
     seq = engine.add(prompt(10), max_tokens=1, **rules)  # type: ignore[arg-type]
     assert not engine.step().copies
-    assert seq.cached_tokens == 0
+    assert seq.account.cached_tokens == 0
 
 
 def test_no_part_of_a_block_is_found_behind_another_prefix_or_after_a_flush() -> None:
@@ -56,11 +58,11 @@ def test_no_part_of_a_block_is_found_behind_another_prefix_or_after_a_flush() ->
     engine.run()
     elsewhere = engine.add([*c, *b[:6], 8, 8], max_tokens=1)
     engine.run()
-    assert elsewhere.cached_tokens == 8
+    assert elsewhere.account.cached_tokens == 8
     engine.scheduler.flush_cache()
     flushed = engine.add([*a, *b[:6], 8, 8], max_tokens=1)
     engine.run()
-    assert flushed.cached_tokens == 0
+    assert flushed.account.cached_tokens == 0
 
 
 def test_blocks_of_fewer_than_eight_tokens_are_shared_whole_and_never_copied() -> None:
@@ -69,7 +71,7 @@ def test_blocks_of_fewer_than_eight_tokens_are_shared_whole_and_never_copied() -
     engine.run()
     seq = engine.add([*prompt(15), 1, 2], max_tokens=1)
     assert not engine.step().copies
-    assert seq.cached_tokens == 12
+    assert seq.account.cached_tokens == 12
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -85,7 +87,7 @@ def test_the_source_of_a_copy_is_held_until_the_step_that_makes_it_is_committed(
     assert engine.pool.num_referenced == 1, "a step that fails is computed again"
 
 
-def test_who_ends_before_its_first_step_needs_no_copy() -> None:
+def test_a_sequence_that_ends_before_its_first_step_needs_no_copy() -> None:
     engine = SteppedEngine(block_size=8, target_itl_s=1e-6, step_time=StepTime(0.001, 0.0, 0.01))
     engine.add(prompt(17), max_tokens=1)
     engine.run()
@@ -114,7 +116,7 @@ def test_copies_of_a_step_that_fails_are_made_again(failure: str) -> None:
     runner.failures = [failure]
     seqs = [engine.add([*prompt(14), at, 2], max_tokens=6) for at in range(3)]
     engine.run()
-    assert [seq.cached_tokens for seq in seqs] == [14, 14, 14]
+    assert [seq.account.cached_tokens for seq in seqs] == [14, 14, 14]
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in seqs)
 
 
@@ -124,7 +126,7 @@ def test_a_copy_that_there_is_no_room_for_is_not_made() -> None:
     engine.run()
     seq = engine.add([*prompt(14), *range(1, 21)], max_tokens=3)
     engine.run()
-    assert seq.cached_tokens == 8
+    assert seq.account.cached_tokens == 8
     assert engine.outputs[seq.id] == engine.expected(seq)
 
 
@@ -139,7 +141,7 @@ def test_prompts_that_come_once_do_not_displace_one_that_many_share() -> None:
         engine.run()
     again = engine.add([*system, 9, 9, 9], max_tokens=2)
     engine.run()
-    assert again.cached_tokens >= 80
+    assert again.account.cached_tokens >= 80
 
 
 def test_what_is_no_longer_asked_for_makes_way_for_what_is() -> None:
@@ -149,7 +151,7 @@ def test_what_is_no_longer_asked_for_makes_way_for_what_is() -> None:
         for at in range(3):
             seq = engine.add([topic, *prompt(100, topic), at, at], max_tokens=2)
             engine.run()
-        cached.append(seq.cached_tokens)
+        cached.append(seq.account.cached_tokens)
     assert min(cached) >= 100
 
 
@@ -161,7 +163,7 @@ def test_a_second_prompt_behind_a_long_system_prompt_computes_little(block_size:
     for own in ([1, 2, 3] * 10, [4, 5, 6] * 10):
         seq = engine.add(system + own, max_tokens=1)
         engine.run()
-        computed.append(seq.prompt_len - seq.cached_tokens)
+        computed.append(seq.request.prompt_len - seq.account.cached_tokens)
     assert computed[1] <= 0.15 * computed[0]
 
 

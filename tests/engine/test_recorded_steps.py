@@ -1,4 +1,4 @@
-"""Recorded decode steps beside the same steps op by op: they are to have the same bits."""
+"""Recorded decode steps give the same bits as the same steps computed op by op."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels import Recording, has_native, has_native_int8_weight, load_backend, set_num_threads
 from pagoda_server.kernels.backend import BACKENDS
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.skipif(not has_native(), reason="products do not run in
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a model with heads of a size that there is compiled attention for."""
+    """Return the folder of a model whose head size has compiled attention."""
     folders: dict[str, Path] = {}
 
     def save(name: str) -> Path:
@@ -61,7 +62,7 @@ def load(folder: Path, dtype: str = "float32", **settings: int) -> ModelRunner:
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
-    """Grows by one each time that Python calls an op."""
+    """Return a list that grows whenever Python calls an op."""
     op, calls = getattr(native, name), []
 
     def count(*arguments: object) -> object:
@@ -73,7 +74,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
 
 
 def check_decodes(runner: ModelRunner, seqs: list[Sequence]) -> None:
-    """Logits of a step op by op, recorded, and replayed."""
+    """Return a step's logits: op by op, recorded, and replayed."""
     assert runner._recorded is not None
     chunks = [next_chunk(seq) for seq in seqs]
     with torch.inference_mode():
@@ -161,11 +162,10 @@ def test_preempted_and_copied_sequences_are_served_the_same(
     def serve(runner: ModelRunner) -> tuple[dict[int, list[int]], object]:
         served = Served(runner, 30)
         params = SamplingParams(max_tokens=24, temperature=1.0, top_p=0.9, logprobs=3)
+        request = Request(11, shares_prompt=True)
         for at in range(4):  # siblings, which copy the block that their prompt ends in
             prompt = random_prompt(11, seed=4)
-            served.scheduler.add(
-                Sequence(100 + at, prompt, 11, replace(params, seed=at), 0.0, float("inf"), request=100)
-            )
+            served.scheduler.add(Sequence(100 + at, prompt, request, replace(params, seed=at)))
         for at in range(3):
             served.add(random_prompt(5 + at, seed=at), replace(params, seed=at))
         served.run()
@@ -181,7 +181,7 @@ def test_preempted_and_copied_sequences_are_served_the_same(
 
 
 def watch_copies(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """Grows by each plan that copies blocks."""
+    """Return a list that gathers the plans that copy blocks."""
     execute, plans = ModelRunner.execute, []
 
     def watched(self: ModelRunner, plan: StepPlan) -> object:

@@ -1,4 +1,4 @@
-"""The runner: what it makes of a checkpoint and its settings, and steps as the scheduler plans them."""
+"""The runner of a CPU: how it uses a checkpoint and its settings, and how it computes planned steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from torch import Tensor
 from pagoda_server.checkpoints import resolve
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, StepPlan
+from pagoda_server.engine.core.sequence import SamplingParams
+from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.runners import load
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.runners.cpu.step_arrays import attended_parts
@@ -46,7 +47,7 @@ needs_int8 = pytest.mark.skipif(not has_native(), reason="needs compiled code fo
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders of saved models, by their names in MODELS; not to be changed."""
+    """Return folders of saved models by their names in MODELS. Tests must not change them."""
     folders: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
@@ -60,7 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def copied(saved: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A llama of one's own, to be broken."""
+    """Return a Llama that a test may break."""
     folder = tmp_path / "broken"
     shutil.copytree(saved("llama"), folder)
     return folder
@@ -484,12 +485,14 @@ def test_logits_in_int8_are_near_those_in_float32(
 
 
 @needs_int8
-def test_who_computes_a_prompts_last_token_again_finds_its_logits_to_the_last_bit(default_model_folder: Path) -> None:
+def test_a_sequence_that_computes_a_prompts_last_token_again_finds_its_logits_to_the_last_bit(
+    default_model_folder: Path,
+) -> None:
     config = EngineConfig(str(default_model_folder), quantization="int8", kv_cache_gb=0.1, threads=1)
     runner = ModelRunner(config)
     sequences = ShuffledBlocks(runner)
     for at in range(4):
         seq = sequences.sequence(random_prompt(200 + 30 * at, seed=at), 1)
         whole = step_logits(runner, [next_chunk(seq)])
-        again = step_logits(runner, [Chunk(seq, seq.prompt_len - 1, 1, samples=True)])
+        again = step_logits(runner, [Chunk(seq, seq.request.prompt_len - 1, 1, samples=True)])
         assert torch.equal(whole, again), at

@@ -1,4 +1,4 @@
-"""Each sequence is sampled by its own parameters, whatever stands beside it."""
+"""Each sequence is sampled by its own parameters, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence, TokenMask
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.runners.cpu.sampler import Choice, Sampler
 from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.kernels import load_backend
@@ -26,11 +26,11 @@ def sequence(
     number: int, prompt: list[int], output: list[int] | None = None, mask: TokenMask | None = None, **params: Any
 ) -> Sequence:
     tokens = prompt + (output or [])
-    return Sequence(number, tokens, len(prompt), SamplingParams(**params), 0.0, math.inf, token_mask=mask)
+    return Sequence(number, tokens, Request(len(prompt)), SamplingParams(**params), token_mask=mask)
 
 
 def logits_of(**likely: float) -> torch.Tensor:
-    """A row of zeros, but for tokens named t0, t1, …"""
+    """Return a row of zeros except for tokens named t0, t1, …"""
     row = torch.zeros(VOCAB_SIZE)
     for name, value in likely.items():
         row[int(name[1:])] = value

@@ -56,12 +56,12 @@ def test_what_paging_wastes_is_less_than_a_block_a_sequence_also_while_a_long_pr
         assert engine.scheduler.num_slots_unused < 4 * max(1, len(engine.scheduler.running))
 
 
-def test_who_comes_back_from_a_preemption_has_a_block_more() -> None:
+def test_a_sequence_that_resumes_has_one_block_more() -> None:
     engine = SteppedEngine(num_blocks=10, block_size=4, prefix_caching=False)
     for at in range(5):
         engine.add(prompt(6, at), max_tokens=20)
     while not engine.step().is_empty:
-        most = sum(4 * (1 + bool(seq.preemptions)) - 1 for seq in engine.scheduler.running)
+        most = sum(4 * (1 + bool(seq.account.preemptions)) - 1 for seq in engine.scheduler.running)
         assert engine.scheduler.num_slots_unused <= most
     assert engine.scheduler.counters.preemptions > 0
 
@@ -82,7 +82,7 @@ def test_preemption_changes_no_token() -> None:
     engine.run()
     assert engine.scheduler.counters.preemptions > 0, "the pool is too small for all of them"
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in seqs)
-    assert sum(engine.ended[seq.id].seq.recomputed_tokens for seq in seqs) > 0
+    assert sum(engine.ended[seq.id].seq.account.recomputed_tokens for seq in seqs) > 0
 
 
 def test_the_last_admitted_of_the_lowest_priority_is_preempted() -> None:
@@ -112,7 +112,7 @@ def test_of_a_repeated_prompt_only_the_last_token_is_computed() -> None:
     assert (chunk.start, chunk.length) == (21, 1)
     engine.run()
     assert engine.outputs[again.id] == engine.outputs[first.id]
-    assert (first.cached_tokens, again.cached_tokens) == (0, 21)
+    assert (first.account.cached_tokens, again.account.cached_tokens) == (0, 21)
 
 
 def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
@@ -121,7 +121,7 @@ def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     engine.run()
     again = engine.add(prompt(16), max_tokens=2)
     engine.run()
-    assert again.cached_tokens == 15
+    assert again.account.cached_tokens == 15
     assert engine.outputs[again.id] == engine.outputs[first.id]
 
 
@@ -132,7 +132,7 @@ def test_another_salt_or_bypass_shares_nothing(second: dict[str, str | bool]) ->
     engine.run()
     again = engine.add(prompt(20), max_tokens=2, **second)  # type: ignore[arg-type]
     engine.run()
-    assert again.cached_tokens == 0
+    assert again.account.cached_tokens == 0
     assert engine.outputs[again.id] == engine.expected(again)
 
 
@@ -142,7 +142,7 @@ def test_output_is_cached_too_for_the_next_turn_of_a_conversation() -> None:
     engine.run()
     following = engine.add(turn.tokens + prompt(3), max_tokens=2)
     engine.run()
-    assert following.cached_tokens >= 12
+    assert following.account.cached_tokens >= 12
 
 
 def test_abort_frees_blocks_at_once_in_every_state() -> None:
@@ -168,7 +168,7 @@ def test_a_queued_sequence_whose_deadline_passes_costs_no_step() -> None:
     assert late.id not in ran
 
 
-def test_what_can_never_fit_is_rejected_and_disturbs_nobody() -> None:
+def test_a_sequence_that_can_never_fit_is_rejected_and_disturbs_no_other() -> None:
     engine = SteppedEngine(num_blocks=10, block_size=4, max_model_len=100)
     fine = engine.add(prompt(4), max_tokens=4)
     too_large = engine.add(prompt(30), max_tokens=20)
@@ -220,7 +220,7 @@ def test_a_block_is_shared_only_behind_the_same_prefix() -> None:
         engine.run()
     mixed = engine.add(a + d + [9], max_tokens=6)
     engine.run()
-    assert mixed.cached_tokens == 4, "block d was computed behind c, not behind a"
+    assert mixed.account.cached_tokens == 4, "block d was computed behind c, not behind a"
     assert engine.outputs[mixed.id] == engine.expected(mixed)
 
 
@@ -245,12 +245,12 @@ def test_the_preempted_does_not_come_straight_back() -> None:
         if engine.scheduler.counters.preemptions > preemptions:
             preemptions = engine.scheduler.counters.preemptions
             assert engine.scheduler.waiting
-            assert not any(chunk.seq.preemptions and chunk.start == 0 for chunk in plan.chunks)
+            assert not any(chunk.seq.account.preemptions and chunk.start == 0 for chunk in plan.chunks)
     assert 0 < preemptions < 12
 
 
 def test_a_short_prompt_does_not_wait_until_long_ones_are_computed() -> None:
-    """It takes half a step at most: the long prompts lose no more than that."""
+    """It takes at most half a step, so the long prompts lose no more than that."""
     engine = SteppedEngine(token_budget=16, num_blocks=200, max_model_len=300)
     long = [engine.add(list(range(100, 220)), max_tokens=4) for _ in range(2)]
     engine.step()
@@ -265,7 +265,7 @@ def test_short_prompts_without_end_at_most_double_a_long_prompt_s_time() -> None
     engine = SteppedEngine(token_budget=16, num_blocks=200, max_model_len=300)
     long = engine.add(list(range(160)), max_tokens=1)
     steps = 0
-    while long.first_token is None:
+    while long.account.first_token is None:
         engine.add([1, 2, steps % 50], max_tokens=1)
         engine.add([3, 4, steps % 50], max_tokens=1)
         engine.add([5, 6, steps % 50], max_tokens=1)
@@ -274,14 +274,14 @@ def test_short_prompts_without_end_at_most_double_a_long_prompt_s_time() -> None
     assert steps <= 2 * 160 / 16
 
 
-def test_a_short_prompt_overtakes_nobody_of_higher_priority() -> None:
+def test_a_short_prompt_overtakes_no_sequence_of_higher_priority() -> None:
     engine = SteppedEngine(token_budget=16, num_blocks=200, max_model_len=300)
     engine.add(list(range(100)), max_tokens=1, priority=1)
     engine.step()
     engine.add(list(range(50, 150)), max_tokens=1, priority=1)
     low = engine.add([1, 2], max_tokens=1)
     engine.step()
-    assert low.first_scheduled is None
+    assert low.account.first_scheduled is None
 
 
 def test_a_budget_that_holds_the_prompt_computes_it_in_one_step_beside_the_decodes() -> None:

@@ -1,4 +1,4 @@
-"""Scheduler and blocks under arbitrary sequences of operations, in simulated time; every invariant after every step."""
+"""Scheduler and blocks under random operations in simulated time. Every invariant is checked after every step."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         siblings=st.integers(1, 4),
     )
     def continue_others(self, prompt, output, more, priority, tenant, bypass, age_s, siblings):
-        """Sequences that arrive with output, as a beam search's do; without `more`, some that have had all of it."""
+        """Add sequences that arrive with output, as in a beam search; without `more`, some need no more tokens."""
         rules = {"priority": priority, "tenant": tenant, "bypass": bypass, "age_s": age_s}
         for at in range(siblings):
             self.seqs.append(self.engine.add(prompt, output + more, output=list(range(at, at + output)), **rules))
@@ -94,12 +94,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(plan.chunks) <= 6
             scheduler = self.engine.scheduler
             assert plan.chunks or was_busy or not (scheduler.running or scheduler.num_waiting), (
-                "work waits, and nobody works"
+                "sequences wait, and the engine is idle"
             )
 
     @rule(prompt=prompts, count=st.integers(LEAVING + 1, LEAVING + 3), seconds=st.sampled_from([1.0, 3.0, 30.0]))
     def a_crowd_waits_in_vain(self, prompt, count, seconds):
-        """More than leave in a step, unless nobody runs."""
+        """Add more hopeless sequences than may leave in a step while others run."""
         for _ in range(count):
             self.seqs.append(self.engine.add(prompt, 5, timeout_s=0.5))
         self.engine.now += seconds
@@ -124,18 +124,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert got == self.engine.expected(seq)[: len(got)]
 
     def most_preemptions(self, seq):
-        """Once before its first token and once a block of output by its equals; under priority, also by each who is
-        higher: whenever that one starts, or takes a block."""
+        """Its equals preempt it once before its first token and once a block of output. Under priority, each higher
+        sequence also does, whenever it starts or takes a block."""
         size, by_higher = self.engine.pool.block_size, 0
         if self.policy == "priority":
-            higher = [other for other in self.seqs if other.priority > seq.priority]
-            by_higher = sum((1 + other.preemptions) * (1 + -(-len(other.tokens) // size)) for other in higher)
+            higher = [other for other in self.seqs if other.request.priority > seq.request.priority]
+            by_higher = sum((1 + other.account.preemptions) * (1 + -(-len(other.tokens) // size)) for other in higher)
         return 1 + seq.output_len // size + by_higher + self.num_extra
 
     def teardown(self):
         self.engine.run()
         for seq in self.seqs:
-            assert seq.preemptions <= self.most_preemptions(seq), "they chase each other"
+            assert seq.account.preemptions <= self.most_preemptions(seq), "they chase each other"
         assert self.engine.pool.num_referenced == 0
         assert self.engine.scheduler.host.load().blocks_used == 0
         for seq in self.seqs:
@@ -148,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class UncachedMachine(SchedulerMachine):
-    """Only the sequences of one request share blocks."""
+    """Without prefix caching, only the sequences of one request share blocks."""
 
     prefix_caching = False
 
@@ -171,14 +171,14 @@ class DeadlineMachine(SchedulerMachine):
 
 
 class OverlapMachine(SchedulerMachine):
-    """A step is launched before the one before it is read."""
+    """Each step is launched before the previous one is read."""
 
     lookahead = 1
     block_size = 8
 
 
 class UnreliableMachine(SchedulerMachine):
-    """Steps fail once, whatever is in flight beside them; computed again they give what they would have given."""
+    """Steps fail once, whatever else is in flight; computed again, they give the same tokens."""
 
     lookahead = 1
     block_size = 8
@@ -191,17 +191,17 @@ class UnreliableMachine(SchedulerMachine):
     @rule(failure=st.sampled_from(["at launch", "when read", "computed"]))
     def break_the_next_step(self, failure):
         self.unreliable.failures = [failure]
-        self.num_extra += self.host_blocks > 0  # who has started from what this step saved starts again
+        self.num_extra += self.host_blocks > 0  # a sequence that started from what this step saved starts again
 
 
 class Host:
-    """Preempted sequences keep their blocks, in host memory where others write over them."""
+    """Preempted sequences keep their blocks, in host memory if other sequences overwrite them."""
 
     host_blocks = 40
 
     @rule(data=st.data())
     def preempt(self, data):
-        """At any time, whatever the sequence has computed."""
+        """Preempt a sequence at any time, whatever it has computed."""
         scheduler = self.engine.scheduler
         if running := [seq for seq in scheduler.running if seq.state is State.RUNNING]:
             scheduler._preempt(data.draw(st.sampled_from(running)))
@@ -213,7 +213,7 @@ class HostMachine(Host, SchedulerMachine):
 
 
 class HostOverlapMachine(HostMachine):
-    """And a step is launched before the one before it is read. Host memory is too small now and then."""
+    """As above, with each step launched before the previous one is read. Host memory is sometimes too small."""
 
     lookahead = 1
     host_blocks = 6

@@ -28,7 +28,7 @@ NIGHTLY = settings(
 
 @pytest.fixture
 def operations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts the scheduler's operations."""
+    """Count the scheduler's operations."""
     count = [0]
 
     def counted(name: str) -> None:

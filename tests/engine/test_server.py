@@ -36,7 +36,7 @@ def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @asynccontextmanager
 async def connected(address: str) -> AsyncIterator[Session]:
-    """A session that has had the engine's first message; waits for an engine that starts."""
+    """Open a session and take the engine's first message; wait for an engine that starts."""
     transport = transport_to(address)
     while True:
         try:
@@ -54,7 +54,7 @@ async def connected(address: str) -> AsyncIterator[Session]:
 
 
 class Session:
-    """A router's end, as bare as it gets."""
+    """The simplest possible router's end."""
 
     def __init__(self, link: EngineLink) -> None:
         self.link = link
@@ -230,7 +230,7 @@ def test_sigterm_ends_an_engine_with_exit_code_zero_and_removes_its_socket(tmp_p
         (("--model", "synthetic", "--block-size", "12"), "--block-size"),
         (("--model", "synthetic", "--listen", "127.0.0.1:99999"), "a port is from 0 to 65535"),
         (("--model", "synthetic", "--listen", "nonsense"), "is not shm:PATH, unix:PATH or HOST:PORT"),
-        (("--model", "synthetic", "--listen", "127.example.com:50052"), "is reachable by others"),
+        (("--model", "synthetic", "--listen", "127.example.com:50052"), "is reachable from other hosts"),
         (("--model", "synthetic", "--listen", "unix:/no/such/folder/s"), "No such file or directory"),
     ],
 )

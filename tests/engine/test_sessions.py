@@ -1,4 +1,4 @@
-"""The engine's sessions over a link that the test holds in its hand."""
+"""The engine's sessions over a link that the test controls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2
-from pagoda_server.engine.core.output import Counters, StepOutput
+from pagoda_server.engine.core.step import Counters, StepOutput
 from pagoda_server.engine.loop.loop import Inbox, LoadSnapshot
 from pagoda_server.engine.scheduling.tenants import TenantTable
 from pagoda_server.engine.serving import server as engine_server
@@ -159,6 +159,7 @@ async def test_the_sequences_of_a_request_arrive_together_and_differ_in_their_se
     (added,) = inbox.take()
     seqs = [added.seq, *added.siblings]
     assert [seq.params.seed for seq in seqs] == [3, 4, 5]
-    assert {seq.request for seq in seqs} == {seqs[0].id}
+    assert {seq.request for seq in seqs} == {seqs[0].request}
+    assert seqs[0].request.shares_prompt
     link.close()
     await session

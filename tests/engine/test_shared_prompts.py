@@ -1,4 +1,4 @@
-"""Requests of several sequences: their prompt is computed once, and held once."""
+"""Requests of several sequences: their prompt is computed once and stored once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.engine.test_scheduler import prompt
 
 
 def run_and_count(engine: SteppedEngine) -> tuple[int, int]:
-    """Tokens computed until all is done, and the most blocks that were in use."""
+    """Run to the end; return the tokens computed and the largest number of blocks in use."""
     tokens = blocks = 0
     for _ in range(10_000):
         if not (engine.scheduler.num_waiting or engine.scheduler.running or engine.steps):
@@ -54,15 +54,15 @@ def test_a_prompt_is_held_until_the_last_has_started_though_the_first_has_ended(
     assert engine.pool.num_referenced == 0
 
 
-def test_who_waits_for_its_prompt_holds_up_nobody() -> None:
+def test_a_sequence_that_waits_for_its_prompt_holds_up_no_other() -> None:
     engine = SteppedEngine(num_blocks=200, token_budget=16, max_model_len=300)
     first, *others = engine.add_siblings(4, prompt(120), max_tokens=2)
     short = engine.add(prompt(5, 1), max_tokens=2)
     engine.step()
     engine.step()
-    assert short.first_token is not None
+    assert short.account.first_token is not None
     assert engine.scheduler.num_waiting == 3
-    assert first.first_token is None
+    assert first.account.first_token is None
     engine.run()
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in others)
 
@@ -92,7 +92,7 @@ def test_a_deadline_ends_those_that_wait_for_their_prompt() -> None:
     assert engine.pool.num_referenced == 0
 
 
-def test_a_prompt_that_is_held_makes_way_before_anybody_is_preempted() -> None:
+def test_a_prompt_that_is_held_makes_way_before_a_sequence_is_preempted() -> None:
     engine = SteppedEngine(num_blocks=10, block_size=4, max_num_seqs=2, max_model_len=40, prefix_caching=False)
     growing = engine.add(prompt(4, 9), max_tokens=34)
     seqs = engine.add_siblings(4, prompt(17), max_tokens=1, priority=-1)
@@ -105,8 +105,8 @@ def test_a_prompt_that_is_held_makes_way_before_anybody_is_preempted() -> None:
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in [growing, *seqs])
 
 
-def test_a_prompt_that_is_held_cannot_keep_everybody_out() -> None:
-    """It fills the pool, and those that it is held for are behind one of higher priority."""
+def test_a_prompt_that_is_held_cannot_keep_all_others_out() -> None:
+    """It fills the pool, and its sequences wait behind one of higher priority."""
     engine = SteppedEngine(num_blocks=8, block_size=4, max_num_seqs=1, max_model_len=32, prefix_caching=False)
     seqs = engine.add_siblings(3, prompt(29), max_tokens=1)
     engine.step()
@@ -121,8 +121,8 @@ def test_what_is_shared_within_a_request_is_no_cache_hit() -> None:
     engine.run()
     again = engine.add_siblings(3, prompt(30), max_tokens=4)
     engine.run()
-    assert [seq.cached_tokens for seq in first] == [0, 0, 0]
-    assert [seq.cached_tokens for seq in again] == [29, 29, 29]
+    assert [seq.account.cached_tokens for seq in first] == [0, 0, 0]
+    assert [seq.account.cached_tokens for seq in again] == [29, 29, 29]
     counters = engine.scheduler.counters
     assert (counters.prompt_tokens, counters.cached_tokens) == (60, 29)
 
@@ -134,7 +134,7 @@ def test_siblings_that_bypass_the_cache_share_only_with_each_other() -> None:
     seqs = engine.add_siblings(3, prompt(30), max_tokens=4, bypass=True)
     tokens, _ = run_and_count(engine)
     assert tokens == 30 + 2 + 3 * 3
-    assert [seq.cached_tokens for seq in seqs] == [0, 0, 0]
+    assert [seq.account.cached_tokens for seq in seqs] == [0, 0, 0]
 
 
 def test_preempted_siblings_lose_no_token() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
 from pagoda_server.engine.loop.steps_in_flight import Runner
 from tests.engine.test_device_runner import Served, device_runner, outputs
 from tests.engine.tiny_models import load_runner, random_prompt, saved_model
@@ -27,10 +27,11 @@ def runner_of(kind: str, folder: Path, block_size: int = 4) -> Runner:
 
 
 def ask_siblings(served: Served, prompt: list[int], count: int) -> list[Sequence]:
+    request = Request(len(prompt), shares_prompt=True)
     seqs = []
     for at in range(count):
         params = replace(PARAMS, seed=PARAMS.seed + at)
-        seqs.append(Sequence(100 + at, list(prompt), len(prompt), params, 0.0, float("inf"), request=100))
+        seqs.append(Sequence(100 + at, list(prompt), request, params))
     for seq in seqs:
         served.scheduler.add(seq)
     return seqs
@@ -60,7 +61,7 @@ def test_a_prompt_that_leaves_another_inside_a_block_is_continued_rightly(folder
     prompt = [*random_prompt(40, seed=4)[:30], 5, 6, 7, 8]
     seq = served.add(prompt, PARAMS)
     served.run()
-    assert seq.cached_tokens >= 30
+    assert seq.account.cached_tokens >= 30
     fresh = Served(runner_of("cpu", folder), 60)
     alone = fresh.add(prompt, PARAMS)
     fresh.run()

@@ -1,4 +1,4 @@
-"""What the trace says of steps in simulated time, where every one of them lasts a second."""
+"""The trace of steps in simulated time, where every step lasts a second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from pagoda_server.engine.core.sequence import EndReason
 from pagoda_server.engine.loop import step_trace
 from pagoda_server.engine.loop.step_trace import TraceSnapshot
-from pagoda_server.engine.serving.trace_codec import trace_messages
+from pagoda_server.engine.serving.codec import trace_messages
 from tests.engine.harness import SteppedEngine
 
 
@@ -17,7 +17,7 @@ def kinds(snapshot: TraceSnapshot, id: int) -> list[object]:
     return [move[1] for move in snapshot.moves if move[2] == id]
 
 
-def test_a_step_tells_who_computed_how_many_tokens() -> None:
+def test_a_step_tells_which_sequences_computed_how_many_tokens() -> None:
     engine = SteppedEngine(token_budget=10)
     engine.add([1, 2, 3], max_tokens=4)
     engine.step()
@@ -84,13 +84,13 @@ def test_moves_tell_starts_preemptions_and_ends() -> None:
     seqs = [engine.add([head] * 10, max_tokens=16) for head in (1, 2)]
     engine.abort(engine.add([3] * 10, max_tokens=2).id)
     engine.run()
-    [undisturbed, preempted] = sorted(seqs, key=lambda seq: seq.preemptions)
+    [undisturbed, preempted] = sorted(seqs, key=lambda seq: seq.account.preemptions)
     snapshot = engine.steps.trace.take()
     assert kinds(snapshot, undisturbed.id) == ["started", EndReason.LENGTH]
     assert kinds(snapshot, preempted.id) == ["started", "preempted", "started", EndReason.LENGTH]
     assert kinds(snapshot, 2) == [EndReason.ABORTED]
     lost = [move[7] for move in snapshot.moves if move[1] == "preempted"]
-    assert lost == [preempted.preempted_tokens]
+    assert lost == [preempted.account.preempted_tokens]
 
 
 def test_every_second_of_a_sequence_is_booked_once() -> None:
@@ -99,11 +99,11 @@ def test_every_second_of_a_sequence_is_booked_once() -> None:
     seqs = [engine.add([head] * 14, max_tokens=16) for head in (1, 2)]
     engine.run()
     for seq in seqs:
-        booked = seq.queue_s + seq.prefill_s + seq.decode_s + seq.preempted_s
-        assert booked == engine.ended[seq.id].at - seq.arrived
-    assert (seqs[0].queue_s, seqs[0].preempted_s) == (0.0, 0.0)
-    assert seqs[0].decode_s == 15.0
-    assert seqs[1].queue_s > 0 or seqs[1].preempted_s > 0
+        booked = seq.account.queue_s + seq.account.prefill_s + seq.account.decode_s + seq.account.preempted_s
+        assert booked == engine.ended[seq.id].at - seq.request.arrived
+    assert (seqs[0].account.queue_s, seqs[0].account.preempted_s) == (0.0, 0.0)
+    assert seqs[0].account.decode_s == 15.0
+    assert seqs[1].account.queue_s > 0 or seqs[1].account.preempted_s > 0
 
 
 def test_old_steps_and_moves_are_forgotten_but_live_sequences_keep_their_last_move(

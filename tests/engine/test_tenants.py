@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence, State
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence, State
 from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.scheduling.tenants import (
     MAX_IDLE,
@@ -26,7 +26,7 @@ def table(engine: SteppedEngine) -> TenantTable:
 
 
 def run(engine: SteppedEngine) -> None:
-    """To the end, with a look at every step, as the engine's loop has it."""
+    """Run to the end and take a table after every step, as the engine's loop does."""
     while engine.scheduler.running or engine.scheduler.num_waiting:
         engine.step()
         table(engine)
@@ -59,15 +59,15 @@ def test_what_the_cache_or_a_sibling_has_costs_nothing() -> None:
     assert of(engine, "three").service == 40 + 2 * 1 + 3 * 2 * 2
 
 
-def test_preemption_is_at_nobodys_cost_and_its_tokens_count_once() -> None:
+def test_preemption_costs_no_tenant_and_its_tokens_count_once() -> None:
     engine = SteppedEngine(num_blocks=20, block_size=4, prefix_caching=False, step_time=StepTime(0.05))
     seqs = [engine.add(prompt(10, at), max_tokens=30, tenant=f"{at % 2}", bypass=True) for at in range(4)]
     run(engine)
-    assert sum(seq.preemptions for seq in seqs) > 0
+    assert sum(seq.account.preemptions for seq in seqs) > 0
     assert of(engine, "0").service == of(engine, "1").service == 2 * (10 + 2 * 30)
 
 
-def test_who_waits_and_who_runs_is_told_of_each() -> None:
+def test_waiting_and_running_sequences_are_counted_for_each_tenant() -> None:
     engine = SteppedEngine(max_num_seqs=2)
     for name in ("a", "b", "b", ""):
         engine.add(prompt(5), max_tokens=20, tenant=name)
@@ -119,7 +119,7 @@ def test_names_made_up_by_clients_take_bounded_room() -> None:
     now = 0.0
     tenants = Tenants(lambda: now)
     for id in range(5 * MAX_IDLE):
-        seq = Sequence(id, [1], 1, SamplingParams(), now, float("inf"), tenant=f"tenant {id}")
+        seq = Sequence(id, [1], Request(1, arrived=now, tenant=f"tenant {id}"), SamplingParams())
         tenants.arrived(seq)
         if id < 5 * MAX_IDLE - 200:
             tenants.moves(seq, State.RUNNING)

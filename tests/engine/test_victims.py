@@ -11,7 +11,7 @@ from tests.engine.harness import VOCAB_SIZE, SteppedEngine
 from tests.engine.test_scheduler import prompt
 
 
-def test_who_has_computed_least_for_its_blocks_gives_them_up() -> None:
+def test_the_sequence_that_computed_least_for_its_blocks_gives_them_up() -> None:
     engine = SteppedEngine(num_blocks=47, block_size=4, token_budget=16, max_num_seqs=4, prefix_caching=False)
     decoding = [engine.add(prompt(8, at), max_tokens=30) for at in range(2)]
     engine.step()
@@ -20,7 +20,7 @@ def test_who_has_computed_least_for_its_blocks_gives_them_up() -> None:
     while not engine.scheduler.counters.preemptions:
         engine.step()
     assert last.state is State.RUNNING, "it was admitted last, but has nothing to compute again for its blocks"
-    assert [seq.preemptions for seq in (*decoding, prefilling)] == [0, 0, 1]
+    assert [seq.account.preemptions for seq in (*decoding, prefilling)] == [0, 0, 1]
 
 
 def test_what_others_share_is_neither_freed_nor_wasted() -> None:
@@ -32,9 +32,9 @@ def test_what_others_share_is_neither_freed_nor_wasted() -> None:
     alone = engine.add(prompt(9, 77), max_tokens=20)
     while not engine.scheduler.counters.preemptions:
         engine.step()
-    assert alone.preemptions + sum(seq.preemptions for seq in sharing) == 1
+    assert alone.account.preemptions + sum(seq.account.preemptions for seq in sharing) == 1
     engine.run()
-    assert all(seq.recomputed_tokens <= 20 for seq in sharing), "the shared prefix was found again"
+    assert all(seq.account.recomputed_tokens <= 20 for seq in sharing), "the shared prefix was found again"
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in (*sharing, alone))
 
 
@@ -43,9 +43,9 @@ def test_what_was_given_up_and_computed_again_is_counted_for_each_and_for_all() 
     seqs = [engine.add(prompt(6, at), max_tokens=20) for at in range(5)]
     engine.run()
     counters = engine.scheduler.counters
-    assert counters.preemptions == sum(seq.preemptions for seq in seqs) > 0
-    assert counters.preempted_tokens == sum(seq.preempted_tokens for seq in seqs) > 0
-    assert counters.recomputed_tokens == sum(seq.recomputed_tokens for seq in seqs) == counters.preempted_tokens
+    assert counters.preemptions == sum(seq.account.preemptions for seq in seqs) > 0
+    assert counters.preempted_tokens == sum(seq.account.preempted_tokens for seq in seqs) > 0
+    assert counters.recomputed_tokens == sum(seq.account.recomputed_tokens for seq in seqs) == counters.preempted_tokens
 
 
 def test_rows_of_sequences_that_have_ended_are_counted_as_dropped() -> None:
@@ -66,5 +66,5 @@ def test_equals_preempt_each_other_once_and_then_once_a_block_of_output(policy: 
     seqs = [engine.add(prompt(4, at), max_tokens=40, tenant=str(at % 3)) for at in range(16)]
     engine.run()
     assert engine.scheduler.counters.preemptions > 0
-    assert all(seq.preemptions <= 1 + seq.output_len // 4 for seq in seqs)
+    assert all(seq.account.preemptions <= 1 + seq.output_len // 4 for seq in seqs)
     assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in seqs)

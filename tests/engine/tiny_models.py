@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence as Items
 from pathlib import Path
@@ -20,7 +19,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, StepPlan
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.settings.engine import EngineConfig
 
@@ -85,7 +85,7 @@ ONE_OF_EACH_FAMILY = list({config.model_type: name for name, config in reversed(
 
 
 def save_model(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Saves a model with random weights, norms and biases included; returns transformers' own."""
+    """Save a model with random weights, norms and biases included; return transformers' model."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
@@ -97,7 +97,7 @@ def save_model(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torc
 
 
 def saved_model(name: str, factory: pytest.TempPathFactory) -> Path:
-    """The folder of one of MODELS, new for a module's tests."""
+    """Return the folder of one of MODELS, new for a module's tests."""
     folder = factory.mktemp("model")
     save_model(MODELS[name], folder)
     return folder
@@ -127,7 +127,7 @@ class ShuffledBlocks:
             raise AssertionError(f"the test's cache has {len(self._free)} free blocks; {num_blocks} are wanted")
         params = params or SamplingParams()
         self._num_sequences += 1
-        seq = Sequence(self._num_sequences, list(prompt), len(prompt), params, arrived=0.0, deadline=math.inf)
+        seq = Sequence(self._num_sequences, list(prompt), Request(len(prompt)), params)
         seq.blocks = [self._free.pop() for _ in range(num_blocks)]
         return seq
 
@@ -138,7 +138,7 @@ def next_chunk(seq: Sequence, at_most: int = 10_000) -> Chunk:
 
 
 def step(runner: ModelRunner, chunks: list[Chunk]) -> None:
-    """Executes a plan and does what the scheduler would with its outcome. Fails on any fault."""
+    """Execute a plan and do with its outcome what the scheduler would. Fail on any fault."""
     sampled = runner.execute(StepPlan(chunks))
     assert not sampled.faults, sampled.faults
     for chunk, token in zip(chunks, sampled.tokens, strict=True):
@@ -148,14 +148,14 @@ def step(runner: ModelRunner, chunks: list[Chunk]) -> None:
 
 
 def generate(runner: ModelRunner, seq: Sequence, count: int, chunk_size: int = 10_000) -> list[int]:
-    """The sequence alone, until it has `count` tokens of output."""
+    """Run a sequence alone until it has `count` tokens of output; return them."""
     while seq.output_len < count:
         step(runner, [next_chunk(seq, chunk_size)])
-    return seq.tokens[seq.prompt_len :]
+    return seq.tokens[seq.request.prompt_len :]
 
 
 def step_logits(runner: ModelRunner, chunks: list[Chunk]) -> torch.Tensor:
-    """What the model computes for a plan: a row of logits for each chunk that samples."""
+    """Return a row of logits for each chunk of a plan that samples."""
     with torch.inference_mode():
         inputs = runner._arrays.pack(chunks, runner._ops, runner._cache[0], runner._model.config.windows)
         return runner._model.forward(inputs, runner._cache)

@@ -1,8 +1,8 @@
-"""A runner whose steps fail when they are told to."""
+"""A runner whose steps fail on demand."""
 
 from __future__ import annotations
 
-from pagoda_server.engine.core.sequence import Sampled, StepPlan
+from pagoda_server.engine.core.step import Sampled, StepPlan
 from pagoda_server.engine.loop.steps_in_flight import Launched, Runner
 from tests.engine.harness import ContentCheckingRunner
 
@@ -15,9 +15,7 @@ class Broken:
 
 
 class UnreliableRunner:
-    """Fails the steps that it is told to: at their launch or when they are read, without computing anything of them, or
-    computed.
-    """
+    """Fails chosen steps: at their launch, or when they are read, computed or not."""
 
     def __init__(self, runner: Runner) -> None:
         self.failures: list[str] = []

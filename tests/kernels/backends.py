@@ -1,4 +1,4 @@
-"""The backends that every op's tests run with: compiled code in each version that this processor can run."""
+"""The backends that every op's tests run with, among them compiled code for each instruction set of this processor."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from pagoda_server.kernels.backend import CPU, NATIVE, REFERENCE, Backend
-from pagoda_server.kernels.native_module import native
-from pagoda_server.kernels.processor import NO_COMPILED_CODE, forced_name
+from pagoda_server.kernels.native_module import NO_COMPILED_CODE, forced_name, native
 
 
 def _instruction_sets() -> list[str]:
-    """Those in use and slower ones: an instruction set that is forced is the fastest that there is."""
+    """The instruction set in use and all slower ones; a forced one counts as the fastest."""
     if native is None:
         return []
     usable: list[str] = native.instruction_sets()
@@ -25,7 +24,7 @@ def _instruction_sets() -> list[str]:
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """Compiled code computes with this instruction set inside."""
+    """Make compiled code use this instruction set within the block."""
     assert native is not None
     previous = native.use_instruction_set(name)
     try:
@@ -39,7 +38,7 @@ def with_instruction_set(name: str, op: Callable[..., Any]) -> Callable[..., Any
     def call(*arguments: Any, **keywords: Any) -> Any:
         with using(name):
             result = op(*arguments, **keywords)
-        return with_instruction_set(name, result) if callable(result) else result  # a product with a packed weight
+        return with_instruction_set(name, result) if callable(result) else result  # a product whose weight is packed
 
     return call
 
@@ -55,5 +54,5 @@ BACKENDS = [REFERENCE, CPU]
 if native is not None:
     BACKENDS += [NATIVE, *(_slower_native(name) for name in INSTRUCTION_SETS[1:])]
 elif forced_name() != NO_COMPILED_CODE and any(importlib.metadata.distributions(name="pagoda-server")):
-    # A checkout that is not installed has nothing compiled.
+    # A checkout that is not installed has no compiled code.
     assert not shutil.which("g++"), "there is a compiler, but the CPU kernels were not compiled or do not load"

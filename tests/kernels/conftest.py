@@ -16,13 +16,13 @@ def _same_random_tensors_in_every_run() -> None:
 
 @pytest.fixture(autouse=True)
 def _ops_whose_parts_are_shared_out() -> None:
-    """Compiled code has more threads than there may be cores; torch has one, as the suite's workers share them."""
+    """Give compiled code several threads, even on fewer cores, and torch one, since the suite's workers share cores."""
     set_num_threads(3)
     torch.set_num_threads(1)
 
 
 @pytest.fixture(params=INSTRUCTION_SETS or [pytest.param("", marks=pytest.mark.skip(reason="needs compiled code"))])
 def each_instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The test runs once with every instruction set that compiled code may use on this processor."""
+    """Run the test once with every instruction set that compiled code can use on this processor."""
     with using(request.param):
         yield

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
 from pagoda_server.engine.runners.sampling import AllowedTokens, fill_mask
 from pagoda_server.kernels.row_sampling import (
     IN_PROMPT,
@@ -48,7 +48,7 @@ def sequence(
 ) -> Sequence:
     """allowed: the only token ids that it may choose; none: all"""
     mask = AllowedTokens(allowed) if allowed else None
-    return Sequence(number, prompt + output, len(prompt), SamplingParams(**params), 0.0, math.inf, token_mask=mask)
+    return Sequence(number, prompt + output, Request(len(prompt)), SamplingParams(**params), token_mask=mask)
 
 
 def any_sequence(number: int, vocab: int, rng: random.Random) -> Sequence:
@@ -89,7 +89,7 @@ def write_row(sampling: SamplingRows, at: int, seq: Sequence) -> None:
         "top_k": min(params.top_k, vocab),
         "seed_low": words[0],
         "seed_high": words[1],
-        "min_position": seq.prompt_len + params.min_tokens,
+        "min_position": seq.request.prompt_len + params.min_tokens,
         "num_logprobs": -1 if params.logprobs is None else params.logprobs,
         "is_masked": seq.token_mask is not None,
         "last_token": seq.tokens[-1],
@@ -107,7 +107,7 @@ def write_row(sampling: SamplingRows, at: int, seq: Sequence) -> None:
         sampling.stop_ids[at, entry] = token
     for entry, (token, bias) in enumerate(params.logit_bias):
         sampling.bias_ids[at, entry], sampling.bias[at, entry] = token, bias
-    for token in seq.tokens[seq.prompt_len :]:
+    for token in seq.tokens[seq.request.prompt_len :]:
         sampling.counts[at, token] += 1
-    for token in set(seq.tokens[: seq.prompt_len]):
+    for token in set(seq.tokens[: seq.request.prompt_len]):
         sampling.counts[at, token] += IN_PROMPT

@@ -19,8 +19,8 @@ def test_a_backend_is_loaded_by_its_name(name: str) -> None:
     assert load_backend(name).name == name
 
 
-def test_an_unknown_backend_is_told_from_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"'cuda'; there are reference, .*, triton-fp8$"):
+def test_the_error_for_an_unknown_backend_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'cuda'; known: reference, .*, triton-fp8$"):
         load_backend("cuda")
 
 

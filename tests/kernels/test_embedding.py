@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagoda_server.kernels.embedding import embedding_int8, embedding_int8_native, embedding_wide
-from pagoda_server.kernels.linear_int8_native import linear_int8_native
+from pagoda_server.kernels.linear_int8 import linear_int8_native
 from pagoda_server.kernels.native_module import native
 
 

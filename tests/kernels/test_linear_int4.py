@@ -1,4 +1,4 @@
-"""Products with weights in 4 bits: what the compiled code must give, and how far that is from the whole product."""
+"""Products with 4-bit weights: compiled code against the reference, and the error against the unquantized product."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels.linear_int4 import WEIGHT_GROUP, Int4Weight, gated_linear_int4, linear_int4
-from pagoda_server.kernels.linear_int4_native import gated_linear_int4_native, linear_int4_native
+from pagoda_server.kernels.linear_int4 import (
+    WEIGHT_GROUP,
+    Int4Weight,
+    gated_linear_int4,
+    gated_linear_int4_native,
+    linear_int4,
+    linear_int4_native,
+)
 from pagoda_server.kernels.linear_int8 import quantize_rows
 from pagoda_server.kernels.silu_and_mul import silu_and_mul
 
@@ -23,7 +29,7 @@ def random_weight(out_size: int, in_size: int) -> Int4Weight:
 
 
 def restored(x: Tensor) -> Tensor:
-    """float64 activations as they are after quantizing."""
+    """The activations after quantization, in float64."""
     values, scales, least = (part.double() for part in quantize_rows(x))
     return (values * scales[..., None] + least[..., None]).flatten(1)[:, : x.shape[1]]
 
@@ -83,8 +89,8 @@ def test_compiled_products_are_those_of_the_reference(
     bias = torch.randn(out_size).to(dtype) if has_bias else None
     product, expected = linear_int4_native(weight, bias)(x), linear_int4(weight, bias)(x)
     assert product.dtype == dtype
-    # A value half-way between two steps may be rounded to either: then a product is off by a step times a weight.
-    # The sums of a group's values, which meet the least of its activations, are packed in fp16.
+    # A value half-way between two steps may be rounded to either, which changes a product by a step times a weight.
+    # The sums of a group's values, which are multiplied by the least of its activations, are packed in fp16.
     tolerance = 1e-3 if dtype == torch.float32 else 0.01
     assert (product - expected).abs().mean() <= tolerance * in_size**0.5 or rows == 0
     torch.testing.assert_close(product, expected, atol=0.5, rtol=tolerance)

@@ -1,4 +1,4 @@
-"""Products in int8: what the compiled code must give, exactly, and how far that is from the whole product."""
+"""Products in int8: compiled code against the reference, and the error against the unquantized product."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from torch import Tensor
 
 from pagoda_server.kernels.linear_int8 import (
     GROUP,
+    PANEL,
     dequantize_weight,
     gated_linear_int8,
+    gated_linear_int8_native,
     linear_int8,
+    linear_int8_native,
     quantize_rows,
     quantize_weight,
 )
-from pagoda_server.kernels.linear_int8_native import PANEL, gated_linear_int8_native, linear_int8_native
 from pagoda_server.kernels.native_module import native
 
 compiled = pytest.mark.usefixtures("each_instruction_set")
@@ -54,7 +56,7 @@ def test_neighbours_can_be_limited() -> None:
     values, scales = quantize_weight(weight, limits_pairs=True)
     pairs = values.int().unflatten(-1, (-1, 2)).sum(dim=-1)
     assert (pairs.min(), pairs.max()) == (-128, 128)
-    assert values[2, 0, :2].tolist() == [-127, 106]  # of opposite signs: as without a limit
+    assert values[2, 0, :2].tolist() == [-127, 106]  # opposite signs need no limit
     steps = scales.flatten(1).repeat_interleave(GROUP // 2, dim=1)
     assert (dequantize_weight(values, scales) - weight).abs().sub(0.501 * steps).max() <= 0
 
@@ -89,7 +91,7 @@ def test_compiled_products_are_those_of_the_reference(
     bias = torch.randn(out_size).to(dtype) if has_bias else None
     product, expected = linear_int8_native(weight, bias)(x), linear_int8(weight, bias, limits_pairs())(x)
     assert product.dtype == dtype
-    # A value half-way between two steps may be rounded to either: then a product is off by a step times a weight.
+    # A value half-way between two steps may be rounded to either, which changes a product by a step times a weight.
     tolerance = 1e-5 if dtype == torch.float32 else 0.01
     assert (product - expected).abs().mean() <= tolerance * in_size**0.5 or rows == 0
     torch.testing.assert_close(product, expected, atol=0.2, rtol=tolerance)

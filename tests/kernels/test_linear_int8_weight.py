@@ -1,4 +1,4 @@
-"""Products of int8 weights by the matrix unit of AMX: what the compiled code must give, and who may not notice whom."""
+"""Products of int8 weights by the matrix unit of AMX: their values, and that rows and torch do not affect them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from pagoda_server.kernels.linear_int8_native import (
+from pagoda_server.kernels.linear_quantized import (
+    gated_linear_int8_weight,
     gated_linear_int8_weight_native,
     has_native_int8_weight,
+    linear_int8_weight,
     linear_int8_weight_native,
 )
-from pagoda_server.kernels.linear_quantized import gated_linear_int8_weight, linear_int8_weight
 from pagoda_server.kernels.silu_and_mul import silu_and_mul
 
 pytestmark = pytest.mark.skipif(
@@ -23,7 +24,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Of products of normal numbers, by the square root of their count."""
+    """The tolerance for sums of products of normal numbers, which grows with the square root of their count."""
     return 1e-5 if dtype == torch.float32 else 0.01
 
 
@@ -48,7 +49,7 @@ def test_products_are_those_of_the_reference(
 def test_gated_products_are_those_of_the_reference(dtype: torch.dtype, in_size: int, rows: int) -> None:
     x, weight = torch.randn(rows, 2 * in_size).to(dtype), torch.randn(40, in_size).to(dtype)
     product = gated_linear_int8_weight_native(weight, None)(x)
-    # What is gated is rounded to bfloat16: to either side where it is half-way.
+    # Gated activations are rounded to bfloat16, to either side if they are half-way.
     once = linear_int8_weight(weight, None)(silu_and_mul(x.float()).bfloat16().to(dtype))
     torch.testing.assert_close(product, once, atol=0.002 * in_size**0.5, rtol=0.01)
     torch.testing.assert_close(product, gated_linear_int8_weight(weight, None)(x), atol=0.02 * in_size**0.5, rtol=0.02)
@@ -92,7 +93,7 @@ def test_ops_called_from_several_threads_take_turns() -> None:
 
 
 def test_torch_can_use_the_unit_in_between() -> None:
-    """Its own products of bfloat16 do, on the thread that ours run on."""
+    """torch's own products of bfloat16 use it on the thread that ours run on."""
     x, weight = torch.randn(64, 256).bfloat16(), torch.randn(256, 256).bfloat16()
     product = linear_int8_weight_native(weight, None)
     ours, theirs = product(x), x @ weight

@@ -1,4 +1,4 @@
-"""Weights in int8 and float8: how near they are to whole ones, and what the products of them must be."""
+"""Weights in int8 and float8: their error, and their products against the reference."""
 
 from __future__ import annotations
 

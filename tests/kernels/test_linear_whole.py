@@ -1,11 +1,11 @@
-"""Products with whole weights by compiled code."""
+"""Products with unquantized weights by compiled code."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from pagoda_server.kernels.linear_whole_native import gated_linear_whole_native, head_whole_native, linear_whole_native
+from pagoda_server.kernels.linear import gated_linear_whole_native, head_whole_native, linear_whole_native
 from pagoda_server.kernels.silu_and_mul import silu_and_mul
 
 pytestmark = pytest.mark.usefixtures("each_instruction_set")

@@ -1,4 +1,4 @@
-"""Attention over pages equals attention over whole contexts in float64, whatever else the pages hold."""
+"""Attention over pages against attention over whole contexts in float64, whatever else the pages hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagoda_server.kernels import AttentionPlan, PagedKV
 from pagoda_server.kernels.backend import CPU, NATIVE, REFERENCE, Backend
-from pagoda_server.kernels.paged_attention_cpu import GROUP_COST_SLOTS, GROUP_LIMIT_SLOTS
+from pagoda_server.kernels.paged_attention import GROUP_COST_SLOTS, GROUP_LIMIT_SLOTS
 from tests.kernels.backends import BACKENDS
 
 SPLIT = 256  # tokens after which compiled code splits the context of a decode
@@ -20,7 +20,7 @@ SPLIT = 256  # tokens after which compiled code splits the context of a decode
 
 @dataclass(frozen=True)
 class Batch:
-    """Random sequences of (context, queries), their pages shuffled and all other slots NaN.
+    """Random sequences of (context, queries), with shuffled pages and NaN in all other slots.
 
     pages  dtype of the pages where that is another: their keys and values have scales
     """
@@ -39,12 +39,12 @@ class Batch:
         return self.pages or self.dtype
 
     def run(self, backend: Backend, device: str = "cpu") -> tuple[Tensor, Tensor]:
-        """What the backend computes, and what is right, in float64."""
+        """The backend's result and the expected one, in float64."""
         queries, kv, block_table, expected = self.build(device)
         return backend.paged_attention(queries, kv, self.plan(backend, block_table, kv)).cpu(), expected
 
     def build(self, device: str = "cpu") -> tuple[Tensor, PagedKV, np.ndarray, Tensor]:
-        """Packed queries, pages, the block table, and what is right."""
+        """Packed queries, pages, the block table, and the expected result."""
         rng = random.Random(0)
         tables = [-(-context // self.block_size) for context, _ in self.lengths]
         free = list(range(sum(tables) + 3))
@@ -173,7 +173,7 @@ def test_attention_in_half_precision_errs_by_little_more_than_its_rounding(
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_broken_keys_are_never_hidden_from_who_sees_them(backend: Backend) -> None:
-    """Whole tiles of them, between others that are sound: the sampler must get to see that something is wrong."""
+    """Whole tiles of NaN between valid ones must reach the result, so that the sampler sees that something is wrong."""
     pages = torch.randn(2, 20, 16, 1, 16)
     pages[0, 4:8] = torch.nan  # tokens 64 to 127
     kv = PagedKV(*pages)
@@ -230,7 +230,7 @@ def test_a_short_chunk_of_a_prompt_is_as_many_decodes_to_the_last_bit_in_any_bat
     table = np.random.default_rng(0).integers(0, 160, (len(lengths), 150)).astype(np.int32)
 
     def attend(chunks: list[tuple[int, int, int]]) -> Tensor:
-        """Of (sequence, its first query, queries)."""
+        """Attend the packed parts, each (sequence, its first query, number of queries)."""
         rows = torch.cat([q[starts[seq] + first :][:queries] for seq, first, queries in chunks])
         query_start = np.cumsum([0, *(queries for _, _, queries in chunks)], dtype=np.int32)
         context_len = np.array(

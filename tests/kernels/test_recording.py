@@ -18,7 +18,7 @@ WEIGHT = torch.rand(32)
 
 
 def chain(x: Tensor) -> Tensor:
-    """Ops whose intermediate results die early, but for one that is used again at the end."""
+    """Run ops whose intermediate results die early, except one that is used again at the end."""
     first = rms_norm_native(x, WEIGHT, 1e-5)
     second = rms_norm_native(first, WEIGHT, 1e-5)
     for _ in range(5):

@@ -31,7 +31,7 @@ def test_rms_norm_adds_to_the_residual_before_it_normalises(backend: Backend, dt
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_rms_norm_takes_its_mean_in_float32(backend: Backend) -> None:
-    x = torch.full((1, 4096), 300.0, dtype=torch.bfloat16)  # the squares' sum has no room in 8 bits
+    x = torch.full((1, 4096), 300.0, dtype=torch.bfloat16)  # the sum of squares needs more than bfloat16's 8 bits
     weight = torch.ones(4096, dtype=torch.bfloat16)
     assert torch.equal(backend.rms_norm(x, weight, 0.0), torch.ones_like(x))
 

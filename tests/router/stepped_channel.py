@@ -7,10 +7,10 @@ import itertools
 from typing import Protocol
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda_server.engine.core.output import StepOutput
 from pagoda_server.engine.core.sequence import Sequence
+from pagoda_server.engine.core.step import StepOutput
 from pagoda_server.engine.scheduling.scheduler import Scheduler
-from pagoda_server.engine.serving.codec import PendingOutput, sequence_from_submit
+from pagoda_server.engine.serving.codec import PendingOutput, sequences_from_submit
 from pagoda_server.router.engines.stream import SequenceInbox
 
 
@@ -39,8 +39,8 @@ class SteppedChannel:
     def submit(self, submit: engine_pb2.Submit) -> SteppedStream:
         sent = engine_pb2.Submit.FromString(submit.SerializeToString())
         self.submits.append(sent)
-        now = self.engine.scheduler.clock()
-        seqs = [sequence_from_submit(sent, index, next(self._ids), now) for index in range(sent.sampling.n)]
+        ids = {index: next(self._ids) for index in range(sent.sampling.n)}
+        seqs = sequences_from_submit(sent, ids, self.engine.scheduler.clock())
         stream = SteppedStream(self, [seq.id for seq in seqs])
         for seq, inbox in zip(seqs, stream.inboxes, strict=True):
             self._inboxes[seq.id] = inbox

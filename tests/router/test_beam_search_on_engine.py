@@ -10,7 +10,8 @@ import pytest
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda_server.engine.core.sequence import State, StepPlan
+from pagoda_server.engine.core.sequence import State
+from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.engine.loop.steps_in_flight import Computed, Runner, StepsInFlight
 from pagoda_server.engine.scheduling.policies import PolicyName
 from pagoda_server.router.request.beam_search import BeamSearchStream
@@ -253,7 +254,7 @@ async def test_with_bypass_it_shares_blocks_with_no_other_request() -> None:
     assert len(salts.pop()) == 64
     seq = engine.add(prompt(20), max_tokens=3)
     engine.run()
-    assert seq.cached_tokens == 0
+    assert seq.account.cached_tokens == 0
     again = search(channel, submit_of(beam_params(3), prompt(20), 5, cache=inference_pb2.Cache(bypass=True)))
     await again.wait()
     assert again.inboxes[0].ended is not None

@@ -13,7 +13,7 @@ import pytest
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server.channel.link import Link
-from pagoda_server.channel.shm_server import ShmServer
+from pagoda_server.channel.shm import ShmServer
 from pagoda_server.router.engines.channel import EngineChannel
 from pagoda_server.router.engines.stream import EngineStream
 

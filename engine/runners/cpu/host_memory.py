@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagoda_server.engine.core.sequence import StepPlan
+from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.kernels import PagedKV, bytes_of_block, load_blocks, save_blocks
 
 

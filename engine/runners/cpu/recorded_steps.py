@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.sequence import Chunk
+from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.models import Decoder, Embedded, StepInputs
 from pagoda_server.kernels import Backend, PagedKV, Recorder, Recording
 
@@ -57,8 +57,9 @@ class DecodeArrays:
         size, count = self._block_size, len(chunks)
         tokens, starts, slots = [], [], []
         for row, chunk in enumerate(chunks):
-            start, blocks = chunk.start, chunk.seq.blocks
-            tokens.append(chunk.seq.tokens[start])
+            seq, start = chunk.seq, chunk.start
+            blocks = seq.blocks
+            tokens.append(seq.tokens[start])
             starts.append(start)
             slots.append(blocks[start // size] * size + start % size)
             if self._blocks[row] is not blocks:

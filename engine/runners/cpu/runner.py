@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagoda_server.checkpoints.progress import Progress, no_progress
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.sequence import Chunk, Sampled, StepPlan, TokenLogprobs
+from pagoda_server.engine.core.step import Chunk, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.loop.steps_in_flight import Computed
 from pagoda_server.engine.models import StepInputs
 from pagoda_server.engine.runners.cpu.host_memory import HostMemory

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence, TokenLogprobs
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence
+from pagoda_server.engine.core.step import TokenLogprobs
 from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault, num_mask_words
 from pagoda_server.kernels import Backend, Draws, LogitAdjustments, noise_key
 from pagoda_server.settings.sampling import PARAMETERS, Parameter
@@ -211,7 +212,7 @@ class _SeenTokens:
         """
         for position in range(self._num_followed, self.seq.num_tokens):
             at = self._place(self.seq.tokens[position])
-            if position >= self.seq.prompt_len:
+            if position >= self.seq.request.prompt_len:
                 self._counts[at] += 1
         self._num_followed = self.seq.num_tokens
         num_distinct = len(self._index)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagoda_server.engine.core.sequence import Chunk
+from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.models import StepInputs
 from pagoda_server.kernels import Backend, PagedKV
 

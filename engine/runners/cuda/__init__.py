@@ -1,4 +1,4 @@
-"""A runner for a device that works while the host prepares the next step."""
+"""A runner for a GPU, which works while the host prepares the next step. Public face: DeviceRunner."""
 
 from pagoda_server.engine.runners.cuda.runner import DeviceRunner
 

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, one for each of a few batch sizes: a step is one launch, whatever it consists of."""
+"""Decode steps as CUDA graphs, one for each of a few batch sizes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pagoda_server.checkpoints.progress import Progress, no_progress
 
 
 def bucket_sizes(most: int) -> list[int]:
-    """Batch sizes up to `most`: a step is padded to the next, by 3 % to 50 % where steps are short, less above."""
+    """List batch sizes up to `most`. A step is padded to the next: by 3 % to 50 % while it is small, less above."""
     sizes = [1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, 1025, 32), *range(1152, most + 128, 128)]
     return [size for size in sizes if size < most] + [most]
 
 
 class DecodeGraphs:
     """
-    run   launches a decode step of so many rows, reading and writing at addresses that never change
-    most  rows
+    run   launches a decode step of a number of rows; it reads and writes at addresses that never change
+    most  rows of the largest step
     """
 
     def __init__(self, run: Callable[[int], None], most: int) -> None:
@@ -31,7 +31,7 @@ class DecodeGraphs:
         return self._sizes[bisect_left(self._sizes, rows)]
 
     def capture(self, progress: Progress = no_progress) -> None:
-        """Largest first, so that the others find room in the memory that it used. Kernels are compiled on the way."""
+        """Capture the largest step first, so that the others fit into its memory. This compiles the kernels, too."""
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(reversed(self._sizes)):
             progress("capturing decode steps", done, len(self._sizes))
@@ -44,7 +44,7 @@ class DecodeGraphs:
         progress("capturing decode steps", len(self._sizes), len(self._sizes))
 
     def launch(self, size: int) -> None:
-        """A step of one of the sizes; kernel by kernel where there is no graph of it."""
+        """Launch a step of one of the sizes: its graph or, if there is none, kernel by kernel."""
         graph = self._graphs.get(size)
         if graph is None:
             self._run(size)

@@ -1,4 +1,4 @@
-"""What steps chose, on its way back to the host: one copy a step, for which only who reads the outcome waits."""
+"""The outcomes of steps on their way to the host: one copy a step, for which only `DeviceStep.result` waits."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagoda_server.engine.core.sequence import Sampled, Sequence, TokenLogprobs
+from pagoda_server.engine.core.sequence import Sequence
+from pagoda_server.engine.core.step import Sampled, TokenLogprobs
 from pagoda_server.engine.runners.cuda.staging import Layout, all_launched, host_bytes
 from pagoda_server.kernels import MAX_TOP_LOGPROBS, SampledRows
 
 _BROKEN = "the model's logits hold NaN or infinity, or leave no token to choose"
-_IN_FLIGHT = 3  # steps whose outcomes are copied and not read, and one that is launched
+_IN_FLIGHT = 3  # steps whose outcomes are copied but not yet read, plus one that is launched
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
     """A step on the device.
 
-    places  chunk position → sequence and its entry among the outcomes
-    faults  as in Sampled
-    copied_s  tells the same of Sampled, once the step is computed
+    places    chunk position → sequence and its entry among the outcomes
+    faults    as in Sampled
+    copied_s  returns `Sampled.copied_s`, once the step is computed
     """
 
     num_chunks: int
@@ -58,7 +59,7 @@ class DeviceStep:
 
 
 class Outcomes:
-    """Room on the device for what a step of `size` sampling sequences chooses, and on the host for those in flight."""
+    """Memory for what `size` sequences of a step choose: on the device, and on the host for each step in flight."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         layout = Layout(
@@ -78,7 +79,7 @@ class Outcomes:
         self._turn = 0
 
     def rows(self, start: int, end: int) -> SampledRows:
-        """Some of the entries, as the kernels write them."""
+        """Return the entries from `start` to `end`, as the kernels write them."""
         return SampledRows(
             tokens=self._views["tokens"][start:end],
             chosen=self._views["chosen"][start:end],
@@ -93,7 +94,7 @@ class Outcomes:
         faults: dict[int, str],
         copied_s: Callable[[], float],
     ) -> DeviceStep:
-        """Starts the copy of the step that was launched last; without log-probabilities if nobody asks for them."""
+        """Start the copy of the step that was launched last, without logprobs if no sequence asks for them."""
         asks = any(seq.params.logprobs is not None for seq, _ in places.values())
         end = self._source.shape[0] if asks else self._tokens_end
         self._turn = (self._turn + 1) % _IN_FLIGHT

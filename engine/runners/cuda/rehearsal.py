@@ -1,28 +1,34 @@
-"""Plans that nobody asked for: to find out what steps need before the first request comes."""
+"""Steps that run before the first request: they compile kernels, and show how much memory the KV cache may take."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, StepPlan
+import torch
+
+from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Chunk, StepPlan
+
+# Share of a GPU's memory that is free after the weights and a step. Graphs, fragmentation and other processes need the
+# rest.
+GPU_SHARE = 0.9
 
 
 def largest_plan(token_budget: int, max_num_seqs: int, block_size: int) -> StepPlan:
-    """A step that uses the whole token budget and draws a token for every sequence there can be."""
+    """Return a step that uses the whole token budget and draws a token for the largest number of sequences."""
     length = token_budget // max_num_seqs
     blocks_each = -(-length // block_size)
     params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=0)
     chunks = []
     for number in range(max_num_seqs):
-        seq = Sequence(number, [0] * length, length, params, arrived=0.0, deadline=math.inf)
-        seq.blocks = list(range(number * blocks_each, (number + 1) * blocks_each))
+        blocks = BlockTable(range(number * blocks_each, (number + 1) * blocks_each))
+        seq = Sequence(number, [0] * length, Request(length), params, blocks=blocks)
         chunks.append(Chunk(seq, 0, length, samples=True))
     return StepPlan(chunks)
 
 
 def prompts_of_all_sizes(num_tokens: int, longest: int, block_size: int) -> Iterator[StepPlan]:
-    """Steps of every power of two of tokens, and of `num_tokens`: one prompt, or several where `longest` is less.
+    """Yield a step of each power of two of tokens and one of `num_tokens`, in prompts of at most `longest` tokens.
 
     All prompts use the first blocks.
     """
@@ -31,7 +37,21 @@ def prompts_of_all_sizes(num_tokens: int, longest: int, block_size: int) -> Iter
         chunks = []
         for start in range(0, size, longest):
             length = min(longest, size - start)
-            seq = Sequence(-1, [0] * length, length, params, arrived=0.0, deadline=math.inf)
-            seq.blocks = list(range(-(-length // block_size)))
+            blocks = BlockTable(range(-(-length // block_size)))
+            seq = Sequence(-1, [0] * length, Request(length), params, blocks=blocks)
             chunks.append(Chunk(seq, 0, length, samples=True))
         yield StepPlan(chunks)
+
+
+def free_after(steps: Iterable[Callable[[], None]], device: torch.device) -> int:
+    """Return how many bytes of a GPU the cache may take if these steps must fit beside it, each in its own memory."""
+    steps_bytes = 0
+    for step in steps:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        steps_bytes += torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return int((free - steps_bytes) * GPU_SHARE)

@@ -1,4 +1,4 @@
-"""Running sequences' rows on the device: their block tables, how they are sampled, the token that each chose last."""
+"""Running sequences' rows on the device: block tables, sampling parameters, and the token that each chose last."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.sequence import Chunk, SamplingParams, Sequence, State
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence, State
+from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.runners.cuda.staging import Staging
 from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault
 from pagoda_server.kernels import MAX_TOP_LOGPROBS, SamplingRows, allocate_rows
 from pagoda_server.kernels.row_sampling import IN_PROMPT
 from pagoda_server.settings.sampling import PARAMETERS
 
-MAX_STOPS = 96  # what a router lets through, and a model's own
+MAX_STOPS = 96  # the most that a router accepts, and a model's own
 MAX_BIASES = 1024
-# What is sent at once.
+# How many of each are sent in one copy.
 _BLOCKS_SENT = 4096
 _ROWS_SENT = 32
 _COUNTS_SENT = 4096
 _MASKS_SENT = 16
-_SENDS_AT_ONCE = 16  # of biases and of counts: one for each row that starts
-_MOST = (1 << 31) - 1  # that a row's integers can hold
+_SENDS_AT_ONCE = 16  # copies of biases or counts under way: each row that starts needs one
+_MOST = (1 << 31) - 1  # the largest integer of a row
 
 
 @dataclass(slots=True)
 class _Row:
     """
-    blocks       the list of the sequence, which only grows until the sequence gives up its blocks
-    fault        why the sequence cannot be sampled: found once, as its parameters stay what they are
+    blocks       the sequence's block table, which only grows; a sequence that gives up its blocks gets another one
+    fault        why the sequence cannot be sampled; its parameters never change, so it is found once
     needs_mask   its token mask must be sent before it is sampled
     """
 
@@ -60,12 +61,12 @@ class DeviceRows:
         self.sampling: SamplingRows = allocate_rows(max_rows, vocab_size, MAX_STOPS, MAX_BIASES, device)
         self._parameters = _RowParameters(self.sampling, vocab_size, device)
         self._blocks = Staging({"at": (torch.int64, _BLOCKS_SENT), "block": (torch.int32, _BLOCKS_SENT)}, device)
-        self._rows: dict[int, _Row] = {}  # by the identity of the list of blocks, which is kept alive here
+        self._rows: dict[int, _Row] = {}  # by the identity of the block table, which is kept alive here
         self._free = list(range(max_rows - 1, -1, -1))
         self._step = 0
 
     def place(self, chunks: list[Chunk]) -> list[int]:
-        """The row of each chunk's sequence. Sends the device what it does not know: new rows, blocks and masks."""
+        """Return the row of each chunk's sequence. Send the device what it lacks: new rows, blocks and masks."""
         self._step += 1
         new: list[_Row] = []
         masked: list[tuple[int, Sequence]] = []
@@ -94,12 +95,12 @@ class DeviceRows:
         return numbers
 
     def faults(self, places: Mapping[int, tuple[Sequence, int]]) -> dict[int, str]:
-        """Which of these sequences, all of which have rows, cannot be sampled, and why."""
+        """Return which of these sequences cannot be sampled, and why. All must have rows."""
         rows = ((at, self._rows[id(seq.blocks)]) for at, (seq, _) in places.items())
         return {at: row.fault for at, row in rows if row.fault is not None}
 
     def forget(self) -> None:
-        """Takes back every row. Sequences are given rows anew, from the tokens that the host knows."""
+        """Take back every row. Sequences then get new rows, made from the tokens that the host knows."""
         self._free += [row.number for row in self._rows.values()]
         self._rows.clear()
 
@@ -125,7 +126,7 @@ class DeviceRows:
 
 
 class _RowParameters:
-    """Writes how sequences are sampled to their rows of `SamplingRows`: once when they start, and masks that change."""
+    """Writes sequences' parameters to their rows of `SamplingRows` when they start, and masks whenever they change."""
 
     def __init__(self, sampling: SamplingRows, vocab_size: int, device: torch.device) -> None:
         self._sampling = sampling
@@ -156,7 +157,7 @@ class _RowParameters:
         )
 
     def fault(self, seq: Sequence) -> str | None:
-        """Why a sequence cannot be sampled: one row's mistake must not spoil the batch."""
+        """Return why a sequence cannot be sampled, or None. One row's mistake must not spoil the batch."""
         params = seq.params
         if len(params.stop_token_ids) > self._max_stops:
             return f"{len(params.stop_token_ids)} stop token ids, the limit is {self._max_stops}"
@@ -167,7 +168,7 @@ class _RowParameters:
         return find_fault(params, self._vocab_size)
 
     def write(self, new: list[tuple[int, Sequence]]) -> None:
-        """Writes rows for the sequences that take them. A faulty one is sampled greedily; its token is not used."""
+        """Write rows for new sequences. A faulty sequence is sampled greedily, and its token is not used."""
         for start in range(0, len(new), _ROWS_SENT):
             self._write_single(new[start : start + _ROWS_SENT])
         for row, seq in new:
@@ -223,8 +224,8 @@ class _RowParameters:
         self._biased.add(row)
 
     def _write_counts(self, row: int, seq: Sequence) -> None:
-        counts = Counter(seq.tokens[seq.prompt_len :])
-        for token in set(seq.tokens[: seq.prompt_len]):
+        counts = Counter(seq.tokens[seq.request.prompt_len :])
+        for token in set(seq.tokens[: seq.request.prompt_len]):
             counts[token] += IN_PROMPT
         ids = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
         values = np.fromiter(counts.values(), dtype=np.int32, count=len(counts))
@@ -238,14 +239,14 @@ class _RowParameters:
 
 
 def _single_values(params: SamplingParams, seq: Sequence) -> dict[str, float]:
-    """The fields of a row that hold one number."""
+    """Return the fields of a row that hold one number."""
     low, high = np.array([params.seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64).view(np.int32)
     return {
         **{each.name: min(getattr(params, each.name), _MOST) for each in PARAMETERS},
         "temperature": params.temperature if draws_at_random(params) else 0.0,
         "seed_low": low,
         "seed_high": high,
-        "min_position": seq.prompt_len + params.min_tokens,
+        "min_position": seq.request.prompt_len + params.min_tokens,
         "num_logprobs": -1 if params.logprobs is None else params.logprobs,
         "is_masked": seq.token_mask is not None,
     }

@@ -1,7 +1,7 @@
-"""From a step plan to tokens on a device that works while the host prepares the next step.
+"""The runner of a device that works while the host prepares the next step: from a step plan to tokens.
 
-Nothing here waits for the device but `DeviceStep.result`. A sequence's last token stays on the device, so that a step
-can be launched before the tokens of the one before it have come back.
+Only `DeviceStep.result` waits for the device. A sequence's last token stays on the device, so a step can be launched
+before the tokens of the previous one have come back.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import torch
 
 from pagoda_server.checkpoints.progress import Progress, no_progress
 from pagoda_server.engine.core.errors import OutOfMemory
-from pagoda_server.engine.core.sequence import Chunk, Sampled, Sequence, StepPlan
-from pagoda_server.engine.runners.cuda.copies import CopyInputs
+from pagoda_server.engine.core.sequence import Sequence
+from pagoda_server.engine.core.step import Chunk, Sampled, StepPlan
+from pagoda_server.engine.runners.cuda.copies import CopyInputs, HostCopies, nothing_copied
 from pagoda_server.engine.runners.cuda.graphs import DecodeGraphs
-from pagoda_server.engine.runners.cuda.host_copies import HostCopies, nothing_copied
-from pagoda_server.engine.runners.cuda.memory import free_after
 from pagoda_server.engine.runners.cuda.outcomes import DeviceStep, Outcomes
-from pagoda_server.engine.runners.cuda.rehearsal import largest_plan, prompts_of_all_sizes
+from pagoda_server.engine.runners.cuda.rehearsal import free_after, largest_plan, prompts_of_all_sizes
 from pagoda_server.engine.runners.cuda.rows import DeviceRows
 from pagoda_server.engine.runners.cuda.step_inputs import DecodeInputs, PromptInputs
 from pagoda_server.engine.runners.loaded_model import DEFAULT_CPU_BYTES, LoadedModel, enough_memory
@@ -32,8 +31,8 @@ _STEP_FLAGS = ("--max-num-seqs", "--token-budget", "--kv-cache-gb")
 class DeviceRunner:
     """A model with its paged KV cache on a device.
 
-    A step is two launches at most: the sequences that decode, as one CUDA graph, and the chunks of prompts. Raises
-    ConfigError if the device's memory does not suffice for these settings.
+    A step is at most two launches: all decodes as one CUDA graph, and the chunks of prompts. Raises ConfigError if the
+    device has too little memory for these settings.
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, progress: Progress = no_progress) -> None:
@@ -43,7 +42,7 @@ class DeviceRunner:
         model = loaded.model.config
         max_blocks = -(-loaded.longest // block_size)
         with enough_memory("the inputs of a step", *_STEP_FLAGS):
-            # Twice as many as run at once: those of sequences that have just ended are not free yet.
+            # Twice as many as run at once, because rows of sequences that have just ended are not free yet.
             self._rows = DeviceRows(2 * self._most, max_blocks, model.vocab_size, device)
             self._outcomes = Outcomes(2 * self._most, device)
             self._copies = CopyInputs(self._most, device)
@@ -63,16 +62,16 @@ class DeviceRunner:
             with enough_memory("the graphs of decode steps", *_STEP_FLAGS), torch.inference_mode():
                 self._decodes.send([], [], self._most)
                 self._graphs.capture(progress)
-            # After the captures, each of which gives back the memory that is not in use.
+            # After the captures, because each of them gives back all memory that is not in use.
             with enough_memory("prompts of the largest step", *_STEP_FLAGS):
                 self.warm_up(config.token_budget)
 
     def execute(self, plan: StepPlan) -> Sampled:
-        """Launches a step and waits for it."""
+        """Launch a step and wait for its outcome."""
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> DeviceStep:
-        """Raises OutOfMemory if the step does not fit beside the cache."""
+        """Launch a step. Raises OutOfMemory if it does not fit beside the cache."""
         with enough_memory("a step", *_STEP_FLAGS, error=OutOfMemory), torch.inference_mode():
             return self._launch(plan)
 
@@ -98,20 +97,20 @@ class DeviceRunner:
         return self._outcomes.read(len(plan.chunks), places, self._rows.faults(places), copied_s)
 
     def warm_up(self, num_tokens: int) -> None:
-        """Computes prompts of up to so many tokens in all, so that the kernels for each size are compiled before."""
+        """Compute prompts of up to this many tokens, so that the kernels for each size are compiled beforehand."""
         longest = self.info.max_model_len
         self._rehearse(
             prompts_of_all_sizes(min(num_tokens, self._most * longest), longest, self.info.kv_cache.block_size)
         )
 
     def recover(self) -> None:
-        """Sequences' rows may hold what a failed step left there. Raises what every call does after some faults."""
+        """Forget all rows, as a failed step may have changed them. Raises if the device cannot be used any more."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._rows.forget()
 
     def _decode(self, size: int) -> None:
-        """A decode step of so many rows, padding included, from what was sent last. Captured in a graph."""
+        """Run a decode step of this many rows, padding included, on what was sent last. Graphs capture this."""
         logits = self._model.forward(self._decodes.inputs(size), self._cache)
         self._ops.sample_rows(
             logits,
@@ -140,9 +139,9 @@ class DeviceRunner:
         num_blocks = max(chunk.seq.blocks[-1] for chunk in plan.chunks) + 1
         with enough_memory("one step", *_STEP_FLAGS):
             self._cache = loaded.allocate_cache(num_blocks)
-            # Graphs have memory of their own for what a step of decodes computes on its way.
+            # The intermediate results of a decode step have memory of their own in the graphs.
             free = free_after((lambda: self._rehearse([plan]), self._rehearse_decodes), loaded.device)
-            free += num_blocks * loaded.spec.bytes_per_block  # the cache of that step makes way for the real one
+            free += num_blocks * loaded.spec.bytes_per_block  # the cache of this rehearsal makes way for the real one
         self._cache = []
         return free
 

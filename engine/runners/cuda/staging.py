@@ -1,4 +1,4 @@
-"""Small arrays that go to the device in one copy for which nobody waits, and come back the same way."""
+"""Small arrays that go to the device, or come back, in one asynchronous copy."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _ALIGNMENT = 16  # bytes
 
 
 def all_launched(device: torch.device) -> Callable[[], None]:
-    """Returns a function that waits until the device has done what it was given so far."""
-    if device.type != "cuda":  # it has done so already
+    """Return a function that waits until the device has finished everything launched so far."""
+    if device.type != "cuda":  # it has finished already
         return lambda: None
     event = torch.cuda.Event()
     event.record()
@@ -21,12 +21,12 @@ def all_launched(device: torch.device) -> Callable[[], None]:
 
 
 def host_bytes(size: int, device: torch.device) -> Tensor:
-    """[size] uint8 on the host, where the device can reach it without a detour."""
+    """Allocate [size] uint8 on the host, pinned if the device is a GPU."""
     return torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 class Layout:
-    """Named arrays, one behind the other in a stretch of bytes. `fields`: their dtypes and lengths."""
+    """Named arrays, one behind the other in one piece of memory. `fields` gives their dtypes and lengths."""
 
     def __init__(self, fields: Mapping[str, tuple[torch.dtype, int]]) -> None:
         self._places: dict[str, tuple[torch.dtype, int, int]] = {}
@@ -43,8 +43,8 @@ class Layout:
 class Staging:
     """Arrays for the device, at addresses there that never change.
 
-    sets  of them on the host, which take turns: one is filled while the copies of others are under way. With more sends
-          in a step than there are sets, the host waits for the step before.
+    sets  how many copies of the arrays the host has. They take turns: one is filled while others are being sent. If a
+          step sends more often than there are sets, the host waits for the step before.
     """
 
     def __init__(self, fields: Mapping[str, tuple[torch.dtype, int]], device: torch.device, sets: int = 2) -> None:
@@ -58,7 +58,7 @@ class Staging:
         self.device = layout.views(self._target)
 
     def fill(self) -> dict[str, np.ndarray]:
-        """The arrays to fill, which hold what they held when their turn last came."""
+        """Return the arrays to fill. They still hold what was written when their turn last came."""
         self._waits[self._turn]()
         return self._arrays[self._turn]
 

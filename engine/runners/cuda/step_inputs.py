@@ -1,4 +1,4 @@
-"""A step's inputs on the device. Decodes and chunks of prompts each have arrays that are sent in one copy."""
+"""A step's inputs on the device. Decodes and chunks of prompts have separate arrays, each sent in one copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.sequence import Chunk
+from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.models import StepInputs
 from pagoda_server.engine.runners.cuda.rows import DeviceRows
 from pagoda_server.engine.runners.cuda.staging import Staging
@@ -17,7 +17,7 @@ from pagoda_server.kernels import AttentionPlan
 
 
 class DecodeInputs:
-    """One token for each of up to `size` sequences. The rows that a step does not use are padding."""
+    """One token for each of up to `size` sequences. Rows that a step does not use are padding."""
 
     def __init__(
         self, size: int, rows: DeviceRows, block_size: int, windows: Iterable[int | None], device: torch.device
@@ -55,9 +55,9 @@ class DecodeInputs:
         return self._staging.device["context_len"][:padded]
 
     def inputs(self, padded: int) -> StepInputs:
-        """The model's inputs, at the same addresses in every step.
+        """Return the model's inputs, at the same addresses in every step.
 
-        Where the host does not know a token yet, it is the last token of the row.
+        A token that the host does not know yet is the last token of its row.
         """
         fields = {name: field[:padded] for name, field in self._staging.device.items()}
         last = self._rows.sampling.last_token.index_select(0, fields["rows"].clamp(min=0))
@@ -82,7 +82,7 @@ class DecodeInputs:
 
 
 class PromptInputs:
-    """Chunks with at most `num_tokens` tokens together, of at most `num_seqs` sequences."""
+    """Chunks of prompts, of at most `num_seqs` sequences, with at most `num_tokens` tokens in total."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class PromptInputs:
         self._num_sampling = 0
 
     def send(self, chunks: list[Chunk], rows: list[int]) -> StepInputs:
-        """The model's inputs for these chunks, with logits for those that sample."""
+        """Send these chunks and return the model's inputs, with logits for chunks that sample."""
         arrays, size = self._staging.fill(), self._block_size
         sampled_rows: list[int] = []
         end = 0
@@ -121,7 +121,7 @@ class PromptInputs:
             tokens = slice(end, end + chunk.length)
             end += chunk.length
             known = chunk.seq.tokens[chunk.start : chunk.end]
-            assert len(known) == chunk.length, "only a decode can start from a token that is not known"
+            assert len(known) == chunk.length, "only a decode can start from a pending token"
             positions = np.arange(chunk.start, chunk.end)
             first_block = chunk.start // size
             blocks = np.array(chunk.seq.blocks[first_block : -(-chunk.end // size)])
@@ -165,11 +165,11 @@ class PromptInputs:
 
 
 def plans_for(windows: set[int | None], plan: AttentionPlan) -> dict[int | None, AttentionPlan]:
-    """The same plan for each sliding window."""
+    """Return the same plan for each sliding window."""
     return {window: replace(plan, sliding_window=window) for window in windows}
 
 
 def known_token(chunk: Chunk) -> int:
-    """The token at the start of a chunk; -1 if only the device knows it yet."""
+    """Return the token at the start of a chunk; -1 if only the device knows it yet."""
     tokens = chunk.seq.tokens
     return tokens[chunk.start] if chunk.start < len(tokens) else -1

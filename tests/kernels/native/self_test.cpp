@@ -31,8 +31,8 @@ const NamedTest TESTS[] = {
 
 }  // namespace
 
-// Arguments, if any: the instruction sets that this processor must turn out to have, the fastest first. That one, which a server
-// would use, is tested; without arguments all are.
+// Arguments, if any: the instruction sets that this processor is expected to have, the fastest first. Only the first, which a
+// server would use, is tested; without arguments all are.
 int main(int num_arguments, char** arguments) {
     std::vector<const Ops*> usable = usable_ops();
     if (num_arguments > 1) {

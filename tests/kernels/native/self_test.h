@@ -1,4 +1,4 @@
-// What the self-test's files share: numbers between guards, what a test has found, and the tests' names.
+// The common part of the self-test: numbers between guards, a test's findings, and the tests' names.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ public:
 
     int64_t below(int64_t end) { return static_cast<int64_t>(bits() % static_cast<uint64_t>(end)); }
 
-    double normal() {  // nearly: twelve uniform numbers
+    double normal() {  // approximately: the sum of twelve uniform numbers
         double sum = -6;
         for (int i = 0; i < 12; i++) sum += static_cast<double>(bits() & 0xffffff) * 0x1p-24;
         return sum;
@@ -37,11 +37,11 @@ private:
     uint64_t state_;
 };
 
-// Elements of one type between two guards. All of it starts as poison, which is NaN in either dtype.
+// Elements of one type between two guards. Everything starts as poison, which is NaN in either dtype.
 template <typename Element>
 class Room {
 public:
-    // `offset` elements from a multiple of 64 bytes.
+    // Allocates elements that start `offset` elements after a multiple of 64 bytes.
     Room(int64_t size, int64_t offset) : size_(size), bytes_(2 * GUARD + 128 + (size + offset) * sizeof(Element), POISON) {
         auto address = reinterpret_cast<uintptr_t>(bytes_.data());
         first_ = GUARD + (64 - address % 64) % 64 + offset * sizeof(Element);
@@ -108,7 +108,7 @@ public:
         narrow_.data()[i] = static_cast<uint16_t>(value == value ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0);
     }
 
-    bool has_bits_of(const Tensor& other, int64_t from, int64_t count) {  // here from 0, there from `from`
+    bool has_bits_of(const Tensor& other, int64_t from, int64_t count) {  // compares this from 0 with other from `from`
         size_t element = is_wide() ? 4 : 2;
         return std::memcmp(data(), const_cast<Tensor&>(other).data(from), count * element) == 0;
     }
@@ -121,7 +121,7 @@ private:
     Room<uint16_t> narrow_;
 };
 
-// What a test of one op has found.
+// The findings of a test of one op.
 class Findings {
 public:
     explicit Findings(double bound) : bound(bound) {}
@@ -130,7 +130,7 @@ public:
     double greatest_error = 0;
     std::vector<std::string> faults;
 
-    // `magnitude`: what errors are relative to.
+    // Errors are relative to `magnitude`.
     void compare(double got, double want, double magnitude) {
         double error = std::fabs(got - want) / std::max(magnitude, 1e-30);
         if (std::isnan(error)) error = std::numeric_limits<double>::infinity();
@@ -148,7 +148,7 @@ public:
 
 struct Subject {
     const Ops& ops;
-    ThreadPool &alone, &pool;  // of one thread, and of several
+    ThreadPool &alone, &pool;  // with one thread and with several
     Dtype dtype;
 
     // Relative error of rounding a result to its dtype; for float32 the bounds include it.

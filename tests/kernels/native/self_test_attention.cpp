@@ -14,7 +14,7 @@ struct AttentionCase {
     std::vector<Sequence> sequences;
 };
 
-// Keys and values of each sequence in blocks that lie in no order. What no token has is poison.
+// Keys and values of each sequence, in shuffled blocks. Slots without a token hold poison.
 class AttentionInput {
 public:
     AttentionInput(const AttentionCase& shape, Dtype dtype, Random& random)
@@ -45,7 +45,7 @@ public:
         return out_;
     }
 
-    // One sequence without the others.
+    // One sequence alone.
     Tensor run_alone(const Ops& ops, ThreadPool& pool, Dtype dtype, int64_t seq) {
         Tensor out(dtype, shape_.sequences[seq].queries * query_size());
         call(ops, pool, dtype, seq, 1, out.data());

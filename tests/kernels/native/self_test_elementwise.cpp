@@ -1,4 +1,4 @@
-// Tests of the ops that look at each element once or twice.
+// Tests of the ops that read each element once or twice.
 #include "self_test.h"
 
 Findings test_rms_norm(const Subject& on) {
@@ -39,7 +39,7 @@ Findings test_silu_and_mul(const Subject& on) {
     for (int64_t size : {1, 7, 16, 33, 250})
         for (int64_t rows : {1, 17}) {
             Tensor gate_up(on.dtype, rows * 2 * size, random, 20.0), out(on.dtype, rows * size);
-            for (int64_t row = 0; row < rows; row++) {  // as far as e^x reaches, and beyond
+            for (int64_t row = 0; row < rows; row++) {  // over the range of e^x and beyond
                 gate_up.set(row * 2 * size, row % 2 ? 200.0 : -200.0);
                 if (size > 20) gate_up.set(row * 2 * size + 20, std::nan(""));
             }
@@ -127,7 +127,7 @@ Findings test_argmax(const Subject& on) {
         int64_t last = size - 1;
         x.set(1 * size + last, 50.0);
         x.set(2 * size + size / 2, 50.0);
-        x.set(2 * size + last, 50.0);  // the first of equals
+        x.set(2 * size + last, 50.0);  // the first of equal maxima
         x.set(3 * size + last, std::nan(""));
         x.set(4 * size, std::nan(""));
         x.set(5 * size + last, INFINITY);

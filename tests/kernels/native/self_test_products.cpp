@@ -1,10 +1,10 @@
-// Tests of products with weights in int8, in 4 bits and as they are, and of what an embedding reads out of them.
+// Tests of products with int8, 4-bit and unquantized weights, and of embeddings read from them.
 #include "self_test.h"
 
 namespace {
 
-constexpr int64_t GROUP = 64, HALF = 32;  // inputs that share a scale: of activations and int8 weights, of 4-bit weights
-constexpr int64_t PANEL = 32;             // room is made for a multiple of so many outputs, which suits every instruction set
+constexpr int64_t GROUP = 64, HALF = 32;  // inputs that share a scale: in activations and int8 weights, and in 4-bit weights
+constexpr int64_t PANEL = 32;             // packed weights have room for a multiple of this many outputs, on every instruction set
 
 double from_fp16(uint16_t bits) {
     int exponent = bits >> 10 & 31, fraction = bits & 1023;
@@ -54,7 +54,7 @@ private:
     std::vector<double> sums_;
 };
 
-// A weight packed for an instruction set. How is up to those that derive from it.
+// A weight packed for an instruction set; derived classes choose the format.
 class Weight {
 public:
     Weight(const Subject& on, const Shape& shape, int64_t num_bytes, int64_t num_scales) : packed_(num_bytes, 0), scales_(num_scales, 0), on_(on), shape_(shape) {}
@@ -78,7 +78,7 @@ protected:
 // Inputs that share a scale in int8.
 int64_t int8_group(const Subject& on) { return on.ops.pairs_are_limited ? HALF : GROUP; }
 
-// In int8, or as they are.
+// A weight in int8, or unquantized.
 class DenseWeight : public Weight {
 public:
     DenseWeight(const Subject& on, const Shape& shape, int64_t num_bytes, int64_t num_scales, Random& random)
@@ -102,7 +102,7 @@ public:
     }
     void multiply(ThreadPool& pool, const LinearArgs& args) const override { on_.ops.linear_int8(pool, on_.dtype, args); }
 
-    // Between neighbouring int8 values, in the group from `first` on.
+    // The step between neighbouring int8 values in the group from `first` on.
     double step(int64_t column, int64_t first) const {
         double most = 0;
         auto value = [&](int64_t i) { return i < shape_.in ? at(column, i) : 0.0; };
@@ -114,7 +114,7 @@ public:
     }
 };
 
-// As it is.
+// An unquantized weight.
 class WholeWeight : public DenseWeight {
 public:
     WholeWeight(const Subject& on, const Shape& shape, Random& random)
@@ -133,8 +133,8 @@ public:
         for (uint8_t& two : values_) two = static_cast<uint8_t>(random.below(256));
         for (size_t i = 0; i < scales_of_.size(); i++) {
             scales_of_[i] = fp16(static_cast<int>(1024 + random.below(1024)), static_cast<int>(-random.below(5)) - 14);
-            minimums_[i] = fp16(static_cast<int>(random.below(2047)) - 1023, -12);  // as of Q4_1
-            if (i % 3 == 0) minimums_[i] = static_cast<uint16_t>((scales_of_[i] + (3 << 10)) | 1 << 15);  // -8 scales, as of Q4_0
+            minimums_[i] = fp16(static_cast<int>(random.below(2047)) - 1023, -12);  // like Q4_1's
+            if (i % 3 == 0) minimums_[i] = static_cast<uint16_t>((scales_of_[i] + (3 << 10)) | 1 << 15);  // -8 scales, like Q4_0's
             if (i % 19 == 5) scales_of_[i] = static_cast<uint16_t>(random.below(1024));  // a denormal
         }
     }
@@ -146,7 +146,7 @@ public:
     double scale(int64_t column, int64_t i) const { return from_fp16(scales_of_[half(column, i)]); }
     double minimum(int64_t column, int64_t i) const { return from_fp16(minimums_[half(column, i)]); }
 
-    double value(int64_t column, int64_t i) const {  // of HALF inputs the first half below, the others above
+    double value(int64_t column, int64_t i) const {  // of HALF inputs, the first half is in the low bits
         return values_[half(column, i) * HALF / 2 + i % (HALF / 2)] >> (i % HALF < HALF / 2 ? 0 : 4) & 15;
     }
 
@@ -162,7 +162,7 @@ private:
     std::vector<uint16_t> scales_of_, minimums_;
 };
 
-// Steps in which the activations of a group are counted, and the least of them.
+// The step in which the activations of a group are counted, and the least of them.
 struct Counted {
     double step, least;
 };
@@ -193,7 +193,7 @@ public:
 
     Counted counted(int64_t row, int64_t first) const { return counted_[row * ceil_div(shape.in, GROUP) + first / GROUP]; }
 
-    // By several threads; then some rows alone, which must get the same bits.
+    // Computes with several threads, then some rows alone, which must get the same bits.
     void run(Findings& found) {
         prepare();
         weight.pack();
@@ -208,7 +208,7 @@ public:
         }
     }
 
-    // Calls magnitude(row, column) for what the error of an output is relative to.
+    // Checks outputs; the error of an output is relative to magnitude(row, column).
     template <typename Magnitude>
     void compare(Findings& found, const Magnitude& magnitude) const {
         for (int64_t row = 0; row < shape.rows; row++)
@@ -225,7 +225,7 @@ private:
             for (int64_t i = 0; i < shape.in; i++)
                 inputs_.push_back(shape.is_gated ? silu(x.at(2 * first + i)) * x.at(2 * first + shape.in + i) : x.at(first + i));
             for (int64_t group = 0; group < shape.in; group += GROUP) {
-                double low = group + GROUP > shape.in ? 0 : INFINITY, high = -low;  // filled up with zeros
+                double low = group + GROUP > shape.in ? 0 : INFINITY, high = -low;  // padded with zeros
                 for (int64_t i = group; i < std::min(shape.in, group + GROUP); i++) {
                     low = std::min(low, input(row, i));
                     high = std::max(high, input(row, i));
@@ -253,14 +253,14 @@ private:
     }
 
     const Subject& on_;
-    const Dtype out_dtype_;  // some products' is float32 in any case, as logits are
+    const Dtype out_dtype_;  // always float32 for some products, such as logits
     Tensor out_;
     std::vector<double> inputs_, weights_;  // as they enter the product
     std::vector<Counted> counted_;          // of each row and group
 };
 
-// Activations that are counted without loss: q + low in steps of a power of two, q from 0 to 255 and both among them. A group
-// that is filled up with zeros has a 0 in any case.
+// Activations that quantization keeps exactly: q + low in steps of a power of two, with q from 0 to 255 and both extremes
+// present. A group padded with zeros contains 0 anyway.
 template <typename SomeWeight>
 void set_exact_input(Product<SomeWeight>& product, Random& random) {
     const Shape& shape = product.shape;
@@ -277,7 +277,7 @@ void set_exact_input(Product<SomeWeight>& product, Random& random) {
 
 }  // namespace
 
-// Numbers that int8 holds without loss: what remains is the rounding of float32 sums.
+// Numbers that int8 holds exactly, so that only float32 sums are rounded.
 Findings test_int8_exactly(const Subject& on) {
     Findings found(1e-6 + on.rounding());
     Random random(6);
@@ -314,7 +314,7 @@ Findings test_int8(const Subject& on) {
     Random random(7);
     for (const Shape& shape : plain_and_gated(shapes(1))) {
         Product<Int8Weight> product(on, shape, random);
-        if (shape.in > 5) {  // an outlier costs its group precision, and no other
+        if (shape.in > 5) {  // an outlier costs precision only in its group
             product.weight.set(0, 5, 30.0);
             product.set_input(0, shape.in - 1, 100.0);
         }
@@ -340,7 +340,7 @@ Findings test_int8(const Subject& on) {
     return found;
 }
 
-// Groups without a range, and rows that hold what is no number.
+// Groups without a range, and rows that hold NaN or infinity.
 Findings test_int8_of_odd_rows(const Subject& on) {
     Findings found(1e-2);
     Random random(8);
@@ -366,7 +366,7 @@ Findings test_int8_of_odd_rows(const Subject& on) {
     return found;
 }
 
-// Rows of a packed weight: within half a step of what was packed.
+// Rows of a packed weight are within half a step of the original.
 Findings test_embedding_int8(const Subject& on) {
     Findings found(0.501);
     Random random(9);
@@ -387,7 +387,7 @@ Findings test_embedding_int8(const Subject& on) {
     return found;
 }
 
-// Scales and minimums with which all but the sums is without loss.
+// Scales and minimums with which everything but the sums is exact.
 Findings test_int4_exactly(const Subject& on) {
     Findings found(1e-6 + on.rounding());
     Random random(10);
@@ -419,8 +419,8 @@ Findings test_int4_exactly(const Subject& on) {
     return found;
 }
 
-// Any numbers. Errors are counted in standard deviations of what rounding adds: the activations to bytes, and to fp16 the sum of
-// weights that goes with their least element and a minimum plus eight scales.
+// Any numbers. Errors are counted in standard deviations of the rounding errors: of activations to bytes, and to fp16 of the sum
+// of weights that is multiplied by their least element and of a minimum plus eight scales.
 Findings test_int4(const Subject& on) {
     constexpr double ULP = 0x1p-10;
     Findings found(6);

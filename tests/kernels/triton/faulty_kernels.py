@@ -1,4 +1,4 @@
-"""`python -m tests.kernels.triton.faulty_kernels TABLE NAME…`: the compile gate, shown kernels as they must not be."""
+"""`python -m tests.kernels.triton.faulty_kernels TABLE NAME…` runs the compile gate on kernels that it must reject."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _centre(x_ptr, out_ptr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _hoard(x_ptr, out_ptr, steps, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    """Multiplies by the transpose, with more steps in flight than shared memory holds."""
+    """Multiply by the transpose, with more stages in flight than shared memory holds."""
     rows, depth = tl.arange(0, ROWS), tl.arange(0, DEPTH)
     product = tl.zeros([ROWS, ROWS], tl.float32)
     for step in range(steps):

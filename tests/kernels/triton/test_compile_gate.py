@@ -13,14 +13,14 @@ from pagoda_server.kernels.triton.compile_gate import Item, Outcome, violations
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.kernels.triton.launches import Compiled
 
-# A minute of compiling for other GPUs than the one at hand, by the release of Triton that the table was made with.
+# A minute of compiling for GPUs other than this machine's, with the release of Triton that made the table.
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="a gate for machines without a GPU")
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
 
 def python(cache: Path | None, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """With kernels as they are on a GPU. The user's compiler cache if there is none of its own: it knows content."""
+    """Run the gate with compiled kernels. It may use the user's compiler cache, which is keyed by content."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     if cache is not None:
         environment["TRITON_CACHE_DIR"] = str(cache)

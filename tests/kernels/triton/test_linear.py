@@ -1,4 +1,4 @@
-"""The kernel that multiplies a few rows, and when it is chosen."""
+"""The kernel that multiplies a few rows by a large weight, and when it is chosen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.fixture
 def table() -> Iterator[dict[str, dict[str, dict[str, int]]]]:
-    """What was measured on this GPU, to be filled by the test."""
+    """The table of measurements of this GPU, which the test fills."""
     entries: dict[str, dict[str, dict[str, int]]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(configs, "_table", lambda: entries)
@@ -107,7 +107,7 @@ def test_the_kernel_multiplies_where_it_was_measured_to_be_faster(
         x, gate_up = random(rows, 40), random(rows, 80)
         torch.testing.assert_close(linear_triton(weight, bias)(x), linear(weight, bias)(x))
         torch.testing.assert_close(gated_linear_triton(weight, bias)(gate_up), gated_linear(weight, bias)(gate_up))
-    # A gate that is not fused with its product goes before whatever multiplies the same rows ungated.
+    # A gate that is not fused runs before whatever would multiply the same rows ungated.
     assert [entry for entry in chosen if not entry[2]] == [
         *[(1, one, False)] * 2,
         *[(17, many, False)] * 2,

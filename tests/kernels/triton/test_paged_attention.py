@@ -1,4 +1,4 @@
-"""The batches of every backend's test, and what only GPUs have: divided contexts, rows, padding, pages of float8."""
+"""The batches of every backend's test, and GPU features: divided contexts, rows, padding and float8 pages."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import triton.language as tl
 
 from pagoda_server.kernels import AttentionPlan, PagedKV
 from pagoda_server.kernels.backend import REFERENCE
-from pagoda_server.kernels.triton import paged_decode, paged_prefill, parts
+from pagoda_server.kernels.triton import paged_decode, paged_prefill
 from pagoda_server.kernels.triton.attention_tile import SEQS
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.kernels.triton.paged_attention import paged_attention_triton, plan_attention_triton
-from pagoda_server.kernels.triton.parts import MIN_TILES, find_part
+from pagoda_server.kernels.triton.paged_decode import MIN_TILES, find_part
 from tests.kernels.test_paged_attention import BATCHES, Batch
 from tests.kernels.triton.device import DEVICE
 
 TRITON = replace(REFERENCE, name="triton", plan_attention=plan_attention_triton, paged_attention=paged_attention_triton)
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 FLOAT8 = torch.float8_e4m3fn
-# Without what is large because the CPU's tiles are, which costs the interpreter seconds, and without head sizes and
-# groups, which have tests of their own here.
+# Without batches that are large to fill the CPU's tiles, which take the interpreter seconds, and without head sizes and
+# groups, which have their own tests here.
 LEFT_OUT = ("more ", "groups ", "several tiles", "a window over several", "heads of ")
 SHARED = {name: batch for name, batch in BATCHES.items() if not name.startswith(LEFT_OUT)}
 
@@ -138,10 +138,10 @@ def test_chunks_have_rows_and_padding_too() -> None:
 def test_a_batch_of_more_sequences_than_a_program_looks_at_together(
     num_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    empty = SEQS.value  # sequences of no token, and of no query where the others have several
-    if IS_INTERPRETED:  # a program takes milliseconds, and sees what its module's names stand for when it runs
+    empty = SEQS.value  # sequences without tokens, and without queries where the others have several
+    if IS_INTERPRETED:  # a program takes milliseconds, and reads its module's constants when it runs
         empty = 4
-        for module in (paged_decode, paged_prefill, parts):
+        for module in (paged_decode, paged_prefill):
             monkeypatch.setattr(module, "SEQS", tl.constexpr(empty))
     batch = Batch([(300, num_queries), (6, num_queries)], heads=1, kv_heads=1)
     queries, kv, block_table, expected = batch.build(DEVICE)

@@ -31,7 +31,7 @@ def test_the_residual_is_increased_and_normalised_as_the_reference_does(size: in
     expected = rms_norm(x, weight, 1e-6, expected_residual)
     before = x.clone()
     normalised = rms_norm_triton(x, weight, 1e-6, residual)
-    step = 2**-7 if dtype == torch.bfloat16 else 0.0  # the interpreter cuts bfloat16 off instead of rounding it
+    step = 2**-7 if dtype == torch.bfloat16 else 0.0  # the interpreter truncates to bfloat16 instead of rounding
     torch.testing.assert_close(residual, expected_residual, atol=0.0, rtol=step)
     assert torch.equal(x, before)
     torch.testing.assert_close(normalised, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])

@@ -85,7 +85,7 @@ def test_pages_of_float8_and_their_scales_are_those_of_the_reference(
     for scales, expected in ((kv.key_scales, expected_kv.key_scales), (kv.value_scales, expected_kv.value_scales)):
         torch.testing.assert_close(scales, expected, atol=0, rtol=4e-3, equal_nan=True)
     for pages, expected in ((kv.keys, expected_kv.keys), (kv.values, expected_kv.values)):
-        # A value between two steps may go to either.
+        # A value between two steps may be rounded to either.
         torch.testing.assert_close(pages.float(), expected.float(), atol=2**-9, rtol=0.14, equal_nan=True)
         is_same = (pages.float() == expected.float()) | expected.float().isnan()
         assert is_same.float().mean() > 0.99
@@ -94,7 +94,7 @@ def test_pages_of_float8_and_their_scales_are_those_of_the_reference(
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_a_broken_head_stays_broken_in_float8_and_spoils_no_other() -> None:
     qkv = torch.randn(2, 4 + 2 * 2, 16, device=DEVICE)
-    qkv[0, 5, 3] = qkv[0, 7, 9] = torch.inf if IS_INTERPRETED else torch.nan  # it makes numbers of NaN in float8
+    qkv[0, 5, 3] = qkv[0, 7, 9] = torch.inf if IS_INTERPRETED else torch.nan  # it turns NaN into numbers in float8
     kv = empty_pages(2, 16, torch.float8_e4m3fn)
     rope_and_store_kv_triton(qkv, *rotations(2, 16), torch.tensor([1, 2], device=DEVICE), kv)
     for pages, scales in ((kv.keys, kv.key_scales), (kv.values, kv.value_scales)):

@@ -38,7 +38,7 @@ DEFAULT, NONE = Config(tile=16, num_stages=3), Config(tile=0, num_stages=0)
 
 
 def space(default: Config = DEFAULT, broken: int = -1, wrong: int = -1, start: dict[str, int] | None = None) -> Space:
-    """An op whose calls return their configuration; one tile does not compile, another gives a wrong result."""
+    """An op whose calls return their configuration. One tile does not compile, and another gives a wrong result."""
 
     def launch() -> Config:
         config = tuned("op", "key", default)
@@ -53,7 +53,7 @@ def space(default: Config = DEFAULT, broken: int = -1, wrong: int = -1, start: d
 
 
 def cost(calls: Sequence[Callable[[], Config]]) -> float:
-    """Least, 100 µs, at a tile of 64 and 5 stages; nothing that is launched costs as little as no kernel at 0."""
+    """A timer whose minimum, 100 µs, is at a tile of 64 and 5 stages; launching no kernel costs 0."""
     config = calls[0]()
     if config == NONE:
         return 140.0

@@ -1,0 +1,9 @@
+"""Micro-benchmarks: parts of Pagoda alone, `python -m bench.micro.NAME`.
+
+bookkeeping  Python time of a step around the model
+channel      latency and CPU time of the link between router and engine
+crowds       schedule() with thousands of sequences waiting
+resume       restarting a preempted sequence: recomputed, or loaded from host memory
+router       capacity of a router process, and what it adds to TTFT and ITL
+step         milliseconds of the default model's steps
+"""

@@ -1,0 +1,83 @@
+"""`python -m bench.micro.step`: milliseconds of the default model's steps, in this process.
+
+Sequences decode at contexts from 128 tokens; the prompt step computes the first 512 tokens of a prompt.
+PAGODA_INSTRUCTION_SET selects another instruction set than the processor's fastest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pagoda_server.checkpoints import DEFAULT_MODEL, resolve
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import StepPlan
+from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.runners.cpu.runner import ModelRunner
+from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.settings.engine import EngineConfig, Quantization
+
+CONTEXT = 128
+PROMPT = 512
+STEPS = 40
+PROMPTS = 5
+SIZES = (1, 8, 32, 64)
+QUANTIZATIONS: tuple[Quantization, ...] = ("int4", "int8", "none")
+
+
+def steps(runner: ModelRunner, count: int, prompt_len: int, output_len: int) -> Iterator[tuple[StepPlan, float]]:
+    """Run `count` sequences with random prompts to their end; yield each step and its milliseconds."""
+    scheduler = Scheduler(
+        BlockPool(runner.info.num_blocks, runner.info.kv_cache.block_size),
+        max_num_seqs=max(SIZES),
+        token_budget=PROMPT,
+        max_model_len=runner.info.max_model_len,
+        prefix_caching=False,
+        clock=time.monotonic,
+    )
+    params = SamplingParams(max_tokens=output_len)
+    for number in range(count):
+        prompt = torch.randint(0, runner.info.vocab_size, (prompt_len,)).tolist()
+        scheduler.add(Sequence(number, prompt, Request(prompt_len, bypass_cache=True), params))
+    while not (plan := scheduler.schedule()).is_empty:
+        started = time.perf_counter()
+        sampled = runner.launch(plan).result()
+        yield plan, 1e3 * (time.perf_counter() - started)
+        scheduler.commit(plan, sampled)
+        scheduler.take_output()
+
+
+def decode_ms(runner: ModelRunner, count: int) -> float:
+    times = [ms for plan, ms in steps(runner, count, CONTEXT, STEPS) if len(plan.chunks) == plan.num_tokens == count]
+    return median(times[1:])  # the first step is slower: it records
+
+
+def prompt_ms(runner: ModelRunner) -> float:
+    return median(next(steps(runner, 1, PROMPT + 1, 1))[1] for _ in range(PROMPTS))
+
+
+def main(threads: Annotated[int, typer.Option(min=1)] = torch.get_num_threads()) -> None:
+    """Measure milliseconds per step, medians, for each quantization."""
+    table = Table(title=f"Milliseconds per step, {threads} threads")
+    for heading in ("kernels", *(f"{size} decodes" for size in SIZES), f"{PROMPT} prompt tokens"):
+        table.add_column(heading, justify="right")
+    for quantization in QUANTIZATIONS:
+        config = EngineConfig(
+            str(resolve(DEFAULT_MODEL)), dtype="bfloat16", device="cpu", quantization=quantization, threads=threads
+        )
+        runner = ModelRunner(config)
+        times = [*(decode_ms(runner, size) for size in SIZES), prompt_ms(runner)]
+        table.add_row(runner.info.kernels, *(f"{ms:.1f}" for ms in times))
+        del runner
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,118 @@
+"""Listening on an address without disturbing other servers: the files of Unix sockets, and gRPC's ports."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Callable
+
+from pagoda_server.channel.address import UNIX_PREFIX, host_of, is_unix
+
+# A host that vanishes does not close its connections. Without these options its requests would go on until a write
+# stalls, or for ever if there is nothing to write.
+KEEPALIVE_OPTIONS = [
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # limits the wait for the answer to a ping; the default is a minute
+    ("grpc.http2.max_pings_without_data", 0),  # unlimited: a stream may be quiet for longer than the default two pings
+]
+
+_LONGEST_PATH = 107  # in Linux's struct sockaddr_un, before the final zero
+
+
+class SocketFile:
+    """The file of a Unix socket that this process has just bound."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._identity = _identity(path)
+
+    def remove(self) -> None:
+        """Remove the file unless another server has replaced it. Call this while the socket is open."""
+        with contextlib.suppress(FileNotFoundError):
+            if _identity(self._path) == self._identity:
+                os.unlink(self._path)
+
+
+def remove_stale(path: str) -> None:
+    """Remove a socket's file if its owner was killed: nothing accepts connections there. Keep any other file."""
+    if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+            except BlockingIOError:  # a live server whose backlog is full
+                pass
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+class GrpcPort:
+    """An address that a gRPC server is bound to.
+
+    address   unix:PATH or HOST:PORT
+    add_port  the server's method that binds an address and returns the port it took
+
+    Raises OSError with the reason if the address cannot be bound.
+
+    gRPC itself takes over a Unix socket at which another server listens, deletes any file of that name when it stops,
+    and does not say why it cannot bind.
+    """
+
+    def __init__(self, address: str, add_port: Callable[[str], int]) -> None:
+        self.address = address  # with the actual port
+        self._file: SocketFile | None = None
+        if is_unix(address):
+            self._file = _bind_socket(address.removeprefix(UNIX_PREFIX), add_port)
+        else:
+            self.address = f"{address.rpartition(':')[0]}:{_bind(address, add_port)}"
+
+    def close(self) -> None:
+        """Stop new connections by a Unix socket's path. Call this before the server stops."""
+        if self._file:
+            self._file.remove()
+
+
+def _bind_socket(path: str, add_port: Callable[[str], int]) -> SocketFile:
+    """Bind under a temporary name, then rename: gRPC deletes that name, and no other server listens there."""
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise OSError(errno.ENAMETOOLONG, f"the path of a socket has at most {_LONGEST_PATH} bytes")
+    remove_stale(path)
+    if os.path.exists(path):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    own = os.path.join(os.path.dirname(path), f".{secrets.token_hex(4)}")
+    _bind(UNIX_PREFIX + own, add_port)
+    os.rename(own, path)
+    return SocketFile(path)
+
+
+def _bind(address: str, add_port: Callable[[str], int]) -> int:
+    try:
+        return add_port(address)
+    except RuntimeError as error:
+        _bind_alone(address)
+        raise OSError(errno.EADDRNOTAVAIL, "gRPC cannot bind this address") from error
+
+
+def _bind_alone(address: str) -> None:
+    """Bind a plain socket, whose OSError gives the reason that gRPC does not."""
+    if is_unix(address):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as plain:
+            plain.bind(address.removeprefix(UNIX_PREFIX))
+            os.unlink(address.removeprefix(UNIX_PREFIX))
+        return
+    port = int(address.rpartition(":")[2])
+    found = socket.getaddrinfo(host_of(address), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, kind, protocol, _, at in found:
+        with socket.socket(family, kind, protocol) as plain:
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            plain.bind(at)

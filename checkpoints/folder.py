@@ -1,0 +1,97 @@
+"""Hugging Face folders: their JSON files, what a usable one must have, and download from the Hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+
+Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
+
+
+class CheckpointError(Exception):
+    """A model that cannot be served; the message tells its user what to do about it."""
+
+
+def write_json(path: Path, document: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json_object(path: Path) -> dict[str, Json]:
+    """Read one JSON object. Raises OSError if the file cannot be read, ValueError if it holds anything else."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(document, dict):
+        raise ValueError(f"holds a {type(document).__name__}, not an object")
+    return document
+
+
+def check_folder(folder: Path) -> Path:
+    """Return the folder if it has a readable config.json, a tokenizer.json and complete safetensors weights.
+
+    The synthetic model needs no weights, nor does one whose config.json says `"random_weights": true`. Only the headers
+    of the weights are read.
+
+    Raises CheckpointError, which names the missing or broken file.
+    """
+    config = _read(folder / "config.json")
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointError(f"{folder / 'config.json'} names no model_type")
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"{folder} has no tokenizer.json; other tokenizer files are not supported")
+    if config["model_type"] != "synthetic" and config.get("random_weights") is not True:
+        for path in _weight_files(folder):
+            _check_weights(path)
+    return folder
+
+
+def obtain_hub_model(name: str) -> Path:
+    """Return the snapshot of `org/name`. One that is complete in the Hub's own cache needs no network.
+
+    Raises CheckpointError if the network, the repository or access to it is missing, or if the repository's files are
+    not supported.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except Exception as error:  # from the Hub's own classes, its HTTP library or the operating system
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{name} is not a folder here, and the Hugging Face Hub did not provide it: {reason}"
+        ) from error
+    return check_folder(folder)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / WEIGHTS_INDEX).is_file():
+        raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}; other weights are not supported")
+    weight_map = _read(folder / WEIGHTS_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / WEIGHTS_INDEX} has no weight_map")
+    return [folder / str(name) for name in sorted({str(name) for name in weight_map.values()})]
+
+
+def _check_weights(path: Path) -> None:
+    """Check that the header parses and its tensors end where the file ends: an incomplete download fails here."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is missing, truncated or corrupt: {error}") from error
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        return dict(read_json_object(path))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

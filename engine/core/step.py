@@ -1,0 +1,159 @@
+"""A step: what it is to compute, its outcome, and what the scheduler reports about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from pagoda_server.engine.core.sequence import EndReason, Sequence, State
+
+
+@dataclass(slots=True)  # not frozen: one is made for every sequence in every step, and would take five times as long
+class Chunk:
+    """Compute `length` tokens of a sequence from position `start` on; its blocks are allocated.
+
+    samples  it reaches the last token that exists, so that its last row's logits choose the next one
+    """
+
+    seq: Sequence
+    start: int
+    length: int
+    samples: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def is_decode(self) -> bool:
+        return self.length == 1 and self.samples
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes: chunks of different sequences, decodes first, after the copies of blocks that they need.
+
+    saves   (block, host block), made first: no host block twice, and a host block that is also loaded from is loaded
+            with what was saved
+    loads   (host block, block), made after the saves: no block twice
+    copies  (source, target), made last: no block twice among the targets, and no target among the sources
+    """
+
+    chunks: list[Chunk]
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    loads: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.chunks
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs of the model's own distribution, before temperature, penalties and truncation; natural logarithm."""
+
+    chosen: float
+    top_ids: list[int]
+    top: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A step's outcome, one entry a chunk of its plan.
+
+    tokens    the chosen id, or -1 where the chunk does not sample
+    logprobs  None where not asked for
+    faults    chunk position → what went wrong with that sequence alone; its token is not to be used
+    copied_s  seconds that copies to and from host memory took
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+    faults: dict[int, str] = field(default_factory=dict)
+    copied_s: float = 0.0
+
+
+# Why a sequence does not compute in a step: the batch is full; no blocks are left; other sequences have the step's
+# tokens; it can no longer meet its deadline and leaves soon; its last token is being computed.
+Hold: TypeAlias = Literal["no place", "no blocks", "no budget", "late", "token pending"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A sequence's start (RUNNING) or preemption (WAITING), and how many of its tokens were in the cache then."""
+
+    seq: Sequence
+    to: State
+    at: float
+    num_computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One sequence's end.
+
+    matched  the token id of reason STOP
+    detail   explains REJECTED and FAILED
+    """
+
+    seq: Sequence
+    reason: EndReason
+    at: float
+    matched: int | None = None
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What happened since the last one: sequence ids and their new tokens as parallel lists, moves and ends."""
+
+    sequences: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+
+    def add(self, id: int, token: int, logprobs: TokenLogprobs | None) -> None:
+        self.sequences.append(id)
+        self.tokens.append(token)
+        self.logprobs.append(logprobs)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to send to a router."""
+        return not self.tokens and not self.ended
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums since the engine started; the fields of a step hold the last step's."""
+
+    steps: int = 0
+    preemptions: int = 0
+    preempted_tokens: int = 0  # computed tokens that were given up
+    recomputed_tokens: int = 0
+    dropped_tokens: int = 0  # computed for sequences that had ended by then
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    step_sequences: int = 0
+    step_tokens: int = 0
+
+    def count_prompt(self, seq: Sequence, computed_by: Sequence | None, num_cached: int) -> None:
+        """Count the prompt of a sequence that starts, once for all sequences that start from it or continue it.
+
+        computed_by  the sibling that computed it; None: this sequence does, but for its `num_cached` first tokens
+        """
+        if computed_by is not None:
+            seq.account.found(computed_by.account.cached_tokens)
+            return
+        seq.account.found(num_cached)
+        if seq.output_len:
+            return
+        self.prompt_tokens += seq.request.prompt_len
+        self.cached_tokens += num_cached
