@@ -31,7 +31,7 @@ def note_logprobs(
     asked, token, logits, raw_best, raw_mass, raw_group_best, hits, chosen, top_ids, top, vocab, num_tiles, num_groups,
     TILES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, MAX_TOP: tl.constexpr,
 ):  # fmt: skip
-    """Of one row. A tile's mass is the sum of exp(logit - the tile's best)."""
+    """Write the log-probabilities that one row asked for. A tile's mass is the sum of exp(logit - the tile's best)."""
     tiles = tl.arange(0, TILES)
     bests = tl.load(raw_best + tiles, mask=tiles < num_tiles, other=-float("inf"))
     masses = tl.load(raw_mass + tiles, mask=tiles < num_tiles, other=0.0)

@@ -18,7 +18,7 @@ _TIMES = tl.constexpr(IN_PROMPT - 1)
 
 @triton.jit
 def draws_of(row, temperature, top_k, top_p, min_p, top_n_sigma, vocab):
-    """Of a row: whether its token is drawn, whether top-k limits that, and whether anything does."""
+    """Whether a row's token is drawn, whether top-k limits that, and whether anything does."""
     k = tl.load(top_k + row)
     draws = (tl.load(temperature + row) >= _SMALLEST_TEMPERATURE) & (k != 1)
     is_topped = (k > 0) & (k < vocab)
@@ -38,7 +38,7 @@ def distance(x, best, temperature):
 
 @triton.jit
 def _moments_of(distances):
-    """Of those that are finite: how many, their mean, and the sum of their squared differences from it."""
+    """The number of finite values, their mean, and the sum of their squared differences from it."""
     is_finite = distances < float("inf")
     count = tl.sum(is_finite.to(tl.float32), axis=0)
     mean = tl.sum(tl.where(is_finite, distances, 0.0), axis=0) / tl.maximum(count, 1.0)

@@ -40,7 +40,7 @@ def narrowed(low, high, pivots, is_enough, least, greatest):
 
 @triton.jit
 def kth_smallest(values, k):
-    """Of [n] int32; the greatest one if there are fewer."""
+    """The k-th smallest of [n] int32, or the greatest if there are fewer."""
     low, high = tl.min(values, axis=0), tl.max(values, axis=0)
     while low < high:
         pivots = pivots_of(low, high)

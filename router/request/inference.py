@@ -205,7 +205,7 @@ def raise_if_failed(ended: engine_pb2.Ended) -> None:
     """Raise the error that ends the whole call, if the engine ended a sequence irregularly."""
     match ended.reason:
         case engine_pb2.END_REASON_DEADLINE:
-            raise DeadlineExceeded("the deadline passed, or could not be met any more")
+            raise DeadlineExceeded("the deadline passed or can no longer be met")
         case engine_pb2.END_REASON_REJECTED:
             raise InvalidArgument("input", ended.detail)
         case engine_pb2.END_REASON_FAILED:

@@ -99,11 +99,11 @@ def _chat_template(folder: Path, config: Json) -> str | None:
 def _eos_token_ids(folder: Path) -> tuple[int, ...]:
     """End-of-sequence ids: generation_config.json takes precedence over config.json."""
     for name in ("generation_config.json", "config.json"):
-        told = _read_object(folder / name).get("eos_token_id")
-        if told is not None:
-            ids = told if isinstance(told, list) else [told]
+        found = _read_object(folder / name).get("eos_token_id")
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
             if not all(type(id) is int and 0 <= id < _MAX_ID for id in ids):
-                raise ConfigError(f"{folder / name}: eos_token_id is {told!r}, neither a token id nor a list of them")
+                raise ConfigError(f"{folder / name}: eos_token_id is {found!r}, neither a token id nor a list of them")
             return tuple(ids)
     return ()
 
