@@ -224,7 +224,7 @@ def test_tokenize_gives_the_ids_that_generate_computes_on(
 def test_tokenize_leaves_special_tokens_out_of_a_prompt_alone(inference: inference_pb2_grpc.InferenceStub) -> None:
     bare = inference_pb2.TokenizeRequest(prompt="Hi", add_special_tokens=False)
     assert list(inference.Tokenize(bare).token_ids) == list(b"Hi")
-    with pytest.raises(grpc.RpcError, match="add_special_tokens: is off"):
+    with pytest.raises(grpc.RpcError, match="add_special_tokens: must be true"):
         inference.Tokenize(inference_pb2.TokenizeRequest(message="Hi", add_special_tokens=False))
 
 
