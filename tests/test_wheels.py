@@ -120,7 +120,7 @@ CALL = """
 import sys
 from pagoda import Client
 with Client(sys.argv[1], retries=100) as client:  # the engine takes a while to start
-    print(sum(len(chunk.tokens) for chunk in client.generate([5, 6, 7], max_tokens=4)))
+    print(sum(len(chunk.tokens) for chunk in client.generate(token_ids=[5, 6, 7], max_tokens=4)))
 """
 
 
