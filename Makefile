@@ -29,25 +29,25 @@ endef
 GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 	tests/engine/test_on_gpu.py tests/end_to_end/test_on_gpu.py
 
-help:                     ## this list
+help:                     ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly test-wheels lint format protos protos-image settings bench bench-gpu simulate bench-peers clean
 
-demo: $(SERVE)            ## eight prompts at once through a real server, live
+demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
 
-serve: $(SERVE)           ## a server on 127.0.0.1:50051, until Ctrl-C; ARGS="--model …"
+serve: $(SERVE)           ## run a server on 127.0.0.1:50051 until Ctrl-C; ARGS="--model …"
 	@$(BIN)/pagoda serve $(ARGS)
 
-test: $(DEV)              ## the suite without slow, nightly and GPU tests, about 5 minutes on 2 cores
+test: $(DEV)              ## run the tests, except slow, nightly and GPU ones; about 5 minutes on 2 cores
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not nightly and not gpu" $(ARGS)
 
-test-native:              ## every CPU kernel in C++, in every instruction set that this processor has
+test-native:              ## test every CPU kernel in C++, in every instruction set of this processor
 	@$(MAKE) --no-print-directory -j$$(nproc) build/host/self_test
 	@build/host/self_test
 
-test-arm:                 ## the same for ARM, in an emulator; needs g++-aarch64-linux-gnu and qemu-user
+test-arm:                 ## test them for ARM, in an emulator; needs g++-aarch64-linux-gnu and qemu-user
 	@$(MAKE) --no-print-directory -j$$(nproc) build/arm/self_test
 	@qemu-aarch64 -cpu max build/arm/self_test neon-i8mm neon generic
 	@qemu-aarch64 -cpu cortex-a76 build/arm/self_test neon generic
@@ -57,19 +57,19 @@ test-arm:                 ## the same for ARM, in an emulator; needs g++-aarch64
 	then $(ARM_CXX) $(NATIVE) $$headers -fsyntax-only kernels/native/module.cpp; \
 	else echo "Python's headers are not for ARM too: kernels/native/module.cpp was not compiled for it"; fi
 
-test-gpu: $(DEV)          ## kernels, runner and server on the GPU of this machine
+test-gpu: $(DEV)          ## test kernels, runner and server on the GPU of this machine
 	@TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "not slow" --timeout=600 $(GPU_TESTS) $(ARGS)
 
-test-all: $(DEV)          ## and the long ones
+test-all: $(DEV)          ## run the tests and the slow ones
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly and not gpu" --timeout=1800 $(ARGS)
 
-test-nightly: $(DEV)      ## a million random operations of scheduler and blocks; 13 minutes on one core, ARGS="-n 2" uses two
+test-nightly: $(DEV)      ## a million random operations on scheduler and blocks; 13 minutes, ARGS="-n 2" uses two cores
 	@$(BIN)/python -m pytest -m nightly --durations=0 $(ARGS)
 
-test-wheels: $(DEV)       ## builds both wheels, installs them beside Hugging Face's `kernels` and calls a server from outside
+test-wheels: $(DEV)       ## install both wheels beside Hugging Face's `kernels`, and call the installed server
 	@$(BIN)/python -m pytest -v tests/test_wheels.py $(ARGS)
 
-lint: $(DEV)              ## ruff, mypy, and buf for the protos
+lint: $(DEV)              ## check the code with ruff and mypy, the protos with buf
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -78,14 +78,14 @@ lint: $(DEV)              ## ruff, mypy, and buf for the protos
 		echo "The protos break programs that were built with $(IMAGE): keep names, numbers and types, and add fields instead."; \
 		exit 1; }
 
-format: $(DEV)            ## what ruff can put right
+format: $(DEV)            ## fix what ruff can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 protos: $(DEV)            ## regenerate the committed stubs
 	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(STUBS) --pyi_out=$(STUBS) --grpc_python_out=$(STUBS) $$(find protos -name '*.proto')
 
-protos-image: $(DEV)      ## the protos as they are become what `make lint` protects; run it when something was added
+protos-image: $(DEV)      ## publish the protos: `make lint` protects them as they are now
 	@$(BIN)/buf build --exclude-source-info --output $(IMAGE)
 
 settings: $(SERVE)        ## regenerate docs/settings.md from the declaration of the settings
@@ -126,7 +126,7 @@ build/arm/%.o: %.cpp $(wildcard kernels/native/*.h tests/kernels/native/*.h) Mak
 	@echo "  $< for ARM"
 	@$(ARM_CXX) $(NATIVE) -c $< -o $@
 
-clean:                    ## removes what was installed and built
+clean:                    ## remove everything that was installed or built
 	rm -rf $(VENV) .venv-peers build src/*.egg-info clients/python/build clients/python/*.egg-info
 
 $(SERVE): pyproject.toml clients/python/pyproject.toml setup.py $(wildcard kernels/native/*)
