@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,12 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 COMPILERS = "GCC 12 or clang 14, or a newer one"
+# Of what GCC's -O3 adds to -O2, the passes that a decode step needs: without them it was 9 % slower. All of -O3 was no
+# faster than these and took a quarter longer to compile.
+GCC_OPTIMIZATION = (
+    "-O2 -fvect-cost-model=dynamic -fpeel-loops -funswitch-loops -fsplit-paths -fsplit-loops -fgcse-after-reload"
+    " -fipa-cp-clone -fpredictive-commoning"
+)
 LONGEST = ("isa_generic.cpp", "isa_avx512.cpp", "isa_avx2.cpp")  # to compile, so they go first
 
 
@@ -31,19 +38,30 @@ class BuildKernels(build_ext):
         super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:
+        ext.extra_compile_args += self._optimization()
         try:
             super().build_extension(ext)
         except Exception:  # the caller ignores it, since the extension is optional
             for stale in Path(__file__).parent.glob("kernels/_native.*"):
                 stale.unlink()  # compiled from older sources
-            program = getattr(self.compiler, "compiler_so_cxx", ["the C++ compiler"])[0]
             print(
-                f"pagoda: the CPU kernels did not compile with {program}: they need {COMPILERS}."
+                f"pagoda: the CPU kernels did not compile with {self._program()}: they need {COMPILERS}."
                 " Pagoda uses plain torch instead, which is several times as slow.",
                 file=sys.stderr,
                 flush=True,
             )
             raise
+
+    def _program(self) -> str:
+        return str(getattr(self.compiler, "compiler_so_cxx", ["c++"])[0])
+
+    def _optimization(self) -> list[str]:
+        """The flags of GCC, or of any other compiler, which need not know GCC's passes."""
+        try:
+            version = subprocess.run([self._program(), "--version"], capture_output=True, text=True, check=False).stdout
+        except OSError:  # there is no compiler, as the build is about to say
+            version = ""
+        return GCC_OPTIMIZATION.split() if "Free Software Foundation" in version else ["-O3"]
 
 
 setup(cmdclass={"build_ext": BuildKernels})
