@@ -13,8 +13,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 COMPILERS = "GCC 12 or clang 14, or a newer one"
-# A decode step was 9 % slower with plain -O2. These passes of -O3 make up for that; all of -O3 was no faster, and took a
-# quarter longer to compile.
+# A decode step was 9 % slower with plain -O2. These passes of -O3 make up for that; all of -O3 was no faster, and took
+# a quarter longer to compile.
 GCC_OPTIMIZATION = (
     "-O2 -fvect-cost-model=dynamic -fpeel-loops -funswitch-loops -fsplit-paths -fsplit-loops -fgcse-after-reload"
     " -fipa-cp-clone -fpredictive-commoning"
