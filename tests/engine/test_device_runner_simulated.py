@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from bench.gpu.rows import Bench, Ceilings
+from bench.gpu.simulated_cuda import SimulatedCuda
 from bench.gpu.worker import PARTS
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
@@ -41,7 +42,6 @@ from tests.engine.test_on_gpu import (
     test_without_a_size_the_cache_takes_most_of_what_is_free,  # noqa: F401
 )
 from tests.engine.tiny_models import random_prompt, saved_model
-from tests.simulated_cuda import SimulatedCuda
 
 AT_ONCE_TOO = ("preempted", "start_in_one_step", "loaded_again")
 
