@@ -3,11 +3,13 @@
 - Its tensors say that they are on "cuda". An op that mixes them with the host's tensors fails.
 - Launched work runs as late as CUDA's rules allow, when the host waits: pinned memory that is written too early, and
   results that are read too early, give wrong numbers. Or it runs at once, which shows what is overwritten too early.
+- Streams order work only by events. Each runs as late as it may, or the newest stream runs as early as it may and the
+  others late: whatever a forgotten wait leaves unordered comes in the wrong order.
 - Uninitialized memory holds NaN. Memory is limited and counted, and it runs out as on a card.
 - A graph records launches and repeats them at the same addresses. Its intermediate results are lost after a replay.
 - Ops that make the host wait are noted. They are an error if torch is told so, or during the capture of a graph.
 
-Ops are computed by torch's CPU kernels, Triton's by its interpreter. There is one stream, and no speed.
+Ops are computed by torch's CPU kernels, Triton's by its interpreter. There is no speed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA = torch.device("cuda", 0)
+BYTES_OF_A_NODE = 16  # that a graph's launch takes on the device, beside torch's allocator
 Work = Callable[[], object]
 
 aten = torch.ops.aten
@@ -87,43 +90,162 @@ class CudaTensor(Tensor):
         raise AssertionError(f"{func} on a tensor of the simulated device, which is not there any more")
 
 
+class Event:
+    """A point in a stream's work. It passes when the work before it has run."""
+
+    def __init__(self, device: SimulatedCuda) -> None:
+        self._device, self._stream = device, device.default_stream
+        self._recorded = self._passed = 0
+        self._time = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._stream = stream or self._device.current
+        self._recorded += 1
+        number = self._recorded
+
+        def passes() -> None:
+            self._passed, self._time = number, time.perf_counter()
+
+        self._device.launch(passes, self._stream)
+
+    @property
+    def point(self) -> Point:
+        return Point(self, self._stream, self._recorded)
+
+    def synchronize(self) -> None:
+        self._device.run(self.point)
+
+    def has_passed(self, number: int) -> bool:
+        return self._passed >= number
+
+    def elapsed_time(self, end: Event) -> float:
+        if self._passed < self._recorded or end._passed < end._recorded:
+            raise RuntimeError("CUDA error: device not ready")
+        return (end._time - self._time) * 1e3
+
+
+class Point(NamedTuple):
+    """An event as it was recorded last, which may be recorded again."""
+
+    event: Event
+    stream: Stream
+    number: int
+
+    @property
+    def has_passed(self) -> bool:
+        return self.event.has_passed(self.number)
+
+
+class Stream:
+    """Works that run in order. One that is a point of a stream waits for that."""
+
+    def __init__(self, device: SimulatedCuda) -> None:
+        self._device = device
+        self.works: deque[Work | Point] = deque()
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self._device)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self._device.launch(event.point, self)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        self._device.run(self.record_event().point)
+
+
 class SimulatedCuda(TorchDispatchMode):
     """
-    capacity    bytes of device memory
-    processors  that kernels share their work out to
-    is_late     it runs what is launched when the host waits; else at once
+    capacity         bytes of device memory
+    processors       that kernels share their work out to
+    is_late          it runs what is launched when the host waits; else at once
+    newest_is_early  the stream that was made last runs its work as soon as its events allow
 
     waits       what the host has waited for, in ops that a card cannot answer at once
     is_broken   a kernel has read where it must not: whatever is called fails from then on
+    current     the stream on which work is launched
     """
 
-    def __init__(self, capacity: int = 64 << 20, processors: int = 3, is_late: bool = True) -> None:
+    def __init__(
+        self, capacity: int = 64 << 20, processors: int = 3, is_late: bool = True, newest_is_early: bool = False
+    ) -> None:
         super().__init__()
         self.capacity, self.processors, self.is_late = capacity, processors, is_late
-        self.allocated = self.reserved = self.peak = 0
+        self.newest_is_early = newest_is_early
+        self.allocated = self.reserved = self.peak = self.taken_by_graphs = 0
         self.waits: list[str] = []
         self.waiting_is_an_error = self.is_broken = False
         self.captured: Graph | None = None
-        self._launched: deque[Work] = deque()
+        self.default_stream = self.current = Stream(self)
+        self._streams = [self.default_stream]
         self._pinned: dict[int, Tensor] = {}
 
     # -- time -------------------------------------------------------------------------------------------------------
 
-    def launch(self, work: Work) -> None:
+    def launch(self, work: Work | Point, stream: Stream | None = None) -> None:
+        """Launch work on a stream, or on the current one."""
         self._refuse_if_broken()
-        if self.captured is not None:
+        stream = stream or self.current
+        if self.captured is not None and stream is self.captured.stream:
+            assert not isinstance(work, Point), "a graph of several streams is not simulated"
             self.captured.works.append(work)
-        else:
-            self._launched.append(work)
-            if not self.is_late:
-                self.run()
+            return
+        stream.works.append(work)
+        if not self.is_late:
+            self.run()
+        elif self.newest_is_early:
+            self._run_early()
 
-    def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Run launched work in order, to its end or until the condition holds."""
+    def run(self, until: Point | None = None) -> None:
+        """Run what the point needs to pass, or all launched work."""
         self._refuse_if_broken()
-        with _disable_current_modes(), torch.inference_mode():
-            while self._launched and not until():
-                self._launched.popleft()()
+        if until is not None:
+            self._reach(until)
+        for stream in self._streams if until is None else ():
+            while stream.works:
+                self._run_next(stream)
+
+    def new_stream(self) -> Stream:
+        self._streams.append(Stream(self))
+        return self._streams[-1]
+
+    @contextmanager
+    def on(self, stream: Stream | None) -> Iterator[None]:
+        before, self.current = self.current, stream or self.current
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def set_stream(self, stream: Stream) -> None:
+        self.current = stream
+
+    def _reach(self, point: Point) -> None:
+        while not point.has_passed:
+            self._run_next(point.stream)
+
+    def _run_next(self, stream: Stream) -> None:
+        """Run the next work of a stream, and before it what it waits for."""
+        if isinstance(stream.works[0], Point):
+            self._reach(stream.works[0])
+        work = stream.works.popleft()
+        if not isinstance(work, Point):
+            with _disable_current_modes(), torch.inference_mode():
+                work()
+        if self.newest_is_early:
+            self._run_early()
+
+    def _run_early(self) -> None:
+        works = self._streams[-1].works
+        while works and not (isinstance(works[0], Point) and not works[0].has_passed):
+            work = works.popleft()
+            if not isinstance(work, Point):
+                with _disable_current_modes(), torch.inference_mode():
+                    work()
 
     def _refuse_if_broken(self) -> None:
         if self.is_broken:
@@ -135,18 +257,18 @@ class SimulatedCuda(TorchDispatchMode):
         if self.waiting_is_an_error:
             raise RuntimeError(f"called a synchronizing CUDA operation: {reason}")
         self.waits.append(reason)
-        self.run()
+        self.current.synchronize()
 
     @property
     def num_launched(self) -> int:
         """How many launched works have not run."""
-        return len(self._launched)
+        return sum(len(stream.works) for stream in self._streams)
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
     @property
     def free(self) -> int:
-        return self.capacity - self.reserved
+        return self.capacity - self.reserved - self.taken_by_graphs
 
     def empty_cache(self) -> None:
         self.reserved = self.allocated
@@ -321,18 +443,22 @@ class SimulatedCuda(TorchDispatchMode):
             "get_device_capability": lambda *_: (9, 0),
             "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=self.processors),
             "synchronize": lambda *_: self.run(),
+            "Stream": lambda *_: self.new_stream(),
+            "stream": self.on,
+            "current_stream": lambda *_: self.current,
+            "default_stream": lambda *_: self.default_stream,
+            "set_stream": self.set_stream,
             "set_sync_debug_mode": lambda mode: setattr(self, "waiting_is_an_error", mode == "error"),
             "memory_allocated": lambda *_: self.allocated,
             "max_memory_allocated": lambda *_: self.peak,
+            "memory_reserved": lambda *_: self.reserved,
             "reset_peak_memory_stats": lambda *_: setattr(self, "peak", self.allocated),
             "empty_cache": self.empty_cache,
             "mem_get_info": lambda *_: (self.free, self.capacity),
             "graph_pool_handle": lambda: (0, 1),
             "CUDAGraph": lambda: Graph(device),
-            "graph": lambda graph, pool=None: graph.capture(),
+            "graph": lambda graph, pool=None, stream=None, capture_error_mode="global": graph.capture(stream),
             "Event": lambda **_: Event(device),
-            "default_stream": lambda *_: None,
-            "set_stream": lambda *_: None,
         }
         with monkeypatch.context() as patch, self:
             for name, value in simulated.items():
@@ -342,56 +468,40 @@ class SimulatedCuda(TorchDispatchMode):
             yield self
 
 
-class Event:
-    def __init__(self, device: SimulatedCuda) -> None:
-        self._device = device
-        self._recorded, self._passed, self._time = 0, 0, 0.0
-
-    def record(self) -> None:
-        self._recorded += 1
-        number = self._recorded
-
-        def passes() -> None:
-            self._passed, self._time = number, time.perf_counter()
-
-        self._device.launch(passes)
-
-    def synchronize(self) -> None:
-        number = self._recorded
-        self._device.run(until=lambda: self._passed >= number)
-
-    def elapsed_time(self, end: Event) -> float:
-        if self._passed < self._recorded or end._passed < end._recorded:
-            raise RuntimeError("CUDA error: device not ready")
-        return (end._time - self._time) * 1e3
-
-
 class Graph:
     """A captured graph.
 
+    stream   what it was captured on
     works    what was launched during the capture
     buffers  what was allocated then; replays use the memory of those that the host no longer holds
     """
 
     def __init__(self, device: SimulatedCuda) -> None:
         self._device = device
+        self.stream: Stream | None = None
         self.works: list[Work] = []
         self.buffers: list[tuple[weakref.ref[Memory], Tensor]] = []
 
     @contextmanager
-    def capture(self) -> Iterator[None]:
+    def capture(self, stream: Stream | None) -> Iterator[None]:
         self._device.run()
-        self._device.captured = self
+        self._device.empty_cache()
+        self._device.captured, self.stream = self, stream or self._device.new_stream()
         try:
-            yield
+            with self._device.on(self.stream):
+                yield
         finally:
             self._device.captured = None
+        self._device.taken_by_graphs += len(self.works) * BYTES_OF_A_NODE
 
     def replay(self) -> None:
         for work in self.works:
             self._device.launch(work)
         lost = [buffer for memory, buffer in self.buffers if memory() is None]
         self._device.launch(lambda: [poison(buffer) for buffer in lost])
+
+    def __del__(self) -> None:
+        self._device.taken_by_graphs -= len(self.works) * BYTES_OF_A_NODE
 
 
 def made_on_the_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

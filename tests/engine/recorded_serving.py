@@ -33,9 +33,9 @@ def start(runner: DeviceRunner) -> None:
     """Do what a runner does on a GPU before the first request."""
     runner.warm_up(int(SETTINGS["token_budget"]))  # type: ignore[call-overload]
     with torch.inference_mode():
-        runner._decodes.send([], [], runner._most)
-        for size in reversed(runner._graphs._sizes):
-            runner._decode(size)
+        for shape in runner._graphs.shapes:
+            runner._pad(shape)
+            runner._compute(shape)
 
 
 def serve(runner: DeviceRunner) -> None:

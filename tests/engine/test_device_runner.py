@@ -19,7 +19,7 @@ from pagoda_server.engine.core.step import Ended, Sampled, StepPlan, TokenLogpro
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.steps_in_flight import Launched, Runner, StepsInFlight
 from pagoda_server.engine.runners.cuda import DeviceRunner
-from pagoda_server.engine.runners.cuda.graphs import bucket_sizes
+from pagoda_server.engine.runners.cuda.graphs import decode_sizes
 from pagoda_server.engine.runners.cuda.rehearsal import prompts_of_all_sizes
 from pagoda_server.engine.runners.loaded_model import load_for_serving
 from pagoda_server.engine.runners.sampling import AllowedTokens
@@ -306,7 +306,7 @@ def test_a_sequence_whose_logits_break_fails_alone(llama: Path) -> None:
 
 def test_batch_sizes_end_with_the_largest_and_pad_by_half_at_most() -> None:
     for most in (1, 5, 64, 100, 256, 1000, 2000):
-        sizes = bucket_sizes(most)
+        sizes = decode_sizes(most)
         assert sizes[-1] == most
         assert sizes == sorted(set(sizes))
         assert all(after <= 2 * before for before, after in itertools.pairwise(sizes))

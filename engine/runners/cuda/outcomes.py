@@ -78,13 +78,13 @@ class Outcomes:
         self._tokens_end = size * torch.int32.itemsize
         self._turn = 0
 
-    def rows(self, start: int, end: int) -> SampledRows:
-        """Return the entries from `start` to `end`, as the kernels write them."""
+    def rows(self, count: int) -> SampledRows:
+        """Return the first `count` entries, as the kernels write them."""
         return SampledRows(
-            tokens=self._views["tokens"][start:end],
-            chosen=self._views["chosen"][start:end],
-            top_ids=self._views["top_ids"].view(-1, MAX_TOP_LOGPROBS)[start:end],
-            top=self._views["top"].view(-1, MAX_TOP_LOGPROBS)[start:end],
+            tokens=self._views["tokens"][:count],
+            chosen=self._views["chosen"][:count],
+            top_ids=self._views["top_ids"].view(-1, MAX_TOP_LOGPROBS)[:count],
+            top=self._views["top"].view(-1, MAX_TOP_LOGPROBS)[:count],
         )
 
     def read(

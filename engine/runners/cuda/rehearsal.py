@@ -9,8 +9,7 @@ import torch
 from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
 from pagoda_server.engine.core.step import Chunk, StepPlan
 
-# Share of a GPU's memory that is free after the weights and a step. Graphs, fragmentation and other processes need the
-# rest.
+# The cache takes this share of what weights, steps and graphs leave. Fragmentation and other processes need the rest.
 GPU_SHARE = 0.9
 
 
@@ -44,7 +43,7 @@ def prompts_of_all_sizes(num_tokens: int, longest: int, block_size: int) -> Iter
 
 
 def free_after(steps: Iterable[Callable[[], None]], device: torch.device) -> int:
-    """Return how many bytes of a GPU the cache may take if these steps must fit beside it, each in its own memory."""
+    """Return how many bytes of a GPU are free if these steps must fit, each in its own memory."""
     steps_bytes = 0
     for step in steps:
         torch.cuda.reset_peak_memory_stats(device)
@@ -54,4 +53,4 @@ def free_after(steps: Iterable[Callable[[], None]], device: torch.device) -> int
         steps_bytes += torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    return int((free - steps_bytes) * GPU_SHARE)
+    return free - steps_bytes
