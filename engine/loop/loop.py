@@ -102,6 +102,8 @@ class Inbox:
 class EngineLoop(threading.Thread):
     """Runs the loop until `stop`, or until it fails: `failure` then holds the error.
 
+    `run` may be called on another thread instead of starting this one.
+
     on_end     is called on this thread when the loop has ended
     lookahead  how many steps are launched before the first of them is read: at most the runner's
     """

@@ -8,12 +8,16 @@ import gc
 import hashlib
 import logging
 import os
+import queue
 import secrets
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import TypeVar
 
 import uvloop
 
@@ -32,6 +36,8 @@ log = logging.getLogger("pagoda.engine")
 
 EXIT_FAILURE = 1
 
+T = TypeVar("T")
+
 
 def run(config: EngineConfig) -> int:
     """Serve a model's tokens to routers. The channel has no authentication: keep it on a private network."""
@@ -44,16 +50,44 @@ def run(config: EngineConfig) -> int:
         check_exposure(config)
         progress = PrintedProgress()
         folder = resolve(config.model, progress)
-        runner = load_runner(config, folder, progress)
+        engine = OneThread("engine")
+        runner = engine.submit(lambda: load_runner(config, folder, progress)).result()
         gc.collect()
         gc.freeze()  # else a full collection, in the middle of any step, walks the 170,000 objects that torch made
-        return uvloop.run(_serve(config, folder, runner))
+        return uvloop.run(_serve(config, folder, runner, engine))
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
 
 
-async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner) -> int:
+class OneThread:
+    """Calls functions one after the other on one thread, which ends with the process.
+
+    The model is loaded and served on the same thread, because CUDA's libraries keep handles and memory for each.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._calls.put(call)
+        return future
+
+    def _work(self) -> None:
+        while True:
+            self._calls.get()()
+
+
+async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, engine: OneThread) -> int:
     info = runner.info
     stop = asyncio.Event()
     events = asyncio.get_running_loop()
@@ -81,12 +115,12 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner) -> 
     )
     server.attach(loop.inbox)
     listener = await start_listening(server, config.listen)
-    loop.start()
+    ended = engine.submit(loop.run)
     log.info("serving %s at %s with %s kernels", info.model, config.listen, info.kernels)
     await stop.wait()
     loop.stop()
     await listener.stop()
-    loop.join(timeout=5.0)
+    wait([ended], timeout=5.0)
     return EXIT_FAILURE if loop.failure else 0
 
 

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence, TokenMask
-from pagoda_server.engine.core.step import Ended, Sampled, StepPlan, TokenLogprobs
+from pagoda_server.engine.core.sequence import BlockTable, EndReason, Request, SamplingParams, Sequence, TokenMask
+from pagoda_server.engine.core.step import Chunk, Ended, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.loop.steps_in_flight import Launched, Runner, StepsInFlight
+from pagoda_server.engine.loop.steps_in_flight import Computed, Launched, Runner, StepsInFlight
+from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.runners.cuda import DeviceRunner
-from pagoda_server.engine.runners.cuda.graphs import decode_sizes
+from pagoda_server.engine.runners.cuda.graphs import MIXED_TOKENS, StepGraphs, StepShape, decode_sizes
 from pagoda_server.engine.runners.cuda.rehearsal import prompts_of_all_sizes
 from pagoda_server.engine.runners.loaded_model import load_for_serving
 from pagoda_server.engine.runners.sampling import AllowedTokens
@@ -104,6 +105,19 @@ class Served:
             pass
 
 
+def fill_cache(runner: DeviceRunner | ModelRunner, value: float) -> None:
+    """Fill all pages, and wait: the runner's stream does not wait for a test's own."""
+    for kv in runner._cache:
+        kv.keys.fill_(value)
+        kv.values.fill_(value)
+    synchronize()
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
 def launched_ahead(runner: Runner) -> set[int]:
     """Gather the ids of sequences that are launched while their last token is pending."""
     ahead: set[int] = set()
@@ -158,9 +172,7 @@ def test_it_generates_what_a_step_by_step_runner_does_though_sequences_are_preem
 ) -> None:
     runner = device_runner(folder, overlap=overlap)
     assert runner.lookahead == (overlap == "on")
-    for kv in runner._cache:
-        kv.keys.fill_(math.nan)
-        kv.values.fill_(math.nan)
+    fill_cache(runner, math.nan)
     served = Served(runner, 36)
     seqs = ask(served, 16)
     served.run()
@@ -168,6 +180,89 @@ def test_it_generates_what_a_step_by_step_runner_does_though_sequences_are_preem
     assert served.scheduler.counters.preemptions > 0, "the cache is too small for all of them"
     assert outputs(seqs) == one_by_one(folder, 16)
     assert served.pool.num_referenced == 0
+
+
+class Split:
+    """Computes the decodes of a step and its chunks of prompts one after the other."""
+
+    lookahead = 0
+
+    def __init__(self, runner: DeviceRunner) -> None:
+        self._runner = runner
+        self.num_mixed = 0
+
+    def recover(self) -> None:
+        self._runner.recover()
+
+    def launch(self, plan: StepPlan) -> Launched:
+        decodes = [chunk for chunk in plan.chunks if chunk.is_decode]
+        prompts = [chunk for chunk in plan.chunks if not chunk.is_decode]
+        self.num_mixed += bool(decodes and prompts)
+        parts = [StepPlan(decodes, plan.copies), StepPlan(prompts)]
+        done = {}
+        for part in parts:
+            if part.chunks:
+                sampled = self._runner.execute(part)
+                outcomes = zip(sampled.tokens, sampled.logprobs, strict=True)
+                done |= {id(chunk): outcome for chunk, outcome in zip(part.chunks, outcomes, strict=True)}
+        tokens, logprobs = zip(*(done[id(chunk)] for chunk in plan.chunks), strict=True)
+        return Computed(Sampled(list(tokens), list(logprobs)))
+
+
+def test_a_mixed_step_chooses_what_its_decodes_and_its_prompts_do_alone(llama: Path) -> None:
+    split = Split(device_runner(llama))
+    found = []
+    for runner in (device_runner(llama), split):
+        served = Served(runner, 36)
+        seqs = ask(served, 16)
+        served.run()
+        found.append(outputs(seqs))
+    assert split.num_mixed > 10
+    assert found[0] == found[1]
+
+
+def test_a_mixed_step_is_one_pass_over_the_model(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = device_runner(llama)
+    runner._graphs._graphs.clear()
+    forward, launch, passes, kinds = runner._model.forward, runner.launch, [], []
+    monkeypatch.setattr(runner._model, "forward", lambda *inputs: passes.append(1) or forward(*inputs))
+
+    def watched(plan: StepPlan) -> Launched:
+        kinds.append({chunk.is_decode for chunk in plan.chunks})
+        return launch(plan)
+
+    monkeypatch.setattr(runner, "launch", watched)
+    served = Served(runner, 36)
+    ask(served, 16)
+    served.run()
+    assert kinds.count({True, False}) > 10
+    assert len(passes) == len(kinds)
+
+
+@pytest.mark.parametrize("shape", [StepShape(2, 9, 4), StepShape(6, 16, 7), StepShape(2, 16, 3)])
+def test_a_padded_step_computes_what_the_step_does_and_nothing_that_is_not_a_number(
+    llama: Path, shape: StepShape
+) -> None:
+    """Padding reads nothing: the cache holds NaN wherever no token is."""
+    params, block_size = SamplingParams(), SETTINGS["block_size"]
+    places = ((5, 6), (9, 10), (0, 7), (3, 5))  # start and end of two decodes and of two chunks, the last one's second
+    found = []
+    for padded in (StepShape(2, 9, 2), shape):
+        runner = device_runner(llama, "triton")
+        fill_cache(runner, math.nan)
+        chunks = []
+        for at, (start, end) in enumerate(places):
+            blocks = BlockTable(range(4 * at, 4 * at + -(-end // int(block_size))))  # type: ignore[call-overload]
+            seq = Sequence(at, random_prompt(end, seed=at), Request(end), params, blocks=blocks)
+            if start:
+                runner.execute(StepPlan([Chunk(seq, 0, start, samples=False)]))
+            chunks.append(Chunk(seq, start, end - start, samples=True))
+        with torch.inference_mode():
+            entries = runner._inputs.send(chunks, runner._rows.place(chunks), padded)
+            logits = runner._model.forward(runner._inputs.of_model(padded), runner._cache)
+        assert logits.isfinite().all()
+        found.append(logits[entries].cpu())
+    torch.testing.assert_close(found[0], found[1])
 
 
 class FailsAt:
@@ -299,9 +394,30 @@ def test_a_sequence_whose_logits_break_fails_alone(llama: Path) -> None:
     for _ in range(4):
         served.step()
     runner._cache[1].values[seqs[1].blocks[0]].fill_(math.nan)
+    synchronize()
     served.run()
     assert [ended.seq.id for ended in served.ended if ended.reason is EndReason.FAILED] == [seqs[1].id]
     assert len(outputs(seqs)[0]) == len(outputs(seqs)[2]) == 20
+
+
+def test_a_step_is_padded_to_a_captured_shape_unless_it_is_large() -> None:
+    graphs = StepGraphs(lambda _: None, lambda _: None, max_num_seqs=256, token_budget=8192, stream=None)
+    assert len(graphs.shapes) == 53
+    assert graphs.shapes[0] == max(graphs.shapes, key=lambda shape: shape.num_tokens), "its memory holds the others"
+    for decodes, tokens, chunks in itertools.product(
+        (0, 1, 7, 16, 63, 200, 255), (1, 15, 33, 64, 150, 257, 900), (1, 3, 16)
+    ):
+        needed = StepShape(decodes, max(tokens, chunks), chunks)
+        shape = graphs.fit(needed)
+        if shape == needed:
+            assert needed.num_tokens > MIXED_TOKENS - 128
+        else:
+            assert shape in graphs.shapes
+            assert shape.decodes >= decodes
+            assert shape.tokens >= tokens
+            assert shape.chunks > chunks, "the last one has the padded tokens"
+    assert graphs.fit(many := StepShape(3, 40, 17)) == many
+    assert graphs.fit(StepShape(41)) == StepShape(48)
 
 
 def test_batch_sizes_end_with_the_largest_and_pad_by_half_at_most() -> None:
@@ -361,6 +477,7 @@ def test_a_step_that_does_not_fit_into_memory_names_the_flags_that_help(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB. And more")
 
     monkeypatch.setattr(runner._model, "forward", forward)
+    runner._graphs._graphs.clear()
     served.run()
     (ended,) = served.ended
     assert (ended.reason, rows) == (EndReason.FAILED, 2), "it is tried again, alone"

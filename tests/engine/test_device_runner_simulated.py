@@ -5,8 +5,9 @@ Tests run on both. Kernels are the reference's, except where a test asks for Tri
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,8 @@ from bench.gpu.simulated_cuda import SimulatedCuda
 from bench.gpu.worker import PARTS
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.sequence import SamplingParams
-from pagoda_server.engine.core.step import StepPlan
+from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.runners import load, loaded_model
 from pagoda_server.engine.runners.cuda.outcomes import DeviceStep
 from pagoda_server.kernels import Backend, HeadNorms, PagedKV, load_backend
@@ -30,8 +31,9 @@ from pagoda_server.kernels.triton import timing
 from pagoda_server.settings.engine import EngineConfig
 from tests.engine import test_device_runner
 from tests.engine.test_device_runner import *  # noqa: F403
-from tests.engine.test_device_runner import PARAMS, Served, ask, device_runner, one_by_one, outputs
+from tests.engine.test_device_runner import PARAMS, Served, ask, device_runner, fill_cache, one_by_one, outputs
 from tests.engine.test_host_memory import (
+    served_by,
     test_a_loaded_sequence_generates_what_an_undisturbed_run_does,  # noqa: F401
     test_steps_that_fail_once_change_no_token_of_a_loaded_sequence,  # noqa: F401
 )
@@ -43,18 +45,33 @@ from tests.engine.test_on_gpu import (
 )
 from tests.engine.tiny_models import random_prompt, saved_model
 
-AT_ONCE_TOO = ("preempted", "start_in_one_step", "loaded_again")
+KINDS = {
+    "late": {},
+    "at once": {"is_late": False},
+    "newest stream first": {"newest_is_early": True},
+}
+AT_ONCE_TOO = ("preempted", "start_in_one_step")
+COPIES = ("loaded_sequence", "wait_that_is_left_out", "overlap_with_the_step")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    kinds = ["late", "at once"] if any(part in metafunc.function.__name__ for part in AT_ONCE_TOO) else ["late"]
-    metafunc.parametrize("cuda", kinds, indirect=True)
+    name = metafunc.function.__name__
+    kinds = ["late", *(["at once"] if any(part in name for part in AT_ONCE_TOO) else [])]
+    if any(part in name for part in COPIES):
+        kinds.append("newest stream first")
+    if "cuda" not in metafunc.fixturenames or not _names_its_card(metafunc):
+        metafunc.parametrize("cuda", kinds, indirect=True)
+
+
+def _names_its_card(metafunc: pytest.Metafunc) -> bool:
+    marks = metafunc.definition.iter_markers("parametrize")
+    return any("cuda" in str(mark.args[0]) for mark in marks)
 
 
 @pytest.fixture(autouse=True)
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
     monkeypatch.setattr(test_device_runner, "DEVICE", "cuda")
-    with SimulatedCuda(is_late=request.param == "late").in_place_of_cuda(monkeypatch) as device:
+    with SimulatedCuda(**KINDS[request.param]).in_place_of_cuda(monkeypatch) as device:
         reference = launched_reference(device)
         own = {"reference": reference}.get
         monkeypatch.setattr(loaded_model, "load_backend", lambda name: own(name) or load_backend(name))
@@ -138,6 +155,81 @@ def test_blocks_go_to_host_memory_and_come_back_without_a_wait(qwen3: Path) -> N
     assert all(seconds() > 0 for seconds in copied_s)
     for kv, expected in zip(runner._cache, before, strict=True):
         assert torch.equal(kv.keys[[5, 3, 1]], expected)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "place", "mutant"),
+    [
+        ("late", "bench.gpu.simulated_cuda.Stream.wait_stream", lambda *_: None),  # a step, for its copies
+        ("newest stream first", "bench.gpu.simulated_cuda.Stream.wait_event", lambda *_: None),  # copies, for steps
+        ("newest stream first", "pagoda_server.engine.runners.cuda.copies._Touched.written", lambda _: set()),
+        ("newest stream first", "pagoda_server.engine.runners.cuda.copies._Touched.used", lambda _: set()),
+    ],
+    indirect=["cuda"],
+)
+def test_each_wait_that_is_left_out_changes_a_token(
+    qwen3: Path, place: str, mutant: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = served_by("device", qwen3)
+    monkeypatch.setattr(place, mutant)
+    seqs = ask(served, 16)
+    served.run()
+    assert served.scheduler.host.load().loaded_tokens > 0
+    assert outputs(seqs) != one_by_one(qwen3, 16)
+
+
+@pytest.mark.parametrize("cuda", ["newest stream first"], indirect=True)
+def test_copies_overlap_with_the_step_before_unless_it_uses_their_blocks(qwen3: Path, cuda: SimulatedCuda) -> None:
+    runner = device_runner(qwen3, host_kv_gb=1e-4)
+    assert runner._host is not None
+    fill_cache(runner, 1.0)
+    runner._host._rows.fill_(0)
+    seq = Sequence(0, random_prompt(7, seed=1), Request(7), SamplingParams(), blocks=BlockTable([2, 5]))
+    step = runner.launch(StepPlan([Chunk(seq, 0, 7, samples=True)]))
+    other = Sequence(1, random_prompt(7, seed=2), Request(7), SamplingParams(), blocks=BlockTable([8, 9]))
+    after = runner.launch(StepPlan([Chunk(other, 0, 7, samples=True)], saves=[(8, 0), (5, 1)], loads=[(3, 9), (4, 2)]))
+    has_been_copied = [bool(runner._host._rows[0].any()), bool(runner._host._rows[1].any())]
+    is_loaded = [bool((kv.contents[block] == 0).all()) for kv in [runner._cache[0].keys] for block in (9, 2)]
+    assert has_been_copied == is_loaded == [True, False]
+    assert (step.result().tokens, after.result().tokens) != ([-1], [-1])
+    assert runner._host._rows[1].any()
+    assert (runner._cache[0].keys.contents[2] == 0).all()
+
+
+def test_graphs_are_captured_on_the_runners_stream_without_garbage_collection(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture, captured = torch.cuda.graph, []
+
+    def watched(*args: object, stream: object = None, **kwargs: object) -> object:
+        captured.append((stream, torch.cuda.current_stream(), gc.isenabled()))
+        return capture(*args, stream=stream, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "graph", watched)
+    runner = device_runner(llama)
+    assert gc.isenabled()
+    assert captured == [(runner._stream, runner._stream, False)] * len(runner._graphs.shapes)
+
+
+def test_small_steps_are_one_graph_with_prompts_and_without(llama: Path) -> None:
+    runner = device_runner(llama)
+    runner._compute = None  # type: ignore[assignment, method-assign]
+    runner._graphs._run = None  # type: ignore[assignment]
+    served = Served(runner, 36)
+    seqs = ask(served, 16)
+    served.run()
+    assert not [ended.detail for ended in served.ended if ended.detail]
+    assert outputs(seqs) == one_by_one(llama, 16)
+
+
+def test_the_cache_leaves_room_for_all_graphs(
+    llama: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.gpu.simulated_cuda.BYTES_OF_A_NODE", 4096)
+    monkeypatch.setattr("pagoda_server.engine.runners.cuda.runner.GPU_SHARE", 0.98)
+    runner = device_runner(llama, kv_cache_gb=None)
+    assert cuda.taken_by_graphs > 0.1 * cuda.capacity
+    assert runner.info.num_blocks * runner.info.kv_cache.bytes_per_block < 0.9 * cuda.capacity
 
 
 def test_the_default_model_starts_on_a_card_of_two_gigabytes_and_answers(

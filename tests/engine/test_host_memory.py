@@ -9,7 +9,16 @@ import pytest
 
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
-from tests.engine.test_device_runner import BACKEND, FailsAt, Served, ask, device_runner, one_by_one, outputs
+from tests.engine.test_device_runner import (
+    BACKEND,
+    FailsAt,
+    Served,
+    ask,
+    device_runner,
+    fill_cache,
+    one_by_one,
+    outputs,
+)
 from tests.engine.tiny_models import load_runner, saved_model
 
 ROOM = {"host_kv_gb": 1e-4}
@@ -25,9 +34,7 @@ def served_by(kind: str, folder: Path, num_blocks: int = 24, **settings: object)
         runner = load_runner(folder, max_num_seqs=6, token_budget=19, max_model_len=120, **ROOM)
     else:
         runner = device_runner(folder, BACKEND, **ROOM, **settings)  # type: ignore[assignment]
-    for kv in runner._cache:
-        kv.keys.fill_(math.nan)
-        kv.values.fill_(math.nan)
+    fill_cache(runner, math.nan)
     assert runner.info.num_host_blocks > 50
     served = Served(runner, num_blocks, prefix_caching=False, host_blocks=runner.info.num_host_blocks)
     served.scheduler.costs.chunk_s = lambda *_: math.inf  # type: ignore[method-assign]

@@ -6,9 +6,12 @@ import math
 import queue
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence, State
 from pagoda_server.engine.core.step import Chunk, StepOutput, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
@@ -16,6 +19,8 @@ from pagoda_server.engine.loop.loop import Abort, Add, EngineLoop, LoadSnapshot
 from pagoda_server.engine.loop.steps_in_flight import Launched, compute_one_by_one
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.engine.serving import main
+from pagoda_server.settings import EXIT_CONFIG, EngineConfig
 from tests.engine.harness import VOCAB_SIZE, synthetic_runner
 
 
@@ -129,3 +134,33 @@ def test_a_queued_deadline_wakes_an_idle_loop() -> None:
     assert ended == {0: EndReason.DEADLINE}
     loop.stop()
     loop.join(5)
+
+
+def test_the_loop_runs_on_the_thread_that_loaded_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's libraries keep handles and memory for each thread."""
+    threads, load, run = [], main.load_runner, EngineLoop.run
+
+    def watched_load(*args: Any) -> Any:
+        threads.append(threading.get_ident())
+        return load(*args)
+
+    def watched_run(loop: EngineLoop) -> None:
+        threads.append(threading.get_ident())
+        loop.stop()
+        run(loop)
+
+    monkeypatch.setattr(main, "load_runner", watched_load)
+    monkeypatch.setattr(EngineLoop, "run", watched_run)
+    assert main.run(EngineConfig("synthetic", listen=f"unix:{tmp_path}/engine")) == 0
+    assert threads[0] == threads[1] != threading.get_ident()
+
+
+def test_a_mistake_in_the_settings_is_one_line_though_another_thread_finds_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise ConfigError("--block-size is wrong")
+
+    monkeypatch.setattr(main, "load_runner", fails)
+    assert main.run(EngineConfig("synthetic")) == EXIT_CONFIG
+    assert capsys.readouterr().err == "error: --block-size is wrong\n"

@@ -17,8 +17,7 @@ from pagoda_server.engine.core.step import Chunk
 # 3.35 TB/s): up to about 300 rows, a product takes as long as reading its weights does. So padding to that many costs
 # little, and a step of more tokens keeps the GPU busy for longer than its kernels take to launch.
 MIXED_TOKENS = 320
-# Chunks of prompts in a captured step, and one more, to which its padded tokens belong.
-MIXED_CHUNKS = 16 + 1
+MIXED_CHUNKS = 16  # of prompts, at most, in a captured step
 _DECODES = (0, 16, 64, 128, 192, 256)
 _PROMPT_TOKENS = (16, 32, 64, 128, 192, 256)
 _SAMPLE = 3  # graphs that are captured to find out how much memory one takes
@@ -80,8 +79,9 @@ class StepGraphs:
         self._sizes = decode_sizes(max_num_seqs)
         self._decodes = _levels(_DECODES, max_num_seqs)
         self._tokens = _levels(_PROMPT_TOKENS, token_budget)
+        self._chunks = min(MIXED_CHUNKS, max_num_seqs) + 1  # padded tokens belong to one more
         mixed = (
-            StepShape(decodes, tokens, MIXED_CHUNKS)
+            StepShape(decodes, tokens, self._chunks)
             for decodes in self._decodes
             for tokens in self._tokens
             if decodes + tokens <= MIXED_TOKENS
@@ -96,9 +96,9 @@ class StepGraphs:
         if not needed.chunks:
             return StepShape(self._sizes[bisect_left(self._sizes, needed.decodes)])
         decodes, tokens = bisect_left(self._decodes, needed.decodes), bisect_left(self._tokens, needed.tokens)
-        if needed.chunks >= MIXED_CHUNKS or decodes == len(self._decodes) or tokens == len(self._tokens):
+        if needed.chunks >= self._chunks or decodes == len(self._decodes) or tokens == len(self._tokens):
             return needed
-        padded = StepShape(self._decodes[decodes], self._tokens[tokens], MIXED_CHUNKS)
+        padded = StepShape(self._decodes[decodes], self._tokens[tokens], self._chunks)
         return padded if padded.num_tokens <= MIXED_TOKENS else needed
 
     def capture(self, progress: Progress = no_progress) -> None:

@@ -57,7 +57,7 @@ class DeviceRunner:
     def _allocate(self, config: EngineConfig, loaded: LoadedModel) -> None:
         """Allocate a step's inputs and outcomes, then the cache, whose size they decide."""
         device, block_size, model = self._device, loaded.spec.block_size, loaded.model.config
-        num_seqs, num_tokens = self._most + MIXED_CHUNKS, max(self._most, config.token_budget, MIXED_TOKENS)
+        num_seqs, num_tokens = self._most + MIXED_CHUNKS + 1, max(self._most, config.token_budget, MIXED_TOKENS)
         with enough_memory("the inputs of a step", *_STEP_FLAGS):
             # Twice as many as run at once, because rows of sequences that have just ended are not free yet.
             self._rows = DeviceRows(2 * self._most, -(-loaded.longest // block_size), model.vocab_size, device)
