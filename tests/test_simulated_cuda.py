@@ -119,6 +119,51 @@ def test_a_graph_repeats_its_launches_at_the_same_addresses_and_forgets_what_it_
     assert view.isnan().all(), "its memory is anybody's"
 
 
+@pytest.mark.parametrize("newest_is_early", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_streams_are_ordered_by_events_alone(cuda: SimulatedCuda, newest_is_early: bool, waits: bool) -> None:
+    """Work that should wait comes too early on the newest stream, and work that is waited for too late."""
+    cuda.newest_is_early = newest_is_early
+    x, y = on_card(1.0), torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    x.fill_(2)
+    with torch.cuda.stream(side):
+        if waits:
+            side.wait_stream(torch.cuda.default_stream())
+        y.copy_(x * 10)
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    found = y.tolist()
+    assert found == ([20] if waits else [10] if newest_is_early else [0])
+
+
+def test_an_event_that_is_recorded_again_does_not_move_those_that_wait_for_it(cuda: SimulatedCuda) -> None:
+    cuda.newest_is_early = True
+    x, y = on_card(1.0), torch.zeros(1, device="cuda")
+    side, event = torch.cuda.Stream(), torch.cuda.Event()
+    event.record()
+    side.wait_event(event)
+    x.fill_(2)
+    event.record()
+    with torch.cuda.stream(side):
+        y.copy_(x)
+    side.synchronize()
+    assert y.cpu().item() == 1
+
+
+def test_graphs_take_memory_beside_tensors_until_they_are_dropped(cuda: SimulatedCuda) -> None:
+    x, graph = on_card(1.0), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    before, _ = torch.cuda.mem_get_info()
+    with torch.cuda.graph(graph):
+        x.fill_(2)
+    assert torch.cuda.mem_get_info()[0] < before
+    del graph
+    gc.collect()
+    assert torch.cuda.mem_get_info()[0] == before
+
+
 def test_waiting_during_a_capture_is_an_error(cuda: SimulatedCuda) -> None:
     x = on_card(1.0)
     with (

@@ -33,7 +33,6 @@ from tests.engine import test_device_runner
 from tests.engine.test_device_runner import *  # noqa: F403
 from tests.engine.test_device_runner import PARAMS, Served, ask, device_runner, fill_cache, one_by_one, outputs
 from tests.engine.test_host_memory import (
-    served_by,
     test_a_loaded_sequence_generates_what_an_undisturbed_run_does,  # noqa: F401
     test_steps_that_fail_once_change_no_token_of_a_loaded_sequence,  # noqa: F401
 )
@@ -51,7 +50,7 @@ KINDS = {
     "newest stream first": {"newest_is_early": True},
 }
 AT_ONCE_TOO = ("preempted", "start_in_one_step")
-COPIES = ("loaded_sequence", "wait_that_is_left_out", "overlap_with_the_step")
+COPIES = ("loaded_sequence",)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -157,43 +156,76 @@ def test_blocks_go_to_host_memory_and_come_back_without_a_wait(qwen3: Path) -> N
         assert torch.equal(kv.keys[[5, 3, 1]], expected)
 
 
+def copied_beside_a_step(folder: Path) -> list[Tensor]:
+    """Launch a step and, before it has run, another one that saves and loads blocks, of which the first uses two.
+
+    Return what is then in the host memory and in the cache.
+    """
+    runner = device_runner(folder, host_kv_gb=1e-4)
+    host = runner._host
+    assert host is not None
+    fill_cache(runner, 1.0)
+    host._rows.fill_(0)
+    first, second = (
+        Chunk(Sequence(at, random_prompt(7, seed=at), Request(7), SamplingParams(), blocks=blocks), 0, 7, samples=True)
+        for at, blocks in enumerate((BlockTable([2, 5]), BlockTable([8, 9])))
+    )
+    runner.launch(StepPlan([first]))
+    assert host._before is not None
+    host._before.synchronize()  # only what was launched before this step has run
+    runner.launch(StepPlan([second], saves=[(8, 0), (5, 1)], loads=[(3, 9), (4, 2)]))
+    torch.cuda.synchronize()
+    return [host._rows[:2].clone(), *(kv.keys[[2, 5, 8, 9]].cpu() for kv in runner._cache)]
+
+
+STREAM, TOUCHED = "bench.gpu.simulated_cuda.Stream", "pagoda_server.engine.runners.cuda.copies._Touched"
+
+
 @pytest.mark.parametrize(
     ("cuda", "place", "mutant"),
     [
-        ("late", "bench.gpu.simulated_cuda.Stream.wait_stream", lambda *_: None),  # a step, for its copies
-        ("newest stream first", "bench.gpu.simulated_cuda.Stream.wait_event", lambda *_: None),  # copies, for steps
-        ("newest stream first", "pagoda_server.engine.runners.cuda.copies._Touched.written", lambda _: set()),
-        ("newest stream first", "pagoda_server.engine.runners.cuda.copies._Touched.used", lambda _: set()),
+        ("late", f"{STREAM}.wait_stream", lambda *_: None),  # a step does not wait for its copies
+        ("newest stream first", f"{STREAM}.wait_event", lambda *_: None),  # copies wait for no step
+        ("newest stream first", f"{TOUCHED}.written", lambda _: set()),  # saves do not wait for the step before
+        ("newest stream first", f"{TOUCHED}.used", lambda _: set()),  # loads do not
     ],
     indirect=["cuda"],
 )
-def test_each_wait_that_is_left_out_changes_a_token(
+def test_each_wait_of_copies_and_steps_is_needed(
     qwen3: Path, place: str, mutant: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = served_by("device", qwen3)
+    right = copied_beside_a_step(qwen3)
     monkeypatch.setattr(place, mutant)
-    seqs = ask(served, 16)
-    served.run()
-    assert served.scheduler.host.load().loaded_tokens > 0
-    assert outputs(seqs) != one_by_one(qwen3, 16)
+    wrong = copied_beside_a_step(qwen3)
+    assert not all(torch.equal(*pair) for pair in zip(right, wrong, strict=True))
+
+
+@pytest.mark.parametrize("cuda", ["late", "at once", "newest stream first"], indirect=True)
+def test_copies_are_in_order_with_steps_in_whatever_order_streams_run(qwen3: Path) -> None:
+    rows, *layers = copied_beside_a_step(qwen3)
+    in_cache = [keys.flatten(1) for keys in layers]
+    assert all((keys[0] == 0).all() for keys in in_cache), "loaded after the step that used it"
+    assert not any((keys[1:] == 1).all(dim=1).any() for keys in in_cache), "steps have written to these"
+    one = torch.ones(1).view(torch.uint8)
+    assert torch.equal(rows[0], one.repeat(rows.shape[1] // 4)), "saved before the step overwrote it"
+    assert torch.equal(rows[1][: in_cache[0].shape[1] * 4].view(torch.float32), in_cache[0][1])
 
 
 @pytest.mark.parametrize("cuda", ["newest stream first"], indirect=True)
-def test_copies_overlap_with_the_step_before_unless_it_uses_their_blocks(qwen3: Path, cuda: SimulatedCuda) -> None:
+def test_copies_overlap_with_the_step_before_unless_it_uses_their_blocks(qwen3: Path) -> None:
     runner = device_runner(qwen3, host_kv_gb=1e-4)
-    assert runner._host is not None
-    fill_cache(runner, 1.0)
-    runner._host._rows.fill_(0)
-    seq = Sequence(0, random_prompt(7, seed=1), Request(7), SamplingParams(), blocks=BlockTable([2, 5]))
-    step = runner.launch(StepPlan([Chunk(seq, 0, 7, samples=True)]))
-    other = Sequence(1, random_prompt(7, seed=2), Request(7), SamplingParams(), blocks=BlockTable([8, 9]))
-    after = runner.launch(StepPlan([Chunk(other, 0, 7, samples=True)], saves=[(8, 0), (5, 1)], loads=[(3, 9), (4, 2)]))
-    has_been_copied = [bool(runner._host._rows[0].any()), bool(runner._host._rows[1].any())]
-    is_loaded = [bool((kv.contents[block] == 0).all()) for kv in [runner._cache[0].keys] for block in (9, 2)]
-    assert has_been_copied == is_loaded == [True, False]
-    assert (step.result().tokens, after.result().tokens) != ([-1], [-1])
-    assert runner._host._rows[1].any()
-    assert (runner._cache[0].keys.contents[2] == 0).all()
+    host = runner._host
+    assert host is not None
+    host._rows.fill_(0)
+    chunk = Chunk(Sequence(0, [1] * 7, Request(7), SamplingParams(), blocks=BlockTable([2, 5])), 0, 7, samples=True)
+    step = runner.launch(StepPlan([chunk]))
+    assert host._before is not None
+    host._before.synchronize()
+    in_cache = runner._cache[0].keys.contents  # type: ignore[attr-defined]
+    with torch.cuda.stream(runner._stream):
+        host.launch(StepPlan([], saves=[(8, 0), (5, 1)], loads=[(3, 9), (4, 2)]))
+    assert [bool((in_cache[block] == 0).all()) for block in (9, 2)] == [True, False]
+    assert step.result().tokens != [-1]
 
 
 def test_graphs_are_captured_on_the_runners_stream_without_garbage_collection(
@@ -225,7 +257,7 @@ def test_small_steps_are_one_graph_with_prompts_and_without(llama: Path) -> None
 def test_the_cache_leaves_room_for_all_graphs(
     llama: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.gpu.simulated_cuda.BYTES_OF_A_NODE", 4096)
+    monkeypatch.setattr("bench.gpu.simulated_cuda.BYTES_OF_A_NODE", 16384)
     monkeypatch.setattr("pagoda_server.engine.runners.cuda.runner.GPU_SHARE", 0.98)
     runner = device_runner(llama, kv_cache_gb=None)
     assert cuda.taken_by_graphs > 0.1 * cuda.capacity
