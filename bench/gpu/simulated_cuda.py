@@ -230,22 +230,24 @@ class SimulatedCuda(TorchDispatchMode):
 
     def _run_next(self, stream: Stream) -> None:
         """Run the next work of a stream, and before it what it waits for."""
-        if isinstance(stream.works[0], Point):
-            self._reach(stream.works[0])
+        work = stream.works[0]
+        if isinstance(work, Point):
+            self._reach(work)
+        if stream.works and stream.works[0] is work:  # else it has run early
+            self._run_first(stream)
+            if self.newest_is_early:
+                self._run_early()
+
+    def _run_early(self) -> None:
+        newest = self._streams[-1]
+        while newest.works and not (isinstance(newest.works[0], Point) and not newest.works[0].has_passed):
+            self._run_first(newest)
+
+    def _run_first(self, stream: Stream) -> None:
         work = stream.works.popleft()
         if not isinstance(work, Point):
             with _disable_current_modes(), torch.inference_mode():
                 work()
-        if self.newest_is_early:
-            self._run_early()
-
-    def _run_early(self) -> None:
-        works = self._streams[-1].works
-        while works and not (isinstance(works[0], Point) and not works[0].has_passed):
-            work = works.popleft()
-            if not isinstance(work, Point):
-                with _disable_current_modes(), torch.inference_mode():
-                    work()
 
     def _refuse_if_broken(self) -> None:
         if self.is_broken:
