@@ -61,7 +61,7 @@ class DeviceRunner:
         with enough_memory("the inputs of a step", *_STEP_FLAGS):
             # Twice as many as run at once, because rows of sequences that have just ended are not free yet.
             self._rows = DeviceRows(2 * self._most, -(-loaded.longest // block_size), model.vocab_size, device)
-            self._inputs = PackedInputs(num_tokens, num_seqs, self._rows, block_size, model.windows, device)
+            self._inputs = PackedInputs(num_tokens, num_seqs, self._rows, block_size, model, device)
             self._outcomes = Outcomes(num_seqs, device)
             self._copies = CopyInputs(self._most, device)
         self._graphs = StepGraphs(self._pad, self._compute, self._most, config.token_budget, self._stream)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagoda_server.engine.core.step import Chunk
-from pagoda_server.engine.models import StepInputs
+from pagoda_server.engine.models import ModelConfig, StepInputs
 from pagoda_server.engine.runners.cuda.graphs import StepShape
 from pagoda_server.engine.runners.cuda.rows import DeviceRows
 from pagoda_server.engine.runners.cuda.staging import Staging
@@ -40,14 +39,15 @@ class PackedInputs:
         num_seqs: int,
         rows: DeviceRows,
         block_size: int,
-        windows: Iterable[int | None],
+        model: ModelConfig,
         device: torch.device,
     ) -> None:
-        self._rows, self._block_size, self._windows = rows, block_size, set(windows)
+        self._rows, self._block_size, self._windows = rows, block_size, set(model.windows)
         of_tokens = dict.fromkeys(_NO_TOKEN, (torch.int64, num_tokens))
         of_seqs = dict.fromkeys(_NO_SEQUENCE, (torch.int32, num_seqs))
         starts = {"query_start": (torch.int32, num_seqs + 1), "logit_rows": (torch.int64, num_seqs)}
         self._staging = Staging(of_tokens | of_seqs | starts, device)
+        self._arrivals = torch.zeros(num_seqs * model.num_heads, dtype=torch.int32, device=device)
 
     def send(self, chunks: list[Chunk], rows: list[int], shape: StepShape) -> list[int]:
         """Send a step to the device.
@@ -116,6 +116,7 @@ class PackedInputs:
             rows=self._staging.device["rows"][: shape.num_seqs],
             num_decodes=shape.decodes,
             max_query_len=max(shape.tokens, 1),
+            arrivals=self._arrivals,
         )
         return StepInputs(
             token_ids=of_token["tokens"],
