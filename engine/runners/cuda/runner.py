@@ -42,7 +42,7 @@ class DeviceRunner:
         self._most = config.max_num_seqs
         self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
         if self._stream is not None:
-            torch.cuda.synchronize()  # the weights were loaded on another stream
+            torch.cuda.synchronize()  # this stream does not wait for the one that weights were loaded on
         self._cache: list[PagedKV] = []
         self._host: HostCopies | None = None
         with torch.cuda.stream(self._stream):
