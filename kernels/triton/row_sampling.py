@@ -114,7 +114,8 @@ def sample_rows_triton(
     scan_kernel[(num_tiles, batch)](
         logits, rows, positions,
         *draws, *penalties,
-        s.min_position, s.num_logprobs, s.is_masked, s.stop_ids, s.bias_ids, s.bias, s.token_masks, s.counts,
+        s.min_position, s.num_logprobs, s.is_masked, s.num_stops, s.num_biases, s.stop_ids, s.bias_ids, s.bias,
+        s.token_masks, s.counts,
         p.adjusted, p.is_changed, *scanned, *raw,
         vocab, logits.stride(0), s.stop_ids.shape[1], s.bias_ids.shape[1], s.token_masks.shape[1],
         TILE=config.tile,
