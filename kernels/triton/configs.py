@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+import triton
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -24,6 +25,16 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 Config = TypeVar("Config", bound="DataclassInstance")
 Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def capability() -> int:
+    """The compute capability of the current GPU, 90 for an H100; 0 if kernels are interpreted."""
+    return 0 if IS_INTERPRETED else _capability(triton.runtime.driver.active.get_current_device())
+
+
+@cache
+def _capability(device: int) -> int:
+    return int(triton.runtime.driver.active.get_current_target().arch)
 
 
 def tuned(op: str, key: str, default: Config) -> Config:

@@ -17,7 +17,8 @@ from triton.compiler import ASTSource
 # The most shared memory of one block, in bytes, by compute capability (CUDA C++ Programming Guide, table of limits).
 SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
-_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion")  # what a launcher may set
+# What a launcher may set.
+_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
 
 _VECTOR = re.compile(r"\b(ld|st)\.global[\w:.]*?(?:\.v(\d))?\.[busf](\d+)\b")
 _ASYNC_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global(?:\.\w[\w:]*)* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")

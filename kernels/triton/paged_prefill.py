@@ -23,7 +23,7 @@ from pagoda_server.kernels.triton.attention_tile import (
     table_row,
     tile_dim,
 )
-from pagoda_server.kernels.triton.configs import IS_INTERPRETED, tuned
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED, capability, tuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,6 @@ def default_config(dim: int, itemsize: int, page_itemsize: int, capability: int)
     return Config(tile_rows=128 if dim <= 128 else 64, tile_keys=min(4096 // dim, 64), num_warps=8, num_stages=5)
 
 
-def _capability() -> int:
-    return 0 if IS_INTERPRETED else int(triton.runtime.driver.active.get_current_target().arch)
-
-
 def paged_prefill_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor) -> None:
     """`paged_attention` of all sequences after the plan's first `num_decodes`, written to their rows of `out`.
 
@@ -66,7 +62,7 @@ def paged_prefill_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tenso
     num_tokens, num_heads, head_dim = q.shape
     group, dim = num_heads // kv.num_kv_heads, tile_dim(head_dim)
     key = f"{kv.dtype} {head_dim} {group}".removeprefix("torch.")
-    config = tuned("paged_prefill", key, default_config(dim, q.dtype.itemsize, kv.dtype.itemsize, _capability()))
+    config = tuned("paged_prefill", key, default_config(dim, q.dtype.itemsize, kv.dtype.itemsize, capability()))
     num_seqs = len(plan.context_len) - plan.num_decodes
     # An upper bound: each sequence has at most one tile that is not full.
     num_tiles = (num_tokens - plan.num_decodes) * group // config.tile_rows + num_seqs

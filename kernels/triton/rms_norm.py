@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagoda_server.kernels.triton.configs import tuned
+from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ def default_config(size: int) -> Config:
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """`rms_norm` and the addition in one pass. `residual` must be contiguous."""
+    """`rms_norm` and the addition in one pass. `residual` must be contiguous, and `weight` a constant."""
     size = x.shape[-1]
     rows = x.reshape(-1, size)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -40,6 +41,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, residual: Tensor | No
             BLOCK=triton.next_power_of_2(size),
             HAS_RESIDUAL=residual is not None,
             num_warps=config.num_warps,
+            **dependent_launch(),
         )
     return out
 
@@ -55,12 +57,14 @@ def _rms_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)  # a constant
+    await_previous(PDL)
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if HAS_RESIDUAL:
         places = residual_ptr + row * SIZE + columns

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagoda_server.kernels.triton.configs import tuned
+from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,12 @@ def silu_and_mul_triton(gate_up: Tensor) -> Tensor:
     if rows:
         config = tuned("silu_and_mul", f"{size}", DEFAULT)
         _silu_and_mul[(rows, triton.cdiv(size, config.block))](
-            gate_up.contiguous(), out, SIZE=size, BLOCK=config.block, num_warps=config.num_warps
+            gate_up.contiguous(),
+            out,
+            SIZE=size,
+            BLOCK=config.block,
+            num_warps=config.num_warps,
+            **dependent_launch(),
         )
     return out
 
@@ -41,7 +47,8 @@ def gate(gate_value, up):
 
 
 @triton.jit
-def _silu_and_mul(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
