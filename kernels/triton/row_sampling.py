@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagoda_server.kernels.row_sampling import MAX_TOP_LOGPROBS, SampledRows, SamplingRows
 from pagoda_server.kernels.triton.configs import tuned
+from pagoda_server.kernels.triton.dependent_launch import dependent_launch
 from pagoda_server.kernels.triton.row_sampling_choice import choice_kernel
 from pagoda_server.kernels.triton.row_sampling_scan import scan_kernel
 
@@ -97,7 +98,11 @@ def sample_rows_triton(
     """`sample_rows`. Two launches, whatever the rows ask for; `logits` stay as they are.
 
     A row pays for what it asks for: greedy rows and draws without limits read their logits once. Draws with limits also
-    read the groups of tokens that can matter, a few times over. The same seed and position give the token of every
+    read the groups of tokens that can matter, a few times over. Stop ids, biases, masks and counts are read only of rows
+    that have them.
+
+    Equal calls choose equal tokens, every time and in any batch: programs share no sum and use no atomics, each adds up
+    its own values in a fixed order, ties go to the lowest token, and one program writes what a row keeps. The same seed and position give the token of every
     other backend, unless a choice hangs on the last bits of a float: two scores, or the mass that top-p asks for.
     """
     batch, vocab = logits.shape
@@ -124,6 +129,7 @@ def sample_rows_triton(
         BIASES=triton.next_power_of_2(max(s.bias_ids.shape[1], 1)),
         num_warps=config.scan_warps,
         enable_fp_fusion=False,  # penalties, rounded as the reference rounds them
+        **dependent_launch(),
     )  # fmt: skip
     choice_kernel[(batch,)](
         logits, rows, positions,
@@ -140,4 +146,5 @@ def sample_rows_triton(
         MAX_TOP=MAX_TOP_LOGPROBS,
         num_warps=config.choice_warps,
         enable_fp_fusion=False,
+        **dependent_launch(),
     )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagoda_server.kernels.triton.dependent_launch import await_previous
 from pagoda_server.kernels.triton.gumbel import gumbel, noise_key
 from pagoda_server.kernels.triton.row_sampling_logprobs import note_logprobs
 from pagoda_server.kernels.triton.row_sampling_scan import LOG2_E, distance, draws_of
@@ -188,8 +189,9 @@ def choice_kernel(
     tokens, chosen, top_ids, top,
     vocab, logits_stride, num_tiles,
     TILE: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
-    MAX_TOP: tl.constexpr,
+    MAX_TOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + at).to(tl.int64)
     if row < 0:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from pagoda_server.kernels.row_sampling import IN_PROMPT, SMALLEST_TEMPERATURE
+from pagoda_server.kernels.triton.dependent_launch import await_previous
 from pagoda_server.kernels.triton.gumbel import gumbel, noise_key
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -58,7 +59,9 @@ def scan_kernel(
     raw_group_best,
     vocab, logits_stride, max_stops, max_biases, num_words,
     TILE: tl.constexpr, GROUP: tl.constexpr, STOPS: tl.constexpr, BIASES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     tile, at, num_tiles = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     row = tl.load(rows + at).to(tl.int64)
     if row < 0:
