@@ -116,10 +116,15 @@ def record(capability: int, call: Callable[[], object]) -> list[Launch]:
     return list(launches.values())
 
 
-def compile_launch(launch: Launch) -> Compiled:
-    """Compile a recorded launch. Raises Triton's exception if the kernel does not compile."""
+def compile_for(launch: Launch) -> Any:
+    """Compile a recorded launch into Triton's cache. Raises Triton's exception if the kernel does not compile."""
     source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", launch.capability, 32), options=launch.options)
+    return triton.compile(source, target=GPUTarget("cuda", launch.capability, 32), options=launch.options)
+
+
+def compile_launch(launch: Launch) -> Compiled:
+    """Compile a recorded launch and examine its code. Raises Triton's exception if the kernel does not compile."""
+    compiled = compile_for(launch)
     registers, spilled = resources(compiled.asm["cubin"])
     load, store = widest_accesses(compiled.asm["ptx"])
     products, waits = warpgroup_products(compiled.asm["cubin"]) if "wgmma" in compiled.asm["ptx"] else (0, 0)

@@ -98,12 +98,14 @@ def sample_rows_triton(
     """`sample_rows`. Two launches, whatever the rows ask for; `logits` stay as they are.
 
     A row pays for what it asks for: greedy rows and draws without limits read their logits once. Draws with limits also
-    read the groups of tokens that can matter, a few times over. Stop ids, biases, masks and counts are read only of rows
-    that have them.
+    read the groups of tokens that can matter, a few times over. Stop ids, biases, masks and counts are read only if the
+    row has them.
 
     Equal calls choose equal tokens, every time and in any batch: programs share no sum and use no atomics, each adds up
-    its own values in a fixed order, ties go to the lowest token, and one program writes what a row keeps. The same seed and position give the token of every
-    other backend, unless a choice hangs on the last bits of a float: two scores, or the mass that top-p asks for.
+    its own values in a fixed order, ties go to the lowest token, and one program writes what a row keeps.
+
+    The same seed and position give the token of every other backend, unless a choice hangs on the last bits of a float:
+    two scores, or the mass that top-p asks for.
     """
     batch, vocab = logits.shape
     assert logits.stride(1) == 1

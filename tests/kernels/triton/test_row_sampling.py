@@ -232,7 +232,7 @@ def test_a_draw_without_limits_has_the_noise_of_its_seed_and_position() -> None:
 
 @contextmanager
 def counted_loads(tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Count by tensor the elements that kernels load, masked ones too: a load that is not made at all counts nothing."""
+    """Count by tensor the elements that kernels load, masked ones too. A load that is not made counts nothing."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     loads: Counter[str] = Counter()
