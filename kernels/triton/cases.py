@@ -56,8 +56,8 @@ def cases() -> list[Case]:
     for model in (LLAMA_8B, LLAMA_1B, SMOLLM2):
         found += layer_cases(model)
         found += attention_cases(model, torch.bfloat16, None)
-    found += product_cases(LLAMA_8B, (1, ROWS, 1000))
-    found += product_cases(SMOLLM2, (1, ROWS))
+    found += product_cases(LLAMA_8B, (1, ROWS, 50, 100, 1000))
+    found += product_cases(SMOLLM2, (1, ROWS, 1000))
     found += attention_cases(LLAMA_8B, torch.float8_e4m3fn, None)
     found += attention_cases(LLAMA_8B, torch.bfloat16, sliding_window=512)
     found += sampling_cases(LLAMA_8B.vocab_size)
