@@ -146,6 +146,11 @@ def test_layers_that_share_the_memory_of_their_copies_do_not_disturb_each_other(
         for _ in range(2):
             graph.replay()
         alone = run(products, there)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        head = products[2](there)
+        assert torch.cuda.memory_allocated() - before == head.nbytes, "the copy is freed"
+        assert torch.cuda.max_memory_allocated() - before == head.nbytes + linear_dequantized.SCRATCH_BYTES
         assert not cuda.waits
         found = [captured.cpu(), alone.cpu()]
     for result in found:
