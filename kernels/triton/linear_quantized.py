@@ -47,6 +47,7 @@ class _Linear:
 
 
 def default_config(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
+    """Our kernel for few rows, the library for many."""
     return kernel_config(rows, sizes, device) if rows <= MOST_ROWS else NO_KERNEL
 
 

@@ -25,9 +25,9 @@ from pagoda_server.kernels.triton.inputs import (
 )
 from pagoda_server.kernels.triton.linear import gated_linear_triton, linear_triton
 from pagoda_server.kernels.triton.linear_quantized import (
-    default_config,
     gated_linear_fp8_weight_triton,
     gated_linear_int8_weight_triton,
+    kernel_config,
     linear_fp8_weight_triton,
     linear_int8_weight_triton,
 )
@@ -175,7 +175,7 @@ def product_spaces(
         for rows in batches:
             x = normal(rows, in_size * (2 if is_gated else 1), dtype=torch.bfloat16, device=device)
             calls = [partial(product, x) for product in products]
-            start = asdict(default_config(rows, (out_size, in_size), device))
+            start = asdict(kernel_config(rows, (out_size, in_size), device))
             yield Space(f"gated_{op}" if is_gated else op, partial(list, [calls]), calls[0], start)
 
 
