@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from pagoda_server.kernels.linear import Linear
 from pagoda_server.kernels.paged import AttentionPlan, PagedKV
 from pagoda_server.kernels.row_sampling import allocate_sampled
+from pagoda_server.kernels.triton.dependent_launch import OFF
 from pagoda_server.kernels.triton.inputs import (
     LLAMA_1B,
     LLAMA_8B,
@@ -23,15 +24,16 @@ from pagoda_server.kernels.triton.inputs import (
     random_pages,
     sampling_rows,
 )
-from pagoda_server.kernels.triton.linear import gated_linear_triton, linear_triton
+from pagoda_server.kernels.triton.linear import MOST_ROWS, gated_linear_triton, linear_triton
 from pagoda_server.kernels.triton.linear_quantized import (
-    default_config,
     gated_linear_fp8_weight_triton,
     gated_linear_int8_weight_triton,
+    kernel_config,
     linear_fp8_weight_triton,
     linear_int8_weight_triton,
 )
 from pagoda_server.kernels.triton.paged_attention import paged_attention_triton
+from pagoda_server.kernels.triton.product import NO_KERNEL
 from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
 from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
 from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
@@ -46,6 +48,7 @@ Shapes: TypeAlias = Sequence[tuple[int, int, int]]  # batch, context, queries of
 DECODES: Shapes = ((64, 1024, 1), (1, 4096, 1))
 PREFILLS: Shapes = ((1, 4096, 4096), (1, 8192, 1024))
 BATCHES = (1, 16, 32, 64)  # rows that a product is tuned for
+MORE_ROWS = (128, 256, 512)  # with an 8-bit weight, for which the library is slower
 ROWS = (64, 8192)  # that ops on single rows are tuned for: decodes, and long prompts
 DRAWS = 128  # rows that are sampled together
 EPS = 1e-5
@@ -57,12 +60,12 @@ class Work:
 
     workloads  for each size that matters, equal calls on separate buffers; all use one configuration
     result     of one call, by which configurations are compared
-    start      fields to start from if the default launches no kernel of ours
+    rivals     the default's rivals, which are tried first: a kernel of ours, or none, for which the library works
     """
 
     workloads: Sequence[Sequence[Call]]
     result: Callable[[], Tensor]
-    start: dict[str, int] = field(default_factory=dict)
+    rivals: Sequence[dict[str, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +85,9 @@ def spaces(models: Sequence[ModelShape] = (LLAMA_8B, LLAMA_1B, SMOLLM2)) -> list
     found = [*product_spaces(largest, "linear", linear_triton, gated_linear_triton), decode_space(largest, bfloat16)]
     for model in smaller[:1]:
         found += product_spaces(model, "linear", linear_triton, gated_linear_triton)
-    found += product_spaces(largest, "linear_int8_weight", *int8)
-    found += product_spaces(largest, "linear_fp8_weight", *fp8)
-    found += [sampling_space(largest.vocab_size), prefill_space(largest, bfloat16)]
+    found += product_spaces(largest, "linear_int8_weight", *int8, (*BATCHES, *MORE_ROWS))
+    found += product_spaces(largest, "linear_fp8_weight", *fp8, (*BATCHES, *MORE_ROWS))
+    found += [launch_space(largest), sampling_space(largest.vocab_size), prefill_space(largest, bfloat16)]
     found += [decode_space(model, bfloat16) for model in smaller]
     for model in models:
         found += layer_spaces(model)
@@ -97,11 +100,12 @@ def product_spaces(
 ) -> Iterator[Space]:
     """Every weight of a model, with every batch for which our kernel might be faster."""
     for name, sizes in model.projections.items():
-        is_gated = name == "down"
         for rows in batches:
-            work = partial(_product, rows, sizes, prepare_gated if is_gated else prepare, is_gated)
-            gated = "gated_" if is_gated else ""
-            yield Space(f"{gated}{op}, {model.name} {name}, {rows} rows", f"{gated}{op}", work)
+            shape = f"{model.name} {name}, {rows} rows"
+            yield Space(f"{op}, {shape}", op, partial(_product, rows, sizes, prepare, False))
+            if name == "down" and rows <= MOST_ROWS:
+                work = partial(_product, rows, sizes, prepare_gated, True)
+                yield Space(f"gated_{op}, {shape}", f"gated_{op}", work)
 
 
 def _product(rows: int, sizes: tuple[int, int], prepare: Prepare, is_gated: bool, device: torch.device) -> Work:
@@ -111,7 +115,7 @@ def _product(rows: int, sizes: tuple[int, int], prepare: Prepare, is_gated: bool
     for _ in range(num_copies(2 * out_size * in_size)):
         weight = normal(out_size, in_size, dtype=torch.bfloat16, device=device)
         calls.append(partial(prepare(weight, None), x))
-    return Work([calls], calls[0], asdict(default_config(rows, sizes, device)))
+    return Work([calls], calls[0], [asdict(kernel_config(rows, sizes, device)), asdict(NO_KERNEL)])
 
 
 def decode_space(model: ModelShape, kv_dtype: torch.dtype, shapes: Shapes = DECODES) -> Space:
@@ -167,6 +171,23 @@ def _sampling(vocab: int, draws: int, device: torch.device) -> Work:
         return tokens[0].clone()
 
     return Work(calls, result)
+
+
+def launch_space(model: ModelShape, rows: int = ROWS[0]) -> Space:
+    """Short kernels of a decode step after each other, which programmatic dependent launch overlaps, or not."""
+    return Space(f"dependent_launch, {model.name}", "dependent_launch", partial(_launches, model, rows))
+
+
+def _launches(model: ModelShape, rows: int, device: torch.device) -> Work:
+    weight = normal(model.hidden_size, dtype=torch.bfloat16, device=device)
+    inputs, gate_ups = _copies(rows, model.hidden_size, device), _copies(rows, 2 * model.ffn_size, device)
+
+    def call(x: Tensor, gate_up: Tensor) -> Tensor:
+        silu_and_mul_triton(gate_up)
+        return rms_norm_triton(x, weight, EPS)
+
+    calls = [partial(call, *each) for each in zip(inputs, gate_ups, strict=False)]
+    return Work([calls], calls[0], [asdict(OFF)])
 
 
 def layer_spaces(model: ModelShape, rows: tuple[int, int] = ROWS) -> Iterator[Space]:

@@ -113,6 +113,8 @@ class Bench:
         work = space.work(device)
         with trying(space.op) as configs:
             expected = work.result()
+        if len(configs) != 1:
+            raise ValueError(f"{space.op} asked for {len(configs)} configurations, not for one")
         ((key, default),) = configs.items()
         return cls(device, timer, space, work, key, default, expected)
 
@@ -124,7 +126,7 @@ class Bench:
             time_us = sum(self.timer(calls) for calls in self.work.workloads)
         answer: Answer = {"time_us": time_us}
         if not fields:
-            answer |= {"key": self.key, "default": self.default, "start": self.work.start}
+            answer |= {"key": self.key, "default": self.default, "rivals": list(self.work.rivals)}
         return answer
 
 
@@ -134,7 +136,7 @@ def is_same(result: Tensor, expected: Tensor) -> bool:
 
 
 def compile_space(space: Space, fields: Fields, capability: int) -> Answer:
-    """Compile what the space launches into Triton's cache. Returns the default and the start if there are no fields."""
+    """Compile what the space launches into Triton's cache. Without fields, return the default and its rivals."""
     work = space.work(torch.device("meta"))
 
     def call() -> None:
@@ -148,7 +150,7 @@ def compile_space(space: Space, fields: Fields, capability: int) -> Answer:
         if shared > SHARED_LIMITS.get(capability, shared):
             return {"error": f"{launch.name} takes {shared} bytes of shared memory"}
     ((_, default),) = configs.items()
-    return {"default": default, "start": work.start} if not fields else {}
+    return {"default": default, "rivals": list(work.rivals)} if not fields else {}
 
 
 class _Server:

@@ -57,7 +57,7 @@ DEFAULT, NONE = Config(tile=16, num_stages=3), Config(tile=0, num_stages=0)
 BEST = {"tile": 64, "num_stages": 5}
 
 
-def space(default: Config = DEFAULT, broken: int = -1, wrong: int = -1, start: Fields | None = None) -> Space:
+def space(default: Config = DEFAULT, broken: int = -1, wrong: int = -1, rivals: Sequence[Fields] = ()) -> Space:
     """An op whose calls return their configuration. One tile raises an error, and another gives a wrong result."""
 
     def launch() -> Config:
@@ -69,7 +69,7 @@ def space(default: Config = DEFAULT, broken: int = -1, wrong: int = -1, start: F
     def result() -> torch.Tensor:
         return torch.tensor([math.nan if launch().tile == wrong else 1.0])
 
-    return Space("op, a shape", "op", lambda device: Work([[launch]], result, start or {}))
+    return Space("op, a shape", "op", lambda device: Work([[launch]], result, rivals))
 
 
 def cost(calls: Sequence[Callable[[], Config]]) -> float:
@@ -121,7 +121,7 @@ class FakeCompiler(Worker):
             raise WorkerDied("the process ended with -6")
         if fields.get("tile") == self._refused:
             return {"error": "CompilationError"}
-        return {} if fields else {"default": asdict(DEFAULT), "start": {}}
+        return {} if fields else {"default": asdict(DEFAULT), "rivals": []}
 
     def close(self) -> None:
         pass
@@ -157,9 +157,15 @@ def test_what_cannot_be_launched_or_gives_another_result_is_passed_over() -> Non
 
 
 def test_a_kernel_takes_the_librarys_place_only_where_it_is_faster() -> None:
-    start = {"tile": 32, "num_stages": 5}
-    assert found_in(space(NONE, start=start)).fields == BEST
-    assert found_in(space(NONE, broken=64, start=start)).fields is None
+    rivals = [{"tile": 32, "num_stages": 5}, asdict(NONE)]
+    assert found_in(space(NONE, rivals=rivals)).fields == BEST
+    assert found_in(space(NONE, broken=64, rivals=rivals)).fields is None
+
+
+def test_the_library_takes_a_kernels_place_where_no_configuration_of_it_is_as_fast() -> None:
+    rivals = [asdict(DEFAULT), asdict(NONE)]
+    assert found_in(space(rivals=rivals)).fields == BEST
+    assert found_in(space(broken=64, rivals=rivals)).fields == asdict(NONE)
 
 
 def test_candidates_are_announced_before_they_are_tried() -> None:
@@ -376,12 +382,12 @@ def tiny_spaces() -> list[Space]:
     ]
 
 
-@pytest.mark.parametrize("at", range(16))
+@pytest.mark.parametrize("at", range(18))
 def test_every_op_launches_all_its_workloads_by_one_configuration(at: int) -> None:
     space = tiny_spaces()[at]
     work = space.work(torch.device(DEVICE))
     expected = work.result()
-    with trying(space.op, **work.start) as asked:
+    with trying(space.op, **(work.rivals[0] if work.rivals else {})) as asked:
         for calls in work.workloads:
             calls[0]()
         result = work.result()
