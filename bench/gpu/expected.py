@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from statistics import NormalDist
 
-from bench.gpu.sampling import VOCAB
+from bench.gpu.sampling import SPREAD, TEMPERATURE, TOP_P, VOCAB
 from bench.workloads import mixed
 from pagoda_server.kernels.triton.inputs import LLAMA_1B, LLAMA_8B, ModelShape
 
@@ -32,6 +33,7 @@ EIGHT_BIT_READ = 0.80  # a product of few rows that widens an 8-bit weight on it
 INPUTS_S = 20 * US  # packing of a step, embedding and sampler, beside their bytes
 PASS_S = 1.8 * US  # of a sampler's search in up to 4,096 candidates, most of which is agreeing on an interval
 CHUNK_S = 0.7 * US  # of 4,096 more: about 36 operations each, on one processor's 128 lanes at 1.7 GHz
+LISTED_S = 1.5 * US  # to list those of 4,096 tokens that matter: a prefix sum and two stores
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,8 @@ def _rows() -> Iterator[Expected]:
         moved = kv_bytes(big, batch * context)
         yield Expected(
             f"decode attention, 8B, {batch} × {context:,}", bar, moved / BYTES_PER_S,
-            decode_attention_s(big, batch * context), f"{moved / 1e6:,.0f} MB at {100 * PAGES_READ:.0f} % of a copy, and 6 µs",
+            decode_attention_s(big, batch * context),
+            f"{moved / 1e6:,.0f} MB at {100 * PAGES_READ:.0f} % of a copy, and 6 µs",
         )  # fmt: skip
     flops = 4 * 4096 * 2048 * big.num_heads * big.head_dim
     yield Expected(
@@ -190,7 +193,8 @@ def _rows() -> Iterator[Expected]:
     size = layer_weights(big)
     yield Expected(
         "the same with 8-bit weights, 1 row", "≥ 85 %", size / BYTES_PER_S,
-        size / (EIGHT_BIT_READ * BYTES_PER_S) + 4 * SMALL_S, f"half the bytes, at {100 * EIGHT_BIT_READ:.0f} % of a copy",
+        size / (EIGHT_BIT_READ * BYTES_PER_S) + 4 * SMALL_S,
+        f"half the bytes, at {100 * EIGHT_BIT_READ:.0f} % of a copy",
     )  # fmt: skip
     widened_s = 3 * size / (STREAMED * BYTES_PER_S)
     yield Expected(
@@ -229,11 +233,21 @@ def _rows() -> Iterator[Expected]:
     )  # fmt: skip
 
 
+def listed_share() -> float:
+    """The share of tokens that top-p may keep as far as the sampler knows, of normally distributed logits."""
+    normal, spread = NormalDist(), SPREAD / TEMPERATURE
+    best = normal.inv_cdf(1 - 1 / VOCAB)
+    mass = VOCAB * math.exp(spread * spread / 2 - spread * best)  # relative to the most likely token
+    reach = math.log(VOCAB / ((1 - TOP_P) * mass)) + 1
+    return 1 - normal.cdf(best - reach / spread)
+
+
 def _sampling() -> Iterator[Expected]:
     """A pass of a search reads its candidates and agrees on the next interval, so a small one takes as long as that."""
     scan_s = {batch: 2 * SMALL_S + streamed_s(2 * batch * VOCAB) for batch in (1, 128)}
-    few_s = 25 * PASS_S  # find the k-th group, gather, find the k-th token, then the mass
-    all_s = 8 * VOCAB / 4096 * CHUNK_S + 10 * PASS_S  # eight passes over all tokens
+    few_s = 25 * PASS_S  # find the k-th group, list its tokens, find the k-th token, then the mass
+    chunks, share = VOCAB / 4096, listed_share()
+    all_s = chunks * LISTED_S + 8 * share * chunks * CHUNK_S + 20 * PASS_S
     for batch in (1, 128):
         bars = "≤ 60 µs" if batch == 1 else "≤ 360 µs"
         shape = f"{batch} × {VOCAB:,}"
@@ -243,7 +257,8 @@ def _sampling() -> Iterator[Expected]:
         )
         yield Expected(
             f"sampling, top-p alone, {shape}", bars, math.nan, scan_s[batch] + all_s,
-            "one program a row makes 8 passes over all tokens, 22 µs each",
+            f"one program a row lists {100 * share:.0f} % of the tokens in {1e6 * chunks * LISTED_S:.0f} µs "
+            "and searches them 8 times",
         )  # fmt: skip
 
 

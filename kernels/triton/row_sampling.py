@@ -47,7 +47,7 @@ class Partials:
                     mean, and the sum of their squared differences from it
     raw_…           the same of the model's logits at temperature 1
     hits            [batch, groups] int32, the groups that the choice looks at
-    near            [batch, groups * GROUP] int32, the bits of their tokens' distances
+    near, near_ids  [batch, groups * GROUP] int32, their tokens that can matter: the bits of the distance, and the id
     """
 
     adjusted: Tensor
@@ -63,6 +63,7 @@ class Partials:
     raw_group_best: Tensor
     hits: Tensor
     near: Tensor
+    near_ids: Tensor
 
 
 def allocate_partials(batch: int, vocab: int, tile: int, device: torch.device) -> Partials:
@@ -89,6 +90,7 @@ def allocate_partials(batch: int, vocab: int, tile: int, device: torch.device) -
         raw_group_best=floats(groups),
         hits=integers(groups),
         near=integers(groups * GROUP),
+        near_ids=integers(groups * GROUP),
     )
 
 
@@ -137,7 +139,7 @@ def sample_rows_triton(
         logits, rows, positions,
         *draws, *penalties,
         s.num_logprobs, s.counts, s.last_token,
-        p.adjusted, p.is_changed, *scanned, *raw, p.hits, p.near,
+        p.adjusted, p.is_changed, *scanned, *raw, p.hits, p.near, p.near_ids,
         out.tokens, out.chosen, out.top_ids, out.top,
         vocab, logits.stride(0), num_tiles,
         TILE=config.tile,

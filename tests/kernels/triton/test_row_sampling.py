@@ -119,13 +119,14 @@ def test_rows_of_ties_keep_and_drop_them_together(rules: dict[str, float], step:
     assert torch.equal(actual.tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("top_p", [0.3, 0.9])
+@pytest.mark.parametrize(("top_p", "spread"), [(0.3, 0.3), (0.9, 0.3), (0.9, 3.0), (0.999, 3.0)])
 def test_top_p_looks_at_every_group_where_the_leading_ones_hold_too_little(
-    top_p: float, monkeypatch: pytest.MonkeyPatch
+    top_p: float, spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the larger spread, most tokens are too unlikely to be listed."""
     use_tiles_of(4096, monkeypatch)
     vocab = 64 * 300  # more groups than it looks at first
-    logits = random_logits(2, vocab, 0.3, torch.float32)
+    logits = random_logits(2, vocab, spread, torch.float32)
     seqs = [sequence(n, [1], [], temperature=1.0, seed=n, top_p=top_p, min_p=(n % 2) * 0.1) for n in range(2)]
     expected, actual = both(seqs, logits)
     assert torch.equal(actual.tokens, expected.tokens)
