@@ -25,7 +25,7 @@ FLOPS_PER_S = 790e12
 # The kernels: shares of the above, and times that do not depend on the size.
 SMALL_S = 2.0 * US  # from one short kernel of a graph to the next, with programmatic dependent launch
 STREAMED = 0.88  # a norm, an activation or a product that only moves bytes
-PAGES_READ, ATTENTION_S = 0.93, 6.0 * US  # decode attention and the merge of its parts
+PAGES_READ, ATTENTION_S = 0.93, 5.0 * US  # decode attention: its bytes, and what it takes to start and to merge parts
 CAUSAL_FLOPS_PER_S = 430e12  # prefill attention over pages; Triton's tutorial is at 460 to 480 without pages
 MANY_ROWS = 0.88  # of the product rate, with thousands of rows
 OVERLAP = 0.4  # of a product's arithmetic that is not hidden by its bytes, with few rows
@@ -166,7 +166,7 @@ def _rows() -> Iterator[Expected]:
         yield Expected(
             f"decode attention, 8B, {batch} × {context:,}", bar, moved / BYTES_PER_S,
             decode_attention_s(big, batch * context),
-            f"{moved / 1e6:,.0f} MB at {100 * PAGES_READ:.0f} % of a copy, and 6 µs",
+            f"{moved / 1e6:,.0f} MB at {100 * PAGES_READ:.0f} % of a copy, and 5 µs",
         )  # fmt: skip
     flops = 4 * 4096 * 2048 * big.num_heads * big.head_dim
     yield Expected(

@@ -51,6 +51,7 @@ BATCHES = (1, 16, 32, 64)  # rows that a product is tuned for
 MORE_ROWS = (128, 256, 512)  # with an 8-bit weight, for which the library is slower
 ROWS = (64, 8192)  # that ops on single rows are tuned for: decodes, and long prompts
 DRAWS = 128  # rows that are sampled together
+POSITIONS = 8192  # of the table of rotations
 EPS = 1e-5
 
 
@@ -210,10 +211,11 @@ def _gate(size: int, rows: Sequence[int], device: torch.device) -> Work:
 
 def _rope(model: ModelShape, rows: int, device: torch.device) -> Work:
     heads = [x.view(rows, -1, model.head_dim) for x in _copies(rows, model.qkv_size, device)]
-    cos, sin = torch.rand(2, rows, model.head_dim // 2, device=device)
+    cos, sin = torch.rand(2, POSITIONS, model.head_dim // 2, device=device)
+    positions = torch.randint(POSITIONS, (rows,), device=device)
     slots = torch.arange(rows, device=device)
     pages = random_pages(model, 1, rows, torch.bfloat16, device)
-    calls = [partial(rope_and_store_kv_triton, x, cos, sin, slots, pages) for x in heads]
+    calls = [partial(rope_and_store_kv_triton, x, cos, sin, slots, pages, None, positions) for x in heads]
     return Work([calls], calls[0])
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pagoda_server.kernels.triton.configs import trying
 from pagoda_server.kernels.triton.inputs import ModelShape
-from pagoda_server.kernels.triton.launches import SHARED_LIMITS, compile_for, record
+from pagoda_server.kernels.triton.launches import SHARED_LIMITS, compile_kernel, record
 from pagoda_server.kernels.triton.timing import Timer, cuda_timer, host_timer
 from pagoda_server.kernels.triton.tuning_spaces import Space, Work, spaces
 
@@ -146,7 +146,7 @@ def compile_space(space: Space, fields: Fields, capability: int) -> Answer:
     with trying(space.op, **fields) as configs:
         launches = record(capability, call)
     for launch in launches:
-        shared = compile_for(launch).metadata.shared
+        shared = compile_kernel(launch).metadata.shared
         if shared > SHARED_LIMITS.get(capability, shared):
             return {"error": f"{launch.name} takes {shared} bytes of shared memory"}
     ((_, default),) = configs.items()
