@@ -57,7 +57,14 @@ class RmsNorm(Protocol):
 
 class RopeAndStoreKV(Protocol):
     def __call__(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        kv: PagedKV,
+        norms: HeadNorms | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -75,6 +82,9 @@ class Backend:
     embedding    its result has the dtype of the residual stream: the table's, or float32
     head         a `linear` whose product, the logits, is float32; None: `linear` serves as the head
     is_compiled  products run in the compiled module too, for the dtypes that it supports
+
+    looks_up_rotations  `rope_and_store_kv` is given tables of all positions, since computing a step's cosines and sines
+                        would take kernels of their own
     """
 
     name: str
@@ -92,6 +102,7 @@ class Backend:
     head: LinearMaker | None = None
     is_compiled: bool = False
     takes_int4: bool = False
+    looks_up_rotations: bool = False
 
     def can_record(self, kv: PagedKV) -> bool:
         """Whether a `Recorder` captures every op of a model with such pages, except embedding and rotation tables."""

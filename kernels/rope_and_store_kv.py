@@ -39,21 +39,30 @@ class HeadNorms:
 
 
 def rope_and_store_kv(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    kv: PagedKV,
+    norms: HeadNorms | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys (RoPE; Su et al., 2021), store keys and values, and return the queries.
 
-    qkv       [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, then keys, then values; not changed
-    cos, sin  [num_tokens, head_dim / 2] float32, of the tokens' positions
-    slots     [num_tokens] int64, where each token's key and value go; -1: nowhere (a row that pads the batch)
-    kv        written in place; float8 pages with the scales of `quantize_heads`
-    norms     None: heads are not normalized
-    return    [num_tokens, num_heads, head_dim], qkv's dtype
+    qkv        [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, then keys, then values; not changed
+    cos, sin   [num_tokens, head_dim / 2] float32, of the tokens' positions; or tables of all positions
+    slots      [num_tokens] int64, where each token's key and value go; -1: nowhere (a row that pads the batch)
+    kv         written in place; float8 pages with the scales of `quantize_heads`
+    norms      None: heads are not normalized
+    positions  [num_tokens] int64, the tokens' rows of the tables; None: row i is of token i
+    return     [num_tokens, num_heads, head_dim], qkv's dtype
 
     Dimension i is paired with i + head_dim / 2, as in Hugging Face's checkpoints. Rotation is in float32.
     """
     if norms is not None:
         qkv = norms.apply(qkv, kv.num_kv_heads, rms_norm)
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
     half = kv.head_dim // 2
     rotated = qkv[:, : -kv.num_kv_heads].float()
     first, second = rotated[..., :half], rotated[..., half:]
@@ -65,11 +74,19 @@ def rope_and_store_kv(
 
 
 def rope_and_store_kv_cpu(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    kv: PagedKV,
+    norms: HeadNorms | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`rope_and_store_kv` in fewer passes: a roll swaps the halves, and the sines carry their signs."""
     if norms is not None:
         qkv = norms.apply(qkv, kv.num_kv_heads, rms_norm_cpu)
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
     half = kv.head_dim // 2
     wide = qkv[:, : -kv.num_kv_heads].float()
     cos, sin = torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
@@ -79,13 +96,21 @@ def rope_and_store_kv_cpu(
 
 
 def rope_and_store_kv_native(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    kv: PagedKV,
+    norms: HeadNorms | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`rope_and_store_kv` in one pass, after one for norms; keys and values go directly to their slots."""
     if native is None or not takes(qkv) or kv.key_scales is not None:
-        return rope_and_store_kv_cpu(qkv, cos, sin, slots, kv, norms)
+        return rope_and_store_kv_cpu(qkv, cos, sin, slots, kv, norms, positions)
     if norms is not None:
         qkv = _normalise_native(qkv, kv, norms)
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
     num_tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv.num_kv_heads
     queries = empty(num_tokens, num_heads, kv.head_dim, dtype=qkv.dtype)
     native.rope_and_store_kv(

@@ -38,7 +38,7 @@ class Embedded(NamedTuple):
     """The tensors that the layers start from.
 
     tokens          [num_tokens, hidden]
-    cosines, sines  [num_tokens, head_dim / 2] float32, of the tokens' positions
+    cosines, sines  [num_tokens, head_dim / 2] float32, of the tokens' positions; or tables of all positions
     """
 
     tokens: Tensor
@@ -48,10 +48,14 @@ class Embedded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What each layer of a step is given. The fields are those of `Embedded` and `StepInputs`."""
+    """What each layer of a step is given. The fields are those of `Embedded` and `StepInputs`.
+
+    positions  None unless cosines and sines are tables
+    """
 
     cosines: Tensor
     sines: Tensor
+    positions: Tensor | None
     slots: Tensor
     attention: Mapping[int | None, AttentionPlan]
 
@@ -111,7 +115,7 @@ class Attention:
     def __call__(self, x: Tensor, step: LayerInputs, kv: PagedKV) -> Tensor:
         """x [num_tokens, hidden] to the same shape. Stores the tokens' keys and values."""
         qkv = self._qkv(x).view(len(x), -1, self._head_dim)
-        q = self._ops.rope_and_store_kv(qkv, step.cosines, step.sines, step.slots, kv, self._norms)
+        q = self._ops.rope_and_store_kv(qkv, step.cosines, step.sines, step.slots, kv, self._norms, step.positions)
         return self._output(self._ops.paged_attention(q, kv, step.attention[self._window]).flatten(1))
 
 
@@ -172,6 +176,10 @@ class Decoder(ABC):
     def make_layer(self, weights: Weights, at: str, window: int | None) -> Layer:
         """Loads one layer, whose weights have names that begin with `at`."""
 
+    def tabulate_rotations(self, num_positions: int) -> None:
+        """Compute the cosines and sines of all positions, which steps look up. Else each step computes its own."""
+        self._rope.tabulate(num_positions)
+
     def forward(self, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
         """Logits [num_logits, vocab], in the weights' dtype or float32. Fills `cache`, the pages of each layer."""
         return self.logits(self.embed(inputs), inputs, cache)
@@ -184,7 +192,8 @@ class Decoder(ABC):
     def logits(self, embedded: Embedded, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
         """The rest of `forward`. Calls ops of the backend only, if all rows are wanted. Changes `embedded.tokens`."""
         stream = ResidualStream(embedded.tokens, self.config.rms_norm_eps, self._ops)
-        step = LayerInputs(embedded.cosines, embedded.sines, inputs.slots, inputs.attention)
+        positions = inputs.positions if self._rope.has_tables else None
+        step = LayerInputs(embedded.cosines, embedded.sines, positions, inputs.slots, inputs.attention)
         for layer, kv in zip(self._layers, cache, strict=True):
             layer(stream, step, kv)
         x = stream.read_normalised(self._final_norm)

@@ -87,15 +87,27 @@ class RopeConfig:
 
 
 class Rope:
-    """Cosines and sines of positions."""
+    """Cosines and sines of positions: computed for each step, or looked up in tables."""
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
         # On the CPU, so that the frequencies are the same to the last bit whatever the device.
         self._frequencies = _FREQUENCIES[config.variant](config, head_dim).to(device)
         self._gain = config.attention_factor
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def tabulate(self, num_positions: int) -> None:
+        """Compute the rotations of all positions; they take 4 * head_dim bytes each."""
+        self._tables = self._compute(torch.arange(num_positions, device=self._frequencies.device))
+
+    @property
+    def has_tables(self) -> bool:
+        return self._tables is not None
 
     def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each [num_tokens, head_dim / 2] float32, of positions [num_tokens]."""
+        """Cosines and sines, each [num_tokens, head_dim / 2] float32, of positions [num_tokens]; or the tables."""
+        return self._tables or self._compute(positions)
+
+    def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None].float() * self._frequencies
         return angles.cos() * self._gain, angles.sin() * self._gain
 

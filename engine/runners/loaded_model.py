@@ -95,6 +95,8 @@ def load_for_serving(
     ops = load_backend(backend or choose_backend(device, dtype, config.quantization, model.has_int4_weights))
     with enough_memory("the weights", "--quantization"):
         loaded = load_model(folder, ops, device, dtype, progress)
+        if ops.looks_up_rotations:
+            loaded.tabulate_rotations(longest)
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
     spec = KVCacheSpec(
         model.num_layers,

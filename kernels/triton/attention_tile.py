@@ -15,7 +15,7 @@ import triton.language as tl
 # How many sequences a program examines at once when it searches for the one to work on.
 SEQS = tl.constexpr(256)
 # A step's arrays may begin anywhere in a larger one; kernels must not be compiled again for another alignment.
-METADATA = ("query_start_ptr", "context_len_ptr", "block_table_ptr", "rows_ptr")
+METADATA = ("query_start_ptr", "context_len_ptr", "block_table_ptr", "rows_ptr", "arrivals_ptr")
 
 
 def score_scale(head_dim: int) -> float:

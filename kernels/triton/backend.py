@@ -34,6 +34,7 @@ TRITON = Backend(
     adjust_logits=adjust_logits,
     sample=sample,
     sample_rows=sample_rows_triton,
+    looks_up_rotations=True,
 )
 
 TRITON_INT8 = replace(

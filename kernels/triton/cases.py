@@ -71,7 +71,8 @@ def layer_cases(model: ModelShape) -> Iterator[Case]:
     x, weight = _normal(ROWS, model.hidden_size), _normal(model.hidden_size)
     gate_up = _normal(ROWS, 2 * model.ffn_size)
     qkv = _normal(ROWS, model.num_heads + 2 * model.num_kv_heads, model.head_dim)
-    cos, sin = torch.empty(2, ROWS, model.head_dim // 2, device=META)
+    cos, sin = torch.empty(2, 8192, model.head_dim // 2, device=META)
+    positions = torch.empty(ROWS, dtype=torch.int64, device=META)
     slots = torch.empty(ROWS, dtype=torch.int64, device=META)
     norms = HeadNorms(_normal(model.head_dim), _normal(model.head_dim), 1e-6)
     pages = random_pages(model, 1, ROWS, torch.bfloat16, META)
@@ -79,9 +80,9 @@ def layer_cases(model: ModelShape) -> Iterator[Case]:
     yield Case(f"{model.name} rms_norm", lambda: rms_norm_triton(x, weight, 1e-5))
     yield Case(f"{model.name} rms_norm of a sum", lambda: rms_norm_triton(x, weight, 1e-5, x))
     yield Case(f"{model.name} silu_and_mul", lambda: silu_and_mul_triton(gate_up))
-    yield Case(f"{model.name} rope", lambda: rope_and_store_kv_triton(qkv, cos, sin, slots, pages))
-    yield Case(f"{model.name} rope, head norms", lambda: rope_and_store_kv_triton(qkv, cos, sin, slots, pages, norms))
-    yield Case(f"{model.name} rope, float8", lambda: rope_and_store_kv_triton(qkv, cos, sin, slots, float8_pages))
+    for name, kv, head_norms in (("", pages, None), (", head norms", pages, norms), (", float8", float8_pages, None)):
+        call = partial(rope_and_store_kv_triton, qkv, cos, sin, slots, kv, head_norms, positions)
+        yield Case(f"{model.name} rope{name}", call)
 
 
 def attention_cases(model: ModelShape, kv_dtype: torch.dtype, sliding_window: int | None) -> Iterator[Case]:

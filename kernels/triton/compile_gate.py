@@ -98,6 +98,12 @@ def violations(outcomes: Sequence[Outcome]) -> list[str]:
             found.append(f"{name} takes {compiled.shared} bytes of shared memory; the limit is {limit}")
         if compiled.waits >= compiled.products > 1:
             found.append(f"{name} waits for each of its {compiled.products} matrix instructions")
+        if outcome.item.launch.options.get("launch_pdl") and not compiled.dependent:
+            found.append(f"{name} does not let the kernel after it start")
+        if compiled.unguarded:
+            found.append(
+                f"{name} accesses memory or leaves {compiled.unguarded} times before it waits for its predecessor"
+            )
         if compiled.load < WIDE and not outcome.item.narrow:
             found.append(f"{name} loads at most {compiled.load} bytes at a time, not {WIDE}")
     return found

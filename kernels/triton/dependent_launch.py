@@ -17,7 +17,8 @@ the host last waited for the device. Block tables, lengths and positions are no 
 A kernel that lacks the property, of a library or a copy, waits for the whole kernel before it, as ever.
 
 A launcher passes `**dependent_launch()`; its kernel has the parameter `PDL: tl.constexpr`, and calls
-`await_previous(PDL)`. The compile gate checks that no store, and no load except of a kernel's constants, comes first.
+`await_previous(PDL)` before its first branch. The compile gate checks the machine code: no branch, no return, no store
+and no load comes first, except loads from the parameters in `CONSTANTS`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import triton.language as tl
 from pagoda_server.kernels.triton.configs import capability, tuned
 
 FIRST_CAPABILITY = 90
+CONSTANTS = frozenset({"weight_ptr", "scales_ptr", "bias_ptr", "query_norm_ptr", "key_norm_ptr"})
 
 
 @dataclass(frozen=True, slots=True)

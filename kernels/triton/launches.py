@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from pagoda_server.kernels.triton.dependent_launch import CONSTANTS
 
 # The most shared memory of one block, in bytes, by compute capability (CUDA C++ Programming Guide, table of limits).
 SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -24,6 +26,11 @@ _VECTOR = re.compile(r"\b(ld|st)\.global[\w:.]*?(?:\.v(\d))?\.[busf](\d+)\b")
 _ASYNC_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global(?:\.\w[\w:]*)* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
 _LOCAL_ACCESS = re.compile(r"\b(LDL|STL)\b")
 _PRODUCT, _WAIT = re.compile(r"\bHGMMA\b"), re.compile(r"\bWARPGROUP\.DEPBAR\b")
+_NO_STATEMENT = re.compile(r"//.*|^\s*\.(loc|reg|pragma)\b.*|^\s*\$\w+:|@!?%\w+", re.MULTILINE)
+_STATEMENT = re.compile(r"([a-z][\w.:]*)\s*([^;]*);")
+_REGISTER, _PARAMETER = re.compile(r"%\w+"), re.compile(r"\w+_param_(\d+)\b")
+_ACCESS = re.compile(r"(ld|st|atom|red|cp)\.(?!param|shared\.(?!global)|shared$|local|const|async\.(commit|wait))")
+_MACHINE_ACCESS = re.compile(r"\b(LD|LDG|LDGSTS|ST|STG|ATOM|ATOMG|RED|REDG|UBLKCP|UTMALDG|UTMASTG)\b")
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -58,6 +65,8 @@ class Compiled:
     load, store   bytes that a thread moves with its widest access to device memory; 0: it has no access
     products      asynchronous matrix instructions (compute capability 9.0 only)
     waits         waits for them; as many as products mean that none overlap (ptxas's warnings C7510 to C7519)
+    dependent     1 if it starts before the kernel before it ends, and lets the next one do so
+    unguarded     what it must not do before it waits for the kernel before it: see dependent_launch.py
     """
 
     num_warps: int
@@ -69,6 +78,8 @@ class Compiled:
     store: int
     products: int = 0
     waits: int = 0
+    dependent: int = 0
+    unguarded: int = 0
 
 
 class _NoDevice:
@@ -116,13 +127,19 @@ def record(capability: int, call: Callable[[], object]) -> list[Launch]:
     return list(launches.values())
 
 
-def compile_launch(launch: Launch) -> Compiled:
-    """Compile a recorded launch. Raises Triton's exception if the kernel does not compile."""
+def compile_kernel(launch: Launch) -> Any:
+    """Compile a recorded launch to Triton's kernel. Raises Triton's exception if it does not compile."""
     source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", launch.capability, 32), options=launch.options)
+    return triton.compile(source, target=GPUTarget("cuda", launch.capability, 32), options=launch.options)
+
+
+def compile_launch(launch: Launch) -> Compiled:
+    """Compile a recorded launch, and measure the code."""
+    compiled = compile_kernel(launch)
     registers, spilled = resources(compiled.asm["cubin"])
     load, store = widest_accesses(compiled.asm["ptx"])
     products, waits = warpgroup_products(compiled.asm["cubin"]) if "wgmma" in compiled.asm["ptx"] else (0, 0)
+    is_dependent = launch.options.get("launch_pdl", False)
     return Compiled(
         num_warps=compiled.metadata.num_warps,
         num_stages=compiled.metadata.num_stages,
@@ -133,6 +150,8 @@ def compile_launch(launch: Launch) -> Compiled:
         store=store,
         products=products,
         waits=waits,
+        dependent=int(is_dependent and "griddepcontrol.launch_dependents" in compiled.asm["ptx"]),
+        unguarded=unguarded(compiled.asm, launch.signature) if is_dependent else 0,
     )
 
 
@@ -167,3 +186,30 @@ def widest_accesses(ptx: str) -> tuple[int, int]:
         widest[kind] = max(widest[kind], int(elements or 1) * int(bits) // 8)
     copies = [int(size, 0) for size in _ASYNC_COPY.findall(ptx)]
     return max([widest["ld"], *copies]), widest["st"]
+
+
+def unguarded(asm: Mapping[str, Any], signature: Mapping[str, str]) -> int:
+    """Count the branches, returns and accesses to device memory before a kernel waits for the one before it.
+
+    asm        PTX and machine code
+    signature  the kernel's parameters by name, from which `CONSTANTS` are known: loads from them do not count
+    """
+    body = asm["ptx"][asm["ptx"].index(".entry") :].split("{", 1)[1]
+    early, wait, _ = body.partition("griddepcontrol.wait")
+    names = [name for name, kind in signature.items() if kind != "constexpr"]
+    sources: dict[str, set[str]] = {}  # of each register: the parameters that its value depends on
+    wrong, num_loads = int(not wait), 0
+    for code, operands in _STATEMENT.findall(_NO_STATEMENT.sub("", early)):
+        found = {names[int(number)] for number in _PARAMETER.findall(operands)}
+        found = found.union(*(sources.get(register, ()) for register in _REGISTER.findall(operands)))
+        results = operands.partition("}" if operands.startswith("{") else ",")[0]
+        sources |= dict.fromkeys(_REGISTER.findall(results), found)
+        if code.split(".")[0] in ("bra", "brx", "ret", "exit", "call"):
+            wrong += 1
+        elif _ACCESS.match(code):
+            num_loads += 1
+            pointers = {name for name in found if signature[name].startswith("*")}
+            wrong += not (code.startswith(("ld.", "cp.")) and pointers and pointers <= CONSTANTS)
+    # The assembler must not have moved others before the wait.
+    machine_early, machine_wait, _ = _cuobjdump(asm["cubin"], "-sass").partition("ACQBULK")
+    return wrong + (not machine_wait) + max(len(_MACHINE_ACCESS.findall(machine_early)) - num_loads, 0)

@@ -1,12 +1,19 @@
 """Attention of one query per sequence over its pages, on a GPU. Contexts are split so that every processor has work.
 
 An item of work is a part of one sequence's context and one KV head, with all query heads that share it, so that a key
-is read once for them. A second kernel merges the parts of a context (Flash-Decoding; Dao et al., 2023); the result of a
-context with one part is written directly.
+is read once for them. The result of a context with one part is written directly. The parts of a longer one are merged
+(Flash-Decoding; Dao et al., 2023) by the program that finishes last, so that there is no second launch.
 
 Contexts are split into parts of about equal work, by the lengths on the device. A part has about one of `num_shares`
 shares of all tokens to be read, rounded up, so there are at most as many parts as shares and sequences together: the
-grid is known before the lengths are. A context's parts have equal length.
+grid is known before the lengths are. A context's parts have equal length. A sequence without tokens has one empty part.
+
+How many parts a context has depends on content, which must not decide what is launched: a graph replays it. A launch
+that only merges would therefore run for every step and layer, mostly for nothing. Instead, each program of a divided
+context stores its part, and then adds one to a counter in `AttentionPlan.arrivals`. The barrier before it and the
+atomic's release order all of the program's stores before the count; the atomic's acquire orders the last program's
+loads behind the counts of all others. It merges the parts in the order of the context, not of their arrival, so that
+results are reproducible to the last bit, and sets the counter back to 0 for the next launch.
 """
 
 from __future__ import annotations
@@ -31,9 +38,10 @@ from pagoda_server.kernels.triton.attention_tile import (
     tile_dim,
 )
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED, tuned
+from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
 
 ROWS_LIMIT = 64  # query heads of a tile; a KV head shared by more has several tiles
-MERGE_SPLITS = tl.constexpr(16)  # parts that are merged together
+MERGED = 2048  # floats of parts that are loaded at once to be merged: few enough that attention needs more registers
 MIN_TILES = tl.constexpr(4)  # of a part: a shorter one would not pay for its merge
 
 
@@ -79,13 +87,12 @@ def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor
     num_shares = triton.cdiv(config.items_per_sm * _num_sms(q.device), head_tiles)
     num_items = num_seqs + num_shares  # an upper bound: each sequence has at most one part that is not full
     partial = torch.empty(num_items, num_heads, head_dim, dtype=torch.float32, device=q.device)
-    weight = torch.empty(num_items, num_heads, dtype=torch.float32, device=q.device)
-    splitting = {
-        "num_seqs": num_seqs,
-        "num_shares": num_shares,
-        "WINDOW": plan.sliding_window or 0,
-        "TILE": config.tile_keys,
-    }
+    log_sums = torch.empty(num_items, num_heads, dtype=torch.float32, device=q.device)
+    arrivals = plan.arrivals
+    if arrivals is None:
+        arrivals = torch.zeros(num_seqs * head_tiles, dtype=torch.int32, device=q.device)
+    assert arrivals.numel() >= num_seqs * head_tiles
+    merged_heads = min(triton.next_power_of_2(group), rows)
     _attend_split[(head_tiles, num_items)](
         q,
         kv.keys,
@@ -97,7 +104,10 @@ def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor
         plan.rows,
         out,
         partial,
-        weight,
+        log_sums,
+        arrivals,
+        num_seqs,
+        num_shares,
         table_stride=plan.block_table.stride(0),
         scale=score_scale(head_dim),
         KV_HEADS=kv.num_kv_heads,
@@ -105,14 +115,15 @@ def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor
         HEAD_DIM=head_dim,
         DIM=dim,
         BLOCK_SIZE=kv.block_size,
+        WINDOW=plan.sliding_window or 0,
+        TILE=config.tile_keys,
         ROWS=rows,
+        MERGED_HEADS=merged_heads,
+        MERGED_PARTS=max(MERGED // (merged_heads * dim), 1),
         UPCAST=IS_INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **splitting,
-    )
-    _merge_splits[(num_heads, num_seqs)](
-        partial, weight, plan.context_len, out, HEAD_DIM=head_dim, DIM=dim, num_warps=2, **splitting
+        **dependent_launch(),
     )
 
 
@@ -141,27 +152,31 @@ def part_limit(context_len_ptr, num_seqs, num_shares, WINDOW: tl.constexpr, TILE
 
 
 @triton.jit
+def count_parts(context_len_ptr, seq, num_seqs, limit, WINDOW: tl.constexpr):
+    """The number of parts of a sequence, at least 1; 0 beyond the last sequence."""
+    parts = tl.cdiv(visible_len(context_len_ptr, seq, num_seqs, WINDOW), limit)
+    return tl.where(seq < num_seqs, tl.maximum(parts, 1), 0)
+
+
+@triton.jit
 def find_part(item, context_len_ptr, num_seqs, num_shares, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """An item's sequence, first and last token (exclusive) and number of parts; no work: sequence num_seqs."""
+    """An item's sequence (num_seqs: no work), first and last token (exclusive), first part's item, number of parts."""
     limit = part_limit(context_len_ptr, num_seqs, num_shares, WINDOW, TILE)
-    seq, first_item, num_items = (
-        0,
-        0,
-        0,
-    )  # sequences whose items all come before this one, their items, and all items so far
+    # The sequences whose items all come before this one, their items, and all items so far.
+    seq, first_item, num_items = 0, 0, 0
     for first in range(0, num_seqs, SEQS):
-        splits = tl.cdiv(visible_len(context_len_ptr, first + tl.arange(0, SEQS), num_seqs, WINDOW), limit)
-        ends = num_items + tl.cumsum(splits, axis=0)
+        parts = count_parts(context_len_ptr, first + tl.arange(0, SEQS), num_seqs, limit, WINDOW)
+        ends = num_items + tl.cumsum(parts, axis=0)
         seq += tl.sum((ends <= item).to(tl.int32), axis=0)
         first_item = tl.maximum(first_item, tl.max(tl.where(ends <= item, ends, 0), axis=0))
-        num_items += tl.sum(splits, axis=0)
+        num_items += tl.sum(parts, axis=0)
     seq = tl.minimum(seq, num_seqs)
     context = tl.load(context_len_ptr + seq, mask=seq < num_seqs, other=0)
     num_keys = visible_len(context_len_ptr, seq, num_seqs, WINDOW)
-    num_splits = tl.cdiv(num_keys, limit)
-    length = tl.cdiv(tl.cdiv(num_keys, tl.maximum(num_splits, 1)), TILE) * TILE
+    num_parts = count_parts(context_len_ptr, seq, num_seqs, limit, WINDOW)
+    length = tl.cdiv(tl.cdiv(num_keys, tl.maximum(num_parts, 1)), TILE) * TILE
     begin = context - num_keys + (item - first_item) * length
-    return seq, begin, tl.minimum(begin + length, context), num_splits
+    return seq, begin, tl.minimum(begin + length, context), first_item, num_parts
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_shares", "table_stride"], do_not_specialize_on_alignment=METADATA)
@@ -176,7 +191,8 @@ def _attend_split(
     rows_ptr,
     out_ptr,
     partial_ptr,
-    weight_ptr,
+    log_sums_ptr,
+    arrivals_ptr,
     num_seqs,
     num_shares,
     table_stride,
@@ -189,22 +205,27 @@ def _attend_split(
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    MERGED_HEADS: tl.constexpr,
+    MERGED_PARTS: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     HEAD_TILES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    HEADS: tl.constexpr = KV_HEADS * GROUP
     kv_head = tl.program_id(0) // HEAD_TILES
-    head_tile = tl.program_id(0) % HEAD_TILES
+    first_row = tl.program_id(0) % HEAD_TILES * ROWS
     item = tl.program_id(1)
 
-    seq, begin, end, num_splits = find_part(item, context_len_ptr, num_seqs, num_shares, WINDOW, TILE)
+    await_previous(PDL)
+    seq, begin, end, first_item, num_parts = find_part(item, context_len_ptr, num_seqs, num_shares, WINDOW, TILE)
     if seq == num_seqs:
         return
 
-    row = head_tile * ROWS + tl.arange(0, ROWS)
+    row = first_row + tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
     head = kv_head * GROUP + row
     inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    query = (seq * (KV_HEADS * GROUP) + head).to(tl.int64)
+    query = (seq * HEADS + head).to(tl.int64)
     q = tl.load(q_ptr + query[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
@@ -222,60 +243,74 @@ def _attend_split(
         attended, top, total = attend_tile(
             scores, attended, top, total, token, is_key, values_ptr, value_scales_ptr, scale, q.dtype, HEAD_DIM, DIM
         )
-    attended = attended / total[:, None]
-    if num_splits == 1:
+    attended = attended / tl.where(begin < end, total, 1.0)[:, None]
+    if num_parts == 1:
         places = out_ptr + query[:, None] * HEAD_DIM + dim[None, :]
         tl.store(places, attended.to(out_ptr.dtype.element_ty), mask=inside)
-    else:
-        part = item * (KV_HEADS * GROUP) + head
-        tl.store(partial_ptr + part[:, None] * HEAD_DIM + dim[None, :], attended, mask=inside)
-        tl.store(weight_ptr + part, top + tl.log2(total), mask=row < GROUP)
+        return
+
+    part = item * HEADS + head
+    tl.store(partial_ptr + part[:, None] * HEAD_DIM + dim[None, :], attended, mask=inside)
+    tl.store(log_sums_ptr + part, top + tl.log2(total), mask=row < GROUP)
+    arrivals = arrivals_ptr + seq * tl.num_programs(0) + tl.program_id(0)
+    tl.debug_barrier()  # one thread counts, after the stores of all
+    if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+        tl.store(arrivals, 0)
+        _merge_parts(
+            partial_ptr,
+            log_sums_ptr,
+            out_ptr + (seq * HEADS).to(tl.int64) * HEAD_DIM,
+            first_item,
+            num_parts,
+            kv_head,
+            first_row + tl.arange(0, MERGED_HEADS),
+            HEADS,
+            GROUP,
+            HEAD_DIM,
+            DIM,
+            MERGED_PARTS,
+        )
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_shares"], do_not_specialize_on_alignment=METADATA)
-def _merge_splits(
+@triton.jit
+def _merge_parts(
     partial_ptr,
-    weight_ptr,
-    context_len_ptr,
+    log_sums_ptr,
     out_ptr,
-    num_seqs,
-    num_shares,
+    first_item,
+    num_parts,
+    kv_head,
+    row,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Merge one query head's parts, weighted by their sums of softmax weights; `weight` holds log2 of these sums."""
-    head = tl.program_id(0)
-    seq = tl.program_id(1)
-    num_heads = tl.num_programs(0)
-    limit = part_limit(context_len_ptr, num_seqs, num_shares, WINDOW, TILE)
-    num_splits = tl.cdiv(visible_len(context_len_ptr, seq, num_seqs, WINDOW), limit)
-    if num_splits == 1:
-        return
-    first_item = 0
-    for first in range(0, seq, SEQS):
-        before = tl.cdiv(visible_len(context_len_ptr, first + tl.arange(0, SEQS), seq, WINDOW), limit)
-        first_item += tl.sum(before, axis=0)
+    """Merge the parts of a sequence's heads, weighted by their sums of softmax weights, and store the result.
 
+    log_sums_ptr  log2 of these sums
+    row           [rows] of the query heads that share the KV head
+    """
     dim = tl.arange(0, DIM)
-    inside = dim < HEAD_DIM
-    attended = tl.zeros([DIM], dtype=tl.float32)
-    top = float("-inf")
-    total = 0.0
-    for first in range(0, num_splits, MERGE_SPLITS):
-        split = first + tl.arange(0, MERGE_SPLITS)
-        is_split = split < num_splits
-        part = (first_item + split) * num_heads + head
-        weight = tl.load(weight_ptr + part, mask=is_split, other=float("-inf"))
-        places = partial_ptr + part[:, None] * HEAD_DIM + dim[None, :]
-        partial = tl.load(places, mask=is_split[:, None] & inside[None, :], other=0.0)
-        new_top = tl.maximum(top, tl.max(weight, axis=0))
-        weight = tl.exp2(weight - new_top)
+    head, is_head = kv_head * GROUP + row, row < GROUP
+    inside = is_head[:, None] & (dim < HEAD_DIM)[None, :]
+    attended = tl.zeros([row.shape[0], DIM], dtype=tl.float32)
+    top = tl.full([row.shape[0]], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([row.shape[0]], dtype=tl.float32)
+    for first in range(0, num_parts, PARTS):
+        number = first + tl.arange(0, PARTS)
+        is_part = number < num_parts
+        part = (first_item + number)[:, None] * HEADS + head[None, :]
+        log_sum = tl.load(log_sums_ptr + part, mask=is_part[:, None] & is_head[None, :], other=0.0)
+        log_sum = tl.where(is_part[:, None], log_sum, float("-inf"))
+        places = partial_ptr + part[:, :, None] * HEAD_DIM + dim[None, None, :]
+        partial = tl.load(places, mask=is_part[:, None, None] & inside[None, :, :], other=0.0)
+        new_top = tl.maximum(top, tl.max(log_sum, axis=0))
+        weight = tl.exp2(log_sum - new_top[None, :])
         fade = tl.exp2(top - new_top)
-        attended = attended * fade + tl.sum(partial * weight[:, None], axis=0)
+        attended = attended * fade[:, None] + tl.sum(partial * weight[:, :, None], axis=0)
         total = total * fade + tl.sum(weight, axis=0)
         top = new_top
-    attended = attended / tl.where(num_splits > 0, total, 1.0)
-    out = (seq * num_heads + head).to(tl.int64) * HEAD_DIM
-    tl.store(out_ptr + out + dim, attended.to(out_ptr.dtype.element_ty), mask=inside)
+    places = out_ptr + head[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(places, (attended / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)

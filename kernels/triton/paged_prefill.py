@@ -24,6 +24,7 @@ from pagoda_server.kernels.triton.attention_tile import (
     tile_dim,
 )
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED, capability, tuned
+from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ def paged_prefill_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tenso
         UPCAST=IS_INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **dependent_launch(),
     )
 
 
@@ -120,7 +122,9 @@ def _attend_chunks(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     # A sequence's later tiles have more keys. They go first, so that the launch ends with short ones.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)

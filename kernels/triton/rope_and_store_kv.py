@@ -12,6 +12,7 @@ from torch import Tensor
 from pagoda_server.kernels.paged import PagedKV
 from pagoda_server.kernels.rope_and_store_kv import FP8_MAX, HeadNorms
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED, tuned
+from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
 from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
 
 
@@ -29,7 +30,13 @@ def default_config(head_dim: int) -> Config:
 
 
 def rope_and_store_kv_triton(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    kv: PagedKV,
+    norms: HeadNorms | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`rope_and_store_kv` in one pass, after another for norms over all heads at once. Pages must be contiguous."""
     if norms is not None and (len(norms.query), len(norms.key)) != (kv.head_dim, kv.head_dim):
@@ -43,6 +50,7 @@ def rope_and_store_kv_triton(
             qkv.contiguous(),
             cos.contiguous(),
             sin.contiguous(),
+            positions,
             slots,
             queries,
             kv.keys,
@@ -60,6 +68,7 @@ def rope_and_store_kv_triton(
             FP8_MAX=FP8_MAX,
             IS_INTERPRETED=IS_INTERPRETED,
             num_warps=config.num_warps,
+            **dependent_launch(),
         )
     return queries
 
@@ -69,6 +78,7 @@ def _rope_and_store_kv(
     qkv_ptr,
     cos_ptr,
     sin_ptr,
+    positions_ptr,
     slots_ptr,
     queries_ptr,
     keys_ptr,
@@ -85,7 +95,9 @@ def _rope_and_store_kv(
     HEADS: tl.constexpr,
     FP8_MAX: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     QUERY_BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_BLOCKS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
@@ -98,7 +110,7 @@ def _rope_and_store_kv(
         inside = head < NUM_HEADS
         first, second = _load(qkv_ptr, row + head, inside, dim, HEAD_DIM)
         first, second = _normalise(first, second, query_norm_ptr, dim, eps, dtype, HEAD_DIM)
-        first, second = _rotate(first, second, cos_ptr, sin_ptr, token, dim, dtype, HEAD_DIM)
+        first, second = _rotate(first, second, cos_ptr, sin_ptr, positions_ptr, token, dim, dtype, HEAD_DIM)
         _store(queries_ptr, token * NUM_HEADS + head, inside, dim, first, second, HEAD_DIM)
     else:
         slot = tl.load(slots_ptr + token)
@@ -109,7 +121,7 @@ def _rope_and_store_kv(
         if block < QUERY_BLOCKS + KV_BLOCKS:
             first, second = _load(qkv_ptr, row + NUM_HEADS + head, inside, dim, HEAD_DIM)
             first, second = _normalise(first, second, key_norm_ptr, dim, eps, dtype, HEAD_DIM)
-            first, second = _rotate(first, second, cos_ptr, sin_ptr, token, dim, dtype, HEAD_DIM)
+            first, second = _rotate(first, second, cos_ptr, sin_ptr, positions_ptr, token, dim, dtype, HEAD_DIM)
             if key_scales_ptr is not None:
                 first, second = _quantize(first, second, key_scales_ptr + place, is_stored, FP8_MAX, IS_INTERPRETED)
             _store(keys_ptr, place, is_stored, dim, first, second, HEAD_DIM)
@@ -145,8 +157,11 @@ def _normalise(first, second, weight_ptr, dim, eps, dtype: tl.constexpr, HEAD_DI
 
 
 @triton.jit
-def _rotate(first, second, cos_ptr, sin_ptr, token, dim, dtype: tl.constexpr, HEAD_DIM: tl.constexpr):
-    places = token * (HEAD_DIM // 2) + dim
+def _rotate(first, second, cos_ptr, sin_ptr, positions_ptr, token, dim, dtype: tl.constexpr, HEAD_DIM: tl.constexpr):
+    turn = token
+    if positions_ptr is not None:
+        turn = tl.load(positions_ptr + token)
+    places = turn * (HEAD_DIM // 2) + dim
     cos = tl.load(cos_ptr + places, mask=dim < HEAD_DIM // 2, other=0.0)
     sin = tl.load(sin_ptr + places, mask=dim < HEAD_DIM // 2, other=0.0)
     first, second = first * cos - second * sin, second * cos + first * sin

@@ -66,7 +66,13 @@ def launched_reference(device: SimulatedCuda) -> Backend:
     reference = load_backend("reference")
 
     def queries(
-        qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        kv: PagedKV,
+        norms: HeadNorms | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         return qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv.num_kv_heads, kv.head_dim)
 

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from pagoda_server.engine.models import FAMILIES
+from pagoda_server.engine.models.rope import Rope
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
+from pagoda_server.engine.runners.loaded_model import load_for_serving
+from pagoda_server.settings.engine import EngineConfig
 from tests.engine.tiny_models import (
     MODELS,
     ShuffledBlocks,
@@ -103,6 +106,24 @@ def test_older_config_files_with_rope_scaling_describe_the_same_model(tmp_path: 
     prompt = random_prompt(100, seed=4)
     logits = step_logits(pair.ours, [next_chunk(ShuffledBlocks(pair.ours).sequence(prompt, 1))])
     torch.testing.assert_close(logits[0], pair.their_logits(prompt)[-1], atol=1e-4, rtol=1e-4)
+
+
+def test_rotations_looked_up_in_tables_are_those_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(MODELS["yarn rope"], tmp_path)
+    runner, prompt = load_runner(tmp_path), random_prompt(100, seed=6)
+    blocks = ShuffledBlocks(runner)
+    computed = step_logits(runner, [next_chunk(blocks.sequence(prompt, 1))])
+    runner._model.tabulate_rotations(len(prompt))
+    monkeypatch.delattr(Rope, "_compute")
+    assert torch.equal(step_logits(runner, [next_chunk(blocks.sequence(prompt, 1))]), computed)
+
+
+def test_a_model_on_a_gpu_has_tables_of_as_many_rotations_as_contexts_may_have_tokens(tmp_path: Path) -> None:
+    save_model(MODELS["llama"], tmp_path)
+    config = EngineConfig(str(tmp_path), max_model_len=100)
+    for backend, num_rows in (("triton", 100), ("native", 3)):
+        rope = load_for_serving(config, torch.device("cpu"), backend=backend).model._rope
+        assert [len(table) for table in rope.rotations(torch.arange(3))] == [num_rows, num_rows]
 
 
 def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(tmp_path: Path) -> None:

@@ -54,6 +54,17 @@ def test_only_the_named_slots_are_written(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_rotations_are_looked_up_by_position(backend: Backend) -> None:
+    qkv, slots, table = torch.randn(4, 7, 8), torch.tensor([17, -1, 2, 5]), angles(9, 8)
+    positions = torch.tensor([8, 0, 8, 3])
+    kv, expected_kv = empty_pages(2, 8), empty_pages(2, 8)
+    q = backend.rope_and_store_kv(qkv, table.cos(), table.sin(), slots, kv, positions=positions)
+    angle = table[positions]
+    assert torch.equal(q, backend.rope_and_store_kv(qkv, angle.cos(), angle.sin(), slots, expected_kv))
+    torch.testing.assert_close(kv.keys, expected_kv.keys, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_projections_are_left_alone(backend: Backend) -> None:
     qkv, angle = torch.randn(2, 5, 6), angles(2, 6)
     before = qkv.clone()

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from pagoda_server.kernels.triton.cases import Case
 from pagoda_server.kernels.triton.compile_gate import main
+from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
 
 
 @triton.jit
@@ -33,6 +34,34 @@ def _hoard(x_ptr, out_ptr, steps, ROWS: tl.constexpr, DEPTH: tl.constexpr):
     tl.store(out_ptr + rows[:, None] * ROWS + rows[None, :], product)
 
 
+@triton.jit
+def _copy(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    count,
+    READS_EARLY: tl.constexpr,
+    STORES_EARLY: tl.constexpr,
+    RETURNS_EARLY: tl.constexpr,
+    WAITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    at = tl.arange(0, 1024)
+    weight = tl.load(weight_ptr + at)
+    x = weight
+    if READS_EARLY:
+        x = tl.load(x_ptr + at)
+    if STORES_EARLY:
+        tl.store(out_ptr + at, weight)
+    if RETURNS_EARLY and tl.program_id(0) >= count:
+        return
+    if WAITS:
+        await_previous(PDL)
+    if not READS_EARLY:
+        x = tl.load(x_ptr + at)
+    tl.store(out_ptr + at, x * weight)
+
+
 def centre(block: int, stride: int) -> None:
     x = torch.empty(block * stride, device="meta")
     _centre[(1,)](x, torch.empty(block, device="meta"), STRIDE=stride, BLOCK=block, num_warps=1)
@@ -41,6 +70,12 @@ def centre(block: int, stride: int) -> None:
 def hoard() -> None:
     x, out = torch.empty(128, 4096, device="meta", dtype=torch.float16), torch.empty(64, 64, device="meta")
     _hoard[(1,)](x, out, 32, ROWS=64, DEPTH=128, num_warps=4, num_stages=9)
+
+
+def copy(reads: bool = False, stores: bool = False, returns: bool = False, waits: bool = True) -> None:
+    x, weight, out = (torch.empty(1024, device="meta") for _ in range(3))
+    faults = {"READS_EARLY": reads, "STORES_EARLY": stores, "RETURNS_EARLY": returns, "WAITS": waits}
+    _copy[(7,)](x, weight, out, 5, **faults, **dependent_launch(), num_warps=4)
 
 
 def broken() -> None:
@@ -54,6 +89,11 @@ CASES = [
     Case("meant-narrow", lambda: centre(block=1024, stride=5), narrow=frozenset({"_centre"})),
     Case("hoards", hoard),
     Case("broken", broken),
+    Case("dependent", copy),
+    Case("reads-early", lambda: copy(reads=True)),
+    Case("stores-early", lambda: copy(stores=True)),
+    Case("returns-early", lambda: copy(returns=True)),
+    Case("never-waits", lambda: copy(waits=False)),
 ]
 
 if __name__ == "__main__":

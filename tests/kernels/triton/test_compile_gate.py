@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pagoda_server.kernels.triton.compile_gate import Item, Outcome, violations
+from pagoda_server.kernels.triton.compile_gate import TABLE, Item, Outcome, violations
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.kernels.triton.launches import Compiled
 
@@ -51,8 +52,41 @@ def test_rules_hold_with_any_release_of_triton(tmp_path: Path) -> None:
     assert len(complaints) == 12
 
 
+def test_a_kernel_that_starts_early_must_wait_before_all_but_loads_of_constants(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    table.write_text('{"triton": "0.0.0", "kernels": {}}')
+    faults = ["reads-early", "stores-early", "returns-early", "never-waits"]
+    result = python(tmp_path, "tests.kernels.triton.faulty_kernels", str(table), "dependent", *faults)
+    assert result.returncode == 1
+    for generation in ("sm_90", "sm_100"):
+        for fault in faults:
+            complaint = rf"error: {generation} {fault}: _copy accesses memory or leaves [1-9]\d* times before it waits"
+            assert re.search(complaint, result.stderr)
+        assert f"error: {generation} never-waits: _copy does not let the kernel after it start" in result.stderr
+        assert re.search(rf"{generation} dependent: _copy .* dependent 1 unguarded 0", result.stdout)
+    assert " dependent: _copy accesses" not in result.stderr
+    assert "error: sm_80" not in result.stderr, "it has no such launches"
+    assert re.search(r"sm_80 never-waits: _copy .* dependent 0 unguarded 0", result.stdout)
+
+
+def test_kernels_start_early_where_the_gpu_can() -> None:
+    recorded = json.loads(TABLE.read_text())["kernels"]
+    for name, row in recorded.items():
+        if not name.endswith(("_multiply", "_add_up", "scan_kernel", "choice_kernel")):
+            assert row["dependent"] == (not name.startswith("sm_80")), name
+
+
+@pytest.mark.parametrize("capability", ["80", "90", "100"])
+def test_the_last_program_of_a_divided_context_sees_the_parts_of_all_others(capability: str) -> None:
+    ptx = python(None, "tests.kernels.triton.print_ptx", capability, "_attend_split").stdout
+    before, count, after = ptx.partition("atom.global.gpu.acq_rel.add")
+    assert count
+    assert "bar.sync" in before[before.rindex("st.global") :], "one thread counts for all that have stored"
+    assert "bar.sync" in after[: after.index("ld.global")], "all threads load what one has acquired"
+
+
 def test_matrix_instructions_that_are_awaited_one_by_one_break_a_rule() -> None:
-    launch = SimpleNamespace(capability=90)
+    launch = SimpleNamespace(capability=90, options={})
     found = []
     for products, waits in ((24, 24), (12, 2), (1, 1), (0, 0)):
         compiled = Compiled(4, 3, 100, 0, 0, load=16, store=16, products=products, waits=waits)

@@ -66,7 +66,17 @@ def test_more_heads_that_share_a_kv_head_than_a_tile_has_rows() -> None:
 
 def test_a_context_of_more_parts_than_are_merged_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_decode, "_num_sms", lambda device: 10)
-    check(Batch([(35, 1), (4500, 1)], heads=1, kv_heads=1, head_dim=16, block_size=64))
+    monkeypatch.setattr(paged_decode, "MERGED", 4 * 4 * 16)  # 4 parts of 3 heads
+    check(Batch([(35, 1), (4500, 1)], heads=3, kv_heads=1, head_dim=16, block_size=64))
+
+
+def test_a_divided_context_gives_the_same_bits_whichever_part_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_decode, "_num_sms", lambda device: 10)
+    queries, kv, block_table, _ = Batch([(1100, 1), (700, 1)], heads=4, kv_heads=2, head_dim=16).build(DEVICE)
+    query_start, context_len = np.arange(3, dtype=np.int32), np.array([1100, 700], dtype=np.int32)
+    plan = plan_attention_triton(query_start, context_len, block_table, kv, None)
+    first, *others = (paged_attention_triton(queries, kv, plan) for _ in range(2 if IS_INTERPRETED else 100))
+    assert all(torch.equal(other, first) for other in others)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 24, 32, 64])
@@ -105,6 +115,7 @@ def test_a_plan_of_persistent_tensors_serves_batches_of_other_lengths_rows_and_p
         rows=torch.full((5,), -1, dtype=torch.int32, device=DEVICE),
         num_decodes=5,
         max_query_len=1,
+        arrivals=torch.zeros(5 * queries.shape[1], dtype=torch.int32, device=DEVICE),
     )
     lengths = torch.tensor([context for context, _ in batch.lengths], dtype=torch.int32, device=DEVICE)
     for seqs, rows in (([0, 1, 2, 3], [7, 0, 8, 4]), ([1, 3], [2, 5]), ([2], [1])):
@@ -116,6 +127,8 @@ def test_a_plan_of_persistent_tensors_serves_batches_of_other_lengths_rows_and_p
         out = paged_attention_triton(q, kv, plan).cpu()
         torch.testing.assert_close(out[: len(seqs)].double(), expected[seqs], atol=1e-5, rtol=1e-5)
         assert not out[len(seqs) :].any()
+        assert plan.arrivals is not None
+        assert not plan.arrivals.any(), "the next launch counts from 0"
 
 
 def test_chunks_have_rows_and_padding_too() -> None:
@@ -172,11 +185,12 @@ def test_a_plan_tells_decodes_from_what_follows_them() -> None:
 @triton.jit
 def _list_parts(context_len_ptr, parts_ptr, num_seqs, num_shares, WINDOW: tl.constexpr, TILE: tl.constexpr):
     item = tl.program_id(0)
-    seq, begin, end, num_splits = find_part(item, context_len_ptr, num_seqs, num_shares, WINDOW, TILE)
-    tl.store(parts_ptr + item * 4, seq)
-    tl.store(parts_ptr + item * 4 + 1, begin)
-    tl.store(parts_ptr + item * 4 + 2, end)
-    tl.store(parts_ptr + item * 4 + 3, num_splits)
+    seq, begin, end, first_item, num_parts = find_part(item, context_len_ptr, num_seqs, num_shares, WINDOW, TILE)
+    tl.store(parts_ptr + item * 5, seq)
+    tl.store(parts_ptr + item * 5 + 1, begin)
+    tl.store(parts_ptr + item * 5 + 2, end)
+    tl.store(parts_ptr + item * 5 + 3, first_item)
+    tl.store(parts_ptr + item * 5 + 4, num_parts)
 
 
 @pytest.mark.parametrize("window", [0, 1000])
@@ -188,14 +202,16 @@ def _list_parts(context_len_ptr, parts_ptr, num_seqs, num_shares, WINDOW: tl.con
 def test_contexts_are_divided_into_parts_of_equal_work(contexts: list[int], window: int) -> None:
     tile, num_shares = 64, 9
     num_items = len(contexts) + num_shares
-    listed = torch.full((num_items, 4), -1, dtype=torch.int32, device=DEVICE)
+    listed = torch.full((num_items, 5), -1, dtype=torch.int32, device=DEVICE)
     context_len = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
     _list_parts[(num_items,)](context_len, listed, len(contexts), num_shares, WINDOW=window, TILE=tile)
-    found = [part for part in listed.tolist() if part[0] < len(contexts)]
+    parts = {item: part for item, part in enumerate(listed.tolist()) if part[0] < len(contexts)}
     read = [min(context, window) if window else context for context in contexts]
     longest = max(-(-sum(read) // num_shares) + tile, MIN_TILES.value * tile)
     for seq, (context, num_keys) in enumerate(zip(contexts, read, strict=True)):
-        own = [(begin, end, splits) for found_seq, begin, end, splits in found if found_seq == seq]
-        tokens = [token for begin, end, _ in own for token in range(begin, end)]
+        own = {item: part for item, part in parts.items() if part[0] == seq}
+        tokens = [token for _, begin, end, _, _ in own.values() for token in range(begin, end)]
         assert tokens == list(range(context - num_keys, context))
-        assert all(0 < end - begin <= longest and splits == len(own) for begin, end, splits in own)
+        assert all(end - begin <= longest for _, begin, end, _, _ in own.values())
+        assert all(first == min(own) and count == len(own) for _, _, _, first, count in own.values())
+        assert len(own) == 1 or all(begin < end for _, begin, end, _, _ in own.values())

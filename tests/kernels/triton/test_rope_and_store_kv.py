@@ -68,6 +68,15 @@ def test_queries_keys_and_values_are_those_of_the_reference(
     torch.testing.assert_close(kv.values, expected_kv.values, atol=0, rtol=0, equal_nan=True)
 
 
+def test_rotations_are_looked_up_by_position() -> None:
+    qkv, (cos, sin) = torch.randn(3, 6 + 2 * 2, 16, device=DEVICE), rotations(50, 16)
+    slots, positions = torch.tensor([7, -1, 4], device=DEVICE), torch.tensor([49, 0, 31], device=DEVICE)
+    kv, expected_kv = empty_pages(2, 16, torch.float32), empty_pages(2, 16, torch.float32)
+    q = rope_and_store_kv_triton(qkv, cos, sin, slots, kv, positions=positions)
+    assert torch.equal(q, rope_and_store_kv_triton(qkv, cos[positions], sin[positions], slots, expected_kv))
+    torch.testing.assert_close(kv.keys, expected_kv.keys, atol=0, rtol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 2, 80), (32, 8, 128)])
 def test_pages_of_float8_and_their_scales_are_those_of_the_reference(
