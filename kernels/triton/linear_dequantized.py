@@ -69,11 +69,11 @@ def dequantize(weight: Weight, start: int, out: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["start"])
-def _dequantize(values_ptr, scales_ptr, out_ptr, start, in_size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _dequantize(weight_ptr, scales_ptr, out_ptr, start, in_size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     output = tl.program_id(0).to(tl.int64)
     inputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = inputs < in_size
     scale = tl.load(scales_ptr + start + output)
-    values = tl.load(values_ptr + (start + output) * in_size + inputs, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(weight_ptr + (start + output) * in_size + inputs, mask=inside, other=0.0).to(tl.float32)
     await_previous(PDL)  # the weight is a constant
     tl.store(out_ptr + output * in_size + inputs, (values * scale).to(out_ptr.dtype.element_ty), mask=inside)
