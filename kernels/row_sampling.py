@@ -17,6 +17,8 @@ from pagoda_server.kernels.gumbel import noise_keys
 from pagoda_server.kernels.sample import Draws, sample
 
 MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 96  # stop ids of a served row: the most that a router accepts, and a model's own
+MAX_BIASES = 1024  # biases of a served row
 IN_PROMPT = 1 << 30  # of a count: the prompt holds the token
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # below it, a division would give no number
 
@@ -38,8 +40,10 @@ class SamplingRows:
     min_position        [max_rows] int32; before it (tokens of the sequence, prompt included) no stop id is chosen
     num_logprobs        [max_rows] int32; -1: none, 0: of the chosen token, N: also of the N most likely
     is_masked           [max_rows] int32; 1: only tokens of token_masks can be chosen
-    stop_ids            [max_rows, max_stops] int32; -1: no entry
-    bias_ids, bias      [max_rows, max_biases] int32 and float32; id -1: no entry; no id twice
+    num_stops, num_biases  [max_rows] int32, how many entries of the next three fields the row has; the others are
+                        undefined and never read
+    stop_ids            [max_rows, max_stops] int32
+    bias_ids, bias      [max_rows, max_biases] int32 and float32; no id twice
     token_masks         [max_rows, ceil(vocab / 32)] int32, bit i of word w: token 32 * w + i can be chosen
     counts              [max_rows, vocab] int32: times that the output holds the token, plus IN_PROMPT
     last_token          [max_rows] int32, the token that was chosen last
@@ -58,6 +62,8 @@ class SamplingRows:
     min_position: Tensor = field(metadata=_row(torch.int32, 0))
     num_logprobs: Tensor = field(metadata=_row(torch.int32, -1))
     is_masked: Tensor = field(metadata=_row(torch.int32, 0))
+    num_stops: Tensor = field(metadata=_row(torch.int32, 0))
+    num_biases: Tensor = field(metadata=_row(torch.int32, 0))
     stop_ids: Tensor = field(metadata=_row(torch.int32, -1, "stops"))
     bias_ids: Tensor = field(metadata=_row(torch.int32, -1, "biases"))
     bias: Tensor = field(metadata=_row(torch.float32, 0, "biases"))
@@ -152,11 +158,12 @@ def _adjustments(row: Tensor, position: Tensor, sampling: SamplingRows) -> Logit
     seen_rows, seen_ids = counts.nonzero(as_tuple=True)
     of_seen = row[seen_rows]
     bias_ids = sampling.bias_ids[row]
-    bias_rows, biases = (bias_ids >= 0).nonzero(as_tuple=True)
+    bias_rows, biases = _is_entry(bias_ids, sampling.num_biases[row]).nonzero(as_tuple=True)
     holds_back = (position < sampling.min_position[row])[:, None]
     stop_ids = sampling.stop_ids[row]
     masked = (sampling.is_masked[row] != 0).nonzero()[:, 0]
-    banned_rows, stops = (holds_back & (stop_ids >= 0) & (stop_ids < counts.shape[1])).nonzero(as_tuple=True)
+    is_stop = _is_entry(stop_ids, sampling.num_stops[row]) & (stop_ids < counts.shape[1])
+    banned_rows, stops = (holds_back & is_stop).nonzero(as_tuple=True)
     return LogitAdjustments(
         seen_rows=seen_rows,
         seen_ids=seen_ids,
@@ -172,6 +179,10 @@ def _adjustments(row: Tensor, position: Tensor, sampling: SamplingRows) -> Logit
         masked_rows=masked,
         token_masks=sampling.token_masks[row[masked]],
     )
+
+
+def _is_entry(entries: Tensor, count: Tensor) -> Tensor:
+    return torch.arange(entries.shape[1], device=entries.device) < count[:, None]
 
 
 def _draws(row: Tensor, position: Tensor, sampling: SamplingRows) -> Draws:

@@ -25,10 +25,12 @@ from pagoda_server.kernels.triton.inputs import (
 from pagoda_server.kernels.triton.linear_quantized import (
     gated_linear_fp8_weight_triton,
     gated_linear_int8_weight_triton,
+    kernel_config,
     linear_fp8_weight_triton,
     linear_int8_weight_triton,
 )
 from pagoda_server.kernels.triton.paged_attention import paged_attention_triton
+from pagoda_server.kernels.triton.product import Weight, multiply
 from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
 from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
 from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
@@ -56,8 +58,9 @@ def cases() -> list[Case]:
     for model in (LLAMA_8B, LLAMA_1B, SMOLLM2):
         found += layer_cases(model)
         found += attention_cases(model, torch.bfloat16, None)
-    found += product_cases(LLAMA_8B, (1, ROWS, 1000))
-    found += product_cases(SMOLLM2, (1, ROWS))
+    found += product_cases(LLAMA_8B, (1, ROWS, 50, 100, 1000))
+    found += product_cases(SMOLLM2, (1, ROWS, 1000))
+    found += split_cases(LLAMA_8B)
     found += attention_cases(LLAMA_8B, torch.float8_e4m3fn, None)
     found += attention_cases(LLAMA_8B, torch.bfloat16, sliding_window=512)
     found += sampling_cases(LLAMA_8B.vocab_size)
@@ -109,6 +112,15 @@ def product_cases(model: ModelShape, batches: tuple[int, ...]) -> Iterator[Case]
             if model is LLAMA_8B and rows <= ROWS:
                 yield Case(f"{name}, bias", partial(_apply, prepare, weight, bias, x))
                 yield Case(f"{name}, gated", partial(_apply, prepare_gated, weight, None, gate_up))
+
+
+def split_cases(model: ModelShape) -> Iterator[Case]:
+    """A product whose input is split, as on GPUs with more processors than a weight has tiles."""
+    out_size, in_size = model.projections["down"]
+    values, scales = torch.empty(out_size, in_size, dtype=torch.int8, device=META), torch.empty(out_size, device=META)
+    x, bias = _normal(1, in_size), _normal(out_size)
+    config = replace(kernel_config(1, (out_size, in_size), META), splits=4)
+    yield Case(f"{model.name} int8 weight, 4 splits", lambda: multiply(x, Weight(values, scales), bias, config))
 
 
 def sampling_cases(vocab: int) -> Iterator[Case]:

@@ -41,7 +41,7 @@ class Config:
     is_on: int
 
 
-ON = Config(is_on=1)
+ON, OFF = Config(is_on=1), Config(is_on=0)
 
 
 def dependent_launch() -> dict[str, bool]:

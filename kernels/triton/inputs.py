@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from pagoda_server.kernels.paged import AttentionPlan, PagedKV
-from pagoda_server.kernels.row_sampling import SamplingRows, allocate_rows
+from pagoda_server.kernels.row_sampling import MAX_BIASES, MAX_STOPS, SamplingRows, allocate_rows
 
 BLOCK_SIZE = 16
-MAX_STOPS, MAX_BIASES = 8, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +80,7 @@ def attention_plan(batch: int, context: int, query_len: int, device: torch.devic
 def sampling_rows(
     batch: int, vocab: int, device: torch.device, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0
 ) -> SamplingRows:
+    """Rows with as many stop ids and biases as a server's can have, none of which they use."""
     rows = allocate_rows(batch, vocab, MAX_STOPS, MAX_BIASES, device)
     rows.temperature.fill_(temperature)
     rows.top_k.fill_(top_k)

@@ -16,9 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED, remembered, tuned
+from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
 from pagoda_server.kernels.triton.silu_and_mul import gate
 
 REDUCED = 1024  # sums that a program adds up
+LINE_BYTES = tl.constexpr(128)  # of the level-2 cache
+FIRST_LINES = tl.constexpr(4)  # of each output, prefetched while the previous kernel ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +118,11 @@ def multiply(x: Tensor, weight: Weight, bias: Tensor | None, config: Config, *, 
         UPCAST=IS_INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **dependent_launch(),
     )
     if splits > 1:
-        _add_up[(triton.cdiv(rows * out_size, REDUCED),)](
-            sums, bias, out, rows * out_size, out_size, SPLITS=splits, BLOCK=REDUCED, num_warps=4
+        _add_up[(rows, triton.cdiv(out_size, REDUCED))](
+            sums, bias, out, rows, out_size, SPLITS=splits, BLOCK=REDUCED, num_warps=4, **dependent_launch()
         )
     return out
 
@@ -140,6 +144,7 @@ def _multiply(
     IS_EVEN: tl.constexpr,
     IS_GATED: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write sums [splits, rows, out]. Rows vary fastest, so that programs share a tile of the weight in the cache."""
     split = tl.program_id(2)
@@ -154,6 +159,9 @@ def _multiply(
     sums = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     if scales_ptr is not None:
         scale = tl.load(scales_ptr + read_output)[:, None]
+    if PDL:
+        _prefetch(weight_ptr + read_output[:, None] * in_size, first, in_size)
+    await_previous(PDL)
     for start in range(first, last, INPUTS):
         inputs = start + tl.arange(0, INPUTS)
         weight_places = weight_ptr + read_output[:, None] * in_size + inputs[None, :]
@@ -187,16 +195,29 @@ def _load(places, inputs, in_size, IS_EVEN: tl.constexpr):
     return tl.load(places, mask=(inputs < in_size)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["size"])
-def _add_up(sums_ptr, bias_ptr, out_ptr, size, out_size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum [SPLITS, size] over the splits into out [size]."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
+@triton.jit
+def _prefetch(row_ptr, first, in_size):
+    """Ask for the first lines of a tile of the weight, a constant, without waiting for them."""
+    bits: tl.constexpr = row_ptr.dtype.element_ty.primitive_bitwidth
+    inputs = first + tl.arange(0, FIRST_LINES) * (LINE_BYTES * 8 // bits)
+    places = (row_ptr + tl.minimum(inputs, in_size - 1)[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_up(
+    sums_ptr, bias_ptr, out_ptr, num_rows, out_size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Sum [SPLITS, rows, out] over the splits into out [rows, out]."""
+    await_previous(PDL)
+    output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = output < out_size
+    place = tl.program_id(0).to(tl.int64) * out_size + output
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    place_ptr = sums_ptr + place
-    for _ in tl.static_range(SPLITS):
-        total += tl.load(place_ptr, mask=inside, other=0.0)
-        place_ptr += size
+    for split in tl.static_range(SPLITS):
+        total += tl.load(sums_ptr + split * num_rows.to(tl.int64) * out_size + place, mask=inside, other=0.0)
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + place % out_size, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagoda_server.kernels.row_sampling import MAX_TOP_LOGPROBS, SampledRows, SamplingRows
 from pagoda_server.kernels.triton.configs import tuned
+from pagoda_server.kernels.triton.dependent_launch import dependent_launch
 from pagoda_server.kernels.triton.row_sampling_choice import choice_kernel
 from pagoda_server.kernels.triton.row_sampling_scan import scan_kernel
 
@@ -46,7 +47,7 @@ class Partials:
                     mean, and the sum of their squared differences from it
     raw_…           the same of the model's logits at temperature 1
     hits            [batch, groups] int32, the groups that the choice looks at
-    near            [batch, groups * GROUP] int32, the bits of their tokens' distances
+    near, near_ids  [batch, groups * GROUP] int32, their tokens that can matter: the bits of the distance, and the id
     """
 
     adjusted: Tensor
@@ -62,6 +63,7 @@ class Partials:
     raw_group_best: Tensor
     hits: Tensor
     near: Tensor
+    near_ids: Tensor
 
 
 def allocate_partials(batch: int, vocab: int, tile: int, device: torch.device) -> Partials:
@@ -88,6 +90,7 @@ def allocate_partials(batch: int, vocab: int, tile: int, device: torch.device) -
         raw_group_best=floats(groups),
         hits=integers(groups),
         near=integers(groups * GROUP),
+        near_ids=integers(groups * GROUP),
     )
 
 
@@ -97,8 +100,14 @@ def sample_rows_triton(
     """`sample_rows`. Two launches, whatever the rows ask for; `logits` stay as they are.
 
     A row pays for what it asks for: greedy rows and draws without limits read their logits once. Draws with limits also
-    read the groups of tokens that can matter, a few times over. The same seed and position give the token of every
-    other backend, unless a choice hangs on the last bits of a float: two scores, or the mass that top-p asks for.
+    read the groups of tokens that can matter, a few times over. Stop ids, biases, masks and counts are read only if the
+    row has them.
+
+    Equal calls choose equal tokens, every time and in any batch: programs share no sum and use no atomics, each adds up
+    its own values in a fixed order, ties go to the lowest token, and one program writes what a row keeps.
+
+    The same seed and position give the token of every other backend, unless a choice hangs on the last bits of a float:
+    two scores, or the mass that top-p asks for.
     """
     batch, vocab = logits.shape
     assert logits.stride(1) == 1
@@ -114,7 +123,8 @@ def sample_rows_triton(
     scan_kernel[(num_tiles, batch)](
         logits, rows, positions,
         *draws, *penalties,
-        s.min_position, s.num_logprobs, s.is_masked, s.stop_ids, s.bias_ids, s.bias, s.token_masks, s.counts,
+        s.min_position, s.num_logprobs, s.is_masked, s.num_stops, s.num_biases, s.stop_ids, s.bias_ids, s.bias,
+        s.token_masks, s.counts,
         p.adjusted, p.is_changed, *scanned, *raw,
         vocab, logits.stride(0), s.stop_ids.shape[1], s.bias_ids.shape[1], s.token_masks.shape[1],
         TILE=config.tile,
@@ -123,12 +133,13 @@ def sample_rows_triton(
         BIASES=triton.next_power_of_2(max(s.bias_ids.shape[1], 1)),
         num_warps=config.scan_warps,
         enable_fp_fusion=False,  # penalties, rounded as the reference rounds them
+        **dependent_launch(),
     )  # fmt: skip
     choice_kernel[(batch,)](
         logits, rows, positions,
         *draws, *penalties,
         s.num_logprobs, s.counts, s.last_token,
-        p.adjusted, p.is_changed, *scanned, *raw, p.hits, p.near,
+        p.adjusted, p.is_changed, *scanned, *raw, p.hits, p.near, p.near_ids,
         out.tokens, out.chosen, out.top_ids, out.top,
         vocab, logits.stride(0), num_tiles,
         TILE=config.tile,
@@ -139,4 +150,5 @@ def sample_rows_triton(
         MAX_TOP=MAX_TOP_LOGPROBS,
         num_warps=config.choice_warps,
         enable_fp_fusion=False,
+        **dependent_launch(),
     )  # fmt: skip

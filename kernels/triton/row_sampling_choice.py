@@ -2,7 +2,8 @@
 
 Such a draw looks only at groups of adjacent tokens whose best one can matter. The k most likely tokens lie in groups
 whose best is at least the k-th best of all groups' bests; for top-p the LEADING best groups usually hold enough of the
-probability, and if they do not, it looks at all.
+probability, and if they do not, it looks at all. It lists the tokens that can matter next to each other, and searches
+among them: of a flat distribution that is some of the vocabulary, not all of it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagoda_server.kernels.triton.dependent_launch import await_previous
 from pagoda_server.kernels.triton.gumbel import gumbel, noise_key
 from pagoda_server.kernels.triton.row_sampling_logprobs import note_logprobs
 from pagoda_server.kernels.triton.row_sampling_scan import LOG2_E, distance, draws_of
@@ -25,6 +27,7 @@ from pagoda_server.kernels.triton.row_sampling_search import (
 )
 
 LEADING = tl.constexpr(256)
+_MARGIN = tl.constexpr(1.0)  # of a distance: far more than what rounding may hide
 _INFINITE = tl.constexpr(0x7F800000)  # the bits of +inf
 
 
@@ -41,29 +44,30 @@ def _weights(bits):
 
 
 @triton.jit
-def _ids_of(hits, slots, num_hits, GROUP: tl.constexpr):
-    """[slots, GROUP] token ids of the groups listed there."""
-    groups = tl.load(hits + slots, mask=slots < num_hits, other=0)
-    return groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-
-
-@triton.jit
 def _gather(
-    best, t, logits, adjusted, is_changed, hits, num_hits, near, vocab, CHUNK: tl.constexpr, GROUP: tl.constexpr
-):
-    """Writes the distances of the listed groups' tokens next to each other, as bits."""
+    cut, best, t, logits, adjusted, is_changed, hits, num_hits, near, near_ids, vocab,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Write the distances up to `cut`, as bits, and ids of the listed groups' tokens. Return how many there are."""
     tl.debug_barrier()  # distances that stand there were read
+    num_near = tl.full((), 0, tl.int32)
     for start in range(0, num_hits, CHUNK // GROUP):
         slots = start + tl.arange(0, CHUNK // GROUP)
-        is_hit = (slots < num_hits)[:, None]
-        ids = _ids_of(hits, slots, num_hits, GROUP)
+        groups = tl.load(hits + slots, mask=slots < num_hits, other=0)
+        ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        inside = (slots < num_hits)[:, None] & (ids < vocab)
         if is_changed:
-            x = tl.load(adjusted + ids, mask=is_hit & (ids < vocab), other=-float("inf"))
+            x = tl.load(adjusted + ids, mask=inside, other=-float("inf"))
         else:
-            x = tl.load(logits + ids, mask=is_hit & (ids < vocab), other=-float("inf")).to(tl.float32)
-        targets = slots[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        tl.store(near + targets, _bits(distance(x, best, t)), mask=is_hit)
+            x = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
+        bits = _bits(distance(x, best, t))
+        is_near = tl.reshape(inside & (bits <= cut), (CHUNK,))
+        places = num_near + tl.cumsum(is_near.to(tl.int32), axis=0) - 1
+        tl.store(near + places, tl.reshape(bits, (CHUNK,)), mask=is_near)
+        tl.store(near_ids + places, tl.reshape(ids, (CHUNK,)), mask=is_near)
+        num_near += tl.sum(is_near.to(tl.int32), axis=0)
     tl.debug_barrier()
+    return num_near
 
 
 @triton.jit
@@ -120,7 +124,7 @@ def _deviation(moments, tile_best, best, t, num_tiles, TILES: tl.constexpr):
 
 @triton.jit
 def _draw_limited(
-    row, key, best, logits, adjusted, is_changed, hits, near, group_best, tile_best, tile_mass,
+    row, key, best, logits, adjusted, is_changed, hits, near, near_ids, group_best, tile_best, tile_mass,
     moments, temperature, top_k, top_p, min_p, top_n_sigma, vocab, num_tiles,
     TILES: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -137,35 +141,43 @@ def _draw_limited(
         deviation = _deviation(moments, tile_best, best, t, num_tiles, TILES)
         least_likely = tl.minimum(least_likely, _bits(sigmas * deviation))
     reach = tl.where(is_topped, _INFINITE, least_likely)
+    total = tl.full((), 0.0, tl.float64)
+    if (p < 1) & (not is_topped):
+        tiles = tl.arange(0, TILES)
+        masses = tl.load(tile_mass + tiles, mask=tiles < num_tiles, other=0.0)
+        bests = tl.load(tile_best + tiles, mask=tiles < num_tiles, other=-float("inf"))
+        total = tl.sum((masses * _weights(_bits(distance(bests, best, t)))).to(tl.float64), axis=0)
+        # Beyond this distance all tokens together have less than a share of 1 - p, even if all are there.
+        beyond = tl.log(vocab.to(tl.float32)) - tl.log(1 - p) - tl.log(total.to(tl.float32)) + _MARGIN
+        reach = tl.minimum(reach, _bits(tl.maximum(beyond, 0.0)))
     wanted = tl.where(is_topped, k, LEADING)
     cut = reach
     if (is_topped | (p < 1)) & (wanted <= num_groups):
         cut = tl.minimum(reach, kth_smallest(nearest, wanted))
     num_hits = list_where(nearest <= cut, hits)
-    _gather(best, t, logits, adjusted, is_changed, hits, num_hits, near, vocab, CHUNK, GROUP)
+    num_near = _gather(
+        cut, best, t, logits, adjusted, is_changed, hits, num_hits, near, near_ids, vocab, CHUNK, GROUP
+    )  # fmt: skip
     if is_topped:
-        cut = _search(cut, k, near, num_hits * GROUP, False, CHUNK)
+        cut = _search(cut, k, near, num_near, False, CHUNK)
     if p < 1:
-        mass = _mass_within(cut, near, num_hits * GROUP, CHUNK)
-        total = mass
-        if not is_topped:
-            tiles = tl.arange(0, TILES)
-            masses = tl.load(tile_mass + tiles, mask=tiles < num_tiles, other=0.0)
-            bests = tl.load(tile_best + tiles, mask=tiles < num_tiles, other=-float("inf"))
-            total = tl.sum((masses * _weights(_bits(distance(bests, best, t)))).to(tl.float64), axis=0)
-            if (mass < total * p.to(tl.float64)) & (cut < reach):
-                cut = reach
-                num_hits = list_where(nearest <= cut, hits)
-                _gather(best, t, logits, adjusted, is_changed, hits, num_hits, near, vocab, CHUNK, GROUP)
-        cut = _search(cut, total * p.to(tl.float64), near, num_hits * GROUP, True, CHUNK)
+        mass = _mass_within(cut, near, num_near, CHUNK)
+        if is_topped:
+            total = mass
+        elif (mass < total * p.to(tl.float64)) & (cut < reach):
+            cut = reach
+            num_hits = list_where(nearest <= cut, hits)
+            num_near = _gather(
+                cut, best, t, logits, adjusted, is_changed, hits, num_hits, near, near_ids, vocab, CHUNK, GROUP
+            )  # fmt: skip
+        cut = _search(cut, total * p.to(tl.float64), near, num_near, True, CHUNK)
     cut = tl.minimum(cut, least_likely)
 
     best_score, token = tl.full((), -float("inf"), tl.float32), tl.full((), 0, tl.int32)
-    for start in range(0, num_hits, CHUNK // GROUP):
-        slots = start + tl.arange(0, CHUNK // GROUP)
-        ids = tl.reshape(_ids_of(hits, slots, num_hits, GROUP), (CHUNK,))
-        at = start * GROUP + tl.arange(0, CHUNK)
-        bits = tl.load(near + at, mask=at < num_hits * GROUP, other=_INFINITE)
+    for start in range(0, num_near, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        bits = tl.load(near + at, mask=at < num_near, other=_INFINITE)
+        ids = tl.load(near_ids + at, mask=at < num_near, other=0)
         scores = tl.where(bits <= cut, gumbel(key, ids) - bits.to(tl.float32, bitcast=True), -float("inf"))
         score = tl.max(scores, axis=0)
         if score > best_score:
@@ -183,13 +195,14 @@ def choice_kernel(
     counts, last_token,
     # of the scan: see Partials
     adjusted, is_changed, tile_best, tile_token, tile_score, tile_mass, group_best, moments, raw_best, raw_mass,
-    raw_group_best, hits, near,
+    raw_group_best, hits, near, near_ids,
     # results
     tokens, chosen, top_ids, top,
     vocab, logits_stride, num_tiles,
     TILE: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
-    MAX_TOP: tl.constexpr,
+    MAX_TOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + at).to(tl.int64)
     if row < 0:
@@ -210,7 +223,7 @@ def choice_kernel(
         key = noise_key(tl.load(seed_low + row), tl.load(seed_high + row), tl.load(positions + at))
         token = _draw_limited(
             row, key, best, logits, adjusted + at * vocab, tl.load(is_changed + at) != 0, hits,
-            near + at * num_groups * GROUP, group_best + at * num_groups,
+            near + at * num_groups * GROUP, near_ids + at * num_groups * GROUP, group_best + at * num_groups,
             tile_best + at * num_tiles, tile_mass + at * num_tiles,
             moments + 3 * at * num_tiles, temperature, top_k, top_p, min_p, top_n_sigma, vocab, num_tiles,
             TILES, GROUPS, TILE, CHUNK, GROUP,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from pagoda_server.kernels.row_sampling import IN_PROMPT, SMALLEST_TEMPERATURE
+from pagoda_server.kernels.triton.dependent_launch import await_previous
 from pagoda_server.kernels.triton.gumbel import gumbel, noise_key
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -52,13 +53,15 @@ def scan_kernel(
     logits, rows, positions,
     # the sequences' rows
     temperature, top_k, top_p, min_p, top_n_sigma, seed_low, seed_high, repetition, presence, frequency, min_position,
-    num_logprobs, is_masked, stop_ids, bias_ids, bias, token_masks, counts,
+    num_logprobs, is_masked, num_stops, num_biases, stop_ids, bias_ids, bias, token_masks, counts,
     # results, one a tile or a group: see Partials
     adjusted, is_changed, tile_best, tile_token, tile_score, tile_mass, group_best, moments, raw_best, raw_mass,
     raw_group_best,
-    vocab, logits_stride, num_stops, num_biases, num_words,
+    vocab, logits_stride, max_stops, max_biases, num_words,
     TILE: tl.constexpr, GROUP: tl.constexpr, STOPS: tl.constexpr, BIASES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     tile, at, num_tiles = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     row = tl.load(rows + at).to(tl.int64)
     if row < 0:
@@ -90,12 +93,10 @@ def scan_kernel(
 
     restricted = tl.load(is_masked + row) != 0
 
-    # Biases and bans: few tokens, anywhere in the vocabulary, so they are applied in memory.
-    biases, stops = tl.arange(0, BIASES), tl.arange(0, STOPS)
-    biased = tl.load(bias_ids + row * num_biases + biases, mask=biases < num_biases, other=-1)
-    banned = tl.load(stop_ids + row * num_stops + stops, mask=stops < num_stops, other=-1)
-    banned = tl.where(tl.load(positions + at) < tl.load(min_position + row), banned, -1)
-    changes = has_penalties | restricted | (tl.max(biased, axis=0) >= 0) | (tl.max(banned, axis=0) >= 0)
+    num_biased, num_banned = tl.load(num_biases + row), tl.load(num_stops + row)
+    num_banned = tl.where(tl.load(positions + at) < tl.load(min_position + row), num_banned, 0)
+    has_few = num_biased + num_banned > 0
+    changes = has_penalties | restricted | has_few
     if tile == 0:
         tl.store(is_changed + at, changes.to(tl.int32))
     if changes:
@@ -104,18 +105,23 @@ def scan_kernel(
             x = tl.where((words >> (ids % 32)) & 1 != 0, x, -float("inf"))
         target = adjusted + at * vocab
         tl.store(target + ids, x, mask=inside)
-        first, end = tile * TILE, tl.minimum(tile * TILE + TILE, vocab)
-        is_biased = (biased >= first) & (biased < end)
-        is_banned = (banned >= first) & (banned < end)
-        if (tl.max(is_biased.to(tl.int32), axis=0) + tl.max(is_banned.to(tl.int32), axis=0)) > 0:
-            tl.debug_barrier()
-            was = tl.load(target + biased, mask=is_biased, other=0.0)
-            added = tl.load(bias + row * num_biases + biases, mask=is_biased, other=0.0)
-            tl.store(target + biased, was + added, mask=is_biased)
-            tl.debug_barrier()
-            tl.store(target + banned, -float("inf"), mask=is_banned)
-            tl.debug_barrier()
-            x = tl.load(target + ids, mask=inside, other=-float("inf"))
+        if has_few:
+            # Biases and bans: few tokens, anywhere in the vocabulary, so they are applied in memory.
+            first, end = tile * TILE, tl.minimum(tile * TILE + TILE, vocab)
+            biases, stops = tl.arange(0, BIASES), tl.arange(0, STOPS)
+            biased = tl.load(bias_ids + row * max_biases + biases, mask=biases < num_biased, other=-1)
+            banned = tl.load(stop_ids + row * max_stops + stops, mask=stops < num_banned, other=-1)
+            is_biased = (biased >= first) & (biased < end)
+            is_banned = (banned >= first) & (banned < end)
+            if (tl.max(is_biased.to(tl.int32), axis=0) + tl.max(is_banned.to(tl.int32), axis=0)) > 0:
+                tl.debug_barrier()
+                was = tl.load(target + biased, mask=is_biased, other=0.0)
+                added = tl.load(bias + row * max_biases + biases, mask=is_biased, other=0.0)
+                tl.store(target + biased, was + added, mask=is_biased)
+                tl.debug_barrier()
+                tl.store(target + banned, -float("inf"), mask=is_banned)
+                tl.debug_barrier()
+                x = tl.load(target + ids, mask=inside, other=-float("inf"))
 
     # NaN counts as +inf: either in any tile makes the row broken.
     best, token = tl.max(tl.where(x != x, float("inf"), x), axis=0, return_indices=True)

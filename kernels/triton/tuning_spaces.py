@@ -1,9 +1,9 @@
-"""The ops to tune, at the shapes of real models, in order of importance."""
+"""The ops to tune, at the shapes of real models, in order of importance: products take most of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from pagoda_server.kernels.linear import Linear
 from pagoda_server.kernels.paged import AttentionPlan, PagedKV
 from pagoda_server.kernels.row_sampling import allocate_sampled
+from pagoda_server.kernels.triton.dependent_launch import OFF
 from pagoda_server.kernels.triton.inputs import (
     LLAMA_1B,
     LLAMA_8B,
@@ -23,15 +24,16 @@ from pagoda_server.kernels.triton.inputs import (
     random_pages,
     sampling_rows,
 )
-from pagoda_server.kernels.triton.linear import gated_linear_triton, linear_triton
+from pagoda_server.kernels.triton.linear import MOST_ROWS, gated_linear_triton, linear_triton
 from pagoda_server.kernels.triton.linear_quantized import (
-    default_config,
     gated_linear_fp8_weight_triton,
     gated_linear_int8_weight_triton,
+    kernel_config,
     linear_fp8_weight_triton,
     linear_int8_weight_triton,
 )
 from pagoda_server.kernels.triton.paged_attention import paged_attention_triton
+from pagoda_server.kernels.triton.product import NO_KERNEL
 from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
 from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
 from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
@@ -46,56 +48,93 @@ Shapes: TypeAlias = Sequence[tuple[int, int, int]]  # batch, context, queries of
 DECODES: Shapes = ((64, 1024, 1), (1, 4096, 1))
 PREFILLS: Shapes = ((1, 4096, 4096), (1, 8192, 1024))
 BATCHES = (1, 16, 32, 64)  # rows that a product is tuned for
+MORE_ROWS = (128, 256, 512)  # with an 8-bit weight, for which the library is slower
 ROWS = (64, 8192)  # that ops on single rows are tuned for: decodes, and long prompts
 DRAWS = 128  # rows that are sampled together
+POSITIONS = 8192  # of the table of rotations
 EPS = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
-    """An op at one shape.
+class Work:
+    """The calls of an op at one shape, on tensors of one device.
 
     workloads  for each size that matters, equal calls on separate buffers; all use one configuration
     result     of one call, by which configurations are compared
-    start      fields to start from if the default launches no kernel of ours
+    rivals     the default's rivals, which are tried first: a kernel of ours, or none, for which the library works
     """
 
-    op: str
-    workloads: Callable[[], Sequence[Sequence[Call]]]
+    workloads: Sequence[Sequence[Call]]
     result: Callable[[], Tensor]
-    start: dict[str, int] = field(default_factory=dict)
+    rivals: Sequence[dict[str, int]] = ()
 
 
-def spaces(device: torch.device, models: Sequence[ModelShape] = (LLAMA_8B, LLAMA_1B, SMOLLM2)) -> Iterator[Space]:
-    """Yield spaces one at a time, since each has its tensors on the device."""
+@dataclass(frozen=True, slots=True)
+class Space:
+    """An op at one shape. `work` allocates its tensors on a device; nothing is allocated before."""
+
+    name: str
+    op: str
+    work: Callable[[torch.device], Work]
+
+
+def spaces(models: Sequence[ModelShape] = (LLAMA_8B, LLAMA_1B, SMOLLM2)) -> list[Space]:
     bfloat16, float8 = torch.bfloat16, torch.float8_e4m3fn
-    for model in models:
-        yield decode_space(model, bfloat16, device)
-    yield sampling_space(models[0].vocab_size, device)
-    for model in models:
-        yield prefill_space(model, bfloat16, device)
-        yield from layer_spaces(model, device)
-    for model in models[:2]:
-        yield from product_spaces(model, "linear", linear_triton, gated_linear_triton, device)
-    yield decode_space(models[0], float8, device)
-    yield prefill_space(models[0], float8, device)
+    largest, *smaller = models
     int8 = linear_int8_weight_triton, gated_linear_int8_weight_triton
     fp8 = linear_fp8_weight_triton, gated_linear_fp8_weight_triton
-    yield from product_spaces(models[0], "linear_int8_weight", *int8, device)
-    yield from product_spaces(models[0], "linear_fp8_weight", *fp8, device)
+    found = [*product_spaces(largest, "linear", linear_triton, gated_linear_triton), decode_space(largest, bfloat16)]
+    for model in smaller[:1]:
+        found += product_spaces(model, "linear", linear_triton, gated_linear_triton)
+    found += product_spaces(largest, "linear_int8_weight", *int8, (*BATCHES, *MORE_ROWS))
+    found += product_spaces(largest, "linear_fp8_weight", *fp8, (*BATCHES, *MORE_ROWS))
+    found += [launch_space(largest), sampling_space(largest.vocab_size), prefill_space(largest, bfloat16)]
+    found += [decode_space(model, bfloat16) for model in smaller]
+    for model in models:
+        found += layer_spaces(model)
+    found += [prefill_space(model, bfloat16) for model in smaller]
+    return [*found, decode_space(largest, float8), prefill_space(largest, float8)]
 
 
-def decode_space(model: ModelShape, kv_dtype: torch.dtype, device: torch.device, shapes: Shapes = DECODES) -> Space:
+def product_spaces(
+    model: ModelShape, op: str, prepare: Prepare, prepare_gated: Prepare, batches: Sequence[int] = BATCHES
+) -> Iterator[Space]:
+    """Every weight of a model, with every batch for which our kernel might be faster."""
+    for name, sizes in model.projections.items():
+        for rows in batches:
+            shape = f"{model.name} {name}, {rows} rows"
+            yield Space(f"{op}, {shape}", op, partial(_product, rows, sizes, prepare, False))
+            if name == "down" and rows <= MOST_ROWS:
+                work = partial(_product, rows, sizes, prepare_gated, True)
+                yield Space(f"gated_{op}, {shape}", f"gated_{op}", work)
+
+
+def _product(rows: int, sizes: tuple[int, int], prepare: Prepare, is_gated: bool, device: torch.device) -> Work:
+    out_size, in_size = sizes
+    x = normal(rows, in_size * (2 if is_gated else 1), dtype=torch.bfloat16, device=device)
+    calls: list[Callable[[], Tensor]] = []
+    for _ in range(num_copies(2 * out_size * in_size)):
+        weight = normal(out_size, in_size, dtype=torch.bfloat16, device=device)
+        calls.append(partial(prepare(weight, None), x))
+    return Work([calls], calls[0], [asdict(kernel_config(rows, sizes, device)), asdict(NO_KERNEL)])
+
+
+def decode_space(model: ModelShape, kv_dtype: torch.dtype, shapes: Shapes = DECODES) -> Space:
     """A large batch, which tests bandwidth, and one long context, which must be split among all processors."""
-    return _attention_space("paged_decode", model, kv_dtype, shapes, device)
+    return _attention_space("paged_decode", model, kv_dtype, shapes)
 
 
-def prefill_space(model: ModelShape, kv_dtype: torch.dtype, device: torch.device, shapes: Shapes = PREFILLS) -> Space:
+def prefill_space(model: ModelShape, kv_dtype: torch.dtype, shapes: Shapes = PREFILLS) -> Space:
     """A whole prompt, and a later chunk of a prompt."""
-    return _attention_space("paged_prefill", model, kv_dtype, shapes, device)
+    return _attention_space("paged_prefill", model, kv_dtype, shapes)
 
 
-def _attention_space(op: str, model: ModelShape, kv_dtype: torch.dtype, shapes: Shapes, device: torch.device) -> Space:
+def _attention_space(op: str, model: ModelShape, kv_dtype: torch.dtype, shapes: Shapes) -> Space:
+    dtype = str(kv_dtype).removeprefix("torch.")
+    return Space(f"{op}, {model.name}, {dtype} pages", op, partial(_attention, model, kv_dtype, shapes))
+
+
+def _attention(model: ModelShape, kv_dtype: torch.dtype, shapes: Shapes, device: torch.device) -> Work:
     def inputs(batch: int, context: int, query_len: int) -> tuple[Tensor, PagedKV, AttentionPlan]:
         q = normal(batch * query_len, model.num_heads, model.head_dim, dtype=torch.bfloat16, device=device)
         pages = random_pages(model, batch, context, kv_dtype, device)
@@ -105,15 +144,18 @@ def _attention_space(op: str, model: ModelShape, kv_dtype: torch.dtype, shapes: 
         return num_copies(2 * batch * context * model.num_kv_heads * model.head_dim * kv_dtype.itemsize)
 
     sets = [[inputs(*shape) for _ in range(copies(*shape[:2]))] for shape in shapes]
-    return Space(
-        op,
-        lambda: [[partial(paged_attention_triton, *one) for one in alike] for alike in sets],
+    return Work(
+        [[partial(paged_attention_triton, *one) for one in alike] for alike in sets],
         lambda: paged_attention_triton(*sets[0][0]),
     )
 
 
-def sampling_space(vocab: int, device: torch.device, draws: int = DRAWS) -> Space:
+def sampling_space(vocab: int, draws: int = DRAWS) -> Space:
     """A batch drawn with top-k and top-p, and a single greedy row."""
+    return Space(f"sample_rows of {vocab}", "sample_rows", partial(_sampling, vocab, draws))
+
+
+def _sampling(vocab: int, draws: int, device: torch.device) -> Work:
     calls, tokens = [], []
     for batch, temperature, top_k, top_p in ((draws, 0.8, 50, 0.95), (1, 0.0, 0, 1.0)):
         numbers = torch.arange(batch, dtype=torch.int32, device=device)
@@ -129,54 +171,52 @@ def sampling_space(vocab: int, device: torch.device, draws: int = DRAWS) -> Spac
         calls[0][0]()
         return tokens[0].clone()
 
-    return Space("sample_rows", lambda: calls, result)
+    return Work(calls, result)
 
 
-def layer_spaces(model: ModelShape, device: torch.device, rows: tuple[int, int] = ROWS) -> Iterator[Space]:
-    few, _ = rows
-    sets = [_copies(count, model.hidden_size, device) for count in rows]
+def launch_space(model: ModelShape, rows: int = ROWS[0]) -> Space:
+    """Short kernels of a decode step after each other, which programmatic dependent launch overlaps, or not."""
+    return Space(f"dependent_launch, {model.name}", "dependent_launch", partial(_launches, model, rows))
+
+
+def _launches(model: ModelShape, rows: int, device: torch.device) -> Work:
     weight = normal(model.hidden_size, dtype=torch.bfloat16, device=device)
-    yield Space(
-        "rms_norm",
-        lambda: [[partial(rms_norm_triton, x, weight, EPS) for x in alike] for alike in sets],
-        lambda: rms_norm_triton(sets[0][0], weight, EPS),
-    )
-    gate_ups = [_copies(count, 2 * model.ffn_size, device) for count in rows]
-    yield Space(
-        "silu_and_mul",
-        lambda: [[partial(silu_and_mul_triton, x) for x in alike] for alike in gate_ups],
-        lambda: silu_and_mul_triton(gate_ups[0][0]),
-    )
-    heads = [x.view(few, -1, model.head_dim) for x in _copies(few, model.qkv_size, device)]
-    cos, sin = torch.rand(2, few, model.head_dim // 2, device=device)
-    slots = torch.arange(few, device=device)
-    pages = random_pages(model, 1, few, torch.bfloat16, device)
-    yield Space(
-        "rope_and_store_kv",
-        lambda: [[partial(rope_and_store_kv_triton, x, cos, sin, slots, pages) for x in heads]],
-        lambda: rope_and_store_kv_triton(heads[0], cos, sin, slots, pages),
-    )
+    inputs, gate_ups = _copies(rows, model.hidden_size, device), _copies(rows, 2 * model.ffn_size, device)
+
+    def call(x: Tensor, gate_up: Tensor) -> Tensor:
+        silu_and_mul_triton(gate_up)
+        return rms_norm_triton(x, weight, EPS)
+
+    calls = [partial(call, *each) for each in zip(inputs, gate_ups, strict=False)]
+    return Work([calls], calls[0], [asdict(OFF)])
 
 
-def product_spaces(
-    model: ModelShape,
-    op: str,
-    prepare: Prepare,
-    prepare_gated: Prepare,
-    device: torch.device,
-    batches: Sequence[int] = BATCHES,
-) -> Iterator[Space]:
-    """Every weight of a model, with every batch for which our kernel might be faster."""
-    for name, (out_size, in_size) in model.projections.items():
-        is_gated = name == "down"
-        copies = num_copies(2 * out_size * in_size)
-        weights = [normal(out_size, in_size, dtype=torch.bfloat16, device=device) for _ in range(copies)]
-        products = [(prepare_gated if is_gated else prepare)(weight, None) for weight in weights]
-        for rows in batches:
-            x = normal(rows, in_size * (2 if is_gated else 1), dtype=torch.bfloat16, device=device)
-            calls = [partial(product, x) for product in products]
-            start = asdict(default_config(rows, (out_size, in_size), device))
-            yield Space(f"gated_{op}" if is_gated else op, partial(list, [calls]), calls[0], start)
+def layer_spaces(model: ModelShape, rows: tuple[int, int] = ROWS) -> Iterator[Space]:
+    yield Space(f"rms_norm, {model.name}", "rms_norm", partial(_norm, model.hidden_size, rows))
+    yield Space(f"silu_and_mul, {model.name}", "silu_and_mul", partial(_gate, 2 * model.ffn_size, rows))
+    yield Space(f"rope_and_store_kv, {model.name}", "rope_and_store_kv", partial(_rope, model, rows[0]))
+
+
+def _norm(size: int, rows: Sequence[int], device: torch.device) -> Work:
+    sets = [_copies(count, size, device) for count in rows]
+    weight = normal(size, dtype=torch.bfloat16, device=device)
+    calls = [[partial(rms_norm_triton, x, weight, EPS) for x in alike] for alike in sets]
+    return Work(calls, calls[0][0])
+
+
+def _gate(size: int, rows: Sequence[int], device: torch.device) -> Work:
+    calls = [[partial(silu_and_mul_triton, x) for x in _copies(count, size, device)] for count in rows]
+    return Work(calls, calls[0][0])
+
+
+def _rope(model: ModelShape, rows: int, device: torch.device) -> Work:
+    heads = [x.view(rows, -1, model.head_dim) for x in _copies(rows, model.qkv_size, device)]
+    cos, sin = torch.rand(2, POSITIONS, model.head_dim // 2, device=device)
+    positions = torch.randint(POSITIONS, (rows,), device=device)
+    slots = torch.arange(rows, device=device)
+    pages = random_pages(model, 1, rows, torch.bfloat16, device)
+    calls = [partial(rope_and_store_kv_triton, x, cos, sin, slots, pages, None, positions) for x in heads]
+    return Work([calls], calls[0])
 
 
 def _copies(rows: int, width: int, device: torch.device) -> list[Tensor]:

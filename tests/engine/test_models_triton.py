@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,8 @@ from pagoda_server.kernels.linear_quantized import (
     linear_fp8_weight,
     linear_int8_weight,
 )
+from pagoda_server.kernels.triton.configs import trying
+from pagoda_server.kernels.triton.product import NO_KERNEL
 from tests.engine.tiny_models import (
     MODELS,
     ONE_OF_EACH_FAMILY,
@@ -66,8 +68,14 @@ def test_chunks_and_decodes_have_the_logits_of_transformers(
         ("triton-fp8", linear_fp8_weight, gated_linear_fp8_weight),
     ],
 )
+@pytest.mark.parametrize("fields", [{}, asdict(NO_KERNEL)], ids=["kernel", "library"])
 def test_quantized_weights_have_the_logits_of_the_reference_with_the_same_weights(
-    name: str, linear: MakeLinear, gated_linear: MakeLinear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    linear: MakeLinear,
+    gated_linear: MakeLinear,
+    fields: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     save_model(MODELS["llama"], tmp_path)
     prompt = random_prompt(13, seed=3)
@@ -77,4 +85,5 @@ def test_quantized_weights_have_the_logits_of_the_reference_with_the_same_weight
         return step_logits(runner, [next_chunk(ShuffledBlocks(runner).sequence(prompt, 1))])
 
     expected = logits(replace(REFERENCE, linear=linear, gated_linear=gated_linear))
-    torch.testing.assert_close(logits(load_backend(name)), expected, atol=1e-3, rtol=1e-3)
+    with trying(linear.__name__, **fields):
+        torch.testing.assert_close(logits(load_backend(name)), expected, atol=1e-3, rtol=1e-3)

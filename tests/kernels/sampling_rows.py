@@ -93,11 +93,15 @@ def write_row(sampling: SamplingRows, at: int, seq: Sequence) -> None:
         "num_logprobs": -1 if params.logprobs is None else params.logprobs,
         "is_masked": seq.token_mask is not None,
         "last_token": seq.tokens[-1],
+        "num_stops": len(params.stop_token_ids),
+        "num_biases": len(params.logit_bias),
     }
     for name, value in values.items():
         getattr(sampling, name)[at] = value
-    sampling.stop_ids[at] = -1
-    sampling.bias_ids[at] = -1
+    # Entries that the row does not have are never read: these would show in any choice.
+    sampling.stop_ids[at] = torch.arange(sampling.stop_ids.shape[1])
+    sampling.bias_ids[at] = torch.arange(sampling.bias_ids.shape[1])
+    sampling.bias[at] = math.nan
     sampling.counts[at] = 0
     if seq.token_mask is not None:
         words = np.empty(sampling.token_masks.shape[1], dtype=np.int32)

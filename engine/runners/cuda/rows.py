@@ -15,11 +15,9 @@ from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.runners.cuda.staging import Staging
 from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault
 from pagoda_server.kernels import MAX_TOP_LOGPROBS, SamplingRows, allocate_rows
-from pagoda_server.kernels.row_sampling import IN_PROMPT
+from pagoda_server.kernels.row_sampling import IN_PROMPT, MAX_BIASES, MAX_STOPS
 from pagoda_server.settings.sampling import PARAMETERS
 
-MAX_STOPS = 96  # the most that a router accepts, and a model's own
-MAX_BIASES = 1024
 # How many of each are sent in one copy.
 _BLOCKS_SENT = 4096
 _ROWS_SENT = 32
@@ -132,7 +130,6 @@ class _RowParameters:
         self._sampling = sampling
         self._vocab_size = vocab_size
         self._max_stops, self._max_biases = sampling.stop_ids.shape[1], sampling.bias_ids.shape[1]
-        self._biased: set[int] = set()  # rows
         max_rows, self._num_words = sampling.token_masks.shape
         dtypes = {each.name: getattr(sampling, each.name).dtype for each in fields(SamplingRows)}
         self._single = [name for name in dtypes if getattr(sampling, name).dim() == 1 and name != "last_token"]
@@ -175,9 +172,6 @@ class _RowParameters:
             is_sound = self.fault(seq) is None
             if is_sound and seq.params.logit_bias:
                 self._write_biases(row, seq.params)
-            elif row in self._biased:
-                self._sampling.bias_ids[row].fill_(-1)
-                self._biased.discard(row)
             if is_sound and seq.params.has_penalties:
                 self._write_counts(row, seq)
 
@@ -198,7 +192,6 @@ class _RowParameters:
         arrays, count = self._rows.fill(), len(new)
         arrays["row"][:count] = [row for row, _ in new]
         stops = arrays["stop_ids"].reshape(_ROWS_SENT, self._max_stops)
-        stops[:count] = -1
         for at, (_, seq) in enumerate(new):
             params = seq.params if self.fault(seq) is None else SamplingParams()
             values = _single_values(params, seq)
@@ -215,13 +208,11 @@ class _RowParameters:
 
     def _write_biases(self, row: int, params: SamplingParams) -> None:
         arrays, count = self._bias.fill(), len(params.logit_bias)
-        arrays["ids"][:] = -1
         arrays["ids"][:count] = [token for token, _ in params.logit_bias]
         arrays["bias"][:count] = [bias for _, bias in params.logit_bias]
         self._bias.send()
         self._sampling.bias_ids[row].copy_(self._bias.device["ids"])
         self._sampling.bias[row].copy_(self._bias.device["bias"])
-        self._biased.add(row)
 
     def _write_counts(self, row: int, seq: Sequence) -> None:
         counts = Counter(seq.tokens[seq.request.prompt_len :])
@@ -249,4 +240,6 @@ def _single_values(params: SamplingParams, seq: Sequence) -> dict[str, float]:
         "min_position": seq.request.prompt_len + params.min_tokens,
         "num_logprobs": -1 if params.logprobs is None else params.logprobs,
         "is_masked": seq.token_mask is not None,
+        "num_stops": len(params.stop_token_ids) if params.min_tokens else 0,
+        "num_biases": len(params.logit_bias),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pagoda_server.kernels.linear import gated_linear, linear
-from pagoda_server.kernels.triton import configs, product
 from pagoda_server.kernels.triton.linear import gated_linear_triton, linear_triton
 from pagoda_server.kernels.triton.product import Config, Weight, bucket, multiply
 from tests.kernels.triton.device import DEVICE
@@ -24,17 +22,6 @@ def config(rows: int = 16, inputs: int = 32, splits: int = 1) -> Config:
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
-
-
-@pytest.fixture
-def table() -> Iterator[dict[str, dict[str, dict[str, int]]]]:
-    """The table of measurements of this GPU, which the test fills."""
-    entries: dict[str, dict[str, dict[str, int]]] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(configs, "_table", lambda: entries)
-        product._choose.cache_clear()
-        yield entries
-    product._choose.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

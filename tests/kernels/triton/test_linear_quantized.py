@@ -14,10 +14,11 @@ from pagoda_server.kernels.linear_quantized import (
     linear_int8_weight,
 )
 from pagoda_server.kernels.triton.linear_quantized import (
+    MOST_ROWS,
     MOST_SPLITS,
-    default_config,
     gated_linear_fp8_weight_triton,
     gated_linear_int8_weight_triton,
+    kernel_config,
     linear_fp8_weight_triton,
     linear_int8_weight_triton,
 )
@@ -40,7 +41,8 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "in_size", "out_size"), [(0, 16, 16), (1, 128, 64), (3, 17, 29), (33, 576, 70), (70, 192, 130)]
+    ("rows", "in_size", "out_size"),
+    [(0, 16, 16), (1, 128, 64), (3, 17, 29), (33, 576, 70), (70, 192, 130), (MOST_ROWS + 1, 192, 70), (300, 17, 29)],
 )
 def test_products_are_those_of_the_reference(
     op: Op, reference: Op, width: int, dtype: torch.dtype, has_bias: bool, rows: int, in_size: int, out_size: int
@@ -60,7 +62,7 @@ def test_defaults_occupy_the_gpu_and_leave_every_split_enough_to_read(
     rows: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagoda_server.kernels.triton.linear_quantized._processors", lambda _: 132)
-    config = default_config(rows, sizes, torch.device("cuda"))
+    config = kernel_config(rows, sizes, torch.device("cuda"))
     tiles = -(-sizes[1] // config.inputs)
     programs = -(-rows // config.rows) * -(-sizes[0] // config.outputs) * config.splits
     assert config.splits == 1 or tiles // config.splits >= 4

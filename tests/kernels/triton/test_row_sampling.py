@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +17,16 @@ from torch import Tensor
 from pagoda_server.engine.core.sequence import Sequence
 from pagoda_server.kernels import noise_key
 from pagoda_server.kernels.gumbel import gumbel
-from pagoda_server.kernels.row_sampling import SampledRows, SamplingRows, sample_rows
+from pagoda_server.kernels.row_sampling import (
+    MAX_BIASES,
+    MAX_STOPS,
+    SampledRows,
+    SamplingRows,
+    allocate_rows,
+    sample_rows,
+)
 from pagoda_server.kernels.triton import row_sampling
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.kernels.triton.row_sampling import Config, sample_rows_triton
 from tests.kernels.sampling_rows import any_sequence, poisoned, rows_for, sequence, write_row
 from tests.kernels.triton.device import DEVICE
@@ -106,13 +119,14 @@ def test_rows_of_ties_keep_and_drop_them_together(rules: dict[str, float], step:
     assert torch.equal(actual.tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("top_p", [0.3, 0.9])
+@pytest.mark.parametrize(("top_p", "spread"), [(0.3, 0.3), (0.9, 0.3), (0.9, 3.0), (0.999, 3.0)])
 def test_top_p_looks_at_every_group_where_the_leading_ones_hold_too_little(
-    top_p: float, monkeypatch: pytest.MonkeyPatch
+    top_p: float, spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the larger spread, most tokens are too unlikely to be listed."""
     use_tiles_of(4096, monkeypatch)
     vocab = 64 * 300  # more groups than it looks at first
-    logits = random_logits(2, vocab, 0.3, torch.float32)
+    logits = random_logits(2, vocab, spread, torch.float32)
     seqs = [sequence(n, [1], [], temperature=1.0, seed=n, top_p=top_p, min_p=(n % 2) * 0.1) for n in range(2)]
     expected, actual = both(seqs, logits)
     assert torch.equal(actual.tokens, expected.tokens)
@@ -215,3 +229,70 @@ def test_a_draw_without_limits_has_the_noise_of_its_seed_and_position() -> None:
     _, actual = both(seqs, torch.zeros(len(seqs), vocab, device=DEVICE))
     keys = torch.tensor([noise_key(seed, seq.num_tokens) for seq in seqs])
     assert actual.tokens.tolist() == gumbel(keys[:, None], torch.arange(vocab)).argmax(dim=-1).tolist()
+
+
+@contextmanager
+def counted_loads(tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Count by tensor the elements that kernels load, masked ones too. A load that is not made counts nothing."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    loads: Counter[str] = Counter()
+    load = InterpreterBuilder.create_masked_load
+
+    def noting(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        places = np.atleast_1d(ptrs.data).ravel()
+        for name, tensor in tensors.items():
+            first = tensor.data_ptr()
+            loads[name] += int(((places >= first) & (places < first + tensor.nbytes)).sum())
+        return load(self, ptrs, mask, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_masked_load", noting)
+        yield loads
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="counts the loads of the interpreter")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_without_rules_reads_its_logits_once_and_no_list_of_a_served_row(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab, batch = 1536, 3
+    sampling = allocate_rows(batch, vocab, MAX_STOPS, MAX_BIASES, torch.device(DEVICE))
+    sampling.temperature.fill_(temperature)
+    ids = torch.arange(MAX_BIASES, dtype=torch.int32)
+    unread = {name: getattr(sampling, name) for name in ("stop_ids", "bias_ids", "bias", "token_masks", "counts")}
+    for name, garbage in (("stop_ids", ids[:MAX_STOPS]), ("bias_ids", ids), ("bias", torch.nan), ("counts", 7)):
+        unread[name][:] = garbage
+    logits = random_logits(batch, vocab, 2.0, torch.bfloat16)
+    rows = torch.arange(batch, dtype=torch.int32, device=DEVICE)
+    kept = {each.name: getattr(sampling, each.name) for each in fields(SamplingRows)}
+    out = poisoned(batch, DEVICE)
+    with counted_loads({"logits": logits, **kept}, monkeypatch) as loads:
+        sample_rows_triton(logits, rows, rows + 5, sampling, out)
+    assert loads["logits"] == batch * vocab
+    assert {name: loads[name] for name in unread} == dict.fromkeys(unread, 0)
+    assert (loads["seed_low"] > 0) == (temperature > 0)
+    expected = logits.float().argmax(dim=1).tolist()
+    assert (out.tokens.tolist() == expected) == (temperature == 0)
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="counts the loads of the interpreter")
+def test_only_a_row_that_has_biases_or_holds_stops_back_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab = 512  # one tile
+    sampling = allocate_rows(4, vocab, MAX_STOPS, MAX_BIASES, torch.device(DEVICE))
+    sampling.num_biases[0], sampling.bias_ids[0, 0], sampling.bias[0, 0] = 1, 40, 9.0
+    sampling.stop_ids[:] = 7
+    sampling.num_stops[1:3] = 1
+    sampling.min_position[1] = 6  # the positions of rows 2 and 3 are past theirs
+    logits = torch.zeros(1, vocab, device=DEVICE)
+    logits[:, 7] = 1.0
+    lists = {"stop_ids": sampling.stop_ids, "bias_ids": sampling.bias_ids, "bias": sampling.bias}
+    reads, tokens = [], []
+    for number in range(4):
+        row, out = torch.tensor([number], dtype=torch.int32, device=DEVICE), poisoned(1, DEVICE)
+        with counted_loads(lists, monkeypatch) as loads:
+            sample_rows_triton(logits, row, torch.full_like(row, 5), sampling, out)
+        reads.append(sum(loads.values()) > 0)
+        tokens.append(out.tokens.item())
+    assert reads == [True, True, False, False]
+    assert tokens == [40, 0, 7, 7]
