@@ -126,21 +126,20 @@ def rows(bench: Bench, shape: ModelShape) -> Iterator[Row]:
         runner = WatchedRunner(load_runner(config, Path(folder), no_progress))
     numbers = itertools.count()  # unique over the runner's life
     for series in every:
-        yield from _measure(series, numbers, runner, config, shape, bench)
+        yield from _measure(series, numbers, runner, shape, bench)
 
 
 def _measure(
     series: Series,
     numbers: Iterator[int],
     runner: WatchedRunner,
-    config: EngineConfig,
     shape: ModelShape,
     bench: Bench,
 ) -> Iterator[Row]:
     scheduler = Scheduler(
         BlockPool(runner.info.num_blocks, runner.info.kv_cache.block_size),
-        max_num_seqs=config.max_num_seqs,
-        token_budget=config.token_budget,
+        max_num_seqs=runner.info.limits.max_num_seqs,
+        token_budget=runner.info.limits.token_budget,
         max_model_len=runner.info.max_model_len,
         prefix_caching=False,
         clock=time.monotonic,
