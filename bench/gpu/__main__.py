@@ -83,22 +83,23 @@ def seconds_for(names: Sequence[str], left_s: float) -> float:
 
 def run(parts: list[str], smoke: bool, ceilings: Ceilings, limit_s: float, card: dict[str, str]) -> Iterator[Row]:
     """Yield the rows of these parts as they arrive; fill `card` with the device and versions."""
-    settings = Settings(parts, smoke, limit_s, ceilings.bytes_per_s, ceilings.flops_per_s)
-    command = [sys.executable, "-m", "bench.gpu.worker", settings.line()]
     os.environ["TRITON_INTERPRET"] = str(int(smoke))
-    with TemporaryDirectory() as folder, spawned(command, log := Path(folder) / "log", subprocess.PIPE) as process:
-        assert process.stdout is not None
-        began = time.monotonic()
-        with _killed_after(process.pid, limit_s):
-            for line in process.stdout:
-                if (told := json.loads(line)).keys() == {"card"}:
-                    card.update(told["card"])
-                else:
-                    yield Row(**told)
-        if (code := process.wait()) != 0:
-            is_late = time.monotonic() - began >= limit_s
-            why = f"was ended after {limit_s:.0f} s" if is_late else f"died with {code}: {_last_line(log)}"
-            yield Row(parts[-1], "", error=f"the process {why}")
+    with TemporaryDirectory() as folder:
+        settings = Settings(parts, smoke, folder, limit_s, ceilings.bytes_per_s, ceilings.flops_per_s)
+        command = [sys.executable, "-m", "bench.gpu.worker", settings.line()]
+        with spawned(command, log := Path(folder) / "log", subprocess.PIPE) as process:
+            assert process.stdout is not None
+            began = time.monotonic()
+            with _killed_after(process.pid, limit_s):
+                for line in process.stdout:
+                    if (told := json.loads(line)).keys() == {"card"}:
+                        card.update(told["card"])
+                    else:
+                        yield Row(**told)
+            if (code := process.wait()) != 0:
+                is_late = time.monotonic() - began >= limit_s
+                why = f"was ended after {limit_s:.0f} s" if is_late else f"died with {code}: {_last_line(log)}"
+                yield Row(parts[-1], "", error=f"the process {why}")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import grpc
 import torch
@@ -84,6 +85,7 @@ class Ceilings:
 class Bench:
     """
     is_small  rehearse with tiny shapes, on a CPU with interpreted kernels
+    evidence  folder for logs and artefacts; what a part writes into it is in the archive of logs under the same name
     limit_s   time limit of this process
     """
 
@@ -91,6 +93,7 @@ class Bench:
     timer: Timer
     ceilings: Ceilings
     is_small: bool
+    evidence: Path
     limit_s: float = math.inf
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 import torch
 import triton
@@ -67,12 +68,14 @@ PARTS = (
 @dataclass(frozen=True, slots=True)
 class Settings:
     """
+    evidence                  folder for logs and artefacts
     limit_s                   time limit of this process
     bytes_per_s, flops_per_s  the ceilings, as far as they are known
     """
 
     parts: list[str]
     is_small: bool
+    evidence: str
     limit_s: float = math.inf
     bytes_per_s: float = math.nan
     flops_per_s: float = math.nan
@@ -110,6 +113,7 @@ def rows(settings: Settings) -> Iterator[Row]:
         timer=host_timer if settings.is_small else cuda_timer,
         ceilings=Ceilings(settings.bytes_per_s, settings.flops_per_s),
         is_small=settings.is_small,
+        evidence=Path(settings.evidence),
         limit_s=settings.limit_s,
     )
     for part in (*CHECKS, *PARTS):

@@ -73,7 +73,7 @@ def test_with_little_time_the_first_parts_run_and_the_last_ones_do_not() -> None
 
 
 def test_a_worker_whose_parent_is_gone_ends() -> None:
-    line = Settings(["nothing"], is_small=True).line()
+    line = Settings(["nothing"], is_small=True, evidence="").line()
     told = "import threading; rows = lambda settings: iter(threading.Event().wait, True); "
     script = f"import bench.gpu.worker as worker; {told} worker.rows = rows; worker.main({line!r})"
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.DEVNULL, timeout=60, check=False)
@@ -126,7 +126,9 @@ def work(
 
 
 def bench(time_us: float) -> Bench:
-    return Bench(torch.device("cpu"), lambda calls: time_us, Ceilings(1e9, 1e12), is_small=True)
+    return Bench(
+        torch.device("cpu"), lambda calls: time_us, Ceilings(1e9, 1e12), is_small=True, evidence=Path("absent")
+    )
 
 
 @pytest.mark.parametrize(("error", "told"), [(0.2, "wrong by 0.2, more than 0.1"), (math.nan, "wrong by nan")])

@@ -247,12 +247,14 @@ def test_what_sequences_start_with_is_sent_while_the_step_before_is_computed(
     served.scheduler.commit(plan, launched.result())
 
 
-def test_every_part_of_the_gpu_benchmark_runs_on_a_card(cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_of_the_gpu_benchmark_runs_on_a_card(
+    cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     cuda.capacity = 1 << 30
     for name, value in (("MIN_CALLS", 1), ("REPLAYS", 1), ("WARM_UP_S", 0.0)):
         monkeypatch.setattr(timing, name, value)
     monkeypatch.delattr("bench.gpu.attention._varlen")  # FlashAttention is not compiled for a CPU
-    bench = Bench(torch.device("cuda"), timing.cuda_timer, Ceilings(1e12, 1e14), is_small=True)
+    bench = Bench(torch.device("cuda"), timing.cuda_timer, Ceilings(1e12, 1e14), is_small=True, evidence=tmp_path)
     in_this_thread = [part for part in PARTS if part.module not in ("bench.gpu.step", "bench.gpu.serving")]
     with torch.inference_mode():
         rows = [row for part in in_this_thread for row in part.rows(bench)]
