@@ -57,8 +57,9 @@ test-arm:                 ## test them for ARM, in an emulator; needs g++-aarch6
 	then $(ARM_CXX) $(NATIVE) $$headers -fsyntax-only kernels/native/module.cpp; \
 	else echo "Python's headers are not for ARM too: kernels/native/module.cpp was not compiled for it"; fi
 
+# One worker, which is replaced where a fault of a kernel has lost the GPU to its process.
 test-gpu: $(DEV)          ## test kernels, runner and server on the GPU of this machine
-	@TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "not slow" --timeout=600 $(GPU_TESTS) $(ARGS)
+	@TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "not slow" -n 1 --max-worker-restart 100 -p bench.gpu.device_faults $(GPU_TESTS) $(ARGS)
 
 test-all: $(DEV)          ## run the tests and the slow ones
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly and not gpu" --timeout=1800 $(ARGS)

@@ -36,8 +36,8 @@ MOST_PROCESSES = 12  # that compile kernels at once; each has its own context on
 TEST_TIMEOUT_S = 120
 POLL_S = 0.2
 MARGIN_S = 3.0  # before this process's own limit, to report results
-AGAIN_S = 40.0  # for the first failure's second run: other tests end so much earlier
-LEAST_AGAIN_S = 5.0
+AGAIN_S = 40.0  # at most, for the first failure's second run: other tests end so much earlier …
+AGAIN_SHARE = 0.25  # … or by this part of the limit
 BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 SANITIZER = "compute-sanitizer"
 SANITIZED_AT_ONCE = 4
@@ -95,7 +95,8 @@ def _rows(part: str, groups: Sequence[Sequence[str]], bench: Bench, in_parallel:
         problems += tests.run(paths, in_parallel)
     yield from _files(part, tests.told())
     yield from (Row(part, "all", error=problem) for problem in problems)
-    if (first := _first_failure(tests.told())) is not None and (outcome := tests.run_again(first, groups)):
+    if (first := _first_failure(tests.told())) is not None:
+        outcome = tests.run_again(first, groups)
         yield Row(part, "the first failure again, with CUDA_LAUNCH_BLOCKING=1", error=f"{first.test}: {outcome}")
 
 
@@ -135,11 +136,8 @@ class _Tests:
                 return [] if has_run_all else [f"pytest ended with {code}: {_last_lines(self._log)}"]
 
     def run_again(self, test: Told, groups: Sequence[Sequence[str]]) -> str:
-        """Run a test alone, with one launch at a time; return what became of it, empty if there is no time."""
-        left_s = self._ends - time.monotonic()
-        if left_s < LEAST_AGAIN_S:
-            return ""
-        ends = time.monotonic() + min(left_s, AGAIN_S)
+        """Run a test alone, with one launch at a time; return what became of it."""
+        ends = min(self._ends, time.monotonic() + AGAIN_S)
         told = self._again.with_suffix(".jsonl")
         told.touch()
         code = _run_to_end(
@@ -156,9 +154,9 @@ class _Tests:
         return "it passes" if code == 0 else "it did not end in time" if code is None else f"pytest ended with {code}"
 
     def _seconds_left(self) -> float:
-        left_s = self._ends - time.monotonic()
         has_failed = any(one.outcome == FAILED for one in self.told())
-        return left_s - AGAIN_S if has_failed and self._limit_s > 2 * AGAIN_S else left_s
+        reserved_s = min(AGAIN_S, AGAIN_SHARE * self._limit_s) if has_failed else 0.0
+        return self._ends - reserved_s - time.monotonic()
 
 
 def _run_to_end(

@@ -1,8 +1,8 @@
 """A pytest plug-in that ends a process whose GPU is lost, so that one fault does not fail every later test.
 
 After an illegal access or a failed assertion in a kernel, all of CUDA's calls fail in the process that launched it. The
-test that launched it is reported; then a worker of pytest-xdist ends and is replaced, and a process without workers
-ends with exit code LOST_DEVICE, to be started again for the other tests.
+test that launched it is reported; then a worker of pytest-xdist ends and is replaced, and a pytest without workers
+stops, to be started again for the other tests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-LOST_DEVICE = 70  # exit code
 _LOST = (
     "illegal memory access",
     "illegal instruction",
@@ -63,9 +62,9 @@ class DeviceFaults:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         result = yield
         if self._is_lost and self._is_worker:
-            os._exit(LOST_DEVICE)  # the reports are sent; its controller blames this test for the end, too
+            os._exit(1)  # the reports are sent; its controller blames this test for the end, too
         if self._is_lost:
-            pytest.exit(f"the GPU is lost to this process since {item.nodeid}: run the other tests again", LOST_DEVICE)
+            item.session.shouldstop = f"{item.nodeid} lost the GPU of this process; the tests after it did not run"
         return result
 
 
