@@ -14,6 +14,7 @@ from pagoda_server.kernels import noise_key
 from pagoda_server.kernels.gumbel import gumbel
 from pagoda_server.kernels.row_sampling import SampledRows, SamplingRows, sample_rows
 from pagoda_server.kernels.triton import row_sampling
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.kernels.triton.row_sampling import Config, sample_rows_triton
 from tests.kernels.sampling_rows import any_sequence, poisoned, rows_for, sequence, write_row
 from tests.kernels.triton.device import DEVICE
@@ -215,3 +216,21 @@ def test_a_draw_without_limits_has_the_noise_of_its_seed_and_position() -> None:
     _, actual = both(seqs, torch.zeros(len(seqs), vocab, device=DEVICE))
     keys = torch.tensor([noise_key(seed, seq.num_tokens) for seq in seqs])
     assert actual.tokens.tolist() == gumbel(keys[:, None], torch.arange(vocab)).argmax(dim=-1).tolist()
+
+
+def test_the_same_rows_choose_the_same_tokens_with_the_same_logprobs_every_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_tiles_of(2048, monkeypatch)
+    vocab, count, repeats = (2100, 4, 2) if IS_INTERPRETED else (128_256, 64, 100)
+    rng = random.Random(0)
+    seqs = [any_sequence(number, vocab, rng) for number in range(count)]
+    logits = random_logits(count, vocab, 2.0, torch.bfloat16)
+    found = set()
+    for _ in range(repeats):
+        sampling, rows, positions = rows_of(seqs, vocab)
+        out = poisoned(count, DEVICE)
+        sample_rows_triton(logits, rows, positions, sampling, out)
+        results = (out.tokens, out.chosen, out.top_ids, out.top, sampling.last_token, sampling.counts)
+        found.add(tuple(result.cpu().numpy().tobytes() for result in results))
+    assert len(found) == 1
