@@ -67,7 +67,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Sampled:
-        """Computes a plan. Computing it twice writes the same cache and chooses the same tokens."""
+        """Computes a plan. Computing the same plan twice writes the same cache and chooses the same tokens."""
         copied_s = self._host.copy(plan)
         if plan.copies:
             sources, targets = torch.tensor(plan.copies).T
