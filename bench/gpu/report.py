@@ -17,6 +17,7 @@ from rich.table import Table
 from bench.gpu.breakdown import FILES, Breakdown
 from bench.gpu.evidence import archive
 from bench.gpu.rows import Row
+from bench.gpu.worker import Part
 from bench.report import NONE, Cells
 
 HEADINGS = ["case", "µs", "rate", "of the limit", "bar", "others", "notes"]
@@ -48,15 +49,17 @@ class Report:
     out        folder of these files; they are all that a machine that is given back leaves
     evidence   folder of logs and breakdowns, which parts fill
     started    time.monotonic() when the benchmark began
+    lost       parts of which a process lost the card, by a fault
     """
 
     def __init__(self, out: Path, evidence: Path, started: float) -> None:
         self._out = out
-        self._evidence = evidence
+        self.evidence = evidence
         self._started = started
         self._date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.rows: list[Row] = []
         self.card: dict[str, str] = {}
+        self.lost: list[Part] = []
 
     @property
     def elapsed_s(self) -> float:
@@ -68,7 +71,7 @@ class Report:
 
     def write_logs(self) -> None:
         self.write()
-        archive(self._evidence, self._out)
+        archive(self.evidence, self._out)
 
     def write(self) -> None:
         breakdowns = self._breakdowns()
@@ -88,7 +91,7 @@ class Report:
 
     def _breakdowns(self) -> list[Breakdown]:
         found = []
-        for path in sorted(self._evidence.rglob(FILES)):
+        for path in sorted(self.evidence.rglob(FILES)):
             with contextlib.suppress(ValueError):  # it is being written
                 found.append(Breakdown.read(path))
         return found
