@@ -127,8 +127,8 @@ def _event(name: str, start: float, end: float) -> SimpleNamespace:
 def _name(work: Work) -> str:
     """The op or the kernel that a launched work runs: it is among what the work's function refers to."""
     held: dict[str, Any] = {}
-    if (code := getattr(work, "__code__", None)) and work.__closure__:  # type: ignore[attr-defined]
-        held = {name: cell.cell_contents for name, cell in zip(code.co_freevars, work.__closure__, strict=True)}  # type: ignore[attr-defined]
+    if (code := getattr(work, "__code__", None)) and work.__closure__:
+        held = {name: cell.cell_contents for name, cell in zip(code.co_freevars, work.__closure__, strict=True)}
     if "grid" in held:
         return str(held["grid"].fn.__name__)
     if "function" in held:
