@@ -32,7 +32,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly test-wheels lint format protos protos-image settings bench bench-gpu simulate bench-peers clean
+.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly test-wheels lint format protos protos-image settings bench bench-gpu rehearse-gpu simulate bench-peers clean
 
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -57,8 +57,9 @@ test-arm:                 ## test them for ARM, in an emulator; needs g++-aarch6
 	then $(ARM_CXX) $(NATIVE) $$headers -fsyntax-only kernels/native/module.cpp; \
 	else echo "Python's headers are not for ARM too: kernels/native/module.cpp was not compiled for it"; fi
 
+# One worker, which is replaced where a fault of a kernel has lost the GPU to its process.
 test-gpu: $(DEV)          ## test kernels, runner and server on the GPU of this machine
-	@TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "not slow" --timeout=600 $(GPU_TESTS) $(ARGS)
+	@TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "not slow" -n 1 --max-worker-restart 100 -p bench.gpu.device_faults $(GPU_TESTS) $(ARGS)
 
 test-all: $(DEV)          ## run the tests and the slow ones
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly and not gpu" --timeout=1800 $(ARGS)
@@ -94,8 +95,11 @@ settings: $(SERVE)        ## regenerate docs/settings.md from the declaration of
 bench: $(DEV)             ## one workload on Pagoda and every installed peer, through gRPC; ARGS="--workload rag …"
 	@$(BIN)/python -m bench $(ARGS)
 
-bench-gpu: $(DEV)         ## the kernels, decode step and server on this GPU, in under 8 minutes; ARGS="--out …"
+bench-gpu: $(DEV)         ## kernels, decode steps, tests and server on this GPU, in under 10 minutes; ARGS="--out …"
 	@$(BIN)/python -m bench.gpu $(ARGS)
+
+rehearse-gpu: $(DEV)      ## the same with tiny shapes on a simulated card, in about a minute; fails if a part does
+	@$(BIN)/python -m bench.gpu --rehearse --out build/rehearsal $(ARGS)
 
 simulate: $(DEV)          ## the scheduling policies in simulated time; ARGS="--requests 1000000 --loads ''"
 	@$(BIN)/python -m bench.simulate $(ARGS)

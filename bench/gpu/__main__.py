@@ -42,6 +42,7 @@ PARTS = (
     Part("tests of kernels", 55, "bench.gpu.checks", "kernel_rows"),
     Part("tests of the runner", 30, "bench.gpu.checks", "runner_rows"),
     Part("tests of the server", 20, "bench.gpu.checks", "server_rows"),
+    Part("compute-sanitizer", 30, "bench.gpu.checks", "sanitizer_rows"),
     Part("serving", 55, "bench.gpu.serving"),
 )
 

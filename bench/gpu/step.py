@@ -158,8 +158,8 @@ class _Model:
         info = self.runner.info
         scheduler = Scheduler(
             BlockPool(info.num_blocks, info.kv_cache.block_size),
-            max_num_seqs=self.config.max_num_seqs,
-            token_budget=self.config.token_budget,
+            max_num_seqs=info.limits.max_num_seqs,
+            token_budget=info.limits.token_budget,
             max_model_len=info.max_model_len,
             prefix_caching=False,
             clock=time.monotonic,

@@ -12,14 +12,13 @@ import tarfile
 import time
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from bench.gpu import checks, evidence
+from bench.gpu import evidence
 from bench.gpu.__main__ import LEAST_S, LIMIT_S, PARTS, find_launch, run, seconds_for
 from bench.gpu.breakdown import Breakdown, Kernel, Span
 from bench.gpu.random_model import write_model
@@ -204,40 +203,6 @@ def test_a_worker_whose_parent_is_gone_ends() -> None:
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
     )
     assert result.returncode == 128 + signal.SIGTERM
-
-
-TESTS = """
-import pytest, time
-
-@pytest.mark.parametrize("number", range(3))
-def test_good(number): pass
-
-def test_bad(): assert 1 + 1 == 3, "sums"
-
-@pytest.mark.skip
-def test_skipped(): pass
-
-def test_endless(): time.sleep(1000)
-"""
-
-
-def test_tests_are_told_of_by_file_and_those_that_the_limit_cuts_off_are_missed(tmp_path: Path) -> None:
-    (tmp_path / "test_some.py").write_text(TESTS)
-    (tmp_path / "test_broken.py").write_text("import nothing_of_that_name")
-    limited = replace(bench(1.0), is_small=False, limit_s=8.0)
-    files = [str(tmp_path / "test_broken.py"), str(tmp_path / "test_some.py")]
-    broken, some, all = checks._rows("tests", files, limited)
-    assert (broken.rate, broken.met) == (0.0, False)
-    assert broken.error == "its import: ModuleNotFoundError: No module named 'nothing_of_that_name'"
-    assert (some.rate, some.met, some.figures) == (3.0, False, {"failed": 1.0, "skipped": 1.0})
-    assert some.error == "test_bad: AssertionError: sums"
-    assert all.error == "tests missing here had not run after 5 s"
-
-
-def test_a_pytest_that_does_not_work_is_told_of(tmp_path: Path) -> None:
-    (row,) = checks._rows("tests", [str(tmp_path / "absent.py")], replace(bench(1.0), is_small=False, limit_s=60.0))
-    assert row.error.startswith("pytest ended with 4: ")
-    assert "absent.py" in row.error
 
 
 def work(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,9 @@ from pagoda_server.engine.core.sequence import SamplingParams
 from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.engine.runners import load, loaded_model
 from pagoda_server.engine.runners.cuda.outcomes import DeviceStep
+from pagoda_server.engine.serving.main import engine_info
 from pagoda_server.kernels import load_backend
-from pagoda_server.settings.engine import EngineConfig
+from pagoda_server.settings.engine import EngineConfig, StepLimits
 from tests.engine import test_device_runner
 from tests.engine.test_device_runner import *  # noqa: F403
 from tests.engine.test_device_runner import PARAMS, Served, ask, device_runner, one_by_one, outputs
@@ -133,6 +135,55 @@ def test_the_default_model_starts_on_a_card_of_two_gigabytes_and_answers(
     seq = served.add(tokenizer.encode(question, add_special_tokens=False).ids, SamplingParams(max_tokens=10))
     served.run()
     assert "Stockholm" in tokenizer.decode(seq.tokens[seq.request.prompt_len :])
+
+
+GPU_LIMITS = StepLimits(max_num_seqs=256, token_budget=8192)
+
+
+@pytest.fixture
+def unlimited(llama: Path) -> EngineConfig:
+    return EngineConfig(str(llama), dtype="float32", max_model_len=120)
+
+
+@pytest.fixture
+def _reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded_model, "choose_backend", lambda *_: "reference")
+
+
+@pytest.mark.usefixtures("_reference_kernels")
+def test_by_default_a_card_runs_256_sequences_and_computes_8192_tokens_a_step(
+    unlimited: EngineConfig, cuda: SimulatedCuda
+) -> None:
+    cuda.capacity = 1 << 30
+    runner = load.load_runner(unlimited, Path(unlimited.model), no_progress)
+    assert runner.info.limits == GPU_LIMITS
+    (Path(unlimited.model) / "tokenizer.json").touch()
+    settings = engine_info(unlimited, runner, Path(unlimited.model)).settings
+    assert (settings["max_num_seqs"], settings["token_budget"]) == ("256", "8192")
+
+
+@pytest.mark.usefixtures("_reference_kernels")
+def test_on_a_card_that_is_too_small_for_them_the_defaults_shrink_and_the_log_says_so(
+    unlimited: EngineConfig, cuda: SimulatedCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda.capacity = 10 << 20
+    runner = load.load_runner(unlimited, Path(unlimited.model), no_progress)
+    limits = runner.info.limits
+    assert 64 <= limits.max_num_seqs < GPU_LIMITS.max_num_seqs
+    assert 512 <= limits.token_budget < GPU_LIMITS.token_budget
+    assert runner.info.token_capacity >= limits.token_budget
+    assert "steps of 256 sequences and 8192 tokens are too large for this device: not enough" in caplog.messages[0]
+
+
+@pytest.mark.usefixtures("_reference_kernels")
+def test_limits_that_are_set_do_not_shrink_and_the_error_names_their_flags(
+    unlimited: EngineConfig, cuda: SimulatedCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda.capacity = 10 << 20
+    config = replace(unlimited, max_num_seqs=256, token_budget=8192)
+    with pytest.raises(ConfigError, match=r"not enough device memory for .*--max-num-seqs, --token-budget"):
+        load.load_runner(config, Path(config.model), no_progress)
+    assert caplog.messages == []
 
 
 def test_a_fault_that_the_card_keeps_ends_the_engine_and_not_one_request_after_the_other(

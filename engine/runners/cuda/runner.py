@@ -36,7 +36,8 @@ class DeviceRunner:
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, progress: Progress = no_progress) -> None:
-        device, block_size, self._most = loaded.device, loaded.spec.block_size, config.max_num_seqs
+        device, block_size, limits = loaded.device, loaded.spec.block_size, config.step_limits(loaded.device.type)
+        self._most = limits.max_num_seqs
         self.lookahead = 0 if config.overlap == "off" else 1
         self._ops, self._model, self._device = loaded.ops, loaded.model, device
         model = loaded.model.config
@@ -47,7 +48,7 @@ class DeviceRunner:
             self._outcomes = Outcomes(2 * self._most, device)
             self._copies = CopyInputs(self._most, device)
             self._decodes = DecodeInputs(self._most, self._rows, block_size, model.windows, device)
-            self._prompts = PromptInputs(config.token_budget, self._most, self._rows, block_size, model.windows, device)
+            self._prompts = PromptInputs(limits.token_budget, self._most, self._rows, block_size, model.windows, device)
         self._cache: list[PagedKV] = []
         self._host: HostCopies | None = None
         self._graphs = DecodeGraphs(self._decode, self._most)
@@ -64,7 +65,7 @@ class DeviceRunner:
                 self._graphs.capture(progress)
             # After the captures, because each of them gives back all memory that is not in use.
             with enough_memory("prompts of the largest step", *_STEP_FLAGS):
-                self.warm_up(config.token_budget)
+                self.warm_up(limits.token_budget)
 
     def execute(self, plan: StepPlan) -> Sampled:
         """Launch a step and wait for its outcome."""
@@ -134,7 +135,7 @@ class DeviceRunner:
             return int(config.kv_cache_gb * 1e9)
         if loaded.device.type == "cpu":
             return DEFAULT_CPU_BYTES
-        token_budget = min(config.token_budget, self._most * loaded.longest)
+        token_budget = min(config.step_limits(loaded.device.type).token_budget, self._most * loaded.longest)
         plan = largest_plan(token_budget, self._most, loaded.spec.block_size)
         num_blocks = max(chunk.seq.blocks[-1] for chunk in plan.chunks) + 1
         with enough_memory("one step", *_STEP_FLAGS):
