@@ -31,7 +31,7 @@ GRACE_S = 5.0  # from SIGTERM to SIGKILL
 
 # Numbers come before tests of detail: if time runs out, or the machine goes, they are there.
 PARTS = (
-    Part(CEILINGS, 20, "bench.gpu.rows", "ceiling_rows"),
+    Part(CEILINGS, 30, "bench.gpu.rows", "ceiling_rows"),
     Part("decode attention", 50, "bench.gpu.attention", "decode_rows"),
     Part("decode step 8B", 90, "bench.gpu.step", shape="LLAMA_8B"),
     Part("projections", 60, "bench.gpu.layers", "projection_rows"),
@@ -42,8 +42,8 @@ PARTS = (
     Part("tests of kernels", 55, "bench.gpu.checks", "kernel_rows"),
     Part("tests of the runner", 30, "bench.gpu.checks", "runner_rows"),
     Part("tests of the server", 20, "bench.gpu.checks", "server_rows"),
+    Part("serving", 60, "bench.gpu.serving"),
     Part("compute-sanitizer", 30, "bench.gpu.checks", "sanitizer_rows"),
-    Part("serving", 55, "bench.gpu.serving"),
 )
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
