@@ -77,13 +77,13 @@ class Report:
         breakdowns = self._breakdowns()
         record = {"card": self.card, "date": self._date, "elapsed_s": round(self.elapsed_s, 1)}
         record |= {"rows": [dataclasses.asdict(row) for row in self.rows]}
-        _replace(self._out / "gpu.json", json.dumps(record, indent=1) + "\n")
+        _write_whole(self._out / "gpu.json", json.dumps(record, indent=1) + "\n")
         kernels = [dataclasses.asdict(breakdown) for breakdown in breakdowns]
-        _replace(self._out / "breakdown.json", json.dumps(kernels, indent=1) + "\n")
+        _write_whole(self._out / "breakdown.json", json.dumps(kernels, indent=1) + "\n")
         what = ", ".join(f"{name} {value}" for name, value in self.card.items())
         page = [f"# On a GPU\n\n{self._date}; {what}; {self.elapsed_s:.0f} s. {summary(self.rows)}.\n"]
         page += [table.markdown() for table in self.tables()]
-        _replace(self._out / "gpu.md", "\n".join(page))
+        _write_whole(self._out / "gpu.md", "\n".join(page))
 
     def tables(self) -> list[Cells]:
         """Return a table per part, in the order in which they ran, and one per breakdown."""
@@ -97,7 +97,7 @@ class Report:
         return found
 
 
-def _replace(path: Path, text: str) -> None:
+def _write_whole(path: Path, text: str) -> None:
     """Write a file at once: whatever ends this process leaves the old one or the new one."""
     beside = path.with_name(f".{path.name}")
     beside.write_text(text)
