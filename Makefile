@@ -32,7 +32,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly test-wheels lint format protos protos-image settings bench bench-gpu simulate bench-peers clean
+.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly test-wheels lint format protos protos-image settings bench bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
 
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -95,8 +95,19 @@ settings: $(SERVE)        ## regenerate docs/settings.md from the declaration of
 bench: $(DEV)             ## one workload on Pagoda and every installed peer, through gRPC; ARGS="--workload rag …"
 	@$(BIN)/python -m bench $(ARGS)
 
-bench-gpu: $(DEV)         ## the kernels, decode step and server on this GPU, in under 8 minutes; ARGS="--out …"
+bench-gpu: $(DEV)         ## kernels, decode steps, tests and server on this GPU, in under 10 minutes; ARGS="--out …"
 	@$(BIN)/python -m bench.gpu $(ARGS)
+
+rehearse-gpu: $(DEV)      ## the same with tiny shapes on a simulated card, in about a minute; fails if a part does
+	@$(BIN)/python -m bench.gpu --rehearse --out build/rehearsal $(ARGS)
+
+# gRPC and protobuf too: the stubs need releases that such a machine need not have.
+gpu-wheels:               ## what a GPU machine without a network may lack, for its Python 3.12: build/gpu-wheels
+	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --dest build/gpu-wheels \
+		--python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+		'grpcio>=1.76,<2' 'protobuf>=6.33.5,<7' grpcio-health-checking==1.76.0 grpcio-reflection==1.76.0 \
+		grpcio-status==1.76.0 'googleapis-common-protos<2' 'pytest-asyncio>=1.2,<2' 'gguf>=0.17,<1'
+	@ls build/gpu-wheels
 
 simulate: $(DEV)          ## the scheduling policies in simulated time; ARGS="--requests 1000000 --loads ''"
 	@$(BIN)/python -m bench.simulate $(ARGS)

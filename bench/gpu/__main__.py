@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -20,7 +21,7 @@ import typer
 from rich.console import Console
 
 from bench.gpu import evidence, report
-from bench.gpu.rows import CEILINGS, Ceilings, Row, ceilings_of, failed
+from bench.gpu.rows import CEILINGS, Row, ceilings_of, failed
 from bench.gpu.worker import CARD_IS_LOST, Part, Settings
 from bench.processes import spawned
 
@@ -30,7 +31,7 @@ GRACE_S = 5.0  # from SIGTERM to SIGKILL
 
 # Numbers come before tests of detail: if time runs out, or the machine goes, they are there.
 PARTS = (
-    Part(CEILINGS, 20, "bench.gpu.rows", "ceiling_rows"),
+    Part(CEILINGS, 30, "bench.gpu.rows", "ceiling_rows"),
     Part("decode attention", 50, "bench.gpu.attention", "decode_rows"),
     Part("decode step 8B", 90, "bench.gpu.step", shape="LLAMA_8B"),
     Part("projections", 60, "bench.gpu.layers", "projection_rows"),
@@ -41,9 +42,9 @@ PARTS = (
     Part("tests of kernels", 55, "bench.gpu.checks", "kernel_rows"),
     Part("tests of the runner", 30, "bench.gpu.checks", "runner_rows"),
     Part("batch sizes", 20, "bench.gpu.batches"),
-    Part("tests of the server", 20, "bench.gpu.checks", "server_rows"),
+    Part("tests of the server", 25, "bench.gpu.checks", "server_rows"),
+    Part("serving", 60, "bench.gpu.serving"),
     Part("compute-sanitizer", 30, "bench.gpu.checks", "sanitizer_rows"),
-    Part("serving", 55, "bench.gpu.serving"),
 )
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -78,27 +79,27 @@ def main(
         # Whether kernels are interpreted is chosen when they are defined.
         os.environ["TRITON_INTERPRET"] = str(int(rehearse))
         try:
-            evidence.describe_machine(Path(folder) / "machine.txt")
             if wheels is not None:
                 evidence.install(wheels, Path(site), Path(folder) / "wheels.log")
+            evidence.describe_machine(Path(folder) / "machine.txt")
         except Exception as failure:  # most parts need none of them
             result.add(failed("installation", "", failure))
         try:
             for at, part in enumerate(wanted):
                 given_s = seconds_for(wanted[at:], limit_s - result.elapsed_s)
-                if given_s < LEAST_S:
-                    result.add(Row(part.name, "", error="no time left"))
-                    continue
-                ceilings = ceilings_of([row for row in result.rows if row.part == CEILINGS])
-                for row in run(part, rehearse, ceilings, given_s, result.card, Path(folder)):
+                for row in run(part, rehearse, given_s, result):
                     result.add(row)
                     console.print(f"[{result.elapsed_s:4.0f} s] {row.part}: {row.case} {row.error}", markup=False)
                 result.write_logs()
+            if result.lost and limit_s - result.elapsed_s >= LEAST_S:
+                result.add(find_launch(result.lost[0], rehearse, limit_s - result.elapsed_s, result))
         finally:
             result.write_logs()
     for table in result.tables():
         console.print(report.shown(table), "")
     console.print(f"{report.summary(result.rows)}. Report and logs: {out}")
+    if rehearse and any(row.time_us is None and row.rate is None for row in result.rows):
+        raise typer.Exit(1)
 
 
 def _named(names: str) -> list[Part]:
@@ -115,40 +116,54 @@ def seconds_for(parts: Sequence[Part], left_s: float) -> float:
     return min(left_s, max(LEAST_S, share * left_s))
 
 
-def run(
-    part: Part, rehearse: bool, ceilings: Ceilings, limit_s: float, card: dict[str, str], folder: Path
-) -> Iterator[Row]:
-    """Yield the rows of a part as they arrive; fill `card` with the device and versions. Logs go into `folder`.
+def find_launch(part: Part, rehearse: bool, limit_s: float, result: report.Report) -> Row:
+    """Run a part in which the card faulted again, with launches that block: the traceback is that of the launch."""
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    again = replace(part, name=f"{part.name} blocking")
+    errors = [row for row in run(again, rehearse, limit_s, result) if row.error]
+    if again not in result.lost:
+        return Row(again.name, "", error="the card did not fault again")
+    return Row(again.name, errors[-1].case, error=errors[-1].error)
+
+
+def run(part: Part, rehearse: bool, limit_s: float, result: report.Report) -> Iterator[Row]:
+    """Yield the rows of a part as they arrive; add to `result` the card, the logs, and whether the card was lost.
 
     After a fault a card answers nothing more in that process: a new one goes on with the cases that are left.
     """
+    if limit_s < LEAST_S:
+        yield Row(part.name, "", error="no time left")
+        return
     ends = time.monotonic() + limit_s
-    own = folder / part.name.replace(" ", "-")
-    own.mkdir()
+    ceilings = ceilings_of([row for row in result.rows if row.part == CEILINGS])
+    folder = result.evidence / part.name.replace(" ", "-")
+    folder.mkdir()
     done: list[tuple[str, str]] = []
-    for attempt in range(1, 1000):
-        left_s = ends - time.monotonic()
-        settings = Settings(part, rehearse, str(own), left_s, ceilings.bytes_per_s, ceilings.flops_per_s, done)
-        log = own / f"worker-{attempt}.log"
-        num_done = len(done)
+    code, attempt, may_go_on = CARD_IS_LOST, 0, True
+    while code == CARD_IS_LOST and may_go_on and (left_s := ends - time.monotonic()) > 0:
+        attempt, num_before = attempt + 1, len(done)
+        settings = Settings(part, rehearse, str(folder), left_s, ceilings.bytes_per_s, ceilings.flops_per_s, done)
+        log = folder / f"worker-{attempt}.log"
         with spawned([sys.executable, "-m", "bench.gpu.worker", settings.line()], log, subprocess.PIPE) as process:
             assert process.stdout is not None
             with _killed_after(process.pid, left_s):
                 for line in process.stdout:
                     if (told := json.loads(line)).keys() == {"card"}:
-                        card.update(told["card"])
+                        result.card.update(told["card"])
                     else:
                         row = Row(**told)
                         done.append((row.part, row.case))
                         yield row
                 code = process.wait()
-        if code == CARD_IS_LOST and len(done) > num_done and ends - time.monotonic() >= LEAST_S:
-            continue
-        if code != 0:
-            is_late = time.monotonic() >= ends
-            why = f"was ended after {limit_s:.0f} s" if is_late else f"died with {code}: {_last_line(log)}"
-            yield Row(part.name, "", error=f"the process {why}")
-        return
+        if code == CARD_IS_LOST and part not in result.lost:
+            result.lost.append(part)
+        may_go_on = len(done) > num_before and done[-1] != (part.name, "")  # that row is of the part as a whole
+    if code not in (0, CARD_IS_LOST):
+        is_late = time.monotonic() >= ends
+        why = f"was ended after {limit_s:.0f} s" if is_late else f"died with {code}: {_last_line(log)}"
+        yield Row(part.name, "", error=f"the process {why}")
+    elif not done:
+        yield Row(part.name, "", error="it measured nothing")
 
 
 @contextlib.contextmanager

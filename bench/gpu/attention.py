@@ -240,8 +240,10 @@ def _varlen_contiguous(
         torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=bench.device)
         for length in (query_len, context)
     )
-    window = _window(query_len)
-    return partial(attend, q, keys, values, query_start, key_start, query_len, context, window_size=window)
+    window: dict[str, object] = {"window_size": _window(query_len)}
+    if "window_size" not in inspect.signature(attend).parameters:
+        window = {"is_causal": query_len > 1}
+    return partial(attend, q, keys, values, query_start, key_start, query_len, context, **window)
 
 
 def _window(query_len: int) -> tuple[int, int]:

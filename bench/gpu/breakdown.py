@@ -38,11 +38,11 @@ class Kernel:
 @dataclass(frozen=True, slots=True)
 class Breakdown:
     """
-    steps       steps that ended in the window
-    window_us   from the start of the first kernel to the end of the last one
-    busy_us     time in which at least one kernel ran
+    steps           steps that ended in the window
+    window_us       from the start of the first kernel to the end of the last one
+    busy_us         time in which at least one kernel ran
     longest_gap_us  longest time in which none did
-    kernels     by name, longest in total first
+    kernels         by name, longest in total first
     """
 
     what: str
@@ -88,7 +88,7 @@ class Breakdown:
         return cls(**values | {"kernels": [Kernel(**kernel) for kernel in values["kernels"]]})
 
     def table(self) -> Cells:
-        """Per step; the shares are of the window, so that they and the idle time make up all of it."""
+        """Times per step, as shares of the window. Kernels that overlap count in full, each of them."""
         steps = max(1, self.steps)
         rows = [
             _line(kernel.name[:LONGEST_NAME], kernel.calls / steps, kernel.time_us / steps, self.window_us / steps)

@@ -31,7 +31,10 @@ ROOT = Path(__file__).parent.parent.parent
 KERNELS = ["tests/kernels/triton"]
 RUNNER = ["tests/engine/test_device_runner.py", "tests/engine/test_on_gpu.py"]
 SERVER = ["tests/end_to_end/test_on_gpu.py"]
-SMOKE = ["tests/kernels/triton/test_silu_and_mul.py"]
+# A rehearsal runs these, which need no GPU.
+SMALL_KERNELS = ["tests/kernels/triton/test_silu_and_mul.py"]
+SMALL_RUNNER = ["tests/engine/test_device_runner_simulated.py::test_launching_waits_for_nothing"]
+SMALL_SERVER = ["tests/end_to_end/test_generate.py::test_tokens_and_text_are_those_computed_by_hand"]
 MOST_PROCESSES = 12  # that compile kernels at once; each has its own context on the GPU
 TEST_TIMEOUT_S = 120
 POLL_S = 0.2
@@ -40,6 +43,7 @@ AGAIN_S = 40.0  # at most, for the first failure's second run: other tests end s
 AGAIN_SHARE = 0.25  # … or by this part of the limit
 BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 SANITIZER = "compute-sanitizer"
+SANITIZED = (SANITIZER, "--tool=memcheck", "--target-processes=all", "--error-exitcode=86")
 SANITIZED_AT_ONCE = 4
 MOST_TOLD = 3  # failures that the row of a file names
 
@@ -55,27 +59,28 @@ class _File:
 
 def kernel_rows(bench: Bench) -> Iterator[Row]:
     """Test every kernel against its reference, in several processes, since compiling takes most of the time."""
-    if bench.is_small:
-        yield from _rows("tests of kernels", [SMOKE], bench)
-    else:
-        yield from _rows("tests of kernels", [KERNELS], bench, in_parallel=True)
+    groups = [SMALL_KERNELS if bench.is_small else KERNELS]
+    yield from _rows("tests of kernels", groups, bench, in_parallel=not bench.is_small)
 
 
 def runner_rows(bench: Bench) -> Iterator[Row]:
     """Test graphs, overlap, memory and transformers' tokens, one by one, since some tests measure free memory."""
-    if not bench.is_small:
-        yield from _rows("tests of the runner", [[path] for path in RUNNER], bench)
+    groups = [SMALL_RUNNER] if bench.is_small else [[path] for path in RUNNER]
+    yield from _rows("tests of the runner", groups, bench)
 
 
 def server_rows(bench: Bench) -> Iterator[Row]:
     """Test a whole server through gRPC."""
-    if not bench.is_small:
-        yield from _rows("tests of the server", [SERVER], bench)
+    yield from _rows("tests of the server", [SMALL_SERVER if bench.is_small else SERVER], bench)
 
 
 def sanitizer_rows(bench: Bench) -> Iterator[Row]:
-    """Run one test of each kernel's file under compute-sanitizer, which reports every access out of bounds."""
+    """Run one test of each kernel's file under compute-sanitizer, which reports every access out of bounds.
+
+    A rehearsal runs one without it.
+    """
     if bench.is_small:
+        yield from _sanitized(SMALL_KERNELS, bench, program=())
         return
     if shutil.which(SANITIZER) is None:
         yield Row(SANITIZER, "all", error=f"{SANITIZER} is not installed")
@@ -252,14 +257,13 @@ def _files(part: str, told: Sequence[Told]) -> Iterator[Row]:
         )
 
 
-def _sanitized(files: Sequence[str], bench: Bench) -> Iterator[Row]:
-    """Yield one row per file, as its test ends."""
+def _sanitized(files: Sequence[str], bench: Bench, program: Sequence[str] = SANITIZED) -> Iterator[Row]:
+    """Run a test of each file under a program; yield one row per file, as its test ends."""
     ends = time.monotonic() + bench.limit_s - MARGIN_S
 
     def sanitize(file: str) -> Row:
         log = bench.evidence / f"{SANITIZER}, {Path(file).stem}.log"
-        command = [SANITIZER, "--tool=memcheck", "--target-processes=all", "--error-exitcode=86"]
-        command += _command([file], in_parallel=False)
+        command = [*program, *_command([file], in_parallel=False)]
         code = _run_to_end(command, Choice(one_per_file=True), {}, log, lambda: ends - time.monotonic())
         errors = [line.strip("= ") for line in log.read_text().splitlines() if "Invalid __" in line]
         if code == 0:

@@ -13,6 +13,8 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.gpu import ROOT, SOURCES
+
 ARCHIVE = "logs.tar.gz"
 MOST_BYTES = 15 << 20  # of all logs before they are compressed, so that the archive stays under 16 MiB
 MOST_BYTES_EACH = 2 << 20
@@ -26,13 +28,11 @@ OFFLINE = {
     "PIP_RESUME_RETRIES": "0",
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
 }
-ROOT = Path(__file__).parent.parent.parent
-SOURCES = (ROOT, ROOT / "src", ROOT / "clients" / "python")  # found also where nothing of ours is installed
 
 
 def environment(site: Path | None = None) -> dict[str, str]:
     """Return the variables of all processes: no network, and modules from `site`, then from this checkout."""
-    places = [*([site] if site else []), *SOURCES]
+    places = [*([site] if site else []), ROOT, *SOURCES]
     path = os.pathsep.join([*map(str, places), *filter(None, [os.environ.get("PYTHONPATH")])])
     return OFFLINE | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 

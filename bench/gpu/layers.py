@@ -31,6 +31,7 @@ MANY = 8192  # rows, where only bandwidth counts
 DECODES = (1, 32, 128)
 # The first ones tell most: time may run out.
 PROJECTION_ROWS = (1, 32, 128, 512, 2048, 8192, 8, 64, 256, 1024, 4096, 2, 4, 16)
+FEW_ROWS = 64  # of a product that a decode step makes: it must read the weight at the speed of a copy
 MOST_HEAD_ROWS = 256  # only the last token of a sequence has logits
 CHECKED_ROWS = 256  # of a result, spread over all
 AT_ONCE, FAST = Bar(time_us=3), Bar(fraction=0.85)
@@ -190,5 +191,5 @@ def _projection(
         error=error,
         tolerance=tolerance,
         others={"torch bfloat16": lambda: [partial(functional.linear, x, weight) for weight in weights]},
-        bar=FAST,
+        bar=FAST if count <= FEW_ROWS else None,
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu import breakdown
-from bench.gpu.simulated_cuda import SimulatedCuda, Work
+from bench.gpu.simulated_cuda import SimulatedCuda
 from pagoda_server.engine.runners import loaded_model
 from pagoda_server.kernels import Backend, HeadNorms, PagedKV, load_backend
 from pagoda_server.kernels.triton import timing
@@ -41,18 +41,18 @@ class _RecordingCuda(SimulatedCuda):
         super().__init__(is_late=False)
         self.spans: list[tuple[str, float, float]] | None = None
 
-    def launch(self, work: Work) -> None:
-        if self.spans is None or self.captured is not None:
-            super().launch(work)
+    def launch(self, work: Any, *stream: Any) -> None:
+        name, spans = _name(work), self.spans
+        if name is None or spans is None or self.captured is not None:
+            super().launch(work, *stream)
             return
-        spans = self.spans
 
         def recorded() -> None:
             started = time.perf_counter()
             work()
-            spans.append((_name(work), 1e6 * started, 1e6 * time.perf_counter()))
+            spans.append((name, 1e6 * started, 1e6 * time.perf_counter()))
 
-        super().launch(recorded)
+        super().launch(recorded, *stream)
 
 
 @contextmanager
@@ -124,13 +124,13 @@ def _event(name: str, start: float, end: float) -> SimpleNamespace:
     return SimpleNamespace(name=name, time_range=times, device_type=SimpleNamespace(name="CUDA"))
 
 
-def _name(work: Work) -> str:
-    """The op or the kernel that a launched work runs: it is among what the work's function refers to."""
+def _name(work: Any) -> str | None:
+    """The op or the kernel that a launched work runs: its function refers to it. None: it is an event or the like."""
     held: dict[str, Any] = {}
-    if (code := getattr(work, "__code__", None)) and work.__closure__:  # type: ignore[attr-defined]
-        held = {name: cell.cell_contents for name, cell in zip(code.co_freevars, work.__closure__, strict=True)}  # type: ignore[attr-defined]
+    if (code := getattr(work, "__code__", None)) and work.__closure__:
+        held = {name: cell.cell_contents for name, cell in zip(code.co_freevars, work.__closure__, strict=True)}
     if "grid" in held:
         return str(held["grid"].fn.__name__)
     if "function" in held:
         return str(held["function"].__name__)
-    return str(held.get("func", "copy"))
+    return str(held["func"]) if "func" in held else "copy" if "values" in held else None

@@ -17,6 +17,7 @@ from rich.table import Table
 from bench.gpu.breakdown import FILES, Breakdown
 from bench.gpu.evidence import archive
 from bench.gpu.rows import Row
+from bench.gpu.worker import Part
 from bench.report import NONE, Cells
 
 HEADINGS = ["case", "µs", "rate", "of the limit", "bar", "others", "notes"]
@@ -48,15 +49,17 @@ class Report:
     out        folder of these files; they are all that a machine that is given back leaves
     evidence   folder of logs and breakdowns, which parts fill
     started    time.monotonic() when the benchmark began
+    lost       parts of which a process lost the card, by a fault
     """
 
     def __init__(self, out: Path, evidence: Path, started: float) -> None:
         self._out = out
-        self._evidence = evidence
+        self.evidence = evidence
         self._started = started
         self._date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.rows: list[Row] = []
         self.card: dict[str, str] = {}
+        self.lost: list[Part] = []
 
     @property
     def elapsed_s(self) -> float:
@@ -68,19 +71,19 @@ class Report:
 
     def write_logs(self) -> None:
         self.write()
-        archive(self._evidence, self._out)
+        archive(self.evidence, self._out)
 
     def write(self) -> None:
         breakdowns = self._breakdowns()
         record = {"card": self.card, "date": self._date, "elapsed_s": round(self.elapsed_s, 1)}
         record |= {"rows": [dataclasses.asdict(row) for row in self.rows]}
-        _replace(self._out / "gpu.json", json.dumps(record, indent=1) + "\n")
+        _write_whole(self._out / "gpu.json", json.dumps(record, indent=1) + "\n")
         kernels = [dataclasses.asdict(breakdown) for breakdown in breakdowns]
-        _replace(self._out / "breakdown.json", json.dumps(kernels, indent=1) + "\n")
+        _write_whole(self._out / "breakdown.json", json.dumps(kernels, indent=1) + "\n")
         what = ", ".join(f"{name} {value}" for name, value in self.card.items())
         page = [f"# On a GPU\n\n{self._date}; {what}; {self.elapsed_s:.0f} s. {summary(self.rows)}.\n"]
         page += [table.markdown() for table in self.tables()]
-        _replace(self._out / "gpu.md", "\n".join(page))
+        _write_whole(self._out / "gpu.md", "\n".join(page))
 
     def tables(self) -> list[Cells]:
         """Return a table per part, in the order in which they ran, and one per breakdown."""
@@ -88,13 +91,13 @@ class Report:
 
     def _breakdowns(self) -> list[Breakdown]:
         found = []
-        for path in sorted(self._evidence.rglob(FILES)):
+        for path in sorted(self.evidence.rglob(FILES)):
             with contextlib.suppress(ValueError):  # it is being written
                 found.append(Breakdown.read(path))
         return found
 
 
-def _replace(path: Path, text: str) -> None:
+def _write_whole(path: Path, text: str) -> None:
     """Write a file at once: whatever ends this process leaves the old one or the new one."""
     beside = path.with_name(f".{path.name}")
     beside.write_text(text)

@@ -90,6 +90,7 @@ def main(line: str) -> None:
     faulthandler.register(signal.SIGTERM, chain=True)  # the log says where it was, even inside a driver that hangs
     threading.Thread(target=end_with_parent, daemon=True).start()
     settings = Settings.parse(line)
+    started = time.monotonic()
     with ExitStack() as stack:
         if settings.is_small:
             from bench.gpu.rehearsal import simulated_card
@@ -99,6 +100,7 @@ def main(line: str) -> None:
         code = 0
         for row in rows(settings):
             answers.write(row.line() + "\n")
+            print(f"[{time.monotonic() - started:.1f} s] {row.line()}", file=sys.stderr, flush=True)
             if row.error and not card_works():
                 code = CARD_IS_LOST
                 break

@@ -5,7 +5,6 @@ Tests run on both. Kernels are the reference's, except where a test asks for Tri
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,11 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
-from bench.gpu.rows import Bench, Ceilings
+from bench.gpu.rehearsal import launched_reference
 from bench.gpu.simulated_cuda import SimulatedCuda
-from bench.gpu.worker import PARTS
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import SamplingParams
@@ -26,8 +23,7 @@ from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.engine.runners import load, loaded_model
 from pagoda_server.engine.runners.cuda.outcomes import DeviceStep
 from pagoda_server.engine.serving.main import engine_info
-from pagoda_server.kernels import Backend, HeadNorms, PagedKV, load_backend
-from pagoda_server.kernels.triton import timing
+from pagoda_server.kernels import load_backend
 from pagoda_server.settings.engine import EngineConfig, StepLimits
 from tests.engine import test_device_runner
 from tests.engine.test_device_runner import *  # noqa: F403
@@ -60,23 +56,6 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         own = {"reference": reference}.get
         monkeypatch.setattr(loaded_model, "load_backend", lambda name: own(name) or load_backend(name))
         yield device
-
-
-def launched_reference(device: SimulatedCuda) -> Backend:
-    """The reference ops, treated as kernels of the simulated GPU: faster than Triton's interpreter."""
-    reference = load_backend("reference")
-
-    def queries(
-        qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
-    ) -> Tensor:
-        return qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv.num_kv_heads, kv.head_dim)
-
-    return replace(
-        reference,
-        paged_attention=device.as_kernel(reference.paged_attention, lambda q, kv, plan: torch.empty_like(q)),
-        rope_and_store_kv=device.as_kernel(reference.rope_and_store_kv, queries),
-        sample_rows=device.as_kernel(reference.sample_rows, lambda *_: None),
-    )
 
 
 @contextmanager
@@ -245,17 +224,3 @@ def test_what_sequences_start_with_is_sent_while_the_step_before_is_computed(
     assert len(plan.chunks) == 6
     assert cuda.num_launched > 50, "nothing of the step has run"
     served.scheduler.commit(plan, launched.result())
-
-
-def test_every_part_of_the_gpu_benchmark_runs_on_a_card(
-    cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    cuda.capacity = 1 << 30
-    for name, value in (("MIN_CALLS", 1), ("REPLAYS", 1), ("WARM_UP_S", 0.0)):
-        monkeypatch.setattr(timing, name, value)
-    monkeypatch.delattr("bench.gpu.attention._varlen")  # FlashAttention is not compiled for a CPU
-    bench = Bench(torch.device("cuda"), timing.cuda_timer, Ceilings(1e12, 1e14), is_small=True, evidence=tmp_path)
-    in_this_thread = [part for part in PARTS if part.module not in ("bench.gpu.step", "bench.gpu.serving")]
-    with torch.inference_mode():
-        rows = [row for part in in_this_thread for row in part.rows(bench)]
-    assert [row.error for row in rows if row.time_us is None or math.isnan(row.time_us)] == []
