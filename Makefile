@@ -27,7 +27,8 @@ endef
 
 # Those of the first line run in Triton's interpreter too, as a part of `make test`.
 GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
-	tests/engine/test_on_gpu.py tests/end_to_end/test_on_gpu.py
+	tests/engine/test_on_gpu.py tests/end_to_end/test_on_gpu.py \
+	tests/bench/test_gpu_batches.py::test_on_a_gpu_batches_change_no_token_in_float32_and_few_in_bfloat16
 
 help:                     ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile

@@ -41,7 +41,7 @@ PARTS = (
     Part("prefill attention", 40, "bench.gpu.attention", "prefill_rows"),
     Part("tests of kernels", 55, "bench.gpu.checks", "kernel_rows"),
     Part("tests of the runner", 30, "bench.gpu.checks", "runner_rows"),
-    Part("batch sizes", 20, "bench.gpu.batches"),
+    Part("batch sizes", 25, "bench.gpu.batches"),
     Part("tests of the server", 25, "bench.gpu.checks", "server_rows"),
     Part("serving", 60, "bench.gpu.serving"),
     Part("compute-sanitizer", 30, "bench.gpu.checks", "sanitizer_rows"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,12 @@ from pagoda_server.engine.runners.cuda.outcomes import DeviceStep
 def bench(tmp_path: Path) -> Bench:
     unknown = Ceilings(math.nan, math.nan)
     return Bench(torch.device("cuda"), lambda calls: 0.0, unknown, is_small=True, evidence=tmp_path)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_batches_change_no_token_in_float32_and_few_in_bfloat16(bench: Bench) -> None:
+    found = list(batches.rows(replace(bench, is_small=False)))
+    assert [f"{row.case}: {row.rate:.1f} %" for row in found if not row.met] == []
 
 
 def rows(bench: Bench) -> list[Row]:
