@@ -94,8 +94,8 @@ def main(
                 result.add(find_launch(result.lost[0], rehearse, limit_s - result.elapsed_s, result))
         finally:
             result.write_logs()
-    for table in result.tables():
-        console.print(report.shown(table), "")
+        for table in result.tables():
+            console.print(report.shown(table), "")
     console.print(f"{report.summary(result.rows)}. Report and logs: {out}")
     if rehearse and any(row.time_us is None and row.rate is None for row in result.rows):
         raise typer.Exit(1)
