@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -95,8 +95,8 @@ def main(
                 result.add(find_launch(result.lost[0], rehearse, limit_s - result.elapsed_s, result))
         finally:
             result.write_logs()
-    for table in result.tables():
-        console.print(report.shown(table), "")
+        for table in result.tables():
+            console.print(report.shown(table), "")
     console.print(f"{report.summary(result.rows)}. Report and logs: {out}")
     if rehearse and any(row.time_us is None and row.rate is None for row in result.rows):
         raise typer.Exit(1)
@@ -118,18 +118,21 @@ def seconds_for(parts: Sequence[Part], left_s: float) -> float:
 
 def find_launch(part: Part, rehearse: bool, limit_s: float, result: report.Report) -> Row:
     """Run a part in which the card faulted again, with launches that block: the traceback is that of the launch."""
-    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
     again = replace(part, name=f"{part.name} blocking")
-    errors = [row for row in run(again, rehearse, limit_s, result) if row.error]
+    errors = [row for row in run(again, rehearse, limit_s, result, {"CUDA_LAUNCH_BLOCKING": "1"}) if row.error]
     if again not in result.lost:
         return Row(again.name, "", error="the card did not fault again")
     return Row(again.name, errors[-1].case, error=errors[-1].error)
 
 
-def run(part: Part, rehearse: bool, limit_s: float, result: report.Report) -> Iterator[Row]:
+def run(
+    part: Part, rehearse: bool, limit_s: float, result: report.Report, environment: Mapping[str, str] | None = None
+) -> Iterator[Row]:
     """Yield the rows of a part as they arrive; add to `result` the card, the logs, and whether the card was lost.
 
     After a fault a card answers nothing more in that process: a new one goes on with the cases that are left.
+
+    environment   variables added to this process's own
     """
     if limit_s < LEAST_S:
         yield Row(part.name, "", error="no time left")
@@ -144,7 +147,8 @@ def run(part: Part, rehearse: bool, limit_s: float, result: report.Report) -> It
         attempt, num_before = attempt + 1, len(done)
         settings = Settings(part, rehearse, str(folder), left_s, ceilings.bytes_per_s, ceilings.flops_per_s, done)
         log = folder / f"worker-{attempt}.log"
-        with spawned([sys.executable, "-m", "bench.gpu.worker", settings.line()], log, subprocess.PIPE) as process:
+        command = [sys.executable, "-m", "bench.gpu.worker", settings.line()]
+        with spawned(command, log, subprocess.PIPE, environment) as process:
             assert process.stdout is not None
             with _killed_after(process.pid, left_s):
                 for line in process.stdout:

@@ -19,7 +19,7 @@ from torch import Tensor
 from bench.gpu import breakdown
 from bench.gpu.simulated_cuda import SimulatedCuda
 from pagoda_server.engine.runners import loaded_model
-from pagoda_server.kernels import Backend, HeadNorms, PagedKV, load_backend
+from pagoda_server.kernels import Backend, PagedKV, load_backend
 from pagoda_server.kernels.triton import timing
 
 # Python imports a module of this name at its start: so the processes that a part starts find the card too.
@@ -99,9 +99,7 @@ def launched_reference(device: SimulatedCuda) -> Backend:
     """The reference ops, treated as kernels of the simulated GPU: faster than Triton's interpreter."""
     reference = load_backend("reference")
 
-    def queries(
-        qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, norms: HeadNorms | None = None
-    ) -> Tensor:
+    def queries(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: PagedKV, *_: object) -> Tensor:
         return qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv.num_kv_heads, kv.head_dim)
 
     return replace(

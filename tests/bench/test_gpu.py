@@ -52,6 +52,7 @@ def test_a_rehearsal_runs_parts_on_a_simulated_card_and_leaves_what_a_run_on_a_c
         command(tmp_path, "--parts", "decode step 1B,layers"), cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr + result.stdout
+    assert "tiny, decode of 3, context 24" in result.stdout
     assert {path.name for path in tmp_path.iterdir()} == ARTEFACTS
     record = json.loads((tmp_path / "gpu.json").read_text())
     assert record["card"]["gpu"] == "simulated"
