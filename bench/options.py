@@ -20,7 +20,7 @@ from pagoda_server.checkpoints.grouped_weights import dequantized
 
 INSTALLED = "installed"
 NO_PEERS = "none"
-MAX_NUM_SEQS = 64  # Pagoda's default; peers get the same
+MAX_NUM_SEQS = 64  # Pagoda's default on a CPU; peers get the same
 
 Model = Annotated[str, typer.Option(help="Model to serve.")]
 Address = Annotated[str, typer.Option(help="Drive the server at this address instead of starting one.")]

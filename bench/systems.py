@@ -65,13 +65,18 @@ class _Pagoda:
         return dataclasses.replace(run, peak_memory_bytes=peak_memory_bytes(self.pid) if self.pid else None)
 
 
-def pagoda_server(name: str, arguments: list[str], environment: Mapping[str, str] | None = None) -> System:
-    """A `pagoda serve` of our own with these arguments, and these environment variables added."""
+def pagoda_server(
+    name: str, arguments: list[str], environment: Mapping[str, str] | None = None, log: Path | None = None
+) -> System:
+    """A `pagoda serve` of our own with these arguments, and these environment variables added.
+
+    log   file that keeps what it prints
+    """
     environment = environment or {}
 
     @contextlib.contextmanager
     def start() -> Iterator[Started]:
-        with served(arguments, environment) as server:
+        with served(arguments, environment, log) as server:
             yield _Pagoda(server.address, server.pid, driver.versions(server.address))
 
     variables = "".join(f"{variable}={shlex.quote(value)} " for variable, value in environment.items())
@@ -138,13 +143,16 @@ def serve_command(arguments: list[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def served(arguments: list[str], environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+def served(
+    arguments: list[str], environment: Mapping[str, str] | None = None, log: Path | None = None
+) -> Iterator[Server]:
     """Run `pagoda serve` on a free port until it is ready, or raise BenchError with the end of its log.
 
     environment   variables added to this process's own
+    log           file that keeps what it prints; by default none does
     """
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
+        log = log or Path(folder) / "log"
         with spawned(serve_command(arguments), log, environment=environment) as process:
             assert process.stdout is not None
             line = process.stdout.readline()

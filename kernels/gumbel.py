@@ -1,4 +1,4 @@
-"""Counter-based noise: a function of (seed, position, token id) alone, so a seed draws the same tokens at any load.
+"""Counter-based noise: a function of (seed, position, token id) alone, the same at any load.
 
 A 64-bit key is made from seed and position on the host; two rounds of 32-bit integer arithmetic then turn key and token
 id into noise on the device, the same on every device.

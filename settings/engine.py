@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,8 +26,6 @@ KVCacheDType = Literal["auto", "fp8"]
 PolicyName = Literal["fcfs", "priority", "fair", "deadline"]
 Overlap = Literal["auto", "on", "off"]
 
-CPU_BLOCK_SIZE = 4
-GPU_BLOCK_SIZE = 16
 MAX_GB = 1_000_000_000  # more than any machine has, and as bytes it still fits into 64 bits
 MAX_THREADS = 4096
 MAX_BLOCK_SIZE = 1 << 20
@@ -53,6 +52,14 @@ def _weight_of_tenant(text: str) -> dict[str, float]:
         if not name or not 0 < weights[name] < math.inf:
             raise ValueError(f"takes NAME=WEIGHT,… with positive weights, not {part!r}")
     return weights
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """How many sequences run at once, and how many tokens one step computes at most."""
+
+    max_num_seqs: int
+    token_budget: int
 
 
 @dataclass(frozen=True)
@@ -122,21 +129,24 @@ class EngineSettings(CommonSettings):
         None,
         "Tokens that a block of the KV cache holds: a power of two.",
         panel=ENGINE_KV_CACHE, unit="tokens", at_least=1, at_most=MAX_BLOCK_SIZE, check=_check_power_of_two,
-        shown_default=f"{CPU_BLOCK_SIZE} on a CPU, {GPU_BLOCK_SIZE} on a GPU",
+        on_device={"cpu": 4, "cuda": 16},  # small blocks waste few slots; a GPU's kernels read 16 tokens at a time
     )  # fmt: skip
     prefix_caching: bool = setting(
         True, "Reuse the keys and values of prompts that start with the same tokens.", panel=ENGINE_KV_CACHE
     )
 
-    max_num_seqs: int = setting(
-        64,
+    max_num_seqs: int | None = setting(
+        None,
         "Most sequences that run at once. Others wait.",
         panel=ENGINE_SCHEDULING, unit="sequences", at_least=1, at_most=MAX_UINT32,
+        on_device={"cpu": 64, "cuda": 256},
     )  # fmt: skip
-    token_budget: int = setting(
-        512,
-        "Most tokens that one step computes. Must exceed --max-num-seqs.",
+    token_budget: int | None = setting(
+        None,
+        "Most tokens that one step computes. Must exceed --max-num-seqs. On a GPU that is too small for the "
+        "defaults of both, they are halved until they fit.",
         panel=ENGINE_SCHEDULING, unit="tokens", at_least=2, at_most=MAX_UINT32,
+        on_device={"cpu": 512, "cuda": 8192},
     )  # fmt: skip
     target_itl_ms: float = setting(
         100.0,
@@ -168,11 +178,10 @@ class EngineSettings(CommonSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.token_budget <= self.max_num_seqs:
-            raise SettingError(
-                f"--token-budget ({self.token_budget}) must exceed --max-num-seqs ({self.max_num_seqs}): "
-                "otherwise decodes fill every step and a waiting prompt never advances"
-            )
+        devices = ("cpu", "cuda") if self.device == "auto" else (self.device,)
+        faults = [fault for device in devices if (fault := self._fault_of_limits(device))]
+        if len(faults) == len(devices):  # with auto, a fault on one of them shows when the device is known
+            raise SettingError(faults[0])
         if self.weight_of_tenant() and self.policy != "fair":
             raise SettingError(f"--tenant-weights needs --policy fair, not {self.policy}")
 
@@ -182,8 +191,38 @@ class EngineSettings(CommonSettings):
         return self.target_itl_ms / 1e3 if self.target_itl_ms else None
 
     def tokens_a_block(self, device_type: str) -> int:
-        """The block size: by default small on a CPU, which wastes few slots, and 16 on a GPU, as its kernels expect."""
-        return self.block_size or (CPU_BLOCK_SIZE if device_type == "cpu" else GPU_BLOCK_SIZE)
+        """The block size on a device of this type."""
+        return self.number_on(device_type, "block_size")
+
+    def step_limits(self, device_type: str) -> StepLimits:
+        """The limits of a step on a device of this type. Raises SettingError if they contradict each other."""
+        if fault := self._fault_of_limits(device_type):
+            raise SettingError(fault)
+        return StepLimits(self.number_on(device_type, "max_num_seqs"), self.number_on(device_type, "token_budget"))
+
+    def step_limits_to_try(self, device_type: str) -> Iterator[StepLimits]:
+        """Yield the limits of a step, then smaller ones: a limit that is not set is halved, down to a CPU's default."""
+        limits = self.step_limits(device_type)
+        while True:
+            yield limits
+            smaller = StepLimits(
+                self._halved("max_num_seqs", limits.max_num_seqs), self._halved("token_budget", limits.token_budget)
+            )
+            if smaller == limits or smaller.token_budget <= smaller.max_num_seqs:
+                return
+            limits = smaller
+
+    def _halved(self, name: str, number: int) -> int:
+        return number if getattr(self, name) is not None else max(number // 2, min(number, self.number_on("cpu", name)))
+
+    def _fault_of_limits(self, device_type: str) -> str:
+        token_budget, max_num_seqs = (self.number_on(device_type, name) for name in ("token_budget", "max_num_seqs"))
+        if token_budget > max_num_seqs:
+            return ""
+        return (
+            f"--token-budget ({token_budget}) must exceed --max-num-seqs ({max_num_seqs}): "
+            "otherwise decodes fill every step and a waiting prompt never advances"
+        )
 
     def weight_of_tenant(self) -> dict[str, float]:
         return _weight_of_tenant(self.tenant_weights)

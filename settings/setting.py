@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ EXPOSURE = "Exposure"
 ENGINE_MODEL = "Engine: model"
 ENGINE_KV_CACHE = "Engine: KV cache"
 ENGINE_SCHEDULING = "Engine: scheduling"
+DEVICE_NAMES = {"cpu": "a CPU", "cuda": "a GPU"}  # by torch's device type
 PANELS = (
     GENERAL,
     LIMITS,
@@ -44,6 +45,7 @@ class About:
     at_most        largest value; a number without one must still be finite
     check          raises ValueError, whose message follows the flag; not called for None
     shown_default  what happens by default, if the value None does not tell
+    on_device      default by device type, where the value is None; `Settings.number_on` resolves it
     is_private     whether GetServerInfo leaves it out: a secret, a path or an address
     """
 
@@ -55,6 +57,7 @@ class About:
     at_most: float | None = None
     check: Callable[[Any], object] | None = None
     shown_default: str = ""
+    on_device: Mapping[str, int] | None = None
     is_private: bool = False
 
     @property
@@ -103,10 +106,13 @@ def setting(
     at_most: float | None = None,
     check: Callable[[Any], object] | None = None,
     shown_default: str = "",
+    on_device: Mapping[str, int] | None = None,
     is_private: bool = False,
 ) -> Value:
     """Declare a setting as a field of a `Settings` class; `About` describes the arguments."""
-    about = About(help, panel, unit, at_least, above, at_most, check, shown_default, is_private)
+    if on_device is not None:
+        shown_default = ", ".join(f"{number} on {DEVICE_NAMES[device]}" for device, number in on_device.items())
+    about = About(help, panel, unit, at_least, above, at_most, check, shown_default, on_device, is_private)
     return field(default=default, metadata={"about": about})
 
 
@@ -127,6 +133,15 @@ class Settings:
     def __post_init__(self) -> None:
         for declared in fields(self):
             about(declared).check_value(flag(declared.name), getattr(self, declared.name))
+
+    def number_on(self, device_type: str, name: str) -> int:
+        """The value of a setting or, if it is None, its default on a device of this type."""
+        value: int | None = getattr(self, name)
+        if value is not None:
+            return value
+        defaults = about(self.__dataclass_fields__[name]).on_device
+        assert defaults is not None, f"{name} has no default by device"
+        return defaults[device_type]
 
     def arguments(self, declared_by: type[Settings]) -> list[str]:
         """The command line that gives the settings in `declared_by` to another process."""

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu`: kernels, decode step and server, compared with what the card can do."""
+"""`python -m bench.gpu`: kernels, decode step, tests and server, compared with what the card can do."""
 
 from __future__ import annotations
 
@@ -10,103 +10,172 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
+import psutil
 import typer
 from rich.console import Console
 
-from bench.gpu import report
-from bench.gpu.rows import CEILINGS, Ceilings, Row, ceilings_of
-from bench.gpu.worker import CHECKS, PARTS, Settings
+from bench.gpu import evidence, report
+from bench.gpu.rows import CEILINGS, Row, ceilings_of, failed
+from bench.gpu.worker import CARD_IS_LOST, Part, Settings
 from bench.processes import spawned
 
-LIMIT_S = 460.0  # for all parts together; the last ones are cut short
+LIMIT_S = 520.0  # for all parts together; with what follows, the last part's end and the report, below ten minutes
 LEAST_S = 20.0  # a part with less time than this is not started
-GRACE_S = 10.0  # from SIGTERM to SIGKILL
+GRACE_S = 5.0  # from SIGTERM to SIGKILL
+
+# Numbers come before tests of detail: if time runs out, or the machine goes, they are there.
+PARTS = (
+    Part(CEILINGS, 30, "bench.gpu.rows", "ceiling_rows"),
+    Part("decode attention", 50, "bench.gpu.attention", "decode_rows"),
+    Part("decode step 8B", 90, "bench.gpu.step", shape="LLAMA_8B"),
+    Part("projections", 60, "bench.gpu.layers", "projection_rows"),
+    Part("layers", 25, "bench.gpu.layers"),
+    Part("sampling", 30, "bench.gpu.sampling"),
+    Part("decode step 1B", 45, "bench.gpu.step", shape="LLAMA_1B"),
+    Part("prefill attention", 40, "bench.gpu.attention", "prefill_rows"),
+    Part("tests of kernels", 55, "bench.gpu.checks", "kernel_rows"),
+    Part("tests of the runner", 30, "bench.gpu.checks", "runner_rows"),
+    Part("batch sizes", 25, "bench.gpu.batches"),
+    Part("tests of the server", 25, "bench.gpu.checks", "server_rows"),
+    Part("serving", 60, "bench.gpu.serving"),
+    Part("compute-sanitizer", 30, "bench.gpu.checks", "sanitizer_rows"),
+)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
 def main(
-    out: Annotated[Path, typer.Option(help="Output folder for JSON and Markdown.")] = Path("bench-results"),
-    smoke: Annotated[bool, typer.Option(help="Rehearse every line with tiny shapes on the CPU.")] = False,
+    out: Annotated[Path, typer.Option(help="Output folder for the report and the logs.")] = Path("bench-results"),
+    rehearse: Annotated[bool, typer.Option(help="Run every part with tiny shapes on a simulated card.")] = False,
     parts: Annotated[
         str, typer.Option(help=f"Any of, comma-separated: {', '.join(part.name for part in PARTS)}.")
     ] = "",
-    check: Annotated[bool, typer.Option(help="Run the tests that need a GPU first, for up to 7 minutes.")] = False,
     limit_s: Annotated[
-        float | None, typer.Option(help=f"Time limit for all parts; by default {LIMIT_S:.0f}, more with --check.")
+        float, typer.Option(help="Time limit for all parts, counted from the start of this process.")
+    ] = LIMIT_S,
+    wheels: Annotated[
+        Path | None, typer.Option(help="Folder of wheels that this machine lacks; they are installed for this run.")
     ] = None,
 ) -> None:
     """Run the parts, each in a process of its own, so that a failure in one does not affect the others."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` blocks run
-    wanted = [name.strip() for name in parts.split(",")] if parts else [part.name for part in PARTS]
-    checks = [part.name for part in CHECKS] if check else []
-    # The ceilings follow the tests, since all other figures are fractions of them.
-    names = list(dict.fromkeys([*checks, CEILINGS, *wanted]))
-    if limit_s is None:
-        limit_s = LIMIT_S + sum(part.limit_s for part in CHECKS if part.name in checks)
+    try:
+        wanted = _named(parts)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--parts") from None
+    started = time.monotonic() - (time.time() - psutil.Process().create_time())
+    out.mkdir(parents=True, exist_ok=True)
     console = Console(width=max(160, Console().width))
-    started = time.monotonic()
-    found: list[Row] = []
-    card: dict[str, str] = {}
-    # A rehearsal runs in one process: it need not survive faults, and imports only once.
-    for at, group in enumerate([names] if smoke else [[name] for name in names]):
-        left_s = limit_s - (time.monotonic() - started)
-        given_s = left_s if smoke else seconds_for(names[at:], left_s)
-        if given_s < LEAST_S:
-            found.append(Row(", ".join(group), "", error="no time left"))
-            continue
-        ceilings = ceilings_of([row for row in found if row.part == CEILINGS])
-        for row in run(group, smoke, ceilings, given_s, card):
-            found.append(row)
-            console.print(f"[{time.monotonic() - started:4.0f} s] {row.part}: {row.case} {row.error}", markup=False)
-            report.write(
-                out, found, card, time.monotonic() - started
-            )  # after each row, so that an interrupted run keeps its rows
-    report.write(out, found, card, time.monotonic() - started)
-    for table in report.tables(found):
-        console.print(report.shown(table), "")
-    console.print(f"{report.summary(found)}. JSON and Markdown: {out}")
+    with TemporaryDirectory() as folder, TemporaryDirectory() as site:
+        result = report.Report(out, Path(folder), started)
+        os.environ.update(evidence.environment(Path(site)))
+        # Whether kernels are interpreted is chosen when they are defined.
+        os.environ["TRITON_INTERPRET"] = str(int(rehearse))
+        try:
+            if wheels is not None:
+                evidence.install(wheels, Path(site), Path(folder) / "wheels.log")
+            evidence.describe_machine(Path(folder) / "machine.txt")
+        except Exception as failure:  # most parts need none of them
+            result.add(failed("installation", "", failure))
+        try:
+            for at, part in enumerate(wanted):
+                given_s = seconds_for(wanted[at:], limit_s - result.elapsed_s)
+                for row in run(part, rehearse, given_s, result):
+                    result.add(row)
+                    console.print(f"[{result.elapsed_s:4.0f} s] {row.part}: {row.case} {row.error}", markup=False)
+                result.write_logs()
+            if result.lost and limit_s - result.elapsed_s >= LEAST_S:
+                result.add(find_launch(result.lost[0], rehearse, limit_s - result.elapsed_s, result))
+        finally:
+            result.write_logs()
+        for table in result.tables():
+            console.print(report.shown(table), "")
+    console.print(f"{report.summary(result.rows)}. Report and logs: {out}")
+    if rehearse and any(row.time_us is None and row.rate is None for row in result.rows):
+        raise typer.Exit(1)
 
 
-def seconds_for(names: Sequence[str], left_s: float) -> float:
-    """Seconds for the first of these parts: up to its limit, if the others keep the same share of theirs."""
-    limits = [next(part.limit_s for part in (*CHECKS, *PARTS) if part.name == name) for name in names]
-    share = min(1.0, left_s / sum(limits))
-    return min(limits[0], left_s, max(LEAST_S, left_s - share * sum(limits[1:])))
+def _named(names: str) -> list[Part]:
+    """Return the parts of these names in the order of PARTS, after the ceilings, which all others refer to."""
+    wanted = {name.strip() for name in names.split(",")} if names else {part.name for part in PARTS}
+    if unknown := wanted - {part.name for part in PARTS}:
+        raise ValueError(f"there is no part {min(unknown)!r}")
+    return [part for part in PARTS if part.name in wanted | {CEILINGS}]
 
 
-def run(parts: list[str], smoke: bool, ceilings: Ceilings, limit_s: float, card: dict[str, str]) -> Iterator[Row]:
-    """Yield the rows of these parts as they arrive; fill `card` with the device and versions."""
-    settings = Settings(parts, smoke, limit_s, ceilings.bytes_per_s, ceilings.flops_per_s)
-    command = [sys.executable, "-m", "bench.gpu.worker", settings.line()]
-    os.environ["TRITON_INTERPRET"] = str(int(smoke))
-    with TemporaryDirectory() as folder, spawned(command, log := Path(folder) / "log", subprocess.PIPE) as process:
-        assert process.stdout is not None
-        began = time.monotonic()
-        with _killed_after(process.pid, limit_s):
-            for line in process.stdout:
-                if (told := json.loads(line)).keys() == {"card"}:
-                    card.update(told["card"])
-                else:
-                    yield Row(**told)
-        if (code := process.wait()) != 0:
-            is_late = time.monotonic() - began >= limit_s
-            why = f"was ended after {limit_s:.0f} s" if is_late else f"died with {code}: {_last_line(log)}"
-            yield Row(parts[-1], "", error=f"the process {why}")
+def seconds_for(parts: Sequence[Part], left_s: float) -> float:
+    """Seconds for the first of these parts: its share of what is left, so that the last ones get what others leave."""
+    share = parts[0].share_s / sum(part.share_s for part in parts)
+    return min(left_s, max(LEAST_S, share * left_s))
+
+
+def find_launch(part: Part, rehearse: bool, limit_s: float, result: report.Report) -> Row:
+    """Run a part in which the card faulted again, with launches that block: the traceback is that of the launch."""
+    again = replace(part, name=f"{part.name} blocking")
+    errors = [row for row in run(again, rehearse, limit_s, result, {"CUDA_LAUNCH_BLOCKING": "1"}) if row.error]
+    if again not in result.lost:
+        return Row(again.name, "", error="the card did not fault again")
+    return Row(again.name, errors[-1].case, error=errors[-1].error)
+
+
+def run(
+    part: Part, rehearse: bool, limit_s: float, result: report.Report, environment: Mapping[str, str] | None = None
+) -> Iterator[Row]:
+    """Yield the rows of a part as they arrive; add to `result` the card, the logs, and whether the card was lost.
+
+    After a fault a card answers nothing more in that process: a new one goes on with the cases that are left.
+
+    environment   variables added to this process's own
+    """
+    if limit_s < LEAST_S:
+        yield Row(part.name, "", error="no time left")
+        return
+    ends = time.monotonic() + limit_s
+    ceilings = ceilings_of([row for row in result.rows if row.part == CEILINGS])
+    folder = result.evidence / part.name.replace(" ", "-")
+    folder.mkdir()
+    done: list[tuple[str, str]] = []
+    code, attempt, may_go_on = CARD_IS_LOST, 0, True
+    while code == CARD_IS_LOST and may_go_on and (left_s := ends - time.monotonic()) > 0:
+        attempt, num_before = attempt + 1, len(done)
+        settings = Settings(part, rehearse, str(folder), left_s, ceilings.bytes_per_s, ceilings.flops_per_s, done)
+        log = folder / f"worker-{attempt}.log"
+        command = [sys.executable, "-m", "bench.gpu.worker", settings.line()]
+        with spawned(command, log, subprocess.PIPE, environment) as process:
+            assert process.stdout is not None
+            with _killed_after(process.pid, left_s):
+                for line in process.stdout:
+                    if (told := json.loads(line)).keys() == {"card"}:
+                        result.card.update(told["card"])
+                    else:
+                        row = Row(**told)
+                        done.append((row.part, row.case))
+                        yield row
+                code = process.wait()
+        if code == CARD_IS_LOST and part not in result.lost:
+            result.lost.append(part)
+        may_go_on = len(done) > num_before and done[-1] != (part.name, "")  # that row is of the part as a whole
+    if code not in (0, CARD_IS_LOST):
+        is_late = time.monotonic() >= ends
+        why = f"was ended after {limit_s:.0f} s" if is_late else f"died with {code}: {_last_line(log)}"
+        yield Row(part.name, "", error=f"the process {why}")
+    elif not done:
+        yield Row(part.name, "", error="it measured nothing")
 
 
 @contextlib.contextmanager
 def _killed_after(pid: int, limit_s: float) -> Iterator[None]:
-    """Send the process SIGTERM after `limit_s`, and SIGKILL after GRACE_S more."""
+    """Send the process SIGTERM after `limit_s`, and SIGKILL to it and all that it started after GRACE_S more."""
     ends = [
         threading.Timer(limit_s, os.kill, (pid, signal.SIGTERM)),
-        threading.Timer(limit_s + GRACE_S, os.kill, (pid, signal.SIGKILL)),
+        threading.Timer(limit_s + GRACE_S, _kill_all, (pid,)),
     ]
     for end in ends:
         end.daemon = True
@@ -118,8 +187,17 @@ def _killed_after(pid: int, limit_s: float) -> Iterator[None]:
             end.cancel()
 
 
+def _kill_all(pid: int) -> None:
+    """Kill a process and its descendants: a server that it started would keep the card's memory."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in (*process.children(recursive=True), process):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
 def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text().splitlines() if line.strip()]
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:200] if lines else "it printed nothing"
 
 

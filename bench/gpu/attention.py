@@ -6,16 +6,26 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from bench.gpu.rows import Bar, Bench, Row, Work, measure, relative_error
 from pagoda_server.kernels.paged import PagedKV
 from pagoda_server.kernels.paged_attention import paged_attention
-from pagoda_server.kernels.triton.inputs import LLAMA_1B, LLAMA_8B, ModelShape, attention_plan, normal, random_pages
+from pagoda_server.kernels.triton.inputs import (
+    BLOCK_SIZE,
+    LLAMA_1B,
+    LLAMA_8B,
+    ModelShape,
+    attention_plan,
+    normal,
+    random_pages,
+)
 from pagoda_server.kernels.triton.paged_attention import paged_attention_triton
 from pagoda_server.kernels.triton.timing import num_copies
 
@@ -23,6 +33,7 @@ TOLERANCES = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-2}
 TINY = ModelShape("tiny", 2, 8, 2, 32, 64, 96, 300)
 LONG, SHORT = 65536, 512  # contexts of an uneven batch
 VARLEN_PAGE = 256  # tokens; the page size that FlashAttention 2 requires
+FLASHINFER_WORKSPACE = 128 << 20  # bytes; what its documentation asks for
 ALMOST, WELL = Bar(fraction=0.9), Bar(fraction=0.85)
 
 
@@ -121,7 +132,12 @@ def _work(
         ],
         error=lambda: relative_error(paged_attention_triton(q, pages, plan), paged_attention(q, pages, plan)),
         tolerance=TOLERANCES[kv_dtype],
-        others={"torch SDPA, contiguous": lambda: rival(_sdpa), "torch varlen": lambda: rival(_varlen)},
+        others={
+            "torch SDPA, contiguous": lambda: rival(_sdpa),
+            "cuDNN, contiguous": lambda: rival(_cudnn),
+            "torch varlen": lambda: rival(_varlen),
+            **({"FlashInfer": lambda: rival(_flashinfer)} if find_spec("flashinfer") else {}),
+        },
         bar=bar,
     )
 
@@ -143,6 +159,43 @@ def _sdpa(model: ModelShape, shape: _Shape, bench: Bench) -> Callable[[], object
     is_causal = query_len == context > 1
     attend = functional.scaled_dot_product_attention
     return partial(attend, q, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=True)
+
+
+def _cudnn(model: ModelShape, shape: _Shape, bench: Bench) -> Callable[[], object]:
+    """cuDNN's attention, which torch calls where its own is not faster."""
+    if 1 < shape.query_len < shape.context:
+        raise NotImplementedError("torch gives cuDNN no mask aligned to the last key")
+    attend = _sdpa(model, shape, bench)
+
+    def call() -> object:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return attend()
+
+    return call
+
+
+def _flashinfer(model: ModelShape, shape: _Shape, bench: Bench) -> Callable[[], object]:
+    """FlashInfer's attention over pages of our size."""
+    import flashinfer
+
+    pages = random_pages(model, shape.batch, shape.context, torch.bfloat16, bench.device)
+    plan = attention_plan(shape.batch, shape.context, shape.query_len, bench.device)
+    q = normal(
+        shape.batch * shape.query_len, model.num_heads, model.head_dim, dtype=torch.bfloat16, device=bench.device
+    )
+    blocks_each = plan.block_table.shape[1]
+    starts = torch.arange(0, (shape.batch + 1) * blocks_each, blocks_each, dtype=torch.int32, device=bench.device)
+    used = torch.full((shape.batch,), (shape.context - 1) % BLOCK_SIZE + 1, dtype=torch.int32, device=bench.device)
+    workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=bench.device)
+    sizes = (model.num_heads, model.num_kv_heads, model.head_dim, BLOCK_SIZE)
+    table = plan.block_table.flatten()
+    if shape.query_len == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        wrapper.plan(starts, table, used, *sizes, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(plan.query_start, starts, table, used, *sizes, causal=True, q_data_type=torch.bfloat16)
+    return partial(wrapper.run, q, (pages.keys, pages.values))
 
 
 def _varlen(model: ModelShape, shape: _Shape, bench: Bench) -> Callable[[], object]:
@@ -187,8 +240,10 @@ def _varlen_contiguous(
         torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=bench.device)
         for length in (query_len, context)
     )
-    window = _window(query_len)
-    return partial(attend, q, keys, values, query_start, key_start, query_len, context, window_size=window)
+    window: dict[str, object] = {"window_size": _window(query_len)}
+    if "window_size" not in inspect.signature(attend).parameters:
+        window = {"is_causal": query_len > 1}
+    return partial(attend, q, keys, values, query_start, key_start, query_len, context, **window)
 
 
 def _window(query_len: int) -> tuple[int, int]:

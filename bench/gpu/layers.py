@@ -1,8 +1,9 @@
-"""Kernels around attention: norms, rotations, activations by bytes moved; products with few rows by the weight read."""
+"""Kernels around attention: norms, rotations and activations by bytes moved; products by bytes moved or operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,7 +29,11 @@ EPS = 1e-5
 TOLERANCE = 1e-2
 MANY = 8192  # rows, where only bandwidth counts
 DECODES = (1, 32, 128)
-PROJECTION_ROWS = (1, 16, 64)
+# The first ones tell most: time may run out.
+PROJECTION_ROWS = (1, 32, 128, 512, 2048, 8192, 8, 64, 256, 1024, 4096, 2, 4, 16)
+FEW_ROWS = 64  # of a product that a decode step makes: it must read the weight at the speed of a copy
+MOST_HEAD_ROWS = 256  # only the last token of a sequence has logits
+CHECKED_ROWS = 256  # of a result, spread over all
 AT_ONCE, FAST = Bar(time_us=3), Bar(fraction=0.85)
 
 
@@ -138,15 +143,21 @@ def _bar(count: int) -> Bar | None:
 
 def projection_rows(bench: Bench) -> Iterator[Row]:
     model = TINY if bench.is_small else LLAMA_8B
-    for name, size in model.projections.items():
-        for kind, prepare, weight_bytes, tolerance in (
-            ("bfloat16", linear_triton, 2.0, 1e-2),
-            ("int8", linear_int8_weight_triton, 1.0, 2e-2),
-            ("float8", linear_fp8_weight_triton, 1.0, 5e-2),
-        ):
-            for count in (3,) if bench.is_small else PROJECTION_ROWS:
+    for count in (3, 20) if bench.is_small else PROJECTION_ROWS:
+        for name, size in model.projections.items():
+            if name == "head" and count > MOST_HEAD_ROWS:
+                continue
+            others: dict[str, float] = {}  # torch's time, measured once for all formats of the weight
+            for kind, prepare, weight_bytes, tolerance in (
+                ("bfloat16", linear_triton, 2.0, 1e-2),
+                ("int8", linear_int8_weight_triton, 1.0, 2e-2),
+                ("float8", linear_fp8_weight_triton, 1.0, 5e-2),
+            ):
                 case = f"{model.name} {name}, {kind}, {count} rows"
-                yield measure(_projection(case, size, count, prepare, weight_bytes, tolerance, bench), bench)
+                work = _projection(case, size, count, prepare, weight_bytes, tolerance, bench)
+                row = measure(replace(work, others={}) if others else work, bench)
+                others |= row.others
+                yield replace(row, others=others)
 
 
 def _projection(
@@ -158,10 +169,15 @@ def _projection(
     tolerance: float,
     bench: Bench,
 ) -> Work:
+    """The limit of few rows is the weight's bytes, that of many the operations at bfloat16's rate."""
     num_bytes = weight_bytes * size[0] * size[1]
     copies = 2 if bench.is_small else num_copies(int(num_bytes))
     weights = [normal(*size, dtype=torch.bfloat16, device=bench.device) for _ in range(copies)]
     x = normal(count, size[1], dtype=torch.bfloat16, device=bench.device)
+
+    def error() -> float:
+        step = -(-count // CHECKED_ROWS)
+        return relative_error(prepare(weights[0], None)(x)[::step], x[::step].float() @ weights[0].float().T)
 
     def prepared() -> Sequence[Callable[[], object]]:
         return [partial(prepare(weight, None), x) for weight in weights]
@@ -172,8 +188,8 @@ def _projection(
         num_bytes=num_bytes + x.nbytes + 2 * count * size[0],
         flops=2.0 * count * size[0] * size[1],
         calls=prepared,
-        error=lambda: relative_error(prepare(weights[0], None)(x), x.float() @ weights[0].float().T),
+        error=error,
         tolerance=tolerance,
         others={"torch bfloat16": lambda: [partial(functional.linear, x, weight) for weight in weights]},
-        bar=FAST,
+        bar=FAST if count <= FEW_ROWS else None,
     )

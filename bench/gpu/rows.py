@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import grpc
 import torch
@@ -83,15 +86,19 @@ class Ceilings:
 @dataclass(frozen=True, slots=True)
 class Bench:
     """
-    is_small  rehearse with tiny shapes, on a CPU with interpreted kernels
+    is_small  rehearse with tiny shapes, on a simulated card with interpreted kernels
+    evidence  folder for logs and artefacts; what a part writes into it is in the archive of logs under the same name
     limit_s   time limit of this process
+    done      part and case of what an earlier process has measured: it is not measured again
     """
 
     device: torch.device
     timer: Timer
     ceilings: Ceilings
     is_small: bool
+    evidence: Path
     limit_s: float = math.inf
+    done: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,21 +141,23 @@ def ceilings_of(found: Sequence[Row]) -> Ceilings:
 
 
 def measure(work: Work, bench: Bench) -> Row:
-    """Check the result, then time the call and its rivals. The row reports what failed."""
+    """Check the result, then time the call and its rivals. The row reports what failed; the log has the traceback."""
+    if (work.part, work.case) in bench.done:
+        return Row(work.part, work.case)
     try:
         error = work.error()
         if not error <= work.tolerance:
             return Row(work.part, work.case, error=f"wrong by {error:.2g}, more than {work.tolerance:g}")
         time_us = bench.timer(work.calls())
     except Exception as failure:  # any failure: the other kernels can still be measured
-        return Row(work.part, work.case, error=explain(failure))
+        return failed(work.part, work.case, failure)
     others: dict[str, float] = {}
     missing: list[str] = []
     for name, calls in work.others.items():
         try:
             others[name] = bench.timer(calls())
         except Exception as failure:
-            missing.append(f"{name}: {explain(failure)}")
+            missing.append(f"{name}: {logged(failure, f'{work.part}, {work.case}, {name}')}")
     fraction = bench.ceilings.seconds(work.num_bytes, work.flops) / (time_us / 1e6)
     is_product = work.flops / bench.ceilings.flops_per_s > work.num_bytes / bench.ceilings.bytes_per_s
     rate = (work.flops if is_product else work.num_bytes) / (time_us / 1e6) / TERA
@@ -177,6 +186,17 @@ def explain(failure: BaseException) -> str:
     message = f"{failure.code().name}: {failure.details()}" if isinstance(failure, RPC_ERRORS) else str(failure).strip()
     first = (message or "no message").splitlines()[0].split(". ")[0]
     return f"{type(failure).__name__}: {first[:120]}"
+
+
+def logged(failure: BaseException, what: str) -> str:
+    """Print the traceback, which goes to the part's log, and return the first sentence of the error for a row."""
+    print(f"== {what} ==", file=sys.stderr)
+    traceback.print_exception(failure)
+    return explain(failure)
+
+
+def failed(part: str, case: str, failure: BaseException) -> Row:
+    return Row(part, case, error=logged(failure, f"{part}, {case}"))
 
 
 def _met(bar: Bar | None, time_us: float, fraction: float, flops: float) -> bool | None:

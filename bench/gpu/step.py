@@ -1,4 +1,4 @@
-"""The whole decode step: the engine's own loop on a model with random weights, at several batch sizes."""
+"""The whole step: the engine's own loop on a model with random weights, at several batch sizes, then by kernel."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.attention import TINY
+from bench.gpu.breakdown import Breakdown, Span, profiled
 from bench.gpu.random_model import write_model
-from bench.gpu.rows import Bar, Bench, Row, explain
+from bench.gpu.rows import Bar, Bench, Row, explain, failed
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
 from pagoda_server.engine.core.step import Sampled, StepOutput, StepPlan
@@ -38,7 +39,8 @@ MAX_TOKENS = 16 * GROWTH  # no sequence may end before all batches are measured
 TOKEN_BUDGET = 8192
 POLL_S = 0.002
 LONGEST_WAIT_S = 100.0
-IDLE_WINDOW_S = 0.1
+PROFILED_S = 0.1  # of decode steps
+TIMED_SHARE = 0.6  # of the time limit, after which no further context is begun: the breakdown comes after all timings
 EIGHT_B_BAR, ONE_B_BAR = Bar(fraction=0.8), Bar(fraction=0.65)
 
 
@@ -102,15 +104,13 @@ class _NoOutbox:
 
 
 def rows(bench: Bench, shape: ModelShape) -> Iterator[Row]:
-    """Yield one row per context and batch, also for a batch that does not fit on the card."""
+    """Yield one row per context and batch, also for a batch that does not fit on the card, then those of breakdowns."""
+    started = time.monotonic()
     if bench.is_small:
-        shape, every = TINY, [Series(24, (3, 1))]
+        shape, every = TINY, [Series(24, (3, 1)), Series(40, (2,))]
     else:
         every = [Series(1024, (256, 128, 32, 1)), Series(8192, (128, 32, 1))]
     logging.getLogger("pagoda.engine").setLevel(logging.ERROR)
-    if bench.device.type == "cuda":
-        with suppress(Exception):  # without a profiler, idle time is unknown
-            start_profiler()
     with TemporaryDirectory() as folder:
         write_model(Path(folder), shape, max_positions=max(series.context for series in every) + MAX_TOKENS)
         config = EngineConfig(
@@ -123,81 +123,145 @@ def rows(bench: Bench, shape: ModelShape) -> Iterator[Row]:
             kv_cache_gb=0.01 if bench.is_small else None,
             prefix_caching=False,
         )
-        runner = WatchedRunner(load_runner(config, Path(folder), no_progress))
-    numbers = itertools.count()  # unique over the runner's life
+        # One thread loads and serves, as in the engine: CUDA's libraries keep handles and memory for each thread.
+        thread = ThreadPoolExecutor(1, "engine")
+        runner = WatchedRunner(thread.submit(load_runner, config, Path(folder), no_progress).result())
+    model = _Model(runner, config, shape, thread, itertools.count())
     for series in every:
-        yield from _measure(series, numbers, runner, config, shape, bench)
+        if time.monotonic() - started > TIMED_SHARE * bench.limit_s:
+            yield Row(PART, f"{shape.name}, context {series.context}", error="no time left")
+        else:
+            yield from _measure(series, model, bench)
+    # The profiler slows down whatever runs after its first use.
+    try:
+        yield from _breakdowns(Series(every[0].context, (min(128, max(every[0].batches)), 1)), model, bench)
+    except Exception as failure:  # the profiler may be forbidden
+        yield failed("step by kernel", shape.name, failure)
 
 
-def _measure(
-    series: Series,
-    numbers: Iterator[int],
-    runner: WatchedRunner,
-    config: EngineConfig,
-    shape: ModelShape,
-    bench: Bench,
-) -> Iterator[Row]:
-    scheduler = Scheduler(
-        BlockPool(runner.info.num_blocks, runner.info.kv_cache.block_size),
-        max_num_seqs=config.max_num_seqs,
-        token_budget=config.token_budget,
-        max_model_len=runner.info.max_model_len,
-        prefix_caching=False,
-        clock=time.monotonic,
-    )
-    room = runner.info.token_capacity // (series.context + GROWTH)
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """
+    thread    on which the runner was made, and its loops run
+    numbers   of sequences, unique over the runner's life
+    """
+
+    runner: WatchedRunner
+    config: EngineConfig
+    shape: ModelShape
+    thread: ThreadPoolExecutor
+    numbers: Iterator[int]
+
+    def room(self, context: int) -> int:
+        """How many sequences of this length the KV cache holds while they grow."""
+        return self.runner.info.token_capacity // (context + GROWTH)
+
+    def sequences(self, count: int, context: int) -> list[Sequence]:
+        return [_sequence(next(self.numbers), context, self.shape.vocab_size) for _ in range(count)]
+
+    @contextmanager
+    def serving(self, sequences: list[Sequence]) -> Iterator[EngineLoop]:
+        """Run the engine's loop; at the end of the block its sequences are aborted, and it stops."""
+        info = self.runner.info
+        scheduler = Scheduler(
+            BlockPool(info.num_blocks, info.kv_cache.block_size),
+            max_num_seqs=info.limits.max_num_seqs,
+            token_budget=info.limits.token_budget,
+            max_model_len=info.max_model_len,
+            prefix_caching=False,
+            clock=time.monotonic,
+        )
+        lookahead = self.runner.lookahead
+        loop = EngineLoop(scheduler, self.runner, _NoOutbox(), on_end=lambda: None, lookahead=lookahead)
+        ended = self.thread.submit(loop.run)
+        try:
+            yield loop
+            loop.inbox.put(Abort([seq.id for seq in sequences]))
+            while scheduler.running and not ended.done():
+                time.sleep(POLL_S)
+        finally:
+            loop.stop()
+            ended.result(timeout=LONGEST_WAIT_S)
+
+
+def _measure(series: Series, model: _Model, bench: Bench) -> Iterator[Row]:
+    room = model.room(series.context)
     for batch in series.batches:
         if batch > room:
-            yield Row(PART, _case(shape, batch, series.context), error=f"the KV cache holds {room} such contexts")
+            case = _case(model.shape, batch, series.context)
+            yield Row(PART, case, error=f"the KV cache holds {room} such contexts")
     batches = [batch for batch in series.batches if batch <= room]
-    sequences = [_sequence(next(numbers), series.context, shape.vocab_size) for _ in range(max(batches, default=0))]
-    loop = EngineLoop(scheduler, runner, _NoOutbox(), on_end=lambda: None, lookahead=runner.lookahead)
-    loop.start()
-    try:
+    skipped, measured = (2, 4) if bench.is_small else (SKIPPED, MEASURED)
+    sequences = model.sequences(max(batches, default=0), series.context)
+    with model.serving(sequences) as loop:
         started = time.perf_counter()
         for seq in sequences:
             loop.inbox.put(Add(seq))
         for at, batch in enumerate(batches):
             loop.inbox.put(Abort([seq.id for seq in sequences[batch:]]))
-            steps = _decodes(loop, runner, batch)
-            kv_tokens = sum(seq.num_tokens for seq in sequences[:batch]) - batch * MEASURED // 2
-            row = _row(_case(shape, batch, series.context), batch, kv_tokens, steps, runner.info, shape, bench)
+            # The end of the step before is the start of the first.
+            steps = _decodes(loop, model.runner, batch, skipped + measured)[skipped - 1 :]
+            kv_tokens = sum(seq.num_tokens for seq in sequences[:batch]) - batch * measured // 2
+            row = _row(_case(model.shape, batch, series.context), batch, kv_tokens, steps, model, bench)
             if at == 0:
                 row.figures["prefill tok/s"] = batch * series.context / (steps[0].ended - started)
-            yield _with_idle(row, bench)
-        loop.inbox.put(Abort([seq.id for seq in sequences]))
-        while scheduler.running and loop.is_alive():
-            time.sleep(POLL_S)
-    finally:
-        loop.stop()
-        loop.join(timeout=LONGEST_WAIT_S)
+            yield row
 
 
-def _decodes(loop: EngineLoop, runner: WatchedRunner, batch: int) -> list[_Done]:
-    """Wait for steps in which exactly the batch's sequences decode; return the last MEASURED and the one before."""
+def _breakdowns(series: Series, model: _Model, bench: Bench) -> Iterator[Row]:
+    """Profile the steps that compute the prompts of the largest batch, then decode steps of each batch."""
+    batches = [min(batch, model.room(series.context)) for batch in series.batches]
+    runner, sequences = model.runner, model.sequences(batches[0], series.context)
+
+    def told(what: str, num_steps: int, spans: list[Span]) -> Row:
+        breakdown = Breakdown.of(f"{model.shape.name}, {what}", num_steps, spans)
+        breakdown.write(bench.evidence)
+        figures = {"steps": float(num_steps), "kernels a step": len(spans) / max(1, num_steps)}
+        figures |= {"idle %": 100 * breakdown.idle_fraction, "longest gap µs": breakdown.longest_gap_us}
+        time_us = breakdown.window_us / max(1, num_steps)
+        return Row("step by kernel", breakdown.what, time_us=time_us, figures=figures)
+
+    with model.serving(sequences) as loop:
+        before = len(runner.done)
+        with profiled() as spans:
+            for seq in sequences:
+                loop.inbox.put(Add(seq))
+            _decodes(loop, runner, batches[0], 1)
+        yield told(f"prefill of {batches[0]} × {series.context}", len(runner.done) - before, spans)
+        for batch in batches:
+            loop.inbox.put(Abort([seq.id for seq in sequences[batch:]]))
+            _decodes(loop, runner, batch, 1 if bench.is_small else SKIPPED)
+            before = len(runner.done)
+            with profiled() as spans:
+                time.sleep(PROFILED_S)
+                if bench.is_small:
+                    _decodes(loop, runner, batch, 2)
+            yield told(f"decode of {batch}, context {series.context}", len(runner.done) - before, spans)
+
+
+def _decodes(loop: EngineLoop, runner: WatchedRunner, batch: int, count: int) -> list[_Done]:
+    """Wait for `count` new steps in a row in which exactly the batch's sequences decode, and return them."""
     since = len(runner.done)
     deadline = time.monotonic() + LONGEST_WAIT_S
     while True:
-        steps = runner.done[since:]
-        tail = steps[-SKIPPED - MEASURED :]
-        if len(tail) == SKIPPED + MEASURED and all(step.num_seqs == step.num_tokens == batch for step in tail):
-            return tail[SKIPPED - 1 :]  # the end of the step before is the start of the first
+        tail = runner.done[since:][-count:]
+        if len(tail) == count and all(step.num_seqs == step.num_tokens == batch for step in tail):
+            return tail
         if loop.failure is not None:
-            raise RuntimeError(f"the engine's loop died: {explain(loop.failure)}")
+            raise RuntimeError(f"the engine's loop died: {explain(loop.failure)}") from loop.failure
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no {SKIPPED + MEASURED} steps of {batch} decodes within {LONGEST_WAIT_S:.0f} s")
+            raise TimeoutError(f"no {count} steps of {batch} decodes within {LONGEST_WAIT_S:.0f} s")
         time.sleep(POLL_S)
 
 
-def _row(
-    case: str, batch: int, kv_tokens: int, steps: list[_Done], info: RunnerInfo, shape: ModelShape, bench: Bench
-) -> Row:
+def _row(case: str, batch: int, kv_tokens: int, steps: list[_Done], model: _Model, bench: Bench) -> Row:
+    shape = model.shape
     pairs = list(itertools.pairwise(steps))
     step_s = median(after.ended - before.ended for before, after in pairs)
     host_s = median(after.ended - before.ended - after.waited for before, after in pairs)
     layer = sum(math.prod(size) for name, size in shape.projections.items() if name != "head")
     parameters = shape.num_layers * layer + math.prod(shape.projections["head"])
-    kv_bytes = kv_tokens * info.kv_cache.bytes_per_token
+    kv_bytes = kv_tokens * model.runner.info.kv_cache.bytes_per_token
     limit_s = bench.ceilings.seconds(2.0 * parameters, 2.0 * parameters * batch) + bench.ceilings.seconds(kv_bytes)
     bar = EIGHT_B_BAR if shape is LLAMA_8B else ONE_B_BAR if shape is LLAMA_1B and batch == 1 else None
     return Row(
@@ -211,44 +275,6 @@ def _row(
         met=None if bar is None else limit_s / step_s >= (bar.fraction or 0.0),
         figures={"host ms": 1e3 * host_s, "limit tok/s": batch / limit_s},
     )
-
-
-def _with_idle(row: Row, bench: Bench) -> Row:
-    """Add the share of time in which the GPU runs no kernel."""
-    if bench.device.type != "cuda":
-        return row
-    try:
-        row.figures["idle %"] = 100 * idle_fraction()
-    except Exception as failure:  # the profiler may be forbidden
-        return replace(row, error=f"idle time is unknown: {explain(failure)}")
-    return row
-
-
-def start_profiler() -> None:
-    """Start the profiler once: its first use takes seconds, and must precede the capture of graphs that it watches."""
-    with profile(activities=[ProfilerActivity.CUDA]):
-        pass
-
-
-def idle_fraction() -> float:
-    """Profile for a moment; return the idle share of the GPU. Raise the profiler's error if it is not allowed."""
-    with profile(activities=[ProfilerActivity.CUDA]) as watched:
-        time.sleep(IDLE_WINDOW_S)
-    spans = sorted(
-        (float(event.time_range.start), float(event.time_range.end))
-        for event in watched.events()
-        if event.device_type.name == "CUDA"
-    )
-    return 1.0 - busy(spans) / (max(end for _, end in spans) - spans[0][0])
-
-
-def busy(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of spans, which are in order of their starts."""
-    total, reached = 0.0, float("-inf")
-    for start, end in spans:
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
 
 
 def _case(shape: ModelShape, batch: int, context: int) -> str:

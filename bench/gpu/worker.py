@@ -1,12 +1,13 @@
-"""The parts of the GPU benchmark, and the process that runs some of them: `python -m bench.gpu.worker SETTINGS`.
+"""The process that runs a part of the GPU benchmark: `python -m bench.gpu.worker SETTINGS`.
 
-Each row is written to standard output as a line of JSON. A kernel that reads out of bounds makes the GPU unusable for
-the process that launched it, and for no other.
+Each row is written to standard output as a line of JSON; everything else that is printed goes to the part's log. A
+kernel that reads out of bounds makes the GPU unusable for the process that launched it, and for no other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import math
 import os
@@ -15,25 +16,32 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 
 import torch
 import triton
 
-from bench.gpu.rows import CEILINGS, Bench, Ceilings, Row, ceilings_of, explain
-from pagoda_server.kernels.triton.timing import cuda_timer, host_timer
+from bench.gpu.rows import Bench, Ceilings, Row, failed
+from pagoda_server.kernels.triton.timing import cuda_timer
 
 GRACE_S = 20.0  # for this process's children to end
+CARD_IS_LOST = 75  # the exit code that asks for a new process: this one's card answers nothing any more
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part, whose rows `function` of `module` yields. `shape` names a model in kernels.triton.inputs, if needed."""
+    """A part, whose rows `function` of `module` yields. `shape` names a model in kernels.triton.inputs, if needed.
+
+    share_s   seconds of LIMIT_S that it may take if all parts run
+    """
 
     name: str
-    limit_s: float
+    share_s: float
     module: str
     function: str = "rows"
     shape: str = ""
@@ -45,40 +53,32 @@ class Part:
         yield from function(bench, *arguments)
 
 
-# These run before all others, if requested.
-CHECKS = (
-    Part("tests of kernels", 240, "bench.gpu.checks", "kernel_rows"),
-    Part("tests of the runner", 120, "bench.gpu.checks", "runner_rows"),
-    Part("tests of the server", 60, "bench.gpu.checks", "server_rows"),
-)
-PARTS = (
-    Part(CEILINGS, 40, "bench.gpu.rows", "ceiling_rows"),
-    Part("decode attention", 60, "bench.gpu.attention", "decode_rows"),
-    Part("decode step 8B", 110, "bench.gpu.step", shape="LLAMA_8B"),
-    Part("decode step 1B", 70, "bench.gpu.step", shape="LLAMA_1B"),
-    Part("prefill attention", 50, "bench.gpu.attention", "prefill_rows"),
-    Part("layers", 40, "bench.gpu.layers"),
-    Part("sampling", 40, "bench.gpu.sampling"),
-    Part("projections", 60, "bench.gpu.layers", "projection_rows"),
-    Part("serving", 150, "bench.gpu.serving"),
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """
+    is_small                  rehearse on a simulated card
+    evidence                  folder for logs and artefacts
     limit_s                   time limit of this process
     bytes_per_s, flops_per_s  the ceilings, as far as they are known
+    done                      part and case of the rows that an earlier process of this part has told
     """
 
-    parts: list[str]
+    part: Part
     is_small: bool
+    evidence: str
     limit_s: float = math.inf
     bytes_per_s: float = math.nan
     flops_per_s: float = math.nan
+    done: list[tuple[str, str]] = field(default_factory=list)
 
     def line(self) -> str:
         return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def parse(cls, line: str) -> Settings:
+        values = json.loads(line)
+        part, done = Part(**values.pop("part")), [tuple(case) for case in values.pop("done")]
+        return cls(part=part, done=done, **values)
 
 
 def main(line: str) -> None:
@@ -86,11 +86,27 @@ def main(line: str) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` blocks run
+    faulthandler.enable()
+    faulthandler.register(signal.SIGTERM, chain=True)  # the log says where it was, even inside a driver that hangs
     threading.Thread(target=end_with_parent, daemon=True).start()
-    settings = Settings(**json.loads(line))
-    answers.write(json.dumps({"card": card(settings.is_small)}) + "\n")
-    for row in rows(settings):
-        answers.write(row.line() + "\n")
+    settings = Settings.parse(line)
+    started = time.monotonic()
+    with ExitStack() as stack:
+        if settings.is_small:
+            from bench.gpu.rehearsal import simulated_card
+
+            stack.enter_context(simulated_card())
+        answers.write(json.dumps({"card": card()}) + "\n")
+        code = 0
+        for row in rows(settings):
+            answers.write(row.line() + "\n")
+            print(f"[{time.monotonic() - started:.1f} s] {row.line()}", file=sys.stderr, flush=True)
+            if row.error and not card_works():
+                code = CARD_IS_LOST
+                break
+    for stream in (answers, sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # not through destructors: on a card that is lost they abort or hang
 
 
 def end_with_parent() -> None:
@@ -103,33 +119,36 @@ def end_with_parent() -> None:
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    if unknown := set(settings.parts) - {part.name for part in (*CHECKS, *PARTS)}:
-        raise ValueError(f"there is no part {min(unknown)!r}")
+    """Yield the part's rows, except those that are done. A failure ends the part with a row."""
     bench = Bench(
-        device=torch.device("cpu" if settings.is_small else "cuda"),
-        timer=host_timer if settings.is_small else cuda_timer,
+        device=torch.device("cuda"),
+        timer=cuda_timer,
         ceilings=Ceilings(settings.bytes_per_s, settings.flops_per_s),
         is_small=settings.is_small,
+        evidence=Path(settings.evidence),
         limit_s=settings.limit_s,
+        done=frozenset(settings.done),
     )
-    for part in (*CHECKS, *PARTS):
-        if part.name not in settings.parts:
-            continue
-        found: list[Row] = []
-        try:
-            for row in part.rows(bench):
-                found.append(row)
+    try:
+        for row in settings.part.rows(bench):
+            if (row.part, row.case) not in bench.done:
                 yield row
-        except Exception as failure:  # fails this part alone
-            yield Row(part.name, "", error=explain(failure))
-        if part.name == CEILINGS:
-            bench = dataclasses.replace(bench, ceilings=ceilings_of(found))
+    except Exception as failure:
+        yield failed(settings.part.name, "", failure)
 
 
-def card(is_small: bool) -> dict[str, str]:
+def card_works() -> bool:
+    """Whether the card still answers this process: after a fault no call of the process does."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True
+
+
+def card() -> dict[str, str]:
     versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
-    if is_small:
-        return {"gpu": "none: a rehearsal"} | versions
     return {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)} | versions
 
 

@@ -27,9 +27,9 @@ from pagoda_server.engine.loop.steps_in_flight import Computed
 from pagoda_server.engine.runners.cpu.recorded_steps import DecodeArrays
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.engine.serving.server import EngineServer
-from pagoda_server.settings.engine import CPU_BLOCK_SIZE, EngineConfig
+from pagoda_server.settings.engine import EngineConfig
 
-BLOCK_SIZE = CPU_BLOCK_SIZE
+BLOCK_SIZE = EngineConfig("any").tokens_a_block("cpu")
 PARTS = ("schedule", "pack", "commit", "trace", "load", "deliver", "encode")
 
 

@@ -24,6 +24,7 @@ class PeerSettings:
     count            the most requests at once
     prefix_caching   on for the same workloads as Pagoda's
     device           for peers that do not run only on a CPU
+    token_budget     most tokens of a step, as Pagoda's, for peers that have such a limit
     """
 
     model: str
@@ -34,6 +35,7 @@ class PeerSettings:
     count: int
     prefix_caching: bool
     device: str = "cpu"
+    token_budget: int = 512
 
 
 @dataclass(frozen=True, slots=True)

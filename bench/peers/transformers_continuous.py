@@ -17,7 +17,6 @@ from bench.peers.peer import OnTokens, PeerRun, PeerSettings
 from bench.workloads import Workload
 
 PAGE_SIZE = 256  # its default
-MAX_BATCH_TOKENS = 512  # Pagoda's token budget
 POLL_S = 1.0
 
 
@@ -33,7 +32,7 @@ class Peer:
         self._config = ContinuousBatchingConfig(
             **_page_size(),
             num_blocks=concurrent * -(-settings.longest // PAGE_SIZE) + 1,
-            max_batch_tokens=MAX_BATCH_TOKENS,
+            max_batch_tokens=settings.token_budget,
             max_requests_per_batch=settings.max_num_seqs,
             allow_block_sharing=settings.prefix_caching,
         )

@@ -9,5 +9,9 @@ class ConfigError(EngineError):
     """A setting, model or file that cannot work: reported once at start, never retried."""
 
 
+class NotEnoughMemory(ConfigError):
+    """These settings do not fit into the device's memory; the message names those that help."""
+
+
 class OutOfMemory(EngineError):
     """A step did not fit into the device's memory; the message names the settings that help."""

@@ -29,7 +29,8 @@ class Runner(Protocol):
     """Computes plans in the order in which they are launched.
 
     A sequence's last token may be pending when a plan is launched; the runner then takes it from the step before.
-    Computing a chunk twice writes the same cache and chooses the same token, so a failed step may be run again.
+    A chunk may be computed twice, so a failed step may be run again: it writes the same slots, and chooses a token with
+    the same noise. docs/architecture.md, "When the same tokens come again", says where that is the same token.
 
     lookahead  how many steps can be launched before the first of them is read; 0: `launch` computes the step at once
     """

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pagoda_server.checkpoints import Progress
-from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.core.errors import ConfigError, NotEnoughMemory
 from pagoda_server.engine.loop.steps_in_flight import Runner
 from pagoda_server.engine.runners.runner_info import RunnerInfo
 from pagoda_server.engine.runners.synthetic import load_synthetic
-from pagoda_server.settings.engine import EngineConfig
+from pagoda_server.settings.engine import EngineConfig, StepLimits
+
+if TYPE_CHECKING:
+    from pagoda_server.engine.runners.cuda import DeviceRunner
+    from pagoda_server.engine.runners.loaded_model import LoadedModel
+
+log = logging.getLogger("pagoda.engine")
 
 
 class InformedRunner(Runner, Protocol):
@@ -46,8 +54,41 @@ def _load_model(config: EngineConfig, progress: Progress) -> InformedRunner:
         from pagoda_server.engine.runners.cpu.runner import ModelRunner
 
         return ModelRunner(config, progress)
-    from pagoda_server.engine.runners.cuda import DeviceRunner
-
     if config.kv_cache_dtype == "fp8":
         check_fp8("--kv-cache-dtype", device)
-    return DeviceRunner(config, load_for_serving(config, device, progress), progress)
+    return load_on_device(config, load_for_serving(config, device, progress), progress)
+
+
+def load_on_device(config: EngineConfig, loaded: LoadedModel, progress: Progress) -> DeviceRunner:
+    """Make a runner whose steps fit into the device's memory beside a KV cache that holds the tokens of a step.
+
+    Where they do not fit, limits that are not set are halved. Raises ConfigError if the smallest do not fit either.
+    """
+    import torch
+
+    from pagoda_server.engine.runners.cuda import DeviceRunner
+
+    *larger, least = config.step_limits_to_try(loaded.device.type)
+    for limits in larger:
+        runner = None
+        try:
+            runner = DeviceRunner(_with(config, limits), loaded, progress)
+            if config.kv_cache_gb is not None or runner.info.token_capacity >= limits.token_budget:
+                return runner
+            reason = f"the KV cache beside them would hold {runner.info.token_capacity} tokens"
+        except ConfigError as error:
+            if config.kv_cache_gb is not None and not isinstance(error, NotEnoughMemory):
+                raise  # it is not the steps that leave too little
+            reason = str(error)
+        log.warning(
+            "steps of %d sequences and %d tokens are too large for this device: %s; trying half of what is not set",
+            limits.max_num_seqs, limits.token_budget, reason,
+        )  # fmt: skip
+        del runner
+        gc.collect()
+        torch.cuda.empty_cache()
+    return DeviceRunner(_with(config, least), loaded, progress)
+
+
+def _with(config: EngineConfig, limits: StepLimits) -> EngineConfig:
+    return replace(config, max_num_seqs=limits.max_num_seqs, token_budget=limits.token_budget)

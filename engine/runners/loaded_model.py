@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from pagoda_server.checkpoints.progress import Progress, no_progress
-from pagoda_server.engine.core.errors import ConfigError, EngineError
+from pagoda_server.engine.core.errors import ConfigError, EngineError, NotEnoughMemory
 from pagoda_server.engine.models import Decoder, load_model, read_config
 from pagoda_server.engine.models.decoder import EMBEDDING
 from pagoda_server.engine.models.weights import Checkpoint
@@ -65,6 +65,7 @@ class LoadedModel:
             weight_bytes=self.model.weight_bytes,
             kv_cache=self.spec,
             num_blocks=num_blocks,
+            limits=settings.step_limits(self.device.type),
             num_host_blocks=count_host_blocks(self.spec, settings.host_kv_gb),
             instruction_set=instruction_set() if self.device.type == "cpu" else "",
         )
@@ -110,7 +111,7 @@ def load_for_serving(
 
 
 @contextmanager
-def enough_memory(purpose: str, *flags: str, error: type[EngineError] = ConfigError) -> Iterator[None]:
+def enough_memory(purpose: str, *flags: str, error: type[EngineError] = NotEnoughMemory) -> Iterator[None]:
     """Raises `error`, which names the flags that can help, if the device's memory runs out inside."""
     try:
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.settings.engine import StepLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class RunnerInfo:
     """
     vocab_size       rows of the embedding: valid token ids are below it
     max_model_len    the longest prompt and output together
+    limits           of a step
     num_host_blocks  in host memory, for the keys and values of preempted sequences
     instruction_set  what a CPU computes with; empty on other devices
     """
@@ -68,6 +70,7 @@ class RunnerInfo:
     weight_bytes: int
     kv_cache: KVCacheSpec
     num_blocks: int
+    limits: StepLimits
     num_host_blocks: int = 0
     instruction_set: str = ""
 

@@ -171,6 +171,7 @@ def load_synthetic(config: EngineConfig, model_config: dict[str, int]) -> Synthe
         weight_bytes=0,
         kv_cache=spec,
         num_blocks=count_blocks(spec, budget),
+        limits=config.step_limits("cpu"),
         num_host_blocks=count_host_blocks(spec, config.host_kv_gb),
     )
     try:

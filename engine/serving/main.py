@@ -30,7 +30,7 @@ from pagoda_server.engine.runners.load import InformedRunner, load_runner
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.engine.serving.listen import check_exposure, start_listening
 from pagoda_server.engine.serving.server import EngineServer
-from pagoda_server.settings import EXIT_CONFIG, EngineConfig, EngineSettings
+from pagoda_server.settings import EXIT_CONFIG, EngineConfig, EngineSettings, SettingError
 
 log = logging.getLogger("pagoda.engine")
 
@@ -55,7 +55,7 @@ def run(config: EngineConfig) -> int:
         gc.collect()
         gc.freeze()  # else a full collection, in the middle of any step, walks the 170,000 objects that torch made
         return uvloop.run(_serve(config, folder, runner, engine))
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, SettingError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
 
@@ -97,8 +97,8 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, eng
     loop = EngineLoop(
         Scheduler(
             BlockPool(info.num_blocks, info.kv_cache.block_size),
-            max_num_seqs=config.max_num_seqs,
-            token_budget=config.token_budget,
+            max_num_seqs=info.limits.max_num_seqs,
+            token_budget=info.limits.token_budget,
             max_model_len=info.max_model_len,
             prefix_caching=config.prefix_caching,
             clock=time.monotonic,
@@ -142,6 +142,8 @@ def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path) -> c
         max_model_len=info.max_model_len,
         kv_cache_gb=info.num_blocks * spec.bytes_per_block / 1e9,
         block_size=spec.block_size,
+        max_num_seqs=info.limits.max_num_seqs,
+        token_budget=info.limits.token_budget,
         overlap="on" if runner.lookahead else "off",
     )
     return control_pb2.EngineInfo(
@@ -153,8 +155,8 @@ def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path) -> c
         kernel_backend=info.kernels,
         vocab_size=info.vocab_size,
         max_model_len=info.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        token_budget=config.token_budget,
+        max_num_seqs=info.limits.max_num_seqs,
+        token_budget=info.limits.token_budget,
         kv_cache=control_pb2.KvCacheInfo(
             block_size=spec.block_size,
             num_blocks=info.num_blocks,

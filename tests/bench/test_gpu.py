@@ -1,122 +1,209 @@
-"""A rehearsal of the GPU benchmark: every part on the CPU, with interpreted kernels and tiny shapes."""
+"""The GPU benchmark: rehearsed on a simulated card, with parts that fail, and what it leaves behind."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
+import tarfile
+import time
+import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from bench.gpu import checks
-from bench.gpu.__main__ import LEAST_S, LIMIT_S, run, seconds_for
+from bench.gpu import evidence
+from bench.gpu.__main__ import LEAST_S, LIMIT_S, PARTS, find_launch, run, seconds_for
+from bench.gpu.breakdown import Breakdown, Kernel, Span
 from bench.gpu.random_model import write_model
+from bench.gpu.report import Report
 from bench.gpu.rows import Bar, Bench, Ceilings, Row, Work, measure
-from bench.gpu.step import busy
-from bench.gpu.worker import PARTS, Settings
+from bench.gpu.worker import Part, Settings
 from pagoda_server.checkpoints import resolve
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels.triton.inputs import ModelShape
 from pagoda_server.settings.engine import EngineConfig
 
 ROOT = Path(__file__).parent.parent.parent
-UNKNOWN = Ceilings(math.nan, math.nan)
 TINY = ModelShape("tiny", 2, 4, 2, 16, 32, 48, 99)
 
 
-def test_a_rehearsal_measures_every_part_and_writes_json_and_a_page(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.gpu", "--smoke", "--out", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    rows = [Row(**row) for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]]
-    parts = {"ceilings", "decode attention", "prefill attention", "residual + RMSNorm", "SiLU · mul", "RoPE + KV write"}
-    assert {row.part for row in rows} == parts | {"sampling", "projections", "decode step", "serving"}
-    assert [row for row in rows if row.rate is None] == []
-    assert all(row.fraction is not None for row in rows if row.part not in ("ceilings", "serving"))
+ARTEFACTS = {"gpu.json", "gpu.md", "breakdown.json", "logs.tar.gz"}
+
+
+def command(out: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "bench.gpu", "--rehearse", "--out", str(out), *arguments]
+
+
+def logs(out: Path) -> dict[str, str]:
+    with tarfile.open(out / "logs.tar.gz") as tar:
+        return {name: tar.extractfile(name).read().decode() for name in tar.getnames()}  # type: ignore[union-attr]
+
+
+def test_a_rehearsal_runs_parts_on_a_simulated_card_and_leaves_what_a_run_on_a_card_leaves(tmp_path: Path) -> None:
+    """`make rehearse-gpu` runs all parts."""
+    result = subprocess.run(
+        command(tmp_path, "--parts", "decode step 1B,layers"), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "tiny, decode of 3, context 24" in result.stdout
+    assert {path.name for path in tmp_path.iterdir()} == ARTEFACTS
+    record = json.loads((tmp_path / "gpu.json").read_text())
+    assert record["card"]["gpu"] == "simulated"
+    rows = [Row(**row) for row in record["rows"]]
+    kernels = {"residual + RMSNorm", "SiLU · mul", "RoPE + KV write"}
+    assert {row.part for row in rows} == {"ceilings", "decode step", "step by kernel"} | kernels
+    assert [row.error for row in rows if row.error] == []
+    assert all(row.fraction is not None for row in rows if row.part not in ("ceilings", "step by kernel"))
     page = (tmp_path / "gpu.md").read_text()
     assert "bars reached, 0 rows without a measurement" in page
     assert all(f"| {row.case} |" in page for row in rows)
+    prefill, *decodes = json.loads((tmp_path / "breakdown.json").read_text())
+    assert ("prefill of 3 × 24" in prefill["what"], len(decodes)) == (True, 2)
+    for breakdown in decodes:
+        (attention,) = (kernel for kernel in breakdown["kernels"] if kernel["name"] == "paged_attention")
+        assert attention["calls"] == pytest.approx(2 * breakdown["steps"], abs=4), "one a layer; a step may be cut"
+    assert "| paged_attention |" in page
+    assert "| no kernel |" in page
+    assert "torch==" in logs(tmp_path)["machine.txt"]
+    assert '"case": "tiny, 2 rows"' in logs(tmp_path)["layers/worker-1.log"]
 
 
-def test_a_part_that_takes_too_long_is_ended_and_told_of() -> None:
-    (row,) = run(["serving"], True, UNKNOWN, 0.5, {})
-    assert row == Row("serving", "", error="the process was ended after 0 s")
+@pytest.fixture
+def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
+    for name, value in evidence.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (tmp_path / "logs").mkdir()
+    return Report(tmp_path, tmp_path / "logs", time.monotonic())
+
+
+def planted(function: str, result: Report, limit_s: float = 60.0) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """Run a part that fails as planned; return cases and errors, and the logs by name."""
+    part = Part("planted part", 1.0, "tests.bench.planted_parts", function)
+    rows = list(run(part, True, limit_s, result))
+    result.write_logs()
+    return [(row.case, row.error) for row in rows], logs(result._out)
+
+
+def test_tracebacks_of_a_failing_case_and_of_a_failing_part_are_in_the_archive(result: Report) -> None:
+    rows, files = planted("raises", result)
+    bad = ("bad", "ZeroDivisionError: integer division or modulo by zero")
+    assert rows == [("good", ""), bad, ("", "LookupError: planted in the part")]
+    log = files["planted-part/worker-1.log"]
+    assert "Traceback" in log
+    assert 'yield measure(_work("bad", lambda: 1 // 0), bench)' in log
+    assert 'raise LookupError("planted in the part")' in log
+
+
+def test_a_worker_that_dies_leaves_the_place_where_it_did(result: Report) -> None:
+    rows, files = planted("dies", result)
+    assert rows[0] == ("good", "")
+    assert rows[1][1].startswith(f"the process died with {-signal.SIGSEGV}: ")
+    assert 'planted_parts.py", line ' in files["planted-part/worker-1.log"]
+    assert " in dies" in files["planted-part/worker-1.log"]
+
+
+def test_a_part_that_takes_too_long_is_ended_and_leaves_the_place_where_it_was(result: Report) -> None:
+    rows, files = planted("hangs", result, LEAST_S)
+    assert rows == [("good", ""), ("", f"the process was ended after {LEAST_S:.0f} s")]
+    assert " in hangs" in files["planted-part/worker-1.log"]
+
+
+def test_a_part_that_loses_the_card_goes_on_in_a_new_process_and_the_launch_is_looked_for(result: Report) -> None:
+    rows, files = planted("loses_the_card", result)
+    fault = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert rows == [("first", ""), ("out of bounds", fault), ("third", "")]
+    assert "in _fault" in files["planted-part/worker-1.log"]
+    assert '"case": "third"' in files["planted-part/worker-2.log"]
+    (part,) = result.lost
+    row = find_launch(part, True, 60.0, result)
+    assert (row.part, row.case, row.error) == ("planted part blocking", "out of bounds", fault)
+
+
+def test_a_benchmark_that_is_terminated_leaves_its_report_and_its_logs(tmp_path: Path) -> None:
+    with subprocess.Popen(command(tmp_path, "--parts", "serving"), cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "gpu.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert {path.name for path in tmp_path.iterdir()} == ARTEFACTS
+    assert '"case": "copy' in logs(tmp_path)["ceilings/worker-1.log"]
+
+
+def test_an_archive_of_long_logs_is_small_and_keeps_their_ends(tmp_path: Path) -> None:
+    folder, out = tmp_path / "logs", tmp_path / "out"
+    folder.mkdir()
+    out.mkdir()
+    noise = np.random.default_rng(0).integers(33, 127, 5 << 20, dtype=np.uint8).tobytes()
+    for at in range(10):
+        (folder / f"{at}.log").write_bytes(b"begin" + noise + b"end")
+        os.utime(folder / f"{at}.log", (at, at))
+    evidence.archive(folder, out)
+    assert (out / "logs.tar.gz").stat().st_size <= 16 << 20
+    files = logs(out)
+    assert set(files) == {f"{at}.log" for at in range(3, 10)} | {"left-out.txt"}, "the newest are kept"
+    assert files["9.log"].startswith("begin")
+    assert files["9.log"].endswith("end")
+    assert " bytes are left out here" in files["9.log"]
+    assert "0.log: 5242888 bytes" in files["left-out.txt"]
+
+
+def test_no_process_of_the_benchmark_waits_for_a_network(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--dest", str(tmp_path), "no-such-package"]
+    environment = os.environ | evidence.environment()
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert "Ignoring indexes" in result.stdout or "No matching distribution" in result.stderr
+    assert "Retrying" not in result.stderr
+
+
+def test_wheels_that_a_machine_lacks_are_found_by_this_run_alone(tmp_path: Path) -> None:
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "HERE = True")
+        wheel.writestr("carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
+        wheel.writestr("carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("carried-1.0.dist-info/RECORD", "")
+    evidence.install(wheels, site, tmp_path / "log")
+    environment = os.environ | evidence.environment(site)
+    subprocess.run([sys.executable, "-c", "import carried; assert carried.HERE"], env=environment, check=True)
 
 
 @pytest.mark.parametrize("limit_s", [LIMIT_S, 600.0, 1000.0])
 def test_parts_that_need_all_of_their_time_leave_the_later_ones_their_share(limit_s: float) -> None:
-    limits = [part.limit_s for part in PARTS]
     left_s, given = limit_s, []
     for at in range(len(PARTS)):
-        given.append(seconds_for([part.name for part in PARTS[at:]], left_s))
+        given.append(seconds_for(PARTS[at:], left_s))
         left_s -= given[-1]
-    share = min(1.0, limit_s / sum(limits))
-    assert given == pytest.approx([share * limit for limit in limits])
+    everything = sum(part.share_s for part in PARTS)
+    assert given == pytest.approx([limit_s * part.share_s / everything for part in PARTS])
 
 
 def test_what_a_part_leaves_over_is_there_for_the_next() -> None:
-    first, second = (part.limit_s for part in PARTS[:2])
-    everything = sum(part.limit_s for part in PARTS)
-    assert seconds_for([part.name for part in PARTS[1:]], everything - first) == pytest.approx(second)
-    assert seconds_for([PARTS[-1].name], 10_000.0) == PARTS[-1].limit_s
+    assert seconds_for(PARTS[1:], LIMIT_S) > seconds_for(PARTS[1:], LIMIT_S - PARTS[0].share_s)
+    assert seconds_for(PARTS[-1:], 100.0) == 100.0
 
 
 def test_with_little_time_the_first_parts_run_and_the_last_ones_do_not() -> None:
-    names = [part.name for part in PARTS]
-    assert [seconds_for(names, left_s) for left_s in (50.0, 25.0, 5.0)] == [LEAST_S, LEAST_S, 5.0]
+    assert [seconds_for(PARTS, left_s) for left_s in (50.0, 25.0, 5.0)] == [LEAST_S, LEAST_S, 5.0]
 
 
 def test_a_worker_whose_parent_is_gone_ends() -> None:
-    line = Settings(["nothing"], is_small=True).line()
-    told = "import threading; rows = lambda settings: iter(threading.Event().wait, True); "
-    script = f"import bench.gpu.worker as worker; {told} worker.rows = rows; worker.main({line!r})"
-    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.DEVNULL, timeout=60, check=False)
+    part = Part("waits", 1.0, "tests.bench.planted_parts", "hangs")
+    command = [sys.executable, "-m", "bench.gpu.worker", Settings(part, is_small=True, evidence="").line()]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+    )
     assert result.returncode == 128 + signal.SIGTERM
-
-
-TESTS = """
-import pytest, time
-
-@pytest.mark.parametrize("number", range(3))
-def test_good(number): pass
-
-def test_bad(): assert 1 + 1 == 3, "sums"
-
-@pytest.mark.skip
-def test_skipped(): pass
-
-def test_endless(): time.sleep(1000)
-"""
-
-
-def test_tests_are_told_of_by_file_and_those_that_the_limit_cuts_off_are_missed(tmp_path: Path) -> None:
-    (tmp_path / "test_some.py").write_text(TESTS)
-    (tmp_path / "test_broken.py").write_text("import nothing_of_that_name")
-    limited = replace(bench(1.0), is_small=False, limit_s=8.0)
-    files = [str(tmp_path / "test_broken.py"), str(tmp_path / "test_some.py")]
-    broken, some, all = checks._rows("tests", files, limited)
-    assert (broken.rate, broken.met) == (0.0, False)
-    assert broken.error == "its import: ModuleNotFoundError: No module named 'nothing_of_that_name'"
-    assert (some.rate, some.met, some.figures) == (3.0, False, {"failed": 1.0, "skipped": 1.0})
-    assert some.error == "test_bad: AssertionError: sums"
-    assert all.error == "tests missing here had not run after 5 s"
-
-
-def test_a_pytest_that_does_not_work_is_told_of(tmp_path: Path) -> None:
-    (row,) = checks._rows("tests", [str(tmp_path / "absent.py")], replace(bench(1.0), is_small=False, limit_s=60.0))
-    assert row.error.startswith("pytest ended with 4: ")
-    assert "absent.py" in row.error
-
-
-def test_a_process_that_dies_is_told_of() -> None:
-    (row,) = run(["nothing"], True, UNKNOWN, 60.0, {})
-    assert row.error == "the process died with 1: ValueError: there is no part 'nothing'"
 
 
 def work(
@@ -126,7 +213,9 @@ def work(
 
 
 def bench(time_us: float) -> Bench:
-    return Bench(torch.device("cpu"), lambda calls: time_us, Ceilings(1e9, 1e12), is_small=True)
+    return Bench(
+        torch.device("cpu"), lambda calls: time_us, Ceilings(1e9, 1e12), is_small=True, evidence=Path("absent")
+    )
 
 
 @pytest.mark.parametrize(("error", "told"), [(0.2, "wrong by 0.2, more than 0.1"), (math.nan, "wrong by nan")])
@@ -163,8 +252,18 @@ def test_bars_are_judged(bar: Bar | None, met: bool | None) -> None:
     assert measure(work(lambda: 0.0, bar), bench(2.0)).met is met
 
 
-def test_time_in_which_two_kernels_run_counts_once() -> None:
-    assert busy([(0.0, 4.0), (1.0, 2.0), (3.0, 6.0), (8.0, 9.0)]) == 7.0
+def test_time_in_which_two_kernels_run_counts_once_and_gaps_are_found() -> None:
+    spans = [Span("a", 2.5, 6.0), Span("b", 0.0, 4.0), Span("a", 1.0, 2.0), Span("c", 8.0, 9.0), Span("c", 9.5, 10.0)]
+    found = Breakdown.of("steps", 2, spans)
+    assert (found.window_us, found.busy_us, found.longest_gap_us, found.idle_fraction) == (10.0, 7.5, 2.0, 0.25)
+    assert found.kernels == [Kernel("a", 2, 4.5), Kernel("b", 1, 4.0), Kernel("c", 2, 1.5)]
+    assert found.table().rows[0] == ["a", "1.0", "2.2", "45.0 %"]
+    assert found.table().rows[-1] == ["no kernel", "", "1.2", "25.0 %"]
+
+
+def test_a_profiler_that_saw_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="saw no kernel"):
+        Breakdown.of("steps", 2, [])
 
 
 def test_a_model_of_random_weights_is_served_from_its_configuration_alone(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo
 from pagoda_server.engine.runners.synthetic import SyntheticRunner, advance, expected_tokens
 from pagoda_server.engine.scheduling.scheduler import Scheduler
-from pagoda_server.settings.engine import PolicyName
+from pagoda_server.settings.engine import PolicyName, StepLimits
 
 VOCAB_SIZE = 258
 
@@ -36,6 +36,7 @@ def synthetic_runner(
         weight_bytes=0,
         kv_cache=spec,
         num_blocks=num_blocks,
+        limits=StepLimits(max_num_seqs=8, token_budget=16),
         num_host_blocks=num_host_blocks,
     )
     if num_host_blocks:

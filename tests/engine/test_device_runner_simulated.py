@@ -6,7 +6,6 @@ Tests run on both. Kernels are the reference's, except where a test asks for Tri
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,18 +16,17 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from bench.gpu.rows import Bench, Ceilings
+from bench.gpu.rehearsal import launched_reference
 from bench.gpu.simulated_cuda import SimulatedCuda
-from bench.gpu.worker import PARTS
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
 from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.runners import load, loaded_model
 from pagoda_server.engine.runners.cuda.outcomes import DeviceStep
-from pagoda_server.kernels import Backend, HeadNorms, PagedKV, load_backend
-from pagoda_server.kernels.triton import timing
-from pagoda_server.settings.engine import EngineConfig
+from pagoda_server.engine.serving.main import engine_info
+from pagoda_server.kernels import load_backend
+from pagoda_server.settings.engine import EngineConfig, StepLimits
 from tests.engine import test_device_runner
 from tests.engine.test_device_runner import *  # noqa: F403
 from tests.engine.test_device_runner import PARAMS, Served, ask, device_runner, fill_cache, one_by_one, outputs
@@ -75,29 +73,6 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         own = {"reference": reference}.get
         monkeypatch.setattr(loaded_model, "load_backend", lambda name: own(name) or load_backend(name))
         yield device
-
-
-def launched_reference(device: SimulatedCuda) -> Backend:
-    """The reference ops, treated as kernels of the simulated GPU: faster than Triton's interpreter."""
-    reference = load_backend("reference")
-
-    def queries(
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        kv: PagedKV,
-        norms: HeadNorms | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        return qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv.num_kv_heads, kv.head_dim)
-
-    return replace(
-        reference,
-        paged_attention=device.as_kernel(reference.paged_attention, lambda q, kv, plan: torch.empty_like(q)),
-        rope_and_store_kv=device.as_kernel(reference.rope_and_store_kv, queries),
-        sample_rows=device.as_kernel(reference.sample_rows, lambda *_: None),
-    )
 
 
 @contextmanager
@@ -287,6 +262,55 @@ def test_the_default_model_starts_on_a_card_of_two_gigabytes_and_answers(
     assert "Stockholm" in tokenizer.decode(seq.tokens[seq.request.prompt_len :])
 
 
+GPU_LIMITS = StepLimits(max_num_seqs=256, token_budget=8192)
+
+
+@pytest.fixture
+def unlimited(llama: Path) -> EngineConfig:
+    return EngineConfig(str(llama), dtype="float32", max_model_len=120)
+
+
+@pytest.fixture
+def _reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded_model, "choose_backend", lambda *_: "reference")
+
+
+@pytest.mark.usefixtures("_reference_kernels")
+def test_by_default_a_card_runs_256_sequences_and_computes_8192_tokens_a_step(
+    unlimited: EngineConfig, cuda: SimulatedCuda
+) -> None:
+    cuda.capacity = 1 << 30
+    runner = load.load_runner(unlimited, Path(unlimited.model), no_progress)
+    assert runner.info.limits == GPU_LIMITS
+    (Path(unlimited.model) / "tokenizer.json").touch()
+    settings = engine_info(unlimited, runner, Path(unlimited.model)).settings
+    assert (settings["max_num_seqs"], settings["token_budget"]) == ("256", "8192")
+
+
+@pytest.mark.usefixtures("_reference_kernels")
+def test_on_a_card_that_is_too_small_for_them_the_defaults_shrink_and_the_log_says_so(
+    unlimited: EngineConfig, cuda: SimulatedCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda.capacity = 10 << 20
+    runner = load.load_runner(unlimited, Path(unlimited.model), no_progress)
+    limits = runner.info.limits
+    assert 64 <= limits.max_num_seqs < GPU_LIMITS.max_num_seqs
+    assert 512 <= limits.token_budget < GPU_LIMITS.token_budget
+    assert runner.info.token_capacity >= limits.token_budget
+    assert "steps of 256 sequences and 8192 tokens are too large for this device: not enough" in caplog.messages[0]
+
+
+@pytest.mark.usefixtures("_reference_kernels")
+def test_limits_that_are_set_do_not_shrink_and_the_error_names_their_flags(
+    unlimited: EngineConfig, cuda: SimulatedCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda.capacity = 10 << 20
+    config = replace(unlimited, max_num_seqs=256, token_budget=8192)
+    with pytest.raises(ConfigError, match=r"not enough device memory for .*--max-num-seqs, --token-budget"):
+        load.load_runner(config, Path(config.model), no_progress)
+    assert caplog.messages == []
+
+
 def test_a_fault_that_the_card_keeps_ends_the_engine_and_not_one_request_after_the_other(
     llama: Path, cuda: SimulatedCuda
 ) -> None:
@@ -325,15 +349,3 @@ def test_what_sequences_start_with_is_sent_while_the_step_before_is_computed(
     assert len(plan.chunks) == 6
     assert cuda.num_launched > 50, "nothing of the step has run"
     served.scheduler.commit(plan, launched.result())
-
-
-def test_every_part_of_the_gpu_benchmark_runs_on_a_card(cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda.capacity = 1 << 30
-    for name, value in (("MIN_CALLS", 1), ("REPLAYS", 1), ("WARM_UP_S", 0.0)):
-        monkeypatch.setattr(timing, name, value)
-    monkeypatch.delattr("bench.gpu.attention._varlen")  # FlashAttention is not compiled for a CPU
-    bench = Bench(torch.device("cuda"), timing.cuda_timer, Ceilings(1e12, 1e14), is_small=True)
-    in_this_thread = [part for part in PARTS if part.module not in ("bench.gpu.step", "bench.gpu.serving")]
-    with torch.inference_mode():
-        rows = [row for part in in_this_thread for row in part.rows(bench)]
-    assert [row.error for row in rows if row.time_us is None or math.isnan(row.time_us)] == []

@@ -53,6 +53,22 @@ def test_steps_beside_decodes_hold_the_target_once_their_time_has_been_seen() ->
     assert sum(times) <= 1.25 * 4096 * 0.020 / 141, "and they use what the target allows: 141 prompt tokens a step"
 
 
+def test_a_gpus_default_budget_is_cut_to_the_default_target_from_the_first_long_prompt_on() -> None:
+    """A step of the whole budget would take 338 ms."""
+    limits = EngineConfig("any").step_limits("cuda")
+    engine = SteppedEngine(
+        num_blocks=4000, block_size=16, token_budget=limits.token_budget, max_num_seqs=limits.max_num_seqs,
+        max_model_len=40_000, target_itl_s=DEFAULT_TARGET_S, step_time=StepTime(0.008, 0.00001, 0.00004),
+    )  # fmt: skip
+    for at in range(64):
+        engine.add(prompt(20, at), max_tokens=2000)
+    for _ in range(20):
+        engine.step()
+    times = step_times_beside(engine, 30_000)
+    assert max(times) <= 1.02 * 0.100
+    assert len(times) <= 1.15 * 30_000 * 0.00004 / (0.100 - 0.008 - 64 * 0.00005), "and they use what the target allows"
+
+
 def test_without_a_target_the_token_budget_is_the_bound() -> None:
     times = step_times_beside(decoding_engine(None), 4096)
     assert max(times) == pytest.approx(0.005 + 9 * 0.0001 + 512 * 0.0001)

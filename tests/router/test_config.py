@@ -26,7 +26,7 @@ from pagoda_server.settings import ServeConfig, SettingError
         ({"max_queued_tokens": -1}, "--max-queued-tokens must be from 1 to "),
         ({"default_max_tokens": 0}, "--default-max-tokens must be from 1 to 4294967295, not 0"),
         ({"max_text_bytes": 0}, "--max-text-bytes must be from 1 to "),
-        ({"max_num_seqs": 600}, r"--token-budget \(512\) must exceed --max-num-seqs"),
+        ({"max_num_seqs": 600, "device": "cpu"}, r"--token-budget \(512\) must exceed --max-num-seqs"),
         ({"workers": 10**30}, "--workers must be from 1 to 4294967295, not 10{30}$"),
         ({"workers": 0}, "--workers must be from 1 to "),
         ({"listen": "127.0.0.1:99999"}, "--listen '127.0.0.1:99999': a port is from 0 to 65535"),

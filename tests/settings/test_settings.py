@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from pagoda_server.settings import EngineConfig, EngineSettings, RouterSettings, ServeConfig, SettingError
 from pagoda_server.settings.__main__ import page
 from pagoda_server.settings.command_line import command
+from pagoda_server.settings.engine import StepLimits
 from pagoda_server.settings.setting import Settings, setting
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,7 +84,14 @@ def test_a_value_of_another_type_is_a_usage_error_that_names_the_option(text: st
     assert "--cups" in complaint
 
 
-SPECIAL = {"listen": "unix:/s", "engine": "unix:/e", "block_size": 32, "policy": "fair", "tenant_weights": "a=2,b=3"}
+SPECIAL = {
+    "listen": "unix:/s",
+    "engine": "unix:/e",
+    "block_size": 32,
+    "token_budget": 3,
+    "policy": "fair",
+    "tenant_weights": "a=2,b=3",
+}
 
 
 def another_value(field: Field[Any], kind: Any) -> Any:
@@ -135,6 +143,35 @@ def test_clients_are_told_of_no_path_and_no_address() -> None:
     reported = config.reported(RouterSettings) | config.reported(EngineSettings)
     assert reported["max_requests"] == "1024"
     assert not any("secret" in value for value in reported.values())
+
+
+def test_limits_of_a_step_depend_on_the_device_unless_they_are_set() -> None:
+    assert EngineConfig("any").step_limits("cpu") == StepLimits(64, 512)
+    assert EngineConfig("any").step_limits("cuda") == StepLimits(256, 8192)
+    assert EngineConfig("any", max_num_seqs=8).step_limits("cuda") == StepLimits(8, 8192)
+
+
+def test_a_limit_that_only_one_device_can_meet_is_refused_once_the_device_is_known() -> None:
+    config = EngineConfig("any", max_num_seqs=600)
+    assert config.step_limits("cuda") == StepLimits(600, 8192)
+    with pytest.raises(SettingError, match=r"--token-budget \(512\) must exceed --max-num-seqs \(600\)"):
+        config.step_limits("cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "tried"),
+    [
+        ({}, [(256, 8192), (128, 4096), (64, 2048), (64, 1024), (64, 512)]),
+        ({"max_num_seqs": 600}, [(600, 8192), (600, 4096), (600, 2048), (600, 1024)]),
+        ({"token_budget": 300}, [(256, 300), (128, 300), (64, 300)]),
+        ({"max_num_seqs": 8, "token_budget": 64}, [(8, 64)]),
+    ],
+)
+def test_limits_that_are_not_set_are_halved_down_to_a_cpus_defaults(
+    settings: dict[str, int], tried: list[tuple[int, int]]
+) -> None:
+    limits = EngineConfig("any", **settings).step_limits_to_try("cuda")  # type: ignore[arg-type]
+    assert [(each.max_num_seqs, each.token_budget) for each in limits] == tried
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:

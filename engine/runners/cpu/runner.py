@@ -41,10 +41,11 @@ class ModelRunner:
         loaded = load_for_serving(config, torch.device("cpu"), progress)
         keep_freed_memory()
 
+        limits = config.step_limits("cpu")
         self._ops = loaded.ops
         self._model = loaded.model
         self._sampler = Sampler(loaded.ops, loaded.model.config.vocab_size, loaded.device)
-        self._arrays = StepArrays(config.token_budget, loaded.longest, loaded.spec.block_size)
+        self._arrays = StepArrays(limits.token_budget, loaded.longest, loaded.spec.block_size)
         budget = DEFAULT_CPU_BYTES if config.kv_cache_gb is None else int(config.kv_cache_gb * 1e9)
         num_blocks = count_blocks(loaded.spec, budget)
         with enough_memory("the KV cache", "--kv-cache-gb"):
@@ -52,7 +53,7 @@ class ModelRunner:
         self._recorded: RecordedSteps | None = None
         if loaded.ops.can_record(self._cache[0]):
             self._recorded = RecordedSteps(
-                loaded.model, loaded.ops, self._cache, config.max_num_seqs, loaded.longest, loaded.spec.block_size
+                loaded.model, loaded.ops, self._cache, limits.max_num_seqs, loaded.longest, loaded.spec.block_size
             )
         self.info = loaded.info(num_blocks, config)
         with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
@@ -66,7 +67,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Sampled:
-        """Computes a plan. Computing it twice writes the same cache and chooses the same tokens."""
+        """Computes a plan. Computing the same plan twice writes the same cache and chooses the same tokens."""
         copied_s = self._host.copy(plan)
         if plan.copies:
             sources, targets = torch.tensor(plan.copies).T

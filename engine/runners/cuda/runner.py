@@ -39,7 +39,8 @@ class DeviceRunner:
     def __init__(self, config: EngineConfig, loaded: LoadedModel, progress: Progress = no_progress) -> None:
         self.lookahead = 0 if config.overlap == "off" else 1
         self._ops, self._model, self._device = loaded.ops, loaded.model, loaded.device
-        self._most = config.max_num_seqs
+        limits = config.step_limits(self._device.type)
+        self._most, self._token_budget = limits.max_num_seqs, limits.token_budget
         self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
         if self._stream is not None:
             torch.cuda.synchronize()  # this stream does not wait for the one that weights were loaded on
@@ -52,19 +53,19 @@ class DeviceRunner:
                     self._graphs.capture(progress)
                 # After the captures, because each of them gives back all memory that is not in use.
                 with enough_memory("prompts of the largest step", *_STEP_FLAGS):
-                    self.warm_up(config.token_budget)
+                    self.warm_up(self._token_budget)
 
     def _allocate(self, config: EngineConfig, loaded: LoadedModel) -> None:
         """Allocate a step's inputs and outcomes, then the cache, whose size they decide."""
         device, block_size, model = self._device, loaded.spec.block_size, loaded.model.config
-        num_seqs, num_tokens = self._most + MIXED_CHUNKS + 1, max(self._most, config.token_budget, MIXED_TOKENS)
+        num_seqs, num_tokens = self._most + MIXED_CHUNKS + 1, max(self._most, self._token_budget, MIXED_TOKENS)
         with enough_memory("the inputs of a step", *_STEP_FLAGS):
             # Twice as many as run at once, because rows of sequences that have just ended are not free yet.
             self._rows = DeviceRows(2 * self._most, -(-loaded.longest // block_size), model.vocab_size, device)
             self._inputs = PackedInputs(num_tokens, num_seqs, self._rows, block_size, model, device)
             self._outcomes = Outcomes(num_seqs, device)
             self._copies = CopyInputs(self._most, device)
-        self._graphs = StepGraphs(self._pad, self._compute, self._most, config.token_budget, self._stream)
+        self._graphs = StepGraphs(self._pad, self._compute, self._most, self._token_budget, self._stream)
         num_blocks = count_blocks(loaded.spec, self._cache_bytes(config, loaded))
         with enough_memory("the KV cache", "--kv-cache-gb"):
             self._cache = loaded.allocate_cache(num_blocks)
@@ -130,7 +131,7 @@ class DeviceRunner:
             return int(config.kv_cache_gb * 1e9)
         if loaded.device.type == "cpu":
             return DEFAULT_CPU_BYTES
-        token_budget = min(config.token_budget, self._most * loaded.longest)
+        token_budget = min(self._token_budget, self._most * loaded.longest)
         plan = largest_plan(token_budget, self._most, loaded.spec.block_size)
         num_blocks = max(chunk.seq.blocks[-1] for chunk in plan.chunks) + 1
         with enough_memory("one step", *_STEP_FLAGS):

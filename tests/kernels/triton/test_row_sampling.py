@@ -296,3 +296,21 @@ def test_only_a_row_that_has_biases_or_holds_stops_back_reads_them(monkeypatch: 
         tokens.append(out.tokens.item())
     assert reads == [True, True, False, False]
     assert tokens == [40, 0, 7, 7]
+
+
+def test_the_same_rows_choose_the_same_tokens_with_the_same_logprobs_every_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_tiles_of(2048, monkeypatch)
+    vocab, count, repeats = (2100, 4, 2) if IS_INTERPRETED else (128_256, 64, 100)
+    rng = random.Random(0)
+    seqs = [any_sequence(number, vocab, rng) for number in range(count)]
+    logits = random_logits(count, vocab, 2.0, torch.bfloat16)
+    found = set()
+    for _ in range(repeats):
+        sampling, rows, positions = rows_of(seqs, vocab)
+        out = poisoned(count, DEVICE)
+        sample_rows_triton(logits, rows, positions, sampling, out)
+        results = (out.tokens, out.chosen, out.top_ids, out.top, sampling.last_token, sampling.counts)
+        found.add(tuple(result.cpu().numpy().tobytes() for result in results))
+    assert len(found) == 1
