@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -65,16 +65,16 @@ class CudaTensor(Tensor):
 
     contents: Tensor
     memory: Memory
-    device = property(lambda self: CUDA)  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
 
     @staticmethod
     def __new__(cls, real: Tensor, memory: Memory) -> CudaTensor:
-        layout = {"strides": real.stride(), "storage_offset": real.storage_offset(), "dtype": real.dtype}
+        layout: Any = {"strides": real.stride(), "storage_offset": real.storage_offset(), "device": "meta"}
         with torch.inference_mode(False):  # torch wants no view that is of that mode of a tensor that is not
-            tensor: CudaTensor = torch.Tensor._make_wrapper_subclass(cls, real.shape, device="meta", **layout)  # type: ignore[attr-defined]
+            tensor: Any = torch.Tensor._make_wrapper_subclass(cls, real.shape, dtype=real.dtype, **layout)
         tensor.contents, tensor.memory = real, memory
-        return tensor
+        return cast(CudaTensor, tensor)
 
     def __getitem__(self, index: Any) -> Tensor:
         return super().__getitem__(without_lists(index))
@@ -86,7 +86,7 @@ class CudaTensor(Tensor):
         return self.cpu().tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise AssertionError(f"{func} on a tensor of the simulated device, which is not there any more")
 
 
@@ -362,7 +362,7 @@ class SimulatedCuda(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         if isinstance(source, CudaTensor):
             self.wait("a copy to the host")
-            return torch.ops.aten._to_copy.default(source.contents, **kwargs)
+            return cast(Tensor, torch.ops.aten._to_copy.default(source.contents, **kwargs))
         if not (kwargs.get("non_blocking") and self.is_pinned(source)):
             self.wait("a copy to the device that is not both pinned and non_blocking")
         converted = torch.ops.aten._to_copy.default(source, **(kwargs | {"device": "cpu"}))
@@ -388,7 +388,7 @@ class SimulatedCuda(TorchDispatchMode):
         results = tree_map(lambda shape: self.allocate(shape) if isinstance(shape, Tensor) else shape, shapes)
         places = [result.contents for result in tree_leaves(results) if isinstance(result, CudaTensor)]
         if func.overloadpacket in _UNWRITTEN:
-            self.launch(lambda: [poison(place) for place in places])
+            self.launch(lambda: poison(*places))
             return results
         real_args, real_kwargs = real(args), real(told) | ({"device": "cpu"} if has_device else {})
 
@@ -500,7 +500,7 @@ class Graph:
         for work in self.works:
             self._device.launch(work)
         lost = [buffer for memory, buffer in self.buffers if memory() is None]
-        self._device.launch(lambda: [poison(buffer) for buffer in lost])
+        self._device.launch(lambda: poison(*lost))
 
     def __del__(self) -> None:
         self._device.taken_by_graphs -= len(self.works) * BYTES_OF_A_NODE
@@ -561,11 +561,12 @@ def to_meta(values: Any) -> Any:
     return tree_map(shape, values)
 
 
-def poison(tensor: Tensor) -> None:
-    """Fill a tensor with values whose use shows: NaN, and integers that are not an index."""
-    if tensor.dtype.itemsize == 1:
-        tensor.view(torch.uint8).fill_(0x7F)  # NaN in float8
-    elif tensor.is_floating_point():
-        tensor.fill_(float("nan"))
-    else:
-        tensor.fill_(torch.iinfo(tensor.dtype).max // 3)
+def poison(*tensors: Tensor) -> None:
+    """Fill tensors with values whose use shows: NaN, and integers that are not an index."""
+    for tensor in tensors:
+        if tensor.dtype.itemsize == 1:
+            tensor.view(torch.uint8).fill_(0x7F)  # NaN in float8
+        elif tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+        else:
+            tensor.fill_(torch.iinfo(tensor.dtype).max // 3)
