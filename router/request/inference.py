@@ -17,7 +17,7 @@ from pagoda_server.router.request.admission import Admission, LiveRequest, LiveR
 from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.output import ClientWriter, GenerateContext, SequenceOutput, write_records
-from pagoda_server.router.request.receiving import Messages
+from pagoda_server.router.request.receiving import Messages, Received
 from pagoda_server.router.request.validation import (
     GenerateParams,
     check_prompt,
@@ -101,8 +101,7 @@ class InferenceServicer:
                 if remaining_s is not None and remaining_s <= 0:
                     raise DeadlineExceeded("the deadline passed before the request was scheduled")
                 submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, remaining_s, tenant)
-                message.release()
-                await self._stream(submit, params, live, context, received)
+                await self._stream(submit, params, live, message, context, received)
             finally:
                 self._live.remove(params.request_id)
 
@@ -111,6 +110,7 @@ class InferenceServicer:
         submit: engine_pb2.Submit,
         params: GenerateParams,
         live: LiveRequest,
+        message: Received,
         context: GenerateContext,
         received: float,
     ) -> None:
@@ -120,6 +120,8 @@ class InferenceServicer:
         try:
             if live.is_aborted:  # during tokenization
                 stream.abort()
+            await self._messages.check_end(context)  # while the engine computes
+            message.release()
             async with ClientWriter(context, self._stall_timeout_s) as writer:
                 call = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received)
                 if params.has_prompt:
@@ -135,6 +137,7 @@ class InferenceServicer:
                 self.limits,
                 lambda request: validate_tokenize(request, self.limits, self._model),
             )
+            await self._messages.check_end(context)
             ids = await self._tokenizer.encode_prompt(
                 params.prompt, params.add_special_tokens, is_large=message.is_large
             )
@@ -147,6 +150,7 @@ class InferenceServicer:
                 self.limits,
                 lambda request: (validate_detokenize(request, self.limits, self._model), request.special_tokens),
             )
+            await self._messages.check_end(context)
             text = await self._tokenizer.decode_ids(
                 ids, skip_special_tokens=not keeps_special_tokens, is_large=message.is_large
             )

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -31,6 +31,7 @@ FEWEST = 4  # messages of the largest size that both totals admit, whatever that
 CONTENDED_S = 1.0  # to send a message in, while others wait for their turn
 RETRY_LARGE_S = 1.0
 
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 M = TypeVar("M", bound=Message)
 Result = TypeVar("Result")
 
@@ -54,18 +55,28 @@ class Messages:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="messages")
         self._malformed = _RareLog("%d malformed messages refused")
 
-    async def read(self, context: grpc.aio.ServicerContext[Any, Any], most: int | None = None) -> Received:
-        """Read a call's only message. Close the result with `release` or a `with` block.
+    async def read(self, context: Context, *, most: int | None = None) -> Received:
+        """Read a call's message. Close the result with `release` or a `with` block, and await `check_end` before that.
 
-        Raises InvalidArgument unless there is exactly one message of at most `most` bytes; ResourceExhausted if the
-        client takes too long, or too many large messages are in flight.
+        most  its bytes, at most; None: as many as gRPC accepts
+
+        Raises InvalidArgument if there is none or it is longer; ResourceExhausted if the client takes too long to send
+        it, or too many large messages are in flight.
         """
-        raw = await self._read(context)
+        raw = await self._next(context)
+        if raw is grpc.aio.EOF:
+            raise InvalidArgument("request", "is missing")
         if most is not None:
             check_size(len(raw), "request", most)
         return Received(self, raw)
 
-    async def _read(self, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+    async def check_end(self, context: Context) -> None:
+        """Raise InvalidArgument if the client sends another message, ResourceExhausted if it does not end its side."""
+        if await self._next(context) is not grpc.aio.EOF:
+            raise InvalidArgument("request", "is followed by another message; send one")
+
+    async def _next(self, context: Context) -> Any:
+        """The client's next message in bytes, or EOF."""
         while len(self._reads) >= self._room:
             await self._turn()
         limit_s = CONTENDED_S if self._waiting else self._timeout_s
@@ -73,18 +84,13 @@ class Messages:
             async with asyncio.timeout(limit_s) as timeout:
                 self._reads[timeout] = asyncio.get_running_loop().time()
                 try:
-                    raw = await context.read()
-                    if raw is grpc.aio.EOF:
-                        raise InvalidArgument("request", "is missing")
-                    if await context.read() is not grpc.aio.EOF:
-                        raise InvalidArgument("request", "is followed by another message; send one")
+                    return await context.read()
                 finally:
                     del self._reads[timeout]
                     self._admit()
         except TimeoutError:
-            message = "the client has not sent its message in time"
+            message = "the client has not sent its request in time"
             raise ResourceExhausted(message, reason="SENDER_STALLED") from None
-        return raw  # type: ignore[no-any-return]  # the handlers have no deserializer
 
     async def _turn(self) -> None:
         """Wait until another read has ended. Those that take long now have to end soon."""
@@ -117,9 +123,7 @@ class Messages:
     def give_back(self, num_bytes: int) -> None:
         self._large_bytes -= num_bytes
 
-    async def parse(
-        self, raw: bytes, kind: type[M], limits: Limits | None, convert: Callable[[M], Result]
-    ) -> Result:
+    async def parse(self, raw: bytes, kind: type[M], limits: Limits | None, convert: Callable[[M], Result]) -> Result:
         """Parse a message and convert it, in a thread if it is not small; the conversion also checks its fields.
 
         limits  None: count no entries, because the message is small
