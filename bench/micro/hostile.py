@@ -12,7 +12,6 @@ parse: each is sent by several calls at once.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -24,9 +23,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import grpc
 import numpy as np
@@ -194,9 +192,6 @@ def _biases(count: int) -> bytes:
 # -- servers and streams ---------------------------------------------------------------------------------------------
 
 
-Attacker: TypeAlias = Any
-
-
 @contextlib.contextmanager
 def _server(max_requests: int) -> Iterator[tuple[str, psutil.Process]]:
     command = [
@@ -217,7 +212,9 @@ def _streams(address: str) -> Iterator[Arrivals]:
     """Read the streams meanwhile; what arrived is there after the block."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=run_client, args=(theirs, partial(read_streams, max_tokens=MAX_TOKENS), address, STREAMS))
+    process = context.Process(
+        target=run_client, args=(theirs, partial(read_streams, max_tokens=MAX_TOKENS), address, STREAMS)
+    )
     process.daemon = True
     process.start()
     theirs.close()
@@ -231,16 +228,8 @@ def _streams(address: str) -> Iterator[Arrivals]:
 
 
 def _gaps_ms(arrivals: Arrivals, start: float, end: float) -> np.ndarray:
-    gaps = []
-    for times in map(np.array, arrivals.times):
-        gaps.append(1e3 * np.diff(times[(times >= start) & (times < end)]))
-    return np.concatenate(gaps)
-
-
-def _apart(work: Any, *arguments: Any) -> Any:
-    """Run a function in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(work, arguments)
+    all_times = map(np.array, arrivals.times)
+    return np.concatenate([1e3 * np.diff(times[(times >= start) & (times < end)]) for times in all_times])
 
 
 def _measured(work: Any, *arguments: Any) -> tuple[Any, float, float]:
@@ -288,17 +277,18 @@ def _attacked(only: str) -> Table:
     for number, each in enumerate(attacks()):
         if only not in each.name:
             continue
-        with _server(1024) as (address, router), _streams(address) as arrivals:
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                pool.apply(time.time)
-                before = router.memory_info().rss
-                answers, start, end = _measured(pool.apply, attack, (address, number))
-                peak = _peak_bytes(router)
+        with (
+            _server(1024) as (address, router),
+            _streams(address) as arrivals,
+            multiprocessing.get_context("spawn").Pool(1) as pool,
+        ):
+            pool.apply(time.time)
+            before = router.memory_info().rss
+            answers, start, end = _measured(pool.apply, attack, (address, number))
+            peak = _peak_bytes(router)
         gaps = _gaps_ms(arrivals, start - 0.1, end + 0.1)
         told = ", ".join(f"{count} {status}" for status, count in answers.items())
-        table.add_row(
-            each.name, str(each.calls), f"{gaps.max():.0f}", f"{before / 1e6:.0f} → {peak / 1e6:.0f}", told
-        )
+        table.add_row(each.name, str(each.calls), f"{gaps.max():.0f}", f"{before / 1e6:.0f} → {peak / 1e6:.0f}", told)
     return table
 
 

@@ -48,7 +48,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
         if self._expected is not None and not self._is_authenticated(details):
             return self._unauthenticated
         if (refusal := self._refusals.get(method)) is not None and (error := refusal()) is not None:
-            return _refusing_like(type(error), error.message, error.retry_after_s, error.queue_depth)
+            kind = type(error)
+            return _refusing_like(kind, error.message, error.retry_after_s, error.queue_depth)  # type: ignore[arg-type]
         if (guarded := self._guarded.get(method)) is not None:
             return guarded
         handler = await continuation(details)

@@ -24,7 +24,6 @@ from pagoda.v1 import (
     admin_pb2_grpc,
     control_pb2,
     control_pb2_grpc,
-    inference_pb2,
 )
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress, find_model
 from pagoda_server.checkpoints.folder import read_json_object

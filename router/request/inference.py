@@ -29,7 +29,6 @@ from pagoda_server.router.request.validation import (
 )
 from pagoda_server.router.text.tokenizer import Tokenizer
 
-
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SERVICE = "pagoda.v1.Inference"
 MAX_CONVERSIONS = 64  # calls of Tokenize and Detokenize at once

@@ -133,7 +133,7 @@ class Messages:
 
         def work() -> Result:
             if limits is not None and len(raw) > SMALL_BYTES:
-                check_entries(raw, kind.DESCRIPTOR, limits)
+                check_entries(raw, kind.DESCRIPTOR, limits)  # type: ignore[arg-type]  # the C extension's
             return convert(kind.FromString(raw))
 
         try:

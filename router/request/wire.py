@@ -24,7 +24,7 @@ _PACKABLE = (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_UINT64, FieldDesc
 
 
 def most_entries(limits: Limits) -> Mapping[str, int]:
-    """Limits of repeated fields, by full name. Validation checks the same ones, because it sees small requests alone."""
+    """Limits of repeated fields, by full name. Validation checks them too: small requests are not scanned."""
     return {
         "pagoda.v1.TokenIds.ids": limits.max_model_len - 1,
         "pagoda.v1.Sampling.logit_bias": limits.max_logit_bias,
@@ -117,9 +117,10 @@ class _Scan:
                 if field is None:
                     at += length
                     continue
-                if field.is_repeated:
-                    is_packed = field.is_packable
-                    self._count(message, number, len(raw[at : at + length].translate(None, _CONTINUED)) if is_packed else 1)
+                if field.is_packable and field.is_repeated:
+                    self._count(message, number, len(raw[at : at + length].translate(None, _CONTINUED)))
+                elif field.is_repeated:
+                    self._count(message, number, 1)
                 if field.message is None:
                     at += length
                 else:

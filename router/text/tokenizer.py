@@ -96,9 +96,7 @@ class Tokenizer:
             case _:
                 return list(prompt)
 
-    async def decode_ids(
-        self, ids: Sequence[int], skip_special_tokens: bool = True, *, is_large: bool = False
-    ) -> str:
+    async def decode_ids(self, ids: Sequence[int], skip_special_tokens: bool = True, *, is_large: bool = False) -> str:
         """Run `decode` in a thread."""
         return await self._in_thread(lambda: self.decode(ids, skip_special_tokens), is_large)
 

@@ -19,7 +19,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from pagoda import Client
-from pagoda.v1 import admin_pb2, control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda.v1 import admin_pb2, control_pb2, control_pb2_grpc, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import ask, request
 from tests.servers import Server, running_server
@@ -162,9 +162,10 @@ def test_every_call_of_a_burst_of_five_thousand_is_refused_with_a_delay_and_the_
         finished = threading.Semaphore(0)
 
         def note(call: grpc.Future) -> None:
-            details = {each.type_url.rpartition(".")[2]: each for each in rpc_status.from_call(call).details}
+            status = rpc_status.from_call(call)
+            details = {each.type_url.rpartition(".")[2]: each for each in status.details} if status else {}
             info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-            has_both = details["ErrorInfo"].Unpack(info) and details["RetryInfo"].Unpack(retry)
+            has_both = len(details) == 2 and details["ErrorInfo"].Unpack(info) and details["RetryInfo"].Unpack(retry)
             refused[call.code(), has_both and info.metadata["queue_depth"]] += 1  # type: ignore[attr-defined]
 
         def watched(call: Any) -> None:
@@ -310,7 +311,10 @@ def num_admitted(channel: grpc.Channel) -> int:
 
 
 def test_a_client_that_sends_half_a_message_loses_its_place() -> None:
-    with running_server(*SYNTHETIC, "--stall-timeout-s", "1") as server, grpc.insecure_channel(server.address) as channel:
+    with (
+        running_server(*SYNTHETIC, "--stall-timeout-s", "1") as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
         with half_sent(server.address):
             while num_admitted(channel) != 1:
                 time.sleep(0.01)

@@ -68,7 +68,7 @@ def test_what_just_fits_passes() -> None:
 
 def test_a_message_in_pieces_counts_as_one() -> None:
     pieces = GenerateRequest(stopping={"stop": ["x"]}).SerializeToString() * 17
-    with pytest.raises(InvalidArgument, match="stopping.stop: has more than 16"):
+    with pytest.raises(InvalidArgument, match=r"stopping\.stop: has more than 16"):
         check_entries(pieces, GenerateRequest.DESCRIPTOR, LIMITS)
     check_entries(pieces[: len(pieces) // 17 * 16], GenerateRequest.DESCRIPTOR, LIMITS)
 
