@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import uvloop
@@ -67,11 +68,11 @@ GC_THRESHOLD = 20_000  # net new objects before a collection; a request in fligh
 def longest_context(folder: Path) -> int:
     """The longest context that config.json speaks of. It only bounds messages: the engine's own limit comes later."""
     try:
-        config = read_json_object(folder / "config.json")
-        scaling = config.get("rope_scaling")
-        factor = scaling.get("factor") if isinstance(scaling, dict) else None
-        return min(math.ceil(float(config["max_position_embeddings"]) * max(float(factor or 1), 1)), LONGEST_CONTEXT)  # type: ignore[arg-type]
-    except (OSError, ValueError, LookupError, TypeError, OverflowError):
+        config: dict[str, Any] = read_json_object(folder / "config.json")
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        positions = float(config["max_position_embeddings"]) * max(float(scaling.get("factor", 1)), 1)
+        return min(math.ceil(positions), LONGEST_CONTEXT)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
         return LONGEST_CONTEXT
 
 
