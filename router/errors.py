@@ -28,6 +28,7 @@ class PagodaError(Exception):
 
     details        google.rpc messages that travel with the status
     retry_after_s  how long the client should wait before a retry; None if waiting does not help
+    queue_depth    requests admitted now, for clients that balance load themselves; None if that is not the reason
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
@@ -37,6 +38,7 @@ class PagodaError(Exception):
         self.message = message
         self.details = (*details, *_retry_info(retry_after_s))
         self.retry_after_s = retry_after_s
+        self.queue_depth: int | None = None
 
 
 class InvalidArgument(PagodaError):
@@ -75,10 +77,9 @@ class AlreadyExists(PagodaError):
 
 
 class ResourceExhausted(PagodaError):
-    """The queue is full, or the client has stopped reading.
+    """The queue is full, or the client has stopped reading or sending.
 
-    queue_depth  requests admitted now, for clients that balance load themselves
-    reason       UPPER_SNAKE_CASE constant for programs to compare
+    reason  UPPER_SNAKE_CASE constant for programs to compare
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -94,6 +95,7 @@ class ResourceExhausted(PagodaError):
         metadata = {} if queue_depth is None else {"queue_depth": str(queue_depth)}
         info = error_details_pb2.ErrorInfo(reason=reason, domain=ERROR_DOMAIN, metadata=metadata)
         super().__init__(message, info, retry_after_s=retry_after_s)
+        self.queue_depth = queue_depth
 
 
 class DeadlineExceeded(PagodaError):

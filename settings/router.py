@@ -90,7 +90,7 @@ class RouterSettings(CommonSettings):
     )  # fmt: skip
     stall_timeout_s: float = setting(
         30.0,
-        "Seconds that a client may read nothing before its request is ended.",
+        "Seconds that a client may read nothing, or take to send its request, before its call is ended.",
         panel=LIMITS, unit="seconds", at_least=SHORTEST_TIMEOUT_S,
     )  # fmt: skip
     hang_timeout_s: float = setting(

@@ -55,8 +55,10 @@ def run_client(pipe: Connection, client: Client, address: str, number: float) ->
 # -- of a router ----------------------------------------------------------------------------------------------------
 
 
-def read_streams(pipe: Connection, address: str, streams: float, arrivals: Arrivals) -> None:
-    """Hold `streams` streams that do not end."""
+def read_streams(
+    pipe: Connection, address: str, streams: float, arrivals: Arrivals, max_tokens: int = STEADY_TOKENS
+) -> None:
+    """Hold `streams` streams that do not end, if `max_tokens` is more than a stream reaches."""
     connection = LeanConnection(address, GENERATE)
     waiting = int(streams)
 
@@ -75,7 +77,7 @@ def read_streams(pipe: Connection, address: str, streams: float, arrivals: Arriv
                 if not waiting:
                     pipe.send("started")
 
-        connection.call(_request(STEADY_TOKENS), on_message, _refuse_end)
+        connection.call(_request(max_tokens), on_message, _refuse_end)
 
     for _ in range(waiting):
         open_stream()

@@ -22,6 +22,7 @@ from pagoda_server.router.errors import Unavailable
 log = logging.getLogger("pagoda.router")
 
 WRONG_ENGINE_PAUSE_S = 5.0  # the engine answers, so each attempt costs both ends a connection
+WOKEN_AT_ONCE = 8  # streams, which then write their tokens in one turn of the event loop
 RECONNECT_S = 0.1  # an attempt is cheap on one host or to a near one, and finds a restarted engine at once
 
 
@@ -255,7 +256,7 @@ class EngineChannel:
                 else:  # streams that wait for their first token go first
                     stream.has_begun = True
                     stream.wake.set()
-        asyncio.get_running_loop().call_soon(_wake, running)  # runs after first tokens are written
+        asyncio.get_running_loop().call_soon(_wake, running, 0)  # runs after first tokens are written
         for ended in step.ended:
             if route := self._routes.pop(ended.sequence, None):
                 stream, index = route
@@ -283,9 +284,13 @@ class EngineChannel:
             await self._on_change()
 
 
-def _wake(streams: Sequence[EngineStream]) -> None:
-    for stream in streams:
+def _wake(streams: Sequence[EngineStream], start: int) -> None:
+    """Wake a few streams at a time: the event loop takes up one new call in each of its turns."""
+    end = start + WOKEN_AT_ONCE
+    for stream in streams[start:end]:
         stream.wake.set()
+    if end < len(streams):
+        asyncio.get_running_loop().call_soon(_wake, streams, end)
 
 
 class Dispatcher:

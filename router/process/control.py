@@ -18,6 +18,7 @@ from pagoda_server.router.errors import InvalidArgument, Unavailable
 from pagoda_server.router.request.admission import Admission, LiveRequests
 from pagoda_server.router.request.fields import Limits, check_number
 from pagoda_server.router.request.validation import sampling_from
+from pagoda_server.router.request.wire import MAX_FIELDS
 from pagoda_server.router.text.tokenizer import Tokenizer
 
 log = logging.getLogger("pagoda.router")
@@ -112,6 +113,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 max_logprobs=limits.max_logprobs,
                 max_stop_strings=limits.max_stop,
                 max_tools=limits.max_tools,
+                max_messages=limits.max_messages,
+                max_fields=MAX_FIELDS,
             ),
             uptime_s=time.monotonic() - self._started,
             settings=self._settings | {"max_queued_tokens": str(self._admission.max_tokens)},

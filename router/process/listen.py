@@ -1,40 +1,47 @@
-"""The public port: its address, its credentials, and what checks every call."""
+"""The public port: its address, its credentials and its gRPC options."""
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import os
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import grpc
 
 from pagoda_server.channel.address import host_of, is_local, is_unix
 from pagoda_server.channel.listening import KEEPALIVE_OPTIONS, GrpcPort
-from pagoda_server.router.errors import ConfigError, to_status
+from pagoda_server.router.errors import ConfigError
 from pagoda_server.settings import ServeConfig
-
-# -- the address -------------------------------------------------------------------------------------------------------
-
 
 log = logging.getLogger("pagoda.router")
 
-MAX_MESSAGE_BYTES = 16 << 20
+MAX_PENDING_CALLS = 1 << 16  # arrived and not yet taken up; beyond it gRPC answers with a bare CANCELLED
 SERVER_OPTIONS = [
     *KEEPALIVE_OPTIONS,
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients may ping an idle stream this often
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
 ]
+_BYTES_PER_ID = 5  # of a token id on the wire, at most
+_OTHER_BYTES = 512 << 10  # tags and lengths of all fields, and the contents of those with small limits
 
 
-def server_options(shares_port: bool) -> list[tuple[str, int]]:
-    """gRPC options of a server. gRPC shares ports by default, and two servers on one would split the calls."""
-    return [*SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port))]
+def max_message_bytes(max_text_bytes: int, max_model_len: int, vocab_size: int) -> int:
+    """The largest request that the limits of its fields allow: a text or token ids, allowed ids, and all others."""
+    return max(max_text_bytes, _BYTES_PER_ID * max_model_len) + _BYTES_PER_ID * vocab_size + _OTHER_BYTES
+
+
+def server_options(shares_port: bool, max_message_bytes: int) -> list[tuple[str, int]]:
+    """gRPC options of a server. gRPC shares ports by default, and two servers on one would split the calls.
+
+    max_message_bytes  of a message that the server receives, compressed and not
+    """
+    received = ("grpc.max_receive_message_length", max_message_bytes)
+    return [*SERVER_OPTIONS, received, ("grpc.so_reuseport", int(shares_port))]
 
 
 @contextlib.contextmanager
@@ -119,54 +126,3 @@ def _credentials(certificate: str, key: str) -> grpc.ServerCredentials:
     except OSError as error:
         raise ConfigError(f"--tls-cert, --tls-key: cannot read {error.filename}: {error.strerror}") from error
     return grpc.ssl_server_credentials([pair])
-
-
-# -- every call --------------------------------------------------------------------------------------------------------
-
-
-Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]]"
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-
-class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Ends a call that raised with the exception's gRPC status. CancelledError passes, because gRPC needs it."""
-
-    async def intercept_service(
-        self, continuation: Continuation, details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = await continuation(details)
-        if handler is None or not details.method.startswith("/pagoda."):
-            return handler
-        behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
-
-        async def guarded(request: Any, context: Context) -> Any:
-            try:
-                return await behaviour(request, context)
-            except Exception as error:
-                status = to_status(error)
-                await context.abort(status.code, status.details, status.trailing_metadata)
-
-        streaming, unary = grpc.unary_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
-        wrap = streaming if handler.response_streaming else unary
-        return wrap(guarded, handler.request_deserializer, handler.response_serializer)
-
-
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without the server's bearer token. Health checks need none: they reveal nothing of requests."""
-
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
-
-    async def intercept_service(
-        self, continuation: Continuation, details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        given = next((value for key, value in details.invocation_metadata if key == "authorization"), "")
-        given_bytes = given.encode() if isinstance(given, str) else given
-        if details.method.startswith("/grpc.health.") or hmac.compare_digest(given_bytes, self._expected):
-            return await continuation(details)
-
-        async def refuse(request: Any, context: Context) -> None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: a valid bearer token is required")
-
-        # The shape of the refused method does not matter: the status ends the call before any message.
-        return grpc.unary_unary_rpc_method_handler(refuse)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import uvloop
@@ -24,20 +25,18 @@ from pagoda.v1 import (
     admin_pb2_grpc,
     control_pb2,
     control_pb2_grpc,
-    inference_pb2,
-    inference_pb2_grpc,
 )
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress, find_model
+from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.process.calls import CallGuard
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
 from pagoda_server.router.process.listen import (
-    MAX_MESSAGE_BYTES,
-    StatusInterceptor,
-    TokenInterceptor,
     auth_token,
     bind,
     check_exposure,
+    max_message_bytes,
     server_options,
 )
 from pagoda_server.router.process.shared_control import RouterGroup
@@ -51,7 +50,8 @@ from pagoda_server.router.process.supervisor import (
 from pagoda_server.router.process.workers import ParentLink, WorkerConfig, Workers
 from pagoda_server.router.request.admission import Admission, LiveRequests
 from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.inference import InferenceServicer
+from pagoda_server.router.request.inference import SERVICE, InferenceServicer
+from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.text.tokenizer import Tokenizer
 from pagoda_server.settings import EXIT_CONFIG, RouterSettings, ServeConfig, SettingError
 from pagoda_server.settings.router import SPAWN
@@ -60,7 +60,20 @@ log = logging.getLogger("pagoda.router")
 
 QUEUE_IN_CACHES = 8  # default of max_queued_tokens, as a multiple of all KV caches: more would wait too long
 PATIENCE_S = 5.0  # an engine started at the same time may load for longer; then the log has one line more
+LONGEST_CONTEXT = 1 << 20  # tokens; a longer one needs --max-model-len
+SWITCH_INTERVAL_S = 0.001
 GC_THRESHOLD = 20_000  # net new objects before a collection; a request in flight holds about a hundred
+
+
+def longest_context(folder: Path) -> int:
+    """The longest context that config.json speaks of. It only bounds messages: the engine's own limit comes later."""
+    try:
+        config: dict[str, Any] = read_json_object(folder / "config.json")
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        positions = float(config["max_position_embeddings"]) * max(float(scaling.get("factor", 1)), 1)
+        return min(math.ceil(positions), LONGEST_CONTEXT)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        return LONGEST_CONTEXT
 
 
 def serve(config: ServeConfig, progress: Progress | None = None) -> int:
@@ -105,11 +118,13 @@ def _exit_code_of(run: Callable[[], None], config: ServeConfig) -> int:
 
 
 def _run(router: Router) -> None:
-    """Run the router with rare garbage collection.
+    """Run the router with rare garbage collection, and give its event loop the interpreter soon.
 
     What is in memory now stays, and tokens come and go without reference cycles. With Python's default thresholds,
-    collections held up the streams for 10 ms and more.
+    collections held up the streams for 10 ms and more. A thread that parses or tokenizes something large gives way to
+    the event loop after the switch interval: at Python's default of 5 ms the streams waited for 100 ms and more.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 50, 50)
@@ -191,11 +206,6 @@ class Router:
 
     async def _start_server(self) -> grpc.aio.Server:
         config = self._config
-        token = auth_token(config)
-        guards = [TokenInterceptor(token)] if token else []
-        server = grpc.aio.server(
-            options=server_options(bool(self._sockets)), interceptors=[*guards, StatusInterceptor()]
-        )
         limits = Limits(
             max_model_len=config.max_model_len or 1 << 31,
             vocab_size=self._tokenizer.vocab_size,
@@ -204,11 +214,16 @@ class Router:
             max_text_bytes=config.max_text_bytes,
             default_max_tokens=config.default_max_tokens,
         )
+        max_bytes = max_message_bytes(
+            config.max_text_bytes, config.max_model_len or longest_context(self._folder), limits.vocab_size
+        )
+        messages = Messages(max_bytes, config.stall_timeout_s)
         self._inference = InferenceServicer(
             model=self._name,
             tokenizer=self._tokenizer,
             limits=limits,
             admission=self._admission,
+            messages=messages,
             dispatcher=self._dispatcher,
             live=self._live,
             stall_timeout_s=config.stall_timeout_s,
@@ -221,11 +236,14 @@ class Router:
             dispatcher=self._dispatcher,
             state=self._state,
             engine_restarts=lambda: self._keeper.restarts if self._keeper else 0,
-            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_message_bytes=max_bytes,
             settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
         )
         admin = AdminServicer(dispatcher=self._dispatcher, live=self._live, state=self._state)
-        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
+        guard = CallGuard(messages, auth_token(config), {f"/{SERVICE}/Generate": self._inference.refusal})
+        server = grpc.aio.server(options=server_options(bool(self._sockets), max_bytes), interceptors=[guard])
+        inference = grpc.method_handlers_generic_handler(SERVICE, self._inference.handlers())
+        server.add_generic_rpc_handlers((inference,))
         if self._sockets:
             group = await self._join(control, admin)
             control_pb2_grpc.add_ControlServicer_to_server(group.control, server)
@@ -236,7 +254,7 @@ class Router:
         health_pb2_grpc.add_HealthServicer_to_server(self._state.health, server)
         if config.has_reflection:
             services = [
-                inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+                SERVICE,
                 control_pb2.DESCRIPTOR.services_by_name["Control"].full_name,
                 admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
                 "grpc.health.v1.Health",

@@ -14,8 +14,10 @@ import grpc
 
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, trace_pb2
 from pagoda_server.router.errors import NotFound
+from pagoda_server.router.process.calls import CallGuard
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, watch_interval_s
-from pagoda_server.router.process.listen import StatusInterceptor, server_options
+from pagoda_server.router.process.listen import server_options
+from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
 
 ASK_TIMEOUT_S = 2.0
 _NEW_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
@@ -37,7 +39,8 @@ class RouterGroup:
         """
         self._socket = sockets[0]
         self._others = sockets[1:]
-        self._private = grpc.aio.server(options=server_options(shares_port=False), interceptors=[StatusInterceptor()])
+        guard = CallGuard(Messages(SMALL_BYTES, ASK_TIMEOUT_S))
+        self._private = grpc.aio.server(options=server_options(False, SMALL_BYTES), interceptors=[guard])
         control_pb2_grpc.add_ControlServicer_to_server(control, self._private)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._private)
         self.control = SharedControl(control, self)

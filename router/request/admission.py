@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from pagoda_server.router.engines.stream import EngineStream
-from pagoda_server.router.errors import AlreadyExists, NotFound, ResourceExhausted, Unavailable
+from pagoda_server.router.errors import AlreadyExists, NotFound, PagodaError, ResourceExhausted, Unavailable
 from pagoda_server.router.request.beam_search import BeamSearchStream
 
 _SMOOTHING = 0.1
@@ -18,12 +18,12 @@ _RETRY_AFTER_S = (0.1, 30.0)
 class Reservation:
     """One request's share of the limits; a context manager that gives it back."""
 
-    def __init__(self, admission: Admission, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self, admission: Admission) -> None:
+        self.tokens = 0
         self._admission = admission
 
     def grow(self, tokens: int) -> None:
-        """Reserve more, once the prompt's length is known. Raises ResourceExhausted."""
+        """Reserve more tokens. Raises ResourceExhausted."""
         self._admission.take(tokens, already=self.tokens)
         self.tokens += tokens
 
@@ -53,15 +53,22 @@ class Admission:
         self._last_departure: float | None = None
         self._departure_interval_s = 1.0
 
-    def reserve(self, tokens: int) -> Reservation:
-        """Admit a request. Raises Unavailable while draining, ResourceExhausted when full."""
+    def refusal(self) -> PagodaError | None:
+        """Why no request is admitted now: Unavailable while draining, ResourceExhausted when full. None: one is."""
         if self.is_draining:
-            raise Unavailable("the server is draining")
+            return Unavailable("the server is draining")
         if self.requests >= self.max_requests:
-            raise self._full(f"{self.requests} requests are admitted, the limit is {self.max_requests}")
-        self.take(tokens)
+            return self._full(f"{self.requests} requests are admitted, the limit is {self.max_requests}")
+        if self.requests and self.tokens >= self.max_tokens:
+            return self._full(f"{self.tokens} tokens are reserved, the limit is {self.max_tokens}")
+        return None
+
+    def reserve(self) -> Reservation:
+        """Admit a request, whose tokens `Reservation.grow` adds once they are known. Raises what `refusal` returns."""
+        if (error := self.refusal()) is not None:
+            raise error
         self.requests += 1
-        return Reservation(self, tokens)
+        return Reservation(self)
 
     def take(self, tokens: int, already: int = 0) -> None:
         """Reserve tokens for a request that holds `already` of them. Raises ResourceExhausted."""
@@ -73,6 +80,8 @@ class Admission:
     def give_back(self, reservation: Reservation) -> None:
         self.requests -= 1
         self.tokens -= reservation.tokens
+        if not reservation.tokens:
+            return  # its message was wrong: how fast such calls end says nothing about the queue
         now = self._clock()
         if self._last_departure is not None:
             self._departure_interval_s += _SMOOTHING * (now - self._last_departure - self._departure_interval_s)
@@ -83,7 +92,7 @@ class Admission:
         low, high = _RETRY_AFTER_S
         return ResourceExhausted(
             f"the queue is full: {why}",
-            retry_after_s=min(max(self._departure_interval_s, low), high),
+            retry_after_s=round(min(max(self._departure_interval_s, low), high), 1),  # few values: see CallGuard
             queue_depth=self.requests,
         )
 

@@ -22,9 +22,10 @@ class Limits:
     kv_token_capacity  tokens that the engine's whole KV cache holds
     has_chat_template  whether the model takes a message or a chat
     max_text_bytes     UTF-8 bytes of a text, or of a chat's texts together; ChatTemplate limits the rendered text
+    max_messages       messages of a chat
     max_parts          parts of a message's content
     max_tools          tools that a chat offers, or that a message calls
-    max_json_bytes     JSON of a chat's tools and tool calls together; it is parsed on the event loop
+    max_json_bytes     JSON of a chat's tools and tool calls together
     max_json_depth     nesting of objects and lists in that JSON
     max_kwargs_values  values in a chat's template_kwargs, nested ones included
     max_kwargs_depth   nesting of objects and lists in template_kwargs
@@ -57,13 +58,20 @@ class Limits:
     default_max_tokens: int = RouterSettings.default_max_tokens
 
 
+def too_many(field: str, most: int) -> InvalidArgument:
+    return InvalidArgument(field, f"has more than {most} entries, the limit")
+
+
 def check_count(count: int, field: str, most: int) -> None:
     if count > most:
-        raise InvalidArgument(field, f"has {count} entries, at most {most} are allowed")
+        raise too_many(field, most)
 
 
 def check_bytes(text: str, field: str, most: int) -> None:
-    num_bytes = len(text.encode())
+    check_size(len(text.encode()), field, most)
+
+
+def check_size(num_bytes: int, field: str, most: int) -> None:
     if num_bytes > most:
         raise InvalidArgument(field, f"has {num_bytes} bytes, at most {most} are allowed")
 

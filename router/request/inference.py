@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import grpc
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda.v1 import inference_pb2, inference_pb2_grpc
+from pagoda.v1 import inference_pb2
 from pagoda_server.router.engines.channel import Dispatcher
 from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, time_in_engine
-from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument
+from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument, PagodaError, Unavailable
 from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests
 from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.output import ClientWriter, GenerateContext, SequenceOutput, write_records
+from pagoda_server.router.request.receiving import Messages, Received
 from pagoda_server.router.request.validation import (
     GenerateParams,
     check_prompt,
@@ -27,9 +29,14 @@ from pagoda_server.router.request.validation import (
 )
 from pagoda_server.router.text.tokenizer import Tokenizer
 
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+SERVICE = "pagoda.v1.Inference"
+MAX_CONVERSIONS = 64  # calls of Tokenize and Detokenize at once
+_IDS_AT_ONCE = 4096  # the interpreter can change threads between two chunks of a list, not within one
 
-class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """The Inference service."""
+
+class InferenceServicer:
+    """The Inference service. Its handlers read their messages themselves, after they have admitted the call."""
 
     def __init__(
         self,
@@ -38,6 +45,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         tokenizer: Tokenizer,
         limits: Limits,
         admission: Admission,
+        messages: Messages,
         dispatcher: Dispatcher,
         live: LiveRequests,
         stall_timeout_s: float,
@@ -46,26 +54,53 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._model = model
         self._tokenizer = tokenizer
         self._admission = admission
+        self._conversions = Admission(MAX_CONVERSIONS, max_tokens=1)
+        self._messages = messages
         self._dispatcher = dispatcher
         self._live = live
         self._stall_timeout_s = stall_timeout_s
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: GenerateContext) -> None:
+    def handlers(self) -> Mapping[str, grpc.RpcMethodHandler[Any, Any]]:
+        """The methods' handlers by name. They take streams of bytes, whatever the protocol says: see receiving.py."""
+        return {
+            "Generate": grpc.stream_stream_rpc_method_handler(
+                self._generate, None, inference_pb2.GenerateResponse.SerializeToString
+            ),
+            "Tokenize": grpc.stream_unary_rpc_method_handler(self._tokenize),
+            "Detokenize": grpc.stream_unary_rpc_method_handler(
+                self._detokenize, None, inference_pb2.DetokenizeResponse.SerializeToString
+            ),
+        }
+
+    def refusal(self) -> PagodaError | None:
+        """Why a Generate call would be refused now, whatever it asks for."""
+        if not self._dispatcher.ready:
+            return Unavailable("the engine is loading or being restarted")
+        return self._admission.refusal()
+
+    async def _generate(self, _: object, context: GenerateContext) -> None:
         received = time.monotonic()
-        params = validate_generate(request, self.limits, self._model)
         tenant = tenant_of(context.invocation_metadata())
-        self._dispatcher.pick()  # fail before tokenizing if no engine is ready
-        with self._admission.reserve(params.num_sequences * (params.max_tokens or 1)) as reservation:
+        self._dispatcher.pick()  # fail before anything is read if no engine is ready
+        with self._admission.reserve() as reservation, await self._messages.read(context) as message:
+            params = await message.parsed(
+                inference_pb2.GenerateRequest,
+                self.limits,
+                lambda request: validate_generate(request, self.limits, self._model),
+            )
+            if self._admission.is_draining:  # since this call was admitted
+                raise Unavailable("the server is draining")
+            reservation.grow(params.num_sequences * (params.max_tokens or 1))
             live = self._live.add(params.request_id)
             try:
-                prompt = await self._tokenizer.encode_prompt(params.prompt)
+                prompt = await self._tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
                 max_tokens = check_prompt(params, len(prompt), self.limits)
                 reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
                 remaining_s = context.time_remaining()
                 if remaining_s is not None and remaining_s <= 0:
                     raise DeadlineExceeded("the deadline passed before the request was scheduled")
                 submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, remaining_s, tenant)
-                await self._stream(submit, params, live, context, received)
+                await self._stream(submit, params, live, message, context, received)
             finally:
                 self._live.remove(params.request_id)
 
@@ -74,6 +109,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         submit: engine_pb2.Submit,
         params: GenerateParams,
         live: LiveRequest,
+        message: Received,
         context: GenerateContext,
         received: float,
     ) -> None:
@@ -83,6 +119,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             if live.is_aborted:  # during tokenization
                 stream.abort()
+            await self._messages.check_end(context)  # while the engine computes
+            message.release()
             async with ClientWriter(context, self._stall_timeout_s) as writer:
                 call = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received)
                 if params.has_prompt:
@@ -91,23 +129,38 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             stream.close()
 
-    async def Tokenize(
-        self,
-        request: inference_pb2.TokenizeRequest,
-        context: grpc.aio.ServicerContext[inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse],
-    ) -> inference_pb2.TokenizeResponse:
-        params = validate_tokenize(request, self.limits, self._model)
-        ids = await self._tokenizer.encode_prompt(params.prompt, params.add_special_tokens)
-        return inference_pb2.TokenizeResponse(token_ids=ids)
+    async def _tokenize(self, _: object, context: Context) -> bytes:
+        with self._conversions.reserve(), await self._messages.read(context) as message:
+            params = await message.parsed(
+                inference_pb2.TokenizeRequest,
+                self.limits,
+                lambda request: validate_tokenize(request, self.limits, self._model),
+            )
+            await self._messages.check_end(context)
+            ids = await self._tokenizer.encode_prompt(
+                params.prompt, params.add_special_tokens, is_large=message.is_large
+            )
+            return await self._messages.run(lambda: _serialized(ids), 4 * len(ids))
 
-    async def Detokenize(
-        self,
-        request: inference_pb2.DetokenizeRequest,
-        context: grpc.aio.ServicerContext[inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse],
-    ) -> inference_pb2.DetokenizeResponse:
-        ids = validate_detokenize(request, self.limits, self._model)
-        text = await self._tokenizer.decode_ids(ids, skip_special_tokens=not request.special_tokens)
-        return inference_pb2.DetokenizeResponse(text=text)
+    async def _detokenize(self, _: object, context: Context) -> inference_pb2.DetokenizeResponse:
+        with self._conversions.reserve(), await self._messages.read(context) as message:
+            ids, keeps_special_tokens = await message.parsed(
+                inference_pb2.DetokenizeRequest,
+                self.limits,
+                lambda request: (validate_detokenize(request, self.limits, self._model), request.special_tokens),
+            )
+            await self._messages.check_end(context)
+            text = await self._tokenizer.decode_ids(
+                ids, skip_special_tokens=not keeps_special_tokens, is_large=message.is_large
+            )
+            return inference_pb2.DetokenizeResponse(text=text)
+
+
+def _serialized(ids: Sequence[int]) -> bytes:
+    response = inference_pb2.TokenizeResponse()
+    for at in range(0, len(ids), _IDS_AT_ONCE):
+        response.token_ids.extend(ids[at : at + _IDS_AT_ONCE])
+    return response.SerializeToString()
 
 
 class GenerateCall:

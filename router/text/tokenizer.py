@@ -56,6 +56,8 @@ class Tokenizer:
         self._detokenization = Detokenization(tokenizer)
         self._special_tokens = SpecialTokens(tokenizer)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
+        # Large texts wait for each other and for nothing else: one of a megabyte takes hundreds of megabytes.
+        self._large_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-large")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode text. Typed special tokens stay text; `add_special_tokens` puts the tokenizer's own around it."""
@@ -82,25 +84,29 @@ class Tokenizer:
         """A detokenizer for a new sequence."""
         return self._detokenization.detokenizer(skip_special_tokens)
 
-    async def encode_prompt(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
-        """Run `encode` or `encode_chat` in a thread; token ids are returned unchanged."""
+    async def encode_prompt(
+        self, prompt: Prompt, add_special_tokens: bool = True, *, is_large: bool = False
+    ) -> list[int]:
+        """Run `encode` or `encode_chat` in a thread, large ones one at a time; token ids are returned unchanged."""
         match prompt:
             case str():
-                return await self._in_thread(lambda: self.encode(prompt, add_special_tokens))
+                return await self._in_thread(lambda: self.encode(prompt, add_special_tokens), is_large)
             case Chat():
-                return await self._in_thread(lambda: self.encode_chat(prompt))
+                return await self._in_thread(lambda: self.encode_chat(prompt), is_large)
             case _:
                 return list(prompt)
 
-    async def decode_ids(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    async def decode_ids(self, ids: Sequence[int], skip_special_tokens: bool = True, *, is_large: bool = False) -> str:
         """Run `decode` in a thread."""
-        return await self._in_thread(lambda: self.decode(ids, skip_special_tokens))
+        return await self._in_thread(lambda: self.decode(ids, skip_special_tokens), is_large)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._large_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, _contained, work)
+    async def _in_thread(self, work: Callable[[], Result], is_large: bool = False) -> Result:
+        threads = self._large_thread if is_large else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, _contained, work)
 
 
 def _contained(work: Callable[[], Result]) -> Result:

@@ -162,7 +162,7 @@ def test_a_refusal_names_the_limit() -> None:
         },
         "is nested more than 16 deep, the limit": {"templateKwargs": {"a": nested(16)}},
         "has more than 1024 values, the limit": {"templateKwargs": {"a": list(range(1024))}},
-        "has 129 entries, at most 128 are allowed": {"tools": [{"name": "f"}] * 129},
+        "has more than 128 entries, the limit": {"tools": [{"name": "f"}] * 129},
     }
     for message, fields in expected.items():
         with pytest.raises(InvalidArgument, match=re.escape(message)):

@@ -9,8 +9,13 @@ import grpc
 import pytest
 import trustme
 
+from pagoda.v1.inference_pb2 import GenerateRequest
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.process.listen import auth_token, bind, check_exposure
+from pagoda_server.router.process.listen import auth_token, bind, check_exposure, max_message_bytes
+from pagoda_server.router.process.main import LONGEST_CONTEXT, longest_context
+from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.request.validation import validate_generate
+from pagoda_server.router.request.wire import MAX_FIELDS
 from pagoda_server.settings import ServeConfig
 
 
@@ -66,3 +71,49 @@ async def test_a_certificate_that_cannot_be_used_is_named_and_not_the_address(tm
         config = ServeConfig(listen="127.0.0.1:0", tls_cert=str(tmp_path / certificate), tls_key=str(tmp_path / key))
         with pytest.raises(ConfigError, match=f"--tls-cert.*--tls-key.*{complaint}"):
             bind(grpc.aio.server(), config)
+
+
+@pytest.mark.parametrize(("max_text_bytes", "max_model_len"), [(1 << 20, 32_768), (1 << 16, 131_072)])
+def test_a_request_at_all_of_its_limits_is_within_the_message_limit(max_text_bytes: int, max_model_len: int) -> None:
+    vocab_size = 151_936
+    limits = Limits(max_model_len, vocab_size, kv_token_capacity=1 << 20, max_text_bytes=max_text_bytes)
+    last_id = vocab_size - 1
+    request = GenerateRequest(
+        request_id="x" * limits.max_request_id,
+        sampling={
+            "allowed_token_ids": [last_id] * vocab_size,
+            "logit_bias": {last_id - at: -1.5 for at in range(limits.max_logit_bias)},
+        },
+        stopping={"stop": ["x" * limits.max_stop_bytes] * limits.max_stop, "stop_token_ids": [last_id] * 64},
+        cache={"salt": "x" * limits.max_salt_bytes},
+    )
+    num_parts = MAX_FIELDS // 3 // limits.max_parts * limits.max_parts
+    text = "x" * (max_text_bytes // num_parts - 1)  # joined by newlines
+    message = {"role": 2, "parts": [{"text": text}] * limits.max_parts}
+    for given in (
+        {"chat": {"messages": [message] * (num_parts // limits.max_parts)}},
+        {"token_ids": {"ids": [last_id] * (max_model_len - 1)}},
+        {"prompt": "x" * max_text_bytes},
+    ):
+        full = GenerateRequest(**given)  # type: ignore[arg-type]
+        full.MergeFrom(request)
+        validate_generate(full, limits, "m")
+        assert full.ByteSize() <= max_message_bytes(max_text_bytes, max_model_len, vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ('{"max_position_embeddings": 8192}', 8192),
+        ('{"max_position_embeddings": 8192, "rope_scaling": {"factor": 4.0}}', 32_768),
+        ('{"max_position_embeddings": 8192, "rope_scaling": null}', 8192),
+        ('{"max_position_embeddings": 1000000000000}', LONGEST_CONTEXT),
+        ('{"max_position_embeddings": 1e999}', LONGEST_CONTEXT),
+        ('{"max_position_embeddings": "many"}', LONGEST_CONTEXT),
+        ("{}", LONGEST_CONTEXT),
+        ("no JSON", LONGEST_CONTEXT),
+    ],
+)
+def test_the_longest_context_is_read_from_the_model_and_bounded(tmp_path: Path, config: str, expected: int) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert longest_context(tmp_path) == expected

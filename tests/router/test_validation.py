@@ -262,7 +262,7 @@ def test_unknown_model_is_not_found_and_not_repeated() -> None:
         ({"sampling": {"minP": 1.1}}, "sampling.min_p: is 1.1, must be in [0, 1]"),
         ({"sampling": {"temperature": "NaN"}}, "sampling.temperature: is nan, must be in [0, 100]"),
         ({"slo": {"ttftS": 3600.0001}}, "slo.ttft_s: is 3600.0001, must be in (0, 3600]"),
-        ({"token_ids": {"ids": [1] * 3000}}, "token_ids.ids: has 3000 entries, at most 2047 are allowed"),
+        ({"token_ids": {"ids": [1] * 3000}}, "token_ids.ids: has more than 2047 entries, the limit"),
     ],
 )
 def test_refusal_tells_the_value_and_the_limit(fields: dict[str, object], message: str) -> None:

@@ -141,7 +141,7 @@ class KvCacheInfo(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., bytes_per_token: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., total_bytes: _Optional[int] = ..., token_capacity: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_requests", "max_queued_tokens", "max_message_bytes", "max_text_bytes", "max_n", "max_logprobs", "max_stop_strings", "max_tools")
+    __slots__ = ("max_requests", "max_queued_tokens", "max_message_bytes", "max_text_bytes", "max_n", "max_logprobs", "max_stop_strings", "max_tools", "max_messages", "max_fields")
     MAX_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +150,8 @@ class Limits(_message.Message):
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOOLS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    MAX_FIELDS_FIELD_NUMBER: _ClassVar[int]
     max_requests: int
     max_queued_tokens: int
     max_message_bytes: int
@@ -158,7 +160,9 @@ class Limits(_message.Message):
     max_logprobs: int
     max_stop_strings: int
     max_tools: int
-    def __init__(self, max_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_n: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_tools: _Optional[int] = ...) -> None: ...
+    max_messages: int
+    max_fields: int
+    def __init__(self, max_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_n: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_tools: _Optional[int] = ..., max_messages: _Optional[int] = ..., max_fields: _Optional[int] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

@@ -62,12 +62,14 @@ class InferenceServicer(object):
         The stream carries, for each sequence, any number of `tokens` events and then exactly one `finished` event. The
         last message of the call carries `usage` and `timing`. Cancelling the call frees everything it holds.
 
-        INVALID_ARGUMENT    a field is wrong; google.rpc.BadRequest names it
+        INVALID_ARGUMENT    a field is wrong; google.rpc.BadRequest names it. The field `request` is the message itself: it
+        is malformed, missing, sent twice, or has too many fields (Limits.max_fields)
         UNIMPLEMENTED       the server does not support a field that is set; google.rpc.BadRequest names it
         NOT_FOUND           `model` is not the model served here
         ALREADY_EXISTS      `request_id` is live
         RESOURCE_EXHAUSTED  the queue is full (google.rpc.RetryInfo and the trailer `grpc-retry-pushback-ms` say when to
-        retry), or the client has stopped reading
+        retry), the request has more than Limits.max_message_bytes, or the client has stopped reading or
+        takes too long to send its request
         DEADLINE_EXCEEDED   the call's deadline passed or can no longer be met: queued work is dropped, not computed
         UNAVAILABLE         the server is draining, or the engine is loading, dead or restarting
         UNAUTHENTICATED     the server requires a token, and the metadata `authorization` is not `Bearer` and that token

@@ -1,0 +1,303 @@
+"""`python -m bench.micro.hostile`: how fast a busy router refuses, and what hostile messages do to its streams.
+
+A synthetic engine with steps of 20 ms gives 64 streams their tokens through one router. A client in a process of its
+own reads them, and its gaps between tokens show how long the router was held up. Another process attacks. One server
+has 64 places, so that it refuses every further call; another one has room, so that it reads what it gets.
+
+Refusals are timed from the call's last byte sent to its status, for calls one after another, at a fixed rate, and in
+bursts on one connection. docs/operations.md says what is promised. Large messages are those which cost the most to
+parse: each is sent by several calls at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import multiprocessing.connection
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import grpc
+import numpy as np
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bench import BenchError
+from bench.micro.lean_client import LeanConnection
+from bench.micro.router_clients import GENERATE, Arrivals, read_streams, run_client
+from bench.processes import spawned
+from bench.systems import becomes_ready
+
+STREAMS = 64
+STEP_MS = 20.0
+SETTLE_S = 1.5
+MAX_TOKENS = 30_000  # ten minutes of steps
+TOKENIZE = "/pagoda.v1.Inference/Tokenize"
+PROMPT = b"\x1a\x05hello"  # GenerateRequest.prompt
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+class Refusals:
+    """Calls on one connection that the server refuses. delays_s: from a call's start to its status."""
+
+    def __init__(self, address: str) -> None:
+        self.delays_s: list[float] = []
+        self._connection = LeanConnection(address, GENERATE)
+        self._running = 0
+
+    def start(self) -> None:
+        began = time.perf_counter()
+
+        def on_end() -> None:
+            self.delays_s.append(time.perf_counter() - began)
+            self._running -= 1
+
+        self._running += 1
+        self._connection.call(PROMPT, _refuse_message, on_end)
+
+    def receive_all(self) -> None:
+        while self._running:
+            self._connection.receive()
+
+    def receive_until(self, due: float) -> None:
+        while (left := due - time.perf_counter()) > 0:
+            if multiprocessing.connection.wait([self._connection.fileno()], left):
+                self._connection.receive()
+
+
+def one_after_another(address: str, seconds: float) -> list[float]:
+    refusals = Refusals(address)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        refusals.start()
+        refusals.receive_all()
+    return refusals.delays_s
+
+
+def at_a_rate(address: str, seconds: float, rate: float) -> list[float]:
+    refusals = Refusals(address)
+    began = time.perf_counter()
+    for at in range(int(seconds * rate)):
+        refusals.receive_until(began + at / rate)
+        refusals.start()
+    refusals.receive_all()
+    return refusals.delays_s
+
+
+def at_once(address: str, count: int) -> list[float]:
+    refusals = Refusals(address)
+    for _ in range(count):
+        refusals.start()
+    refusals.receive_all()
+    return refusals.delays_s
+
+
+def _refuse_message(message: bytes) -> None:
+    raise BenchError("a call was not refused")
+
+
+# -- large messages --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """One message, sent by `calls` calls at once."""
+
+    name: str
+    message: bytes
+    calls: int
+    method: str = GENERATE
+    is_compressed: bool = False
+
+
+def attacks() -> list[Attack]:
+    prompt = b"\x1a\x01x"
+    fits = 1_500_000  # bytes that a server with the default limits accepts
+    deep = json.dumps({"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(7_000)}}).encode()
+    tool = _field(3, _field(1, b"f") + _field(3, deep))
+    user = _field(1, b"\x08\x02\x12\x02Hi")
+    many = _field(5, b"".join(_field(1, b"\x08\x02\x12\xf0\x01" + b"word " * 48) for _ in range(4000)))
+    return [
+        Attack("16 MB of empty messages in a chat", _field(5, b"\x0a\x00" * 8_000_000), 8),
+        Attack("1.5 MB of empty messages in a chat", _field(5, b"\x0a\x00" * (fits // 2)), 40),
+        Attack("16 MB of stop strings", prompt + _field(8, b"\x1a\x00" * 8_000_000), 8),
+        Attack("1.5 MB of stop strings", prompt + _field(8, b"\x1a\x00" * (fits // 2)), 40),
+        Attack("15 MB of token ids", _field(6, _field(1, b"\x01" * 15_000_000)), 8),
+        Attack("1.5 MB of token ids", _field(6, _field(1, b"\x01" * fits)), 40),
+        Attack("10 MB of logit_bias", prompt + _field(7, _biases(1_000_000)), 8),
+        Attack("1.3 MB of logit_bias", prompt + _field(7, _biases(120_000)), 40),
+        Attack("15 MB of unknown fields", prompt + b"\xf8\x07\x00" * 5_000_000, 8),
+        Attack("1.5 MB of unknown fields", prompt + b"\xf8\x07\x00" * (fits // 3), 40),
+        Attack("60,000 unknown fields", prompt + b"\xf8\x07\x00" * 60_000, 40),
+        Attack("gzip: 1 MB that unpacks to 1 GB", b"\x1a" + b"\x00" * (1 << 30), 4, GENERATE, True),
+        Attack("gzip: 2 kB that unpack to 1.5 MB", _field(6, _field(1, b"\x01" * fits)), 40, GENERATE, True),
+        Attack("1 MB of chat in 4000 messages", many, 40),
+        Attack("250 kB of JSON", _field(5, user + tool), 64),
+        Attack("Tokenize 1 MiB", _field(2, b"hello world, " * 80_000), 24, TOKENIZE),
+        Attack("Tokenize 1 MiB of digits", _field(2, b"0123456789" * 100_000), 24, TOKENIZE),
+        Attack("Detokenize 1 M ids", _field(2, b"\x41" * 1_000_000), 24, "/pagoda.v1.Inference/Detokenize"),
+    ]
+
+
+def attack(address: str, number: int) -> Counter[str]:
+    """Send an attack; returns how often each status came back."""
+    chosen = attacks()[number]
+    options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    compression = grpc.Compression.Gzip if chosen.is_compressed else grpc.Compression.NoCompression
+
+    def call(at: int) -> str:
+        with grpc.insecure_channel(address, [*options, ("own", at)], compression=compression) as channel:
+            try:
+                if chosen.method == GENERATE:
+                    list(channel.unary_stream(chosen.method)(chosen.message, timeout=120))
+                else:
+                    channel.unary_unary(chosen.method)(chosen.message, timeout=120)
+            except grpc.RpcError as error:
+                return str(error.code().name)
+            return "OK"
+
+    with ThreadPoolExecutor(chosen.calls) as threads:
+        return Counter(threads.map(call, range(chosen.calls)))
+
+
+def _field(number: int, content: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 127:
+        encoded.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*encoded, value])
+
+
+def _biases(count: int) -> bytes:
+    return b"".join(_field(9, b"\x08" + _varint(id) + b"\x15\x00\x00\x80\x3f") for id in range(count))
+
+
+# -- servers and streams ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _server(max_requests: int) -> Iterator[tuple[str, psutil.Process]]:
+    command = [
+        *(sys.executable, "-m", "pagoda_server.cli", "serve", "--model", "synthetic", "--listen", "127.0.0.1:0"),
+        *("--step-ms", f"{STEP_MS:g}", "--kv-cache-gb", "0.1", "--max-requests", str(max_requests)),
+        *("--max-num-seqs", "256", "--max-queued-tokens", str(1 << 40), "--log-level", "error"),
+    ]
+    with tempfile.TemporaryDirectory() as folder, spawned(command, Path(folder) / "log") as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        if not becomes_ready(address, process):
+            raise BenchError("the router did not become ready")
+        yield address, psutil.Process(process.pid)
+
+
+@contextlib.contextmanager
+def _streams(address: str) -> Iterator[Arrivals]:
+    """Read the streams meanwhile; what arrived is there after the block."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=run_client, args=(theirs, partial(read_streams, max_tokens=MAX_TOKENS), address, STREAMS)
+    )
+    process.daemon = True
+    process.start()
+    theirs.close()
+    ours.recv()
+    time.sleep(SETTLE_S)
+    arrivals = Arrivals()
+    yield arrivals
+    ours.send("stop")
+    arrivals.times = ours.recv().times
+    process.join()
+
+
+def _gaps_ms(arrivals: Arrivals, start: float, end: float) -> np.ndarray:
+    all_times = map(np.array, arrivals.times)
+    return np.concatenate([1e3 * np.diff(times[(times >= start) & (times < end)]) for times in all_times])
+
+
+def _measured(work: Any, *arguments: Any) -> tuple[Any, float, float]:
+    """Run the work and return its result and the times between which it ran."""
+    start = time.monotonic()
+    result = work(*arguments)
+    return result, start, time.monotonic()
+
+
+def main(
+    seconds: Annotated[float, typer.Option(help="Length of each measurement of refusals.")] = 5.0,
+    rate: Annotated[float, typer.Option(help="Refusals a second at the fixed rate.")] = 500.0,
+    bursts: Annotated[list[int], typer.Option(help="Calls in a burst; may be repeated.")] = [200, 1000, 5000],  # noqa: B006
+    only: Annotated[str, typer.Option(help="Send only the large messages whose names contain this.")] = "",
+) -> None:
+    console = Console(width=160)
+    refusals = Table("refusals", "p50 ms", "p99 ms", "last ms", "promised", "ITL p99 / max ms", box=None)
+    ways: list[tuple[str, str, Any, tuple[Any, ...]]] = [
+        ("one after another", "p99 10", one_after_another, (seconds,)),
+        (f"{rate:g} a second", "p99 10", at_a_rate, (seconds, rate)),
+        *((f"{count} at once", f"last {10 + 0.2 * count:g}", at_once, (count,)) for count in bursts),
+    ]
+    with _server(STREAMS) as (address, _):
+        for name, promised, way, arguments in ways:
+            with _streams(address) as arrivals, multiprocessing.get_context("spawn").Pool(1) as pool:
+                pool.apply(time.time)
+                delays, start, end = _measured(pool.apply, _timed, (way, address, *arguments))
+            delays_ms, gaps = 1e3 * np.array(delays), _gaps_ms(arrivals, start - 0.1, end + 0.1)
+            refusals.add_row(
+                name, *(f"{value:.1f}" for value in (*np.percentile(delays_ms, (50, 99)), delays_ms.max())), promised,
+                f"{np.percentile(gaps, 99):.1f} / {gaps.max():.1f}",
+            )  # fmt: skip
+            time.sleep(0.5)
+    console.print(refusals)
+    console.print(_attacked(only))
+
+
+def _timed(way: Any, *arguments: Any) -> list[float]:
+    delays: list[float] = way(*arguments)
+    return delays
+
+
+def _attacked(only: str) -> Table:
+    table = Table("attack", "calls", "longest gap ms", "router's memory MB", "answers", box=None)
+    for number, each in enumerate(attacks()):
+        if only not in each.name:
+            continue
+        with (
+            _server(1024) as (address, router),
+            _streams(address) as arrivals,
+            multiprocessing.get_context("spawn").Pool(1) as pool,
+        ):
+            pool.apply(time.time)
+            before = router.memory_info().rss
+            answers, start, end = _measured(pool.apply, attack, (address, number))
+            peak = _peak_bytes(router)
+        gaps = _gaps_ms(arrivals, start - 0.1, end + 0.1)
+        told = ", ".join(f"{count} {status}" for status, count in answers.items())
+        table.add_row(each.name, str(each.calls), f"{gaps.max():.0f}", f"{before / 1e6:.0f} → {peak / 1e6:.0f}", told)
+    return table
+
+
+def _peak_bytes(process: psutil.Process) -> int:
+    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise BenchError("the kernel does not report a process's peak memory")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,128 @@
+"""What happens to every call before and after its handler: the token, an early refusal, its message, its status."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_reflection.v1alpha import reflection_pb2
+
+from pagoda_server.router.errors import PagodaError, ResourceExhausted, Status, to_status
+from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Refusal: TypeAlias = "Callable[[], PagodaError | None]"
+
+HEALTH = "/grpc.health."
+_GUARDED = ("/pagoda.", HEALTH)
+
+
+class CallGuard(grpc.aio.ServerInterceptor):
+    """Guards every call of a server.
+
+    messages  reads the messages of methods whose requests are not streams
+    token     the bearer token that calls must carry; None: none. Health checks need none: they reveal nothing
+    refusals  by method: why a call would be refused now, before anything of it is read
+
+    A call that raised ends with the exception's gRPC status. CancelledError passes, because gRPC needs it.
+    """
+
+    def __init__(
+        self, messages: Messages, token: str | None = None, refusals: dict[str, Refusal] | None = None
+    ) -> None:
+        self._messages = messages
+        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._refusals = refusals or {}
+        self._guarded: dict[str, Handler] = {}
+        details = "authorization: a valid bearer token is required"
+        self._unauthenticated = refusing(Status(grpc.StatusCode.UNAUTHENTICATED, details, ()))
+
+    async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
+        method = details.method
+        if self._expected is not None and not self._is_authenticated(details):
+            return self._unauthenticated
+        if (refusal := self._refusals.get(method)) is not None and (error := refusal()) is not None:
+            kind = type(error)
+            return _refusing_like(kind, error.message, error.retry_after_s, error.queue_depth)  # type: ignore[arg-type]
+        if (guarded := self._guarded.get(method)) is not None:
+            return guarded
+        handler = await continuation(details)
+        if handler is not None:  # None: there is no such method, and its name must not stay here
+            handler = self._guarded[method] = self._guard(handler, method)
+        return handler
+
+    def _is_authenticated(self, details: grpc.HandlerCallDetails) -> bool:
+        given = next((value for key, value in details.invocation_metadata if key == "authorization"), "")
+        given_bytes = given.encode() if isinstance(given, str) else given
+        return details.method.startswith(HEALTH) or hmac.compare_digest(given_bytes, self._expected or b"")
+
+    def _guard(self, handler: Handler, method: str) -> Handler:
+        if not method.startswith(_GUARDED):
+            return _reflection(handler)
+        if handler.request_streaming:
+            behaviour = handler.stream_stream if handler.response_streaming else handler.stream_unary
+        else:
+            behaviour = self._reading(handler)
+
+        async def guarded(messages: object, context: Context) -> Any:
+            try:
+                return await behaviour(messages, context)
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:
+                status = to_status(error)
+                await context.abort(status.code, status.details, status.trailing_metadata)
+
+        streaming, unary = grpc.stream_stream_rpc_method_handler, grpc.stream_unary_rpc_method_handler
+        wrap = streaming if handler.response_streaming else unary
+        return wrap(guarded, None, handler.response_serializer)
+
+    def _reading(self, handler: Handler) -> Callable[[object, Context], Awaitable[Any]]:
+        """A unary method's behaviour as that of a stream of bytes. Such requests are small: they name one thing."""
+        behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        kind = handler.request_deserializer.__self__  # the generated code gives FromString of the message's class
+
+        async def read_first(messages: object, context: Context) -> Any:
+            with await self._messages.read(context, most=SMALL_BYTES) as message:
+                request = await message.parsed(kind, None, lambda request: request)
+                await self._messages.check_end(context)
+            return await behaviour(request, context)
+
+        return read_first
+
+
+def refusing(status: Status) -> Handler:
+    """A handler that ends a call without reading anything. A stream of requests fits every method, as in receiving."""
+
+    async def refuse(messages: object, context: Context) -> None:
+        await context.abort(*status)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+@lru_cache(256)
+def _refusing_like(
+    kind: type[PagodaError], message: str, retry_after_s: float | None, queue_depth: int | None
+) -> Handler:
+    """`refusing` of an error. An overloaded server gives thousands of calls the same status: made once."""
+    details = {"queue_depth": queue_depth} if issubclass(kind, ResourceExhausted) else {}
+    return refusing(to_status(kind(message, retry_after_s=retry_after_s, **details)))
+
+
+def _reflection(handler: Handler) -> Handler:
+    """The reflection service's handler: a malformed request counts as an empty one, which the service refuses."""
+    parse = handler.request_deserializer
+
+    def parsed(raw: bytes) -> Any:
+        try:
+            return parse(raw)
+        except DecodeError:
+            return reflection_pb2.ServerReflectionRequest()
+
+    return grpc.stream_stream_rpc_method_handler(handler.stream_stream, parsed, handler.response_serializer)

@@ -1,0 +1,199 @@
+"""Read the messages of calls, within bounds of memory, time and work; a handler decides when.
+
+Handlers are registered as if their requests were streams, which looks the same on the wire: gRPC then reads nothing
+before the handler asks, and gives it bytes. What was refused before costs no memory and no parsing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from pagoda_server.router.errors import InvalidArgument, ResourceExhausted
+from pagoda_server.router.request.fields import Limits, check_size
+from pagoda_server.router.request.wire import Malformed, check_entries
+
+log = logging.getLogger("pagoda.router")
+
+SMALL_BYTES = 16 << 10  # up to here the event loop parses a message itself: it costs less than a millisecond
+LARGE_BYTES = 64 << 10  # above this the messages in flight share LARGE_TOTAL_BYTES
+LARGE_TOTAL_BYTES = 64 << 20
+READING_TOTAL_BYTES = 256 << 20  # of messages that are being read, each counted as the largest that is allowed
+FEWEST = 4  # messages of the largest size that both totals admit, whatever that size is
+CONTENDED_S = 1.0  # to send a message in, while others wait for their turn
+RETRY_LARGE_S = 1.0
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+M = TypeVar("M", bound=Message)
+Result = TypeVar("Result")
+
+
+class Messages:
+    """Reads and parses the messages of this process's calls.
+
+    max_bytes  the largest message that gRPC accepts
+    timeout_s  how long a client may take to send a message
+    """
+
+    def __init__(self, max_bytes: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._room = max(READING_TOTAL_BYTES // max_bytes, FEWEST)
+        self._reads: dict[asyncio.Timeout, float] = {}  # under way, with the time at which each began
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._large_bytes = 0
+        self._max_large_bytes = max(LARGE_TOTAL_BYTES, FEWEST * max_bytes)
+        # One thread: several would hold up the event loop for as many turns of the interpreter's lock.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="messages")
+        self._malformed = _RareLog("%d malformed messages refused")
+
+    async def read(self, context: Context, *, most: int | None = None) -> Received:
+        """Read a call's message. Close the result with `release` or a `with` block, and await `check_end` before that.
+
+        most  its bytes, at most; None: as many as gRPC accepts
+
+        Raises InvalidArgument if there is none or it is longer; ResourceExhausted if the client takes too long to send
+        it, or too many large messages are in flight.
+        """
+        raw = await self._next(context)
+        if raw is grpc.aio.EOF:
+            raise InvalidArgument("request", "is missing")
+        if most is not None:
+            check_size(len(raw), "request", most)
+        return Received(self, raw)
+
+    async def check_end(self, context: Context) -> None:
+        """Raise InvalidArgument if the client sends another message, ResourceExhausted if it does not end its side."""
+        if await self._next(context) is not grpc.aio.EOF:
+            raise InvalidArgument("request", "is followed by another message; send one")
+
+    async def _next(self, context: Context) -> Any:
+        """The client's next message in bytes, or EOF."""
+        while len(self._reads) >= self._room:
+            await self._turn()
+        limit_s = CONTENDED_S if self._waiting else self._timeout_s
+        try:
+            async with asyncio.timeout(limit_s) as timeout:
+                self._reads[timeout] = asyncio.get_running_loop().time()
+                try:
+                    return await context.read()
+                finally:
+                    del self._reads[timeout]
+                    self._admit()
+        except TimeoutError:
+            message = "the client has not sent its request in time"
+            raise ResourceExhausted(message, reason="SENDER_STALLED") from None
+
+    async def _turn(self) -> None:
+        """Wait until another read has ended. Those that take long now have to end soon."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            for timeout, began in self._reads.items():
+                if not timeout.expired():
+                    timeout.reschedule(max(began + CONTENDED_S, loop.time()))
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._admit()  # it was this one's turn
+            raise
+
+    def _admit(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    def take(self, num_bytes: int) -> None:
+        if self._large_bytes + num_bytes > self._max_large_bytes:
+            raise ResourceExhausted("too many large messages are in flight", retry_after_s=RETRY_LARGE_S)
+        self._large_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self._large_bytes -= num_bytes
+
+    async def parse(self, raw: bytes, kind: type[M], limits: Limits | None, convert: Callable[[M], Result]) -> Result:
+        """Parse a message and convert it, in a thread if it is not small; the conversion also checks its fields.
+
+        limits  None: count no entries, because the message is small
+
+        Raises InvalidArgument for bytes that are no such message.
+        """
+
+        def work() -> Result:
+            if limits is not None and len(raw) > SMALL_BYTES:
+                check_entries(raw, kind.DESCRIPTOR, limits)  # type: ignore[arg-type]  # the C extension's
+            return convert(kind.FromString(raw))
+
+        try:
+            return await self.run(work, len(raw))
+        except (DecodeError, Malformed):
+            self._malformed.add()
+            raise InvalidArgument("request", "is malformed: not the protobuf message of this call") from None
+
+    async def run(self, work: Callable[[], Result], num_bytes: int) -> Result:
+        """Run work on a message of that size: here if it is small, else in the thread, one after another."""
+        if num_bytes <= SMALL_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+class Received:
+    """A message that was read: holds its share of the bytes in flight until it is released."""
+
+    def __init__(self, messages: Messages, raw: bytes) -> None:
+        self._messages = messages
+        self._raw = raw
+        self._num_bytes = 0
+        self.is_large = len(raw) > LARGE_BYTES
+        if self.is_large:
+            messages.take(len(raw))
+            self._num_bytes = len(raw)
+
+    async def parsed(self, kind: type[M], limits: Limits | None, convert: Callable[[M], Result]) -> Result:
+        """`Messages.parse` of this message, once."""
+        raw, self._raw = self._raw, b""
+        return await self._messages.parse(raw, kind, limits, convert)
+
+    def release(self) -> None:
+        self._messages.give_back(self._num_bytes)
+        self._num_bytes = 0
+
+    def __enter__(self) -> Received:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class _RareLog:
+    """Logs one line a second at most. Each says how many events it stands for."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._count = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self) -> None:
+        self._count += 1
+        if self._timer is None:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._timer = None
+        if self._count:
+            log.warning(self._text, self._count)
+            self._count = 0
+            self._timer = asyncio.get_running_loop().call_later(1.0, self._tell)
