@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from pagoda_server.checkpoints import Progress
+from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.loop.steps_in_flight import Runner
 from pagoda_server.engine.runners.runner_info import RunnerInfo
@@ -23,7 +23,10 @@ class InformedRunner(Runner, Protocol):
 
 def load_runner(config: EngineConfig, folder: Path, progress: Progress) -> InformedRunner:
     """Raises ConfigError if the checkpoint cannot be served with these settings."""
-    model_config = json.loads((folder / "config.json").read_bytes())
+    try:
+        model_config = read_json_object(folder / "config.json")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from None
     if model_config.get("model_type") == "synthetic":
         return load_synthetic(config, model_config)
     if config.step_ms is not None:
