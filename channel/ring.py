@@ -49,6 +49,13 @@ class Ring:
             return os.eventfd_read(counter)
         return 0
 
+    def add(self, counter: int, count: int) -> None:
+        """Raise ConnectionError if the other side has driven the counter to its limit."""
+        try:
+            os.eventfd_write(counter, count)
+        except BlockingIOError:
+            raise ConnectionError("the other side has counted too far") from None
+
     def check(self, count: int) -> None:
         """Raise ConnectionError if the other side has counted more bytes than the ring has."""
         if count > len(self.memory):
@@ -79,7 +86,7 @@ class RingWriter:
             memory[: count - before_end] = data[before_end:count]
             self._at = (self._at + count) % len(memory)
             self._room -= count
-            os.eventfd_write(self._ring.filled, count)
+            self._ring.add(self._ring.filled, count)
         return count
 
 
@@ -112,7 +119,7 @@ class RingReader:
     def release(self) -> None:
         """Give the room of everything that was read back to the writer."""
         if self._read:
-            os.eventfd_write(self._ring.freed, self._read)
+            self._ring.add(self._ring.freed, self._read)
             self._read = 0
 
 

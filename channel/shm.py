@@ -107,10 +107,10 @@ class ShmLink(Generic[Incoming, Outgoing]):
         try:
             if not self._writer.has_room_for(_LENGTH.size + len(payload)):
                 return False
+            self._writer.write(memoryview(_LENGTH.pack(len(payload)) + payload))
         except ConnectionError:
             self._lose()
             return False
-        self._writer.write(memoryview(_LENGTH.pack(len(payload)) + payload))
         return True
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
+MAX_JSON_BYTES = 64 << 20  # the largest is the index of a checkpoint in many files: a few megabytes
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
@@ -22,11 +23,31 @@ def write_json(path: Path, document: Mapping[str, object]) -> None:
 
 
 def read_json_object(path: Path) -> dict[str, Json]:
-    """Read one JSON object. Raises OSError if the file cannot be read, ValueError if it holds anything else."""
-    document = json.loads(path.read_text(encoding="utf-8"))
+    """Read one JSON object. Raises what read_bounded does, also if the file holds anything else."""
+    content = read_bounded(path, MAX_JSON_BYTES)
+    try:
+        document = json.loads(content)
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise ValueError(f"holds a {type(document).__name__}, not an object")
     return document
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes:
+    """Read a file. Raises FileNotFoundError, or ValueError whose message follows the file's name in a sentence."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
+    if len(content) > most_bytes:
+        raise ValueError(f"has more than {most_bytes} bytes, the limit")
+    return content
 
 
 def check_folder(folder: Path) -> Path:
@@ -93,5 +114,5 @@ def _read(path: Path) -> dict[str, object]:
         return dict(read_json_object(path))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}") from error

@@ -74,10 +74,13 @@ def read_shape(file: GgufFile) -> ModelShape:
             raise CheckpointError(
                 f"{file.name}: {arch}.{key} is {length}; only the head size, {head_dim}, is supported"
             )
+    num_layers = file.integer(f"{arch}.block_count")
+    if num_layers > len(file.tensors):
+        raise CheckpointError(f"{file.name} names {num_layers} layers, but holds {len(file.tensors)} tensors in all")
     qkv_bias = FAMILIES[arch].qkv_bias
     return ModelShape(
         family=arch,
-        num_layers=file.integer(f"{arch}.block_count"),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         ffn_size=file.integer(f"{arch}.feed_forward_length"),
         num_heads=num_heads,

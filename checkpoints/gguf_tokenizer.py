@@ -85,7 +85,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception
         raise CheckpointError(f"{file.name} has an inconsistent vocabulary: {error}") from error
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # Not with the library's own method, whose errors hide that a disk is full.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     _write_settings(file, vocabulary, folder)
 
 

@@ -34,7 +34,7 @@ def _write(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (START, END)])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     vocab_size = tokenizer.get_vocab_size()
     config = {"model_type": FAMILY, "vocab_size": vocab_size, "max_position_embeddings": MAX_POSITION_EMBEDDINGS}
     write_json(folder / "config.json", config)

@@ -2,7 +2,8 @@
 
 `EngineConfig` and `ServeConfig` configure the two processes. Their fields carry help, unit, range and panel; the
 command lines, the arguments of a spawned engine, the checks, GetServerInfo's `settings` and docs/settings.md are made
-from them. settings/sampling.py declares the sampling parameters of a request.
+from them. settings/sampling.py declares the sampling parameters of a request, and settings/request.py the limits
+of its other fields.
 """
 
 from pagoda_server.settings.engine import EngineConfig, EngineSettings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -17,9 +18,16 @@ from pagoda_server.settings.setting import (
     setting,
 )
 
+AUTH_TOKEN_VARIABLE = "PAGODA_AUTH_TOKEN"
 SPAWN = "spawn"
 MAX_QUEUED_TOKENS = 1 << 62
+_SECRETS = (AUTH_TOKEN_VARIABLE, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 SHORTEST_TIMEOUT_S = 0.1  # the router checks a timeout several times before it expires
+
+
+def environment_without_secrets() -> dict[str, str]:
+    """The environment of a child process that needs no credentials."""
+    return {name: value for name, value in os.environ.items() if name not in _SECRETS}
 
 
 def _check_name(name: str) -> None:

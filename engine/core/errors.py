@@ -1,5 +1,7 @@
 """What can go wrong in the engine, as far as a caller tells it apart."""
 
+_LONGEST_SHOWN = 100
+
 
 class EngineError(Exception):
     """Base of the engine's own errors."""
@@ -15,3 +17,9 @@ class NotEnoughMemory(ConfigError):
 
 class OutOfMemory(EngineError):
     """A step did not fit into the device's memory; the message names the settings that help."""
+
+
+def shown(value: object) -> str:
+    """A file's value as an error message shows it."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.checkpoints.grouped_weights import QUANTIZATION_CONFIG
-from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.core.errors import ConfigError, shown
 from pagoda_server.engine.models.rope import RopeConfig
 
 DEFAULT_ROPE_THETA = 10_000.0
 DEFAULT_RMS_NORM_EPS = 1e-6
+# A larger size is a mistake: tensors of it would overflow, and a list of so many layers would fill the memory.
+MAX_SIZE = 1 << 24
+MAX_SIZES = {
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "max_position_embeddings": (1 << 31) - 1,
+    "sliding_window": (1 << 31) - 1,
+}
 
 
 class ConfigFile:
@@ -20,20 +32,18 @@ class ConfigFile:
     def __init__(self, folder: Path) -> None:
         path = folder / "config.json"
         try:
-            self._fields = json.loads(path.read_bytes())
+            self._fields: dict[str, Any] = dict(read_json_object(path))
         except FileNotFoundError:
             raise ConfigError(f"the model folder has no config.json: {folder}") from None
         except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}") from None
-        if not isinstance(self._fields, dict):
-            raise ConfigError(f"{path} must hold an object, not {type(self._fields).__name__}")
+            raise ConfigError(f"{path} {error}") from None
 
     @property
     def architecture(self) -> str:
         """The first name in `architectures`; empty if the file does not say."""
         architectures = self._fields.get("architectures") or [""]
         if not isinstance(architectures, list) or not isinstance(architectures[0], str):
-            raise ConfigError(f"config.json: architectures must be a list of names, not {architectures!r}")
+            raise ConfigError(f"config.json: architectures must be a list of names, not {shown(architectures)}")
         return architectures[0]
 
     def text(self, name: str, default: str) -> str:
@@ -43,7 +53,7 @@ class ConfigFile:
     def flag(self, name: str, default: bool) -> bool:
         value = self._fields.get(name, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"config.json: {name} must be true or false, not {value!r}")
+            raise ConfigError(f"config.json: {name} must be true or false, not {shown(value)}")
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -53,7 +63,9 @@ class ConfigFile:
         if value is None:
             raise ConfigError(f"config.json has no {name}")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"config.json: {name} must be a positive whole number, not {value!r}")
+            raise ConfigError(f"config.json: {name} must be a positive whole number, not {shown(value)}")
+        if value > (most := MAX_SIZES.get(name, MAX_SIZE)):
+            raise ConfigError(f"config.json: {name} is {shown(value)}, at most {most} is supported")
         return value
 
     def count(self, name: str, default: int) -> int:
@@ -67,13 +79,15 @@ class ConfigFile:
     def number(self, name: str, default: float) -> float:
         value = self._fields.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ConfigError(f"config.json: {name} must be a number, not {value!r}")
+            raise ConfigError(f"config.json: {name} must be a number, not {shown(value)}")
+        if not abs(value) <= sys.float_info.max:  # NaN, infinite, or a whole number beyond
+            raise ConfigError(f"config.json: {name} must be finite, not {shown(value)}")
         return float(value)
 
     def names(self, name: str) -> list[str]:
         value = self._fields.get(name) or []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"config.json: {name} must be a list of names, not {value!r}")
+            raise ConfigError(f"config.json: {name} must be a list of names, not {shown(value)}")
         return value
 
     def has(self, name: str) -> bool:
@@ -83,7 +97,9 @@ class ConfigFile:
         """Raises ConfigError if weights are quantized in another format than the importer's own."""
         found = self._fields.get("quantization_config")
         if found not in (None, QUANTIZATION_CONFIG):
-            raise ConfigError(f"config.json: quantization_config {found!r} is not supported; {QUANTIZATION_CONFIG} is")
+            raise ConfigError(
+                f"config.json: quantization_config {shown(found)} is not supported; {QUANTIZATION_CONFIG} is"
+            )
         return found is not None
 
     def rope(self) -> RopeConfig:
@@ -91,7 +107,7 @@ class ConfigFile:
         theta = self.number("rope_theta", DEFAULT_ROPE_THETA)
         parameters = self._fields.get("rope_parameters") or self._fields.get("rope_scaling") or {}
         if not isinstance(parameters, dict):
-            raise ConfigError(f"config.json: the RoPE parameters must be an object, not {parameters!r}")
+            raise ConfigError(f"config.json: the RoPE parameters must be an object, not {shown(parameters)}")
         return RopeConfig.parse(parameters, theta, self.size("max_position_embeddings"))
 
 
@@ -162,6 +178,13 @@ class ModelConfig:
         if head_dim % 2:
             raise ConfigError(f"config.json: head_dim must be even, as RoPE turns pairs; it is {head_dim}")
         rope = file.rope()
+        rope.check(head_dim)
+        max_position_embeddings = max(file.size("max_position_embeddings"), rope.extended_positions)
+        if max_position_embeddings > MAX_SIZES["max_position_embeddings"]:
+            raise ConfigError(f"config.json: RoPE extends the context to {shown(max_position_embeddings)} positions")
+        rms_norm_eps = file.number("rms_norm_eps", rms_norm_eps)
+        if not 0 <= rms_norm_eps <= 1:
+            raise ConfigError(f"config.json: rms_norm_eps must be from 0 to 1, not {rms_norm_eps}")
         return ModelConfig(
             family=family,
             num_layers=num_layers,
@@ -171,8 +194,8 @@ class ModelConfig:
             head_dim=head_dim,
             ffn_size=file.size("intermediate_size"),
             vocab_size=file.size("vocab_size"),
-            max_position_embeddings=max(file.size("max_position_embeddings"), rope.extended_positions),
-            rms_norm_eps=file.number("rms_norm_eps", rms_norm_eps),
+            max_position_embeddings=max_position_embeddings,
+            rms_norm_eps=rms_norm_eps,
             rope=rope,
             tie_word_embeddings=file.flag("tie_word_embeddings", False),
             windows=(None,) * num_layers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.core.errors import ConfigError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +40,24 @@ class RopeConfig:
     @property
     def extended_positions(self) -> int:
         """How many positions the variant reaches, whatever max_position_embeddings says; 0 if it does not tell."""
-        return int(self.factor * self.original_positions) if self.variant == "yarn" else 0
+        return int(min(self.factor * self.original_positions, sys.float_info.max)) if self.variant == "yarn" else 0
 
     @staticmethod
     def parse(parameters: Mapping[str, Any], theta: float, max_position_embeddings: int) -> RopeConfig:
         """Reads an object of config.json. Raises ConfigError for an unknown variant or a broken field."""
         variant = parameters.get("rope_type") or parameters.get("type") or "default"
-        if variant not in _FREQUENCIES:
-            raise ConfigError(f"config.json: RoPE type {variant!r} is not supported; {', '.join(_FREQUENCIES)} are")
+        if not isinstance(variant, str) or variant not in _FREQUENCIES:
+            raise ConfigError(
+                f"config.json: RoPE type {shown(variant)} is not supported; {', '.join(_FREQUENCIES)} are"
+            )
 
         def number(name: str, default: float | None = None) -> float:
             value = parameters.get(name)
             value = default if value is None else value
-            if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-                raise ConfigError(f"config.json: {name} of {variant} RoPE must be a positive number, not {value!r}")
+            if not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+                raise ConfigError(
+                    f"config.json: {name} of {variant} RoPE must be a positive number, not {shown(value)}"
+                )
             return float(value)
 
         if number("partial_rotary_factor", 1.0) != 1.0:
@@ -84,6 +89,15 @@ class RopeConfig:
                     truncate=bool(parameters.get("truncate", True)),
                     attention_factor=number("attention_factor", gain),
                 )
+
+    def check(self, head_dim: int) -> None:
+        """Raise ConfigError if these numbers, each of them valid, give no frequencies."""
+        try:
+            is_finite = bool(_FREQUENCIES[self.variant](self, head_dim).isfinite().all())
+        except (ArithmeticError, ValueError, RuntimeError):
+            is_finite = False
+        if not (is_finite and math.isfinite(self.attention_factor)):
+            raise ConfigError(f"config.json: the parameters of {self.variant} RoPE give no finite frequencies")
 
 
 class Rope:

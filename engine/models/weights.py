@@ -6,7 +6,6 @@ Otherwise they are dequantized.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.checkpoints.grouped_weights import GROUP_SIZE, MINIMUMS, SCALES, VALUES, quantized_names
 from pagoda_server.checkpoints.progress import Progress, no_progress
 from pagoda_server.engine.core.errors import ConfigError
@@ -184,7 +184,8 @@ def _copy(weight: Weight, place: Weight) -> None:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        return [index.parent / str(name) for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+        weight_map: Any = read_json_object(index)["weight_map"]
+        return [index.parent / str(name) for name in sorted(set(weight_map.values()))]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{index} is not the index of a sharded checkpoint") from None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from pagoda_server.checkpoints import Progress
+from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.engine.core.errors import ConfigError, NotEnoughMemory
 from pagoda_server.engine.loop.steps_in_flight import Runner
 from pagoda_server.engine.runners.runner_info import RunnerInfo
@@ -31,7 +31,10 @@ class InformedRunner(Runner, Protocol):
 
 def load_runner(config: EngineConfig, folder: Path, progress: Progress) -> InformedRunner:
     """Raises ConfigError if the checkpoint cannot be served with these settings."""
-    model_config = json.loads((folder / "config.json").read_bytes())
+    try:
+        model_config = read_json_object(folder / "config.json")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from None
     if model_config.get("model_type") == "synthetic":
         return load_synthetic(config, model_config)
     if config.step_ms is not None:

@@ -8,7 +8,7 @@ block, slot or position therefore changes every later token. `expected_tokens` c
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pagoda_server.engine.core.errors import ConfigError
@@ -19,6 +19,8 @@ from pagoda_server.settings.engine import EngineConfig
 _MODULUS = (1 << 61) - 1
 _POISON = -1
 _BYTES_PER_TOKEN = 8  # one checksum
+_MAX_VOCAB_SIZE = 1 << 24
+_MAX_POSITIONS = (1 << 31) - 1
 _CACHED_TOKENS = 131_072  # room in the cache by default
 
 
@@ -147,9 +149,11 @@ class SyntheticRunner:
         return blocks[position // self._block_size] * self._block_size + position % self._block_size
 
 
-def load_synthetic(config: EngineConfig, model_config: dict[str, int]) -> SyntheticRunner:
+def load_synthetic(config: EngineConfig, model_config: Mapping[str, object]) -> SyntheticRunner:
     """Make a runner of these settings. Raises ConfigError for settings that need a model."""
     _check(config)
+    vocab_size = _size(model_config, "vocab_size", _MAX_VOCAB_SIZE)
+    max_position_embeddings = _size(model_config, "max_position_embeddings", _MAX_POSITIONS)
     step_time = None if config.step_ms is None else StepTime.parse(config.step_ms)
     # One layer with one head of dimension one: a slot of its cache holds half a checksum as key and half as value.
     spec = KVCacheSpec(
@@ -166,8 +170,8 @@ def load_synthetic(config: EngineConfig, model_config: dict[str, int]) -> Synthe
         device="cpu",
         dtype="int64",
         kernel_backend="none",
-        vocab_size=model_config["vocab_size"],
-        max_model_len=config.max_model_len or model_config["max_position_embeddings"],
+        vocab_size=vocab_size,
+        max_model_len=config.max_model_len or max_position_embeddings,
         weight_bytes=0,
         kv_cache=spec,
         num_blocks=count_blocks(spec, budget),
@@ -178,6 +182,13 @@ def load_synthetic(config: EngineConfig, model_config: dict[str, int]) -> Synthe
         return SyntheticRunner(info, step_time, lookahead=int(config.overlap == "on"))
     except MemoryError:
         raise ConfigError("not enough memory for the cache; --kv-cache-gb, --host-kv-gb can help") from None
+
+
+def _size(model_config: Mapping[str, object], name: str, most: int) -> int:
+    value = model_config.get(name)
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise ConfigError(f"config.json: {name} must be a whole number from 1 to {most}")
+    return value
 
 
 def _check(config: EngineConfig) -> None:

@@ -1,9 +1,9 @@
-"""Translate channel messages into the engine's own types, and those into messages."""
+"""Check channel messages, translate them into the engine's own types, and those into messages."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pagoda.engine.v1 import engine_pb2
@@ -15,7 +15,19 @@ from pagoda_server.engine.loop.loop import LoadSnapshot
 from pagoda_server.engine.loop.step_trace import Move, MoveKind, Step, TraceSnapshot
 from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.engine.scheduling.tenants import TenantTable
-from pagoda_server.settings.sampling import PARAMETERS
+from pagoda_server.settings.request import (
+    MAX_EOS_IDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_PRIORITY,
+    MAX_REQUEST_ID,
+    MAX_SALT_BYTES,
+    MAX_SLO_S,
+    MAX_STOP_IDS,
+    TENANT_NAME,
+)
+from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
 
 _END_REASONS = {
     EndReason.STOP: engine_pb2.END_REASON_STOP,
@@ -48,10 +60,72 @@ _MOVE_KINDS: dict[MoveKind, trace_pb2.MoveKind] = {
 }
 _NUMBERS = {parameter.name for parameter in PARAMETERS}
 _SEED_MASK = (1 << 64) - 1
+_NUM_SEQUENCE_NUMBERS = 1 << 64
+_MAX_ABORTED = 1 << 16  # sequences, of one message: more than a router ever aborts at once
 
 
-def sequences_from_submit(submit: engine_pb2.Submit, ids: Mapping[int, int], now: float) -> list[Sequence]:
-    """Return a request's sequences. `ids` maps the number of each, of n, to its id."""
+class InvalidMessage(ConnectionError):
+    """A router sent what no router sends: its connection ends. The message names the field."""
+
+
+class Rejected(Exception):
+    """This engine can never run the request. The message is for the client."""
+
+
+def check_submit(submit: engine_pb2.Submit, vocab_size: int, max_model_len: int) -> None:
+    """Check every field before anything is allocated, with the limits that routers have for their clients.
+
+    Raises InvalidMessage, or Rejected for what depends on the model: lengths and token ids.
+    """
+    sampling, num_sequences = submit.sampling, submit.sampling.n or 1
+    _check(num_sequences <= MAX_N, "sampling.n")
+    _check(submit.first_sequence + num_sequences <= _NUM_SEQUENCE_NUMBERS, "first_sequence")
+    _check(len(submit.outputs) in (0, num_sequences), "outputs")
+    _check(len(submit.prompt) > 0, "prompt")
+    _check(submit.max_tokens > 0, "max_tokens")
+    _check(submit.min_tokens <= submit.max_tokens, "min_tokens")
+    _check(len(submit.stop_token_ids) <= MAX_STOP_IDS + MAX_EOS_IDS, "stop_token_ids")
+    _check(submit.logprobs <= MAX_LOGPROBS, "logprobs")
+    _check(len(submit.cache.salt.encode()) <= MAX_SALT_BYTES, "cache.salt")
+    _check(abs(submit.priority) <= MAX_PRIORITY, "priority")
+    _check(0 <= submit.timeout_s < math.inf, "timeout_s")
+    _check(0 <= submit.age_s < math.inf, "age_s")
+    _check(not submit.tenant or TENANT_NAME.fullmatch(submit.tenant) is not None, "tenant")
+    _check(len(submit.request_id) <= MAX_REQUEST_ID and submit.request_id.isprintable(), "request_id")
+    for name in ("ttft_s", "tpot_s"):
+        _check(not submit.slo.HasField(name) or 0 < getattr(submit.slo, name) <= MAX_SLO_S, f"slo.{name}")
+    for each in PARAMETERS:
+        _check(not sampling.HasField(each.name) or getattr(sampling, each.name) in each.interval, each.name)
+    _check(not sampling.HasField("beam_search"), "sampling.beam_search")
+    _check(len(sampling.logit_bias) <= MAX_LOGIT_BIAS, "sampling.logit_bias")
+    _check(all(bias in LOGIT_BIAS for bias in sampling.logit_bias.values()), "sampling.logit_bias")
+    _check(len(sampling.allowed_token_ids) <= vocab_size, "sampling.allowed_token_ids")
+    longest = len(submit.prompt) + max((len(output.ids) for output in submit.outputs), default=0)
+    if longest >= max_model_len:
+        raise Rejected(f"prompt of {longest} tokens, the limit is {max_model_len - 1}")
+    outputs = (output.ids for output in submit.outputs)
+    for ids in (submit.prompt, *outputs, sampling.logit_bias, sampling.allowed_token_ids):
+        if ids and (highest := max(ids)) >= vocab_size:
+            raise Rejected(f"token id {highest} is not below {vocab_size}, the size of the vocabulary")
+
+
+def check_abort(abort: engine_pb2.Abort) -> None:
+    """Raises InvalidMessage."""
+    _check(len(abort.sequences) <= _MAX_ABORTED, "abort.sequences")
+
+
+def check_take_trace(take: engine_pb2.TakeTrace) -> None:
+    """Raises InvalidMessage."""
+    _check(not take.HasField("last_s") or take.last_s > 0, "take_trace.last_s")
+
+
+def _check(is_valid: bool, field: str) -> None:
+    if not is_valid:
+        raise InvalidMessage(f"it sent an invalid {field}")
+
+
+def sequences_from_submit(submit: engine_pb2.Submit, ids: Iterable[int], now: float, vocab_size: int) -> list[Sequence]:
+    """Return the sequences of a request that was checked; `ids` are theirs."""
     request = Request(
         prompt_len=len(submit.prompt),
         arrived=now,
@@ -64,12 +138,16 @@ def sequences_from_submit(submit: engine_pb2.Submit, ids: Mapping[int, int], now
         cache_root=chain_root(submit.cache.salt),
         bypass_cache=submit.cache.bypass,
         request_id=submit.request_id,
-        shares_prompt=len(ids) > 1 and not submit.outputs,
+        shares_prompt=submit.sampling.n > 1 and not submit.outputs,
     )
-    return [_sequence(submit, request, index, id) for index, id in ids.items()]
+    # A model's own ids may be beyond its vocabulary. They never occur, and runners count on ids that exist.
+    stop_token_ids = frozenset(id for id in submit.stop_token_ids if id < vocab_size)
+    return [_sequence(submit, request, stop_token_ids, index, id) for index, id in enumerate(ids)]
 
 
-def _sequence(submit: engine_pb2.Submit, request: Request, index: int, id: int) -> Sequence:
+def _sequence(
+    submit: engine_pb2.Submit, request: Request, stop_token_ids: frozenset[int], index: int, id: int
+) -> Sequence:
     """Return the request's sequence number `index`. Siblings draw from different seeds."""
     sampling = submit.sampling
     params = SamplingParams(
@@ -78,12 +156,18 @@ def _sequence(submit: engine_pb2.Submit, request: Request, index: int, id: int) 
         seed=(sampling.seed + index) & _SEED_MASK,
         max_tokens=submit.max_tokens,
         min_tokens=submit.min_tokens,
-        stop_token_ids=frozenset(submit.stop_token_ids),
+        stop_token_ids=stop_token_ids,
         logprobs=submit.logprobs if submit.HasField("logprobs") else None,
     )
     output = submit.outputs[index].ids if submit.outputs else ()
     mask = AllowedTokens(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
     return Sequence(id, [*submit.prompt, *output], request, params, mask)
+
+
+def rejected(now: float, detail: str) -> Ended:
+    """The end of a sequence that never reaches the scheduler."""
+    seq = Sequence(-1, [], Request(prompt_len=0, arrived=now), SamplingParams())
+    return Ended(seq, EndReason.REJECTED, now, detail=detail)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,18 @@ from pagoda_server.engine.core.step import StepOutput
 from pagoda_server.engine.loop import loop as engine_loop
 from pagoda_server.engine.loop.step_trace import TraceSnapshot
 from pagoda_server.engine.scheduling.tenants import TenantTable
-from pagoda_server.engine.serving.codec import PendingOutput, sequences_from_submit, tenants_message, trace_messages
+from pagoda_server.engine.serving.codec import (
+    InvalidMessage,
+    PendingOutput,
+    Rejected,
+    check_abort,
+    check_submit,
+    check_take_trace,
+    rejected,
+    sequences_from_submit,
+    tenants_message,
+    trace_messages,
+)
 
 log = logging.getLogger("pagoda.engine")
 
@@ -144,28 +155,38 @@ class EngineServer:
                 case "submit":
                     self.submit(connection, message.submit)
                 case "abort":
+                    check_abort(message.abort)
                     known = [connection.ids[number] for number in message.abort.sequences if number in connection.ids]
                     self._put(engine_loop.Abort(known))
                 case "flush_cache":
                     self._put(engine_loop.FlushCache(lambda freed: self._reply_flushed(connection, freed)))
                 case "take_trace":
+                    check_take_trace(message.take_trace)
                     self._take_trace(connection, message.take_trace)
+                case _:
+                    raise InvalidMessage("it sent a message without content")
+            await asyncio.sleep(0)  # a router that sends without a pause shares the event loop with others
 
     def submit(self, connection: Connection, submit: engine_pb2.Submit) -> None:
-        """Name the request's sequences and put them into the loop's inbox."""
-        ids = {}
+        """Name the request's sequences and put them into the loop's inbox. Raises InvalidMessage."""
+        reason = None
+        try:
+            check_submit(submit, self._info.vocab_size, self._info.max_model_len)
+        except Rejected as error:
+            reason = str(error)
         numbers = range(submit.first_sequence, submit.first_sequence + (submit.sampling.n or 1))
-        if live := connection.ids.keys() & numbers:
-            log.warning("dropped a sequence: the router used its number while another live sequence had it")
-        for index, number in enumerate(numbers):
-            if number in live:
-                continue
-            id = next(self._next_id)
+        if not connection.ids.keys().isdisjoint(numbers):
+            raise InvalidMessage("it used a number that a live sequence has")
+        if reason is not None:
+            connection.pending.ended += [(number, rejected(self._clock(), reason)) for number in numbers]
+            connection.wake.set()
+            return
+        ids = [next(self._next_id) for _ in numbers]
+        first, *siblings = sequences_from_submit(submit, ids, self._clock(), self._info.vocab_size)
+        for id, number in zip(ids, numbers, strict=True):
             self._routes[id] = (connection, number)
             connection.ids[number] = id
-            ids[index] = id
-        if seqs := sequences_from_submit(submit, ids, self._clock()):
-            self._put(engine_loop.Add(seqs[0], tuple(seqs[1:])))
+        self._put(engine_loop.Add(first, tuple(siblings)))
 
     def _reply_flushed(self, connection: Connection, freed: int) -> None:
         def reply() -> None:

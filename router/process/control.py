@@ -273,7 +273,7 @@ def _recommended_sampling(tokenizer: Tokenizer, limits: Limits) -> inference_pb2
     try:
         recommended = inference_pb2.Sampling(**tokenizer.recommended)
         sampling_from(recommended, limits)
-    except (TypeError, ValueError, InvalidArgument) as error:
+    except (TypeError, ValueError, OverflowError, InvalidArgument) as error:
         log.warning("ignoring the sampling parameters in generation_config.json: %s", error)
         return None
     return recommended

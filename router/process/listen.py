@@ -16,6 +16,7 @@ from pagoda_server.channel.address import host_of, is_local, is_unix
 from pagoda_server.channel.listening import KEEPALIVE_OPTIONS, GrpcPort
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.settings import ServeConfig
+from pagoda_server.settings.router import AUTH_TOKEN_VARIABLE
 
 log = logging.getLogger("pagoda.router")
 
@@ -72,7 +73,7 @@ def reserved_port(listen: str) -> Iterator[str]:
 def auth_token(config: ServeConfig) -> str | None:
     """Read the token from --auth-token-file or $PAGODA_AUTH_TOKEN. Raises ConfigError if the file is no good."""
     if config.auth_token_file is None:
-        return os.environ.get("PAGODA_AUTH_TOKEN") or None
+        return os.environ.get(AUTH_TOKEN_VARIABLE) or None
     try:
         token = Path(config.auth_token_file).read_text().strip()
     except OSError as error:

@@ -168,6 +168,7 @@ class Router:
         """Serve until told to stop. Raises ConfigError, ChildFailedError."""
         self._stop_on_signals()
         with contextlib.ExitStack() as stack:
+            stack.callback(self._tokenizer.close)
             addresses = self._engine_addresses(stack)
             channels = [
                 EngineChannel(

@@ -12,12 +12,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from pagoda_server.channel.address import HAS_SHM, SHM_PREFIX
 from pagoda_server.settings import EXIT_CONFIG, ServeConfig
+from pagoda_server.settings.router import environment_without_secrets
 
 log = logging.getLogger("pagoda.router")
 
@@ -55,6 +56,7 @@ class Supervisor:
     command         what to run
     first_line      written to the child's standard input when it starts
     on_line         called on the event loop with each line that the child prints; None: standard output is shared
+    environment     the child's; None: this process's
     stop_timeout_s  time from SIGTERM to SIGKILL
 
     The child's standard input is a pipe from this process. When this process ends, however it ends, the child reads
@@ -68,6 +70,7 @@ class Supervisor:
         *,
         first_line: str = "",
         on_line: Callable[[str], None] | None = None,
+        environment: Mapping[str, str] | None = None,
         stop_timeout_s: float = STOP_TIMEOUT_S,
     ) -> None:
         self.restarts = 0
@@ -75,6 +78,7 @@ class Supervisor:
         self._command = command
         self._first_line = first_line
         self._on_line = on_line
+        self._environment = environment
         self._stop_timeout_s = stop_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix=name)  # many children would fill the loop's own
@@ -133,6 +137,7 @@ class Supervisor:
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if self._on_line else None,
+            env=self._environment,
             process_group=0,
         )
         if self._on_line:
@@ -166,7 +171,11 @@ class Supervisor:
 
 def engine_supervisor(arguments: Sequence[str]) -> Supervisor:
     """A supervisor of an engine; `arguments` are those of `python -m pagoda_server.engine`."""
-    return Supervisor("the engine", [sys.executable, "-m", "pagoda_server.engine", *arguments, "--exit-with-parent"])
+    return Supervisor(
+        "the engine",
+        [sys.executable, "-m", "pagoda_server.engine", *arguments, "--exit-with-parent"],
+        environment=environment_without_secrets(),  # it knows nothing of users
+    )
 
 
 def _read_lines(

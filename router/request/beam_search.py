@@ -23,9 +23,9 @@ from pagoda_server.router.engines.channel import EngineChannel
 from pagoda_server.router.engines.stream import SequenceInbox, time_in_engine
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.request.fields import Limits, check_integer, check_number
+from pagoda_server.settings.request import MAX_LOGPROBS
 from pagoda_server.settings.sampling import PARAMETERS
 
-MOST_LIKELY = 20  # tokens that an engine reports for one position
 _DEFAULTS = {each.name: each.default for each in PARAMETERS}
 _SUMS = (
     "queue_s",
@@ -76,11 +76,11 @@ def check_stopping(stopping: inference_pb2.Stopping, output: inference_pb2.Outpu
 
 def check_stop_ids(stop_ids: Collection[int], width: int) -> None:
     """Make sure that each beam has `width` continuations that do not end it. Raises InvalidArgument."""
-    if width + len(stop_ids) > MOST_LIKELY:
+    if width + len(stop_ids) > MAX_LOGPROBS:
         raise InvalidArgument(
             "sampling.beam_search.width",
             f"is {width}, and {len(stop_ids)} ids end a sequence (stopping.stop_token_ids and the model's own); "
-            f"together at most {MOST_LIKELY} are allowed",
+            f"together at most {MAX_LOGPROBS} are allowed",
         )
 
 

@@ -11,6 +11,15 @@ from dataclasses import dataclass
 
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.settings import RouterSettings
+from pagoda_server.settings.request import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_PRIORITY,
+    MAX_REQUEST_ID,
+    MAX_SALT_BYTES,
+    MAX_STOP_IDS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +54,16 @@ class Limits:
     max_json_depth: int = 32
     max_kwargs_values: int = 1024
     max_kwargs_depth: int = 16
-    max_n: int = 64
+    max_n: int = MAX_N
     max_beams: int = 16
-    max_logprobs: int = 20
+    max_logprobs: int = MAX_LOGPROBS
     max_stop: int = 16
     max_stop_bytes: int = 256
-    max_stop_ids: int = 64
-    max_logit_bias: int = 1024
-    max_request_id: int = 128
-    max_salt_bytes: int = 128
-    max_priority: int = 1000
+    max_stop_ids: int = MAX_STOP_IDS
+    max_logit_bias: int = MAX_LOGIT_BIAS
+    max_request_id: int = MAX_REQUEST_ID
+    max_salt_bytes: int = MAX_SALT_BYTES
+    max_priority: int = MAX_PRIORITY
     default_max_tokens: int = RouterSettings.default_max_tokens
 
 

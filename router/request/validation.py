@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,13 +23,11 @@ from pagoda_server.router.request.fields import (
 )
 from pagoda_server.router.text.chat_template import Chat, Message
 from pagoda_server.router.text.tokenizer import Prompt
+from pagoda_server.settings.request import MAX_SLO_S, MAX_TENANT_LENGTH, TENANT_NAME
 from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
 
 TENANT_KEY = "x-pagoda-tenant"
-MAX_TENANT_LENGTH = 64
-_TENANT = re.compile(rf"[A-Za-z0-9._:@/-]{{1,{MAX_TENANT_LENGTH}}}")
 _PROMPT_FIELDS = {"prompt": "prompt", "message": "message", "chat": "chat", "token_ids": "token_ids.ids"}
-_MAX_SLO_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +217,7 @@ def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     if len(given) > 1:
         raise InvalidArgument(TENANT_KEY, f"is given {len(given)} times")
     name = given[0]
-    if not isinstance(name, str) or not _TENANT.fullmatch(name):
+    if not isinstance(name, str) or not TENANT_NAME.fullmatch(name):
         raise InvalidArgument(TENANT_KEY, f"must be 1 to {MAX_TENANT_LENGTH} letters, digits or ._:@/-")
     return name
 
@@ -293,10 +290,10 @@ def _check_chats(limits: Limits, field: str) -> None:
 def _slo(given: inference_pb2.Slo) -> inference_pb2.Slo:
     resolved = inference_pb2.Slo()
     if given.HasField("ttft_s"):
-        check_number(given.ttft_s, "slo.ttft_s", 0, _MAX_SLO_S, is_low_allowed=False)
+        check_number(given.ttft_s, "slo.ttft_s", 0, MAX_SLO_S, is_low_allowed=False)
         resolved.ttft_s = given.ttft_s
     if given.HasField("tpot_s"):
-        check_number(given.tpot_s, "slo.tpot_s", 0, _MAX_SLO_S, is_low_allowed=False)
+        check_number(given.tpot_s, "slo.tpot_s", 0, MAX_SLO_S, is_low_allowed=False)
         resolved.tpot_s = given.tpot_s
     return resolved
 

@@ -1,26 +1,33 @@
-"""Run a model's chat template in jinja2's sandbox: it renders a conversation in the format of the model's training."""
+"""Render a conversation with a model's chat template, in the format of the model's training."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import queue
 import secrets
+import signal
+import socket
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from jinja2 import TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from pagoda_server.router.errors import ConfigError, InvalidArgument
+from pagoda_server.router.errors import ConfigError, Internal, InvalidArgument
+from pagoda_server.router.text import template_process
+from pagoda_server.router.text.template_process import FAILED, TOO_LONG, read_frame, write_frame
+from pagoda_server.settings.router import environment_without_secrets
 
 logger = logging.getLogger(__name__)
 
 ChatRole = Literal["system", "user", "assistant", "tool"]
 Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | None"
+
+NUM_PROCESSES = 2  # one conversation that takes long leaves the others a process
+WALL_S = 10.0  # for an answer, however busy the machine is; the process's own limit is CPU time
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # model families name it differently
 
@@ -111,6 +118,8 @@ def _json_with_texts(value: Any, change: Callable[[str], str]) -> Any:
 class ChatTemplate:
     """A template in the dialect of Hugging Face's `apply_chat_template`, compiled once; threads may share it.
 
+    It runs in processes of its own (template_process.py), so that nothing it does can hold up or fill this one.
+
     reads_tools  whether it shows the model the tools
     kwargs       variables that it reads and `Chat.template_kwargs` may set, in ascending order
     """
@@ -122,20 +131,32 @@ class ChatTemplate:
 
         Raises ConfigError if the template does not compile.
         """
-        self._variables = dict(variables or {})
+        variables = dict(variables or {})
         self._max_bytes = max_bytes
-        environment = _environment()
+        first_request = json.dumps([source, variables, max_bytes]).encode()
         try:
-            self._template = environment.from_string(source)
-            names = meta.find_undeclared_variables(environment.parse(source))
-        except TemplateError as error:
-            raise ConfigError(f"the model's chat template does not compile: {error}") from error
-        self._reserved = {"messages", "tools", "add_generation_prompt", *self._variables, *environment.globals}
+            self._processes = [_TemplateProcess(first_request) for _ in range(NUM_PROCESSES)]
+            answers = [process.compile() for process in self._processes]
+        except _LimitExceeded as error:
+            raise ConfigError(f"the model's chat template does not compile: it {error}") from error
+        except OSError as error:
+            raise ConfigError(f"no process can be started for the model's chat template: {error.strerror}") from error
+        answer = answers[0]
+        if answer.startswith(FAILED):
+            raise ConfigError(f"the model's chat template does not compile: {answer[1:].decode()}")
+        self._idle: queue.LifoQueue[_TemplateProcess] = queue.LifoQueue()
+        for process in self._processes:
+            self._idle.put(process)
+        names, taken = map(set, json.loads(answer[1:]))
+        self._reserved = {"messages", "tools", "add_generation_prompt", *variables, *taken}
         self.reads_tools = "tools" in names
         self.kwargs = tuple(sorted(names - self._reserved))
 
     def render(self, chat: Chat) -> str:
-        """Render a conversation. Raises InvalidArgument if the template fails or its text is too long."""
+        """Render a conversation. Call it from a thread: it waits for a free process.
+
+        Raises InvalidArgument if the template fails, takes too much time or memory, or if its text is too long.
+        """
         if taken := sorted(self._reserved.intersection(chat.template_kwargs)):
             raise InvalidArgument(f"chat.template_kwargs.{taken[0]}", "is set by the server")
         if not chat.continue_last:
@@ -150,8 +171,12 @@ class ChatTemplate:
         keeps_spaces = rest.startswith(" ")
         return text if keeps_spaces else text.rstrip()
 
+    def close(self) -> None:
+        """End what is being rendered."""
+        for process in self._processes:
+            process.kill()
+
     def _run(self, chat: Chat, messages: Iterable[Message], add_generation_prompt: bool) -> str:
-        pieces, num_bytes = [], 0
         given = {
             "messages": [message.for_template() for message in messages],
             "tools": list(chat.tools) or None,
@@ -159,55 +184,84 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **chat.template_kwargs,
         }
+        process = self._idle.get()
         try:
-            for piece in self._template.generate(**self._variables, **given):
-                pieces.append(piece)
-                num_bytes += len(piece.encode())
-                if num_bytes > self._max_bytes:
-                    break
-        except Exception as error:  # a template is a program that may raise anything
-            logger.info("the chat template failed with %s", type(error).__name__)
-            raise InvalidArgument("chat", "the model's chat template does not accept this conversation") from error
-        if num_bytes > self._max_bytes:
+            answer = process.ask(json.dumps(given).encode())
+        except _LimitExceeded as error:
+            logger.warning("the chat template %s with a conversation; its process was ended", error)
+            raise InvalidArgument("chat", f"the model's chat template {error} with this conversation") from error
+        except OSError as error:
+            raise Internal(f"no process can be started for the chat template: {error}") from error
+        finally:
+            self._idle.put(process)
+        if answer.startswith(TOO_LONG):
             raise InvalidArgument("chat", f"becomes more than {self._max_bytes} bytes of text, the limit")
-        return "".join(pieces)
+        if answer.startswith(FAILED):
+            logger.info("the chat template failed with %s", answer[1:].decode())
+            raise InvalidArgument("chat", "the model's chat template does not accept this conversation")
+        return answer[1:].decode()
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The template dialect that transformers defines."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+class _LimitExceeded(Exception):
+    """The template's process has ended, or was ended for what it took. The message is a verb, as of the template."""
 
 
-class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks text for training; here it only renders its content."""
+class _TemplateProcess:
+    """A process that holds the compiled template. It is started again on the next request after it has ended."""
 
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+    def __init__(self, first_request: bytes) -> None:
+        """Start the process, and leave it to compile. Raises OSError."""
+        self._first_request = first_request
+        self._start()
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def compile(self) -> bytes:
+        """Return the answer to the first request. Raises _LimitExceeded."""
+        return self._exchange(self._first_request)
+
+    def ask(self, request: bytes) -> bytes:
+        """Raises _LimitExceeded, or OSError if the process has ended and no other can be started."""
+        if self._process.returncode is not None:
+            self._start()
+            self.compile()
+        return self._exchange(request)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _start(self) -> None:
+        self._channel, theirs = socket.socketpair()
+        self._channel.settimeout(WALL_S)
+        # A child of subprocess.Popen comes from vfork, which runs no fork handlers: gRPC's would fail here.
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", template_process.__name__],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=environment_without_secrets() | {"LC_ALL": "C"},  # other locales take address space
+                process_group=0,  # a terminal's Ctrl-C does not reach it
+            )
+        self._end = weakref.finalize(self, _end, self._process, self._channel)
+
+    def _exchange(self, request: bytes) -> bytes:
+        try:
+            write_frame(self._channel, request)
+            return read_frame(self._channel)
+        except (OSError, EOFError) as error:
+            self._end()
+            raise _LimitExceeded(_describe(self._process.returncode, error)) from error
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Convert to JSON without the HTML escapes of jinja2's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+    channel.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(0.1)  # the socket's end tells it to exit, and an exit code of its own says more than a kill
+    process.kill()
+    process.wait()
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+def _describe(exit_code: int, error: Exception) -> str:
+    if isinstance(error, TimeoutError) or exit_code == -signal.SIGPROF:
+        return f"takes more than {template_process.CPU_S:g} s"
+    if exit_code == template_process.EXIT_MEMORY:
+        return f"takes more than {template_process.MEMORY_BYTES >> 20} MB"
+    return "crashes"

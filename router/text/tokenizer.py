@@ -13,10 +13,11 @@ from typing import TypeAlias, TypeVar
 import tokenizers
 
 from pagoda_server.router.errors import ConfigError, Internal
-from pagoda_server.router.text.chat_template import Chat, ChatTemplate
+from pagoda_server.router.text.chat_template import NUM_PROCESSES, Chat, ChatTemplate
 from pagoda_server.router.text.detokenizer import Detokenization, Detokenizer
 from pagoda_server.router.text.special_tokens import SpecialTokens
 from pagoda_server.router.text.tokenizer_files import TokenizerFiles
+from pagoda_server.settings.request import MAX_EOS_IDS
 
 # Parallelism comes from this file's threads; the library's own would compete with the engine for cores.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -25,6 +26,7 @@ Result = TypeVar("Result")
 Prompt: TypeAlias = str | Sequence[int] | Chat
 
 _NUM_THREADS = 4
+_MAX_VOCAB_SIZE = 1 << 22  # the largest known has 262,144; ids that no token has take memory too
 
 
 class Tokenizer:
@@ -42,7 +44,9 @@ class Tokenizer:
         files = TokenizerFiles.read(folder)
         try:
             tokenizer = tokenizers.Tokenizer.from_str(files.tokenizer_json.decode())
-        except Exception as error:  # the library raises nothing narrower
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises nothing narrower than Exception, and it panics
             raise ConfigError(f"tokenizer.json cannot be used: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -50,6 +54,10 @@ class Tokenizer:
         eos_token_ids = {*files.eos_token_ids, *(() if eos_token_id is None else (eos_token_id,))}
         self.fingerprint = hashlib.sha256(files.tokenizer_json).hexdigest()
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if self.vocab_size > _MAX_VOCAB_SIZE:
+            raise ConfigError(f"tokenizer.json has the token id {self.vocab_size - 1}, at most {_MAX_VOCAB_SIZE - 1}")
+        if len(eos_token_ids) > MAX_EOS_IDS:
+            raise ConfigError(f"{len(eos_token_ids)} ids are named eos_token_id, at most {MAX_EOS_IDS} are allowed")
         self.eos_token_ids = tuple(sorted(eos_token_ids))
         self.chat_template = ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
         self.recommended = files.recommended
@@ -58,6 +66,7 @@ class Tokenizer:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
         # Large texts wait for each other and for nothing else: one of a megabyte takes hundreds of megabytes.
         self._large_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-large")
+        self._template_threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="template")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode text. Typed special tokens stay text; `add_special_tokens` puts the tokenizer's own around it."""
@@ -68,9 +77,11 @@ class Tokenizer:
 
         The model must have a chat template. Raises InvalidArgument if the template refuses the conversation.
         """
+        return self._special_tokens.encode_rendered(self._render(chat))
+
+    def _render(self, chat: Chat) -> str:
         assert self.chat_template, "validation refuses a chat where there is no template"
-        disarmed = chat.with_texts(self._special_tokens.disarm)
-        return self._special_tokens.encode_rendered(self.chat_template.render(disarmed))
+        return self.chat_template.render(chat.with_texts(self._special_tokens.disarm))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode all ids at once; ids outside the vocabulary add nothing."""
@@ -92,7 +103,9 @@ class Tokenizer:
             case str():
                 return await self._in_thread(lambda: self.encode(prompt, add_special_tokens), is_large)
             case Chat():
-                return await self._in_thread(lambda: self.encode_chat(prompt), is_large)
+                # In threads of their own: a template that takes long delays no text.
+                rendered = await _run_in(self._template_threads, lambda: self._render(prompt))
+                return await self._in_thread(lambda: self._special_tokens.encode_rendered(rendered), is_large)
             case _:
                 return list(prompt)
 
@@ -101,12 +114,17 @@ class Tokenizer:
         return await self._in_thread(lambda: self.decode(ids, skip_special_tokens), is_large)
 
     def close(self) -> None:
-        for threads in (self._threads, self._large_thread):
+        for threads in (self._threads, self._large_thread, self._template_threads):
             threads.shutdown(wait=False, cancel_futures=True)
+        if self.chat_template:
+            self.chat_template.close()
 
-    async def _in_thread(self, work: Callable[[], Result], is_large: bool = False) -> Result:
-        threads = self._large_thread if is_large else self._threads
-        return await asyncio.get_running_loop().run_in_executor(threads, _contained, work)
+    async def _in_thread(self, work: Callable[[], Result], is_large: bool) -> Result:
+        return await _run_in(self._large_thread if is_large else self._threads, work)
+
+
+async def _run_in(threads: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
+    return await asyncio.get_running_loop().run_in_executor(threads, _contained, work)
 
 
 def _contained(work: Callable[[], Result]) -> Result:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pagoda_server.checkpoints.folder import read_bounded, read_json_object
 from pagoda_server.router.errors import ConfigError
 
 Json: TypeAlias = Mapping[str, Any]
 
 _MAX_ID = 1 << 32
+_MAX_TOKENIZER_BYTES = 256 << 20  # the largest known has 33 MB
+_MAX_TEMPLATE_BYTES = 1 << 20
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -36,7 +38,7 @@ class TokenizerFiles:
     @classmethod
     def read(cls, folder: Path) -> TokenizerFiles:
         """Raises ConfigError if tokenizer.json is missing or a file is broken."""
-        tokenizer_json = _read(folder / "tokenizer.json")
+        tokenizer_json = _read(folder / "tokenizer.json", _MAX_TOKENIZER_BYTES)
         if tokenizer_json is None:
             raise ConfigError(f"there is no tokenizer.json in {folder}")
         config = _read_object(folder / "tokenizer_config.json")
@@ -49,26 +51,24 @@ class TokenizerFiles:
         )
 
 
-def _read(path: Path) -> bytes | None:
+def _read(path: Path, most_bytes: int) -> bytes | None:
     """None if there is no such file."""
     try:
-        return path.read_bytes()
+        return read_bounded(path, most_bytes)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} {error}") from error
 
 
 def _read_object(path: Path) -> Json:
     """Empty if there is no such file."""
-    content = _read(path)
     try:
-        value = json.loads(content) if content is not None else {}
+        return read_json_object(path)
+    except FileNotFoundError:
+        return {}
     except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
-    return value
+        raise ConfigError(f"{path} {error}") from error
 
 
 def _special_tokens(config: Json) -> dict[str, str]:
@@ -84,7 +84,7 @@ def _special_tokens(config: Json) -> dict[str, str]:
 def _chat_template(folder: Path, config: Json) -> str | None:
     """The chat template: its own file takes precedence over tokenizer_config.json."""
     path = folder / "chat_template.jinja"
-    content = _read(path)
+    content = _read(path, _MAX_TEMPLATE_BYTES)
     if content is not None:
         try:
             return content.decode()
@@ -92,8 +92,13 @@ def _chat_template(folder: Path, config: Json) -> str | None:
             raise ConfigError(f"{path} is not UTF-8: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
+        entries = (entry for entry in template if isinstance(entry, dict))
+        template = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
+    if not isinstance(template, str):
+        return None
+    if len(template.encode(errors="replace")) > _MAX_TEMPLATE_BYTES:
+        raise ConfigError(f"{folder}: the chat template has more than {_MAX_TEMPLATE_BYTES} bytes, the limit")
+    return template
 
 
 def _eos_token_ids(folder: Path) -> tuple[int, ...]:
@@ -103,7 +108,7 @@ def _eos_token_ids(folder: Path) -> tuple[int, ...]:
         if found is not None:
             ids = found if isinstance(found, list) else [found]
             if not all(type(id) is int and 0 <= id < _MAX_ID for id in ids):
-                raise ConfigError(f"{folder / name}: eos_token_id is {found!r}, neither a token id nor a list of them")
+                raise ConfigError(f"{folder / name}: eos_token_id is neither a token id nor a list of them")
             return tuple(ids)
     return ()
 

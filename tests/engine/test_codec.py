@@ -15,8 +15,7 @@ FOR_THE_ROUTER = {"n"}
 
 def received(sampling: inference_pb2.Sampling, index: int = 0) -> Sequence:
     submit = engine_pb2.Submit(prompt=[1, 2], sampling=sampling, max_tokens=16)
-    (seq,) = sequences_from_submit(submit, {index: 0}, now=0.0)
-    return seq
+    return sequences_from_submit(submit, range(sampling.n or 1), now=0.0, vocab_size=258)[index]
 
 
 def test_every_number_of_the_protocol_is_a_parameter_and_reaches_the_engine() -> None:

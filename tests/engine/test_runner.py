@@ -247,8 +247,8 @@ def test_layers_of_unknown_attention_are_refused(
     ("damage", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), "no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "not JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "must hold an object"),
+        (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "holds a list, not an object"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0 garbage"), "not a readable"),
         (lambda folder: truncate(folder / "model.safetensors"), "not a readable"),

@@ -77,7 +77,7 @@ async def until_idle() -> None:
 
 @pytest.fixture
 async def server() -> EngineServer:
-    server = EngineServer(control_pb2.EngineInfo(epoch=3))
+    server = EngineServer(control_pb2.EngineInfo(epoch=3, vocab_size=258, max_model_len=1000))
     server.attach(Inbox())
     return server
 

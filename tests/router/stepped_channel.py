@@ -13,6 +13,8 @@ from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.engine.serving.codec import PendingOutput, sequences_from_submit
 from pagoda_server.router.engines.stream import SequenceInbox
 
+_ANY_ID = 1 << 32  # the size of a vocabulary that has every id
+
 
 class Stepped(Protocol):
     @property
@@ -39,8 +41,8 @@ class SteppedChannel:
     def submit(self, submit: engine_pb2.Submit) -> SteppedStream:
         sent = engine_pb2.Submit.FromString(submit.SerializeToString())
         self.submits.append(sent)
-        ids = {index: next(self._ids) for index in range(sent.sampling.n)}
-        seqs = sequences_from_submit(sent, ids, self.engine.scheduler.clock())
+        ids = [next(self._ids) for _ in range(sent.sampling.n)]
+        seqs = sequences_from_submit(sent, ids, self.engine.scheduler.clock(), _ANY_ID)
         stream = SteppedStream(self, [seq.id for seq in seqs])
         for seq, inbox in zip(seqs, stream.inboxes, strict=True):
             self._inboxes[seq.id] = inbox

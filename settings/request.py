@@ -1,0 +1,17 @@
+"""Limits of a request's fields, which the router checks for its clients and the engine for its routers."""
+
+from __future__ import annotations
+
+import re
+
+MAX_N = 64  # sequences from one input
+MAX_LOGPROBS = 20  # most likely tokens that are reported for one position
+MAX_STOP_IDS = 64  # that a client gives
+MAX_EOS_IDS = 64  # the model's own, which a request has besides
+MAX_LOGIT_BIAS = 1024
+MAX_REQUEST_ID = 128  # characters
+MAX_SALT_BYTES = 128
+MAX_PRIORITY = 1000
+MAX_SLO_S = 3600.0
+MAX_TENANT_LENGTH = 64
+TENANT_NAME = re.compile(rf"[A-Za-z0-9._:@/-]{{1,{MAX_TENANT_LENGTH}}}")

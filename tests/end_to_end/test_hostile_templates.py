@@ -1,0 +1,171 @@
+"""Chat templates that take too much: a real router refuses the conversation, or the model, and serves on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pagoda import Client, InvalidArgument, PagodaError
+from pagoda_server.checkpoints import resolve
+from tests.servers import ROOT, Server, running_server
+
+MANY = "range(99999)"
+LOOP = f"{{% for i in {MANY} %}}{{% for j in {MANY} %}}{{% endfor %}}{{% endfor %}}"
+# What a message makes the template do.
+RUNAWAY = {
+    "loop": (LOOP, "takes more than 1 s"),
+    "center": ("{{ messages[0].content.center(2 * 10**9) | length }}", "takes more than 512 MB"),
+    "list": (f"{{% set all = namespace(s='x' * 9999) %}}{{% for i in {MANY} %}}{{% set all.s = all.s + all.s %}}"
+             "{% endfor %}", "takes more than 512 MB"),
+    "power": ("{{ 9 ** (9 ** (8 + messages | length)) }}", "takes more than 1 s"),
+    "regress": (f"{{% macro m() %}}{{% for i in {MANY} %}}{{{{ m() }}}}{{% endfor %}}{{% endmacro %}}{{{{ m() }}}}",
+                "does not accept this conversation"),
+}  # fmt: skip
+TEMPLATE = "".join(
+    f"{{% if messages[0].content == '{word}' %}}{does}{{% endif %}}" for word, (does, _) in RUNAWAY.items()
+)
+
+
+def model_with(template: str, folder: Path) -> Path:
+    shutil.copytree(resolve("synthetic"), folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = model_with(TEMPLATE + "{{ messages[0].content }}", tmp_path_factory.mktemp("models") / "hostile")
+    with running_server("--model", str(folder)) as server:
+        yield server
+
+
+def template_processes(server: Server) -> list[psutil.Process]:
+    children = psutil.Process(server.process.pid).children()
+    return [child for child in children if "pagoda_server.router.text.template_process" in child.cmdline()]
+
+
+@pytest.mark.parametrize("word", RUNAWAY)
+def test_a_conversation_that_makes_the_template_run_away_is_refused_by_name(server: Server, word: str) -> None:
+    with Client(server.address) as client:
+        started = time.monotonic()
+        with pytest.raises(InvalidArgument, match=f"^chat: the model's chat template {RUNAWAY[word][1]}"):
+            client.tokenize(message=word)
+        assert time.monotonic() - started < 15  # a second of CPU time, on a busy machine too
+        assert client.tokenize(message="fine") == list(b"fine")
+        assert psutil.Process(server.process.pid).memory_info().rss < 400e6
+
+
+def test_others_are_served_while_templates_run_away(server: Server) -> None:
+    def runs_away(_: int) -> str:
+        with Client(server.address) as client, pytest.raises(InvalidArgument) as refused:
+            client.tokenize(message="loop")
+        return str(refused.value)
+
+    with ThreadPoolExecutor(8) as threads, Client(server.address) as client:
+        hostile = threads.map(runs_away, range(8))
+        time.sleep(0.5)
+        slowest = 0.0
+        for _ in range(50):
+            started = time.monotonic()
+            assert client.tokenize(prompt="text") == list(b"text")
+            slowest = max(slowest, time.monotonic() - started)
+        assert slowest < 1.0, "text waited for a template"
+        assert client.tokenize(message="fine") == list(b"fine")
+        assert all("takes more than 1 s" in each for each in hostile)
+    assert len(template_processes(server)) <= 2
+
+
+def test_a_template_process_that_dies_or_stops_is_replaced(server: Server) -> None:
+    with Client(server.address) as client:
+        for process in template_processes(server):
+            process.kill()
+        assert [outcome(client) for _ in range(4)].count("fine") >= 2
+        assert client.tokenize(message="fine") == list(b"fine")
+
+
+def outcome(client: Client) -> str:
+    try:
+        return bytes(client.tokenize(message="fine")).decode()
+    except InvalidArgument:
+        return "refused"
+
+
+def test_a_template_process_knows_no_secret_and_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_AUTH_TOKEN", "hidden-one")
+    monkeypatch.setenv("HF_TOKEN", "hidden-two")
+    with running_server("--model", str(model_with("x", tmp_path / "model")), ready=False) as server:
+        children = psutil.Process(server.process.pid).children()
+        assert len(children) == 3
+        for child in children:
+            assert not [value for value in child.environ().values() if value.startswith("hidden-")], child.cmdline()
+        for process in template_processes(server):
+            assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
+
+
+def test_template_processes_end_with_their_router(tmp_path: Path) -> None:
+    folder = model_with(LOOP, tmp_path / "model")
+    with running_server("--model", str(folder)) as server:
+        processes = template_processes(server)
+        assert len(processes) == 2
+        asking = threading.Thread(target=ask_in_vain, args=(server,))
+        asking.start()
+        time.sleep(0.5)
+        server.process.kill()
+        asking.join()
+        _, alive = psutil.wait_procs(processes, timeout=5)
+        assert not alive
+
+
+def test_sigterm_ends_a_router_whose_template_runs_away(tmp_path: Path) -> None:
+    with running_server("--model", str(model_with(LOOP, tmp_path / "model")), "--grace-s", "0") as server:
+        asking = [threading.Thread(target=ask_in_vain, args=(server,)) for _ in range(8)]
+        for thread in asking:
+            thread.start()
+        time.sleep(0.5)
+        started = time.monotonic()
+        assert server.stop(10) == 0
+        assert time.monotonic() - started < 3
+        for thread in asking:
+            thread.join()
+
+
+def ask_in_vain(server: Server) -> None:
+    with Client(server.address) as client, contextlib.suppress(PagodaError):
+        client.tokenize(message="loop")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 9 ** (9 ** 9) }}", "it takes more than 1 s"),
+        ("{{ 'a' * 10**8 | center(3 * 10**8) | length }}" * 9, "it takes more than"),
+        ("{{ " + "(" * 100_000 + " }}", "RecursionError"),
+        ("{{ " + "-" * 3_000 + "1 }}", ""),
+        ("x" * (5 << 20), "chat_template.jinja"),
+    ],
+)
+def test_a_template_that_takes_too_much_to_compile_is_one_line_and_exit_code_2(
+    template: str, reason: str, tmp_path: Path
+) -> None:
+    folder = model_with(template, tmp_path / "model")
+    started = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "pagoda_server.cli", "serve", "--listen", "127.0.0.1:0", "--model", str(folder)],
+        capture_output=True, text=True, timeout=30, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert reason in result.stderr
+    assert time.monotonic() - started < 10
