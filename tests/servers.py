@@ -28,13 +28,18 @@ class Server:
 
     def engine(self) -> psutil.Process:
         """The engine that this router has spawned."""
-        engines = [
-            child
-            for child in psutil.Process(self.process.pid).children()
-            if child.status() != psutil.STATUS_ZOMBIE and "pagoda_server.engine" in child.cmdline()
-        ]
+        engines = self.engines()
         assert len(engines) == 1, f"{len(engines)} engines"
         return engines[0]
+
+    def engines(self) -> list[psutil.Process]:
+        """The engines that this router has spawned and that live. Its other children render chats."""
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie has no command line
+                if "pagoda_server.engine" in child.cmdline():
+                    found.append(child)
+        return found
 
     def health(self, service: str = "") -> health_pb2.HealthCheckResponse.ServingStatus:
         with grpc.insecure_channel(self.address) as channel:

@@ -17,6 +17,7 @@ from matplotlib.image import imread
 from bench import BenchError, driver
 from bench.systems import parse_system, served
 from bench.workloads import Request, Workload, uniform
+from pagoda_server.router.text.chat_template import NUM_PROCESSES
 from tests.engine.harness import VOCAB_SIZE
 from tests.servers import ROOT, Server
 
@@ -139,7 +140,8 @@ def test_an_interrupted_benchmark_leaves_no_process_behind(number: signal.Signal
     command = [sys.executable, "-m", "bench", "--model", "synthetic", "--workload", "single", "--output", str(tmp_path)]
     process = subprocess.Popen([*command, "--serve-args", "--step-ms 500"], cwd=ROOT, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
-    while len(children := psutil.Process(process.pid).children(recursive=True)) < 2:  # a router and its engine
+    # A router, its engine and what renders its chats.
+    while len(children := psutil.Process(process.pid).children(recursive=True)) < 2 + NUM_PROCESSES:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(number)

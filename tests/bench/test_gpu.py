@@ -46,6 +46,7 @@ def logs(out: Path) -> dict[str, str]:
         return {name: tar.extractfile(name).read().decode() for name in tar.getnames()}  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_rehearsal_runs_parts_on_a_simulated_card_and_leaves_what_a_run_on_a_card_leaves(tmp_path: Path) -> None:
     """`make rehearse-gpu` runs all parts."""
     result = subprocess.run(
@@ -111,8 +112,8 @@ def test_a_worker_that_dies_leaves_the_place_where_it_did(result: Report) -> Non
 
 
 def test_a_part_that_takes_too_long_is_ended_and_leaves_the_place_where_it_was(result: Report) -> None:
-    rows, files = planted("hangs", result, LEAST_S)
-    assert rows == [("good", ""), ("", f"the process was ended after {LEAST_S:.0f} s")]
+    rows, files = planted("hangs", result, 10.0)
+    assert rows == [("good", ""), ("", "the process was ended after 10 s")]
     assert " in hangs" in files["planted-part/worker-1.log"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -49,12 +50,14 @@ def routers(mark: str) -> list[psutil.Process]:
 
 
 def server_processes(mark: str) -> list[psutil.Process]:
-    """The demo's router and its engine; both must be running."""
+    """The demo's router, its engine and its other children; router and engine must be running."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         for router in routers(mark):
-            if engines := router.children():
-                return [router, *engines]
+            with contextlib.suppress(psutil.NoSuchProcess):
+                children = router.children()
+                if any("pagoda_server.engine" in child.cmdline() for child in children):
+                    return [router, *children]
         time.sleep(0.02)
     raise AssertionError("the demo has started no server")
 

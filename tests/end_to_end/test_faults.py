@@ -283,13 +283,13 @@ def test_an_engine_that_crashes_at_every_start_is_given_up_with_a_non_zero_exit(
     with running_server(*SYNTHETIC, ready=False) as server:
         for _ in range(20):
             deadline = time.monotonic() + 60
-            while server.process.poll() is None and not (children := psutil.Process(server.process.pid).children()):
+            while server.process.poll() is None and not (engines := server.engines()):
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
             if server.process.poll() is not None:
                 break
-            for child in children:
-                child.kill()
+            for engine in engines:
+                engine.kill()
             time.sleep(0.01)
         assert server.process.wait(10) == 1
         assert "died 5 times before it was ready" in server.tail()

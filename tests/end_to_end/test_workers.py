@@ -16,10 +16,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
+from pagoda_server.router.text.chat_template import NUM_PROCESSES
 from tests.end_to_end.asking import Answer, ask, request
 from tests.servers import Server, running_server
 
 WORKERS = 2
+PROCESSES = 1 + WORKERS * (1 + NUM_PROCESSES)  # the engine, and routers with what renders their chats
 ARGUMENTS = ("--model", "synthetic", "--step-ms", "2", "--workers", str(WORKERS))
 
 
@@ -202,7 +204,7 @@ def test_sigterm_lets_the_streams_of_all_routers_finish_and_leaves_nothing() -> 
         calls = [inference_pb2_grpc.InferenceStub(channel).Generate(request("last", 400)) for channel in channels]
         first = [next(call) for call in calls]
         children = psutil.Process(server.process.pid).children(recursive=True)
-        assert len(children) == WORKERS + 1
+        assert len(children) == PROCESSES
         server.process.send_signal(signal.SIGTERM)
         for head, call in zip(first, calls, strict=True):
             assert Answer([head, *call]).ids() == expected_tokens(b"last", 400, 258)
@@ -227,7 +229,7 @@ def test_a_second_sigterm_ends_the_wait() -> None:
 def test_no_process_outlives_the_parent() -> None:
     with running_server(*ARGUMENTS) as server:
         children = psutil.Process(server.process.pid).children(recursive=True)
-        assert len(children) == WORKERS + 1
+        assert len(children) == PROCESSES
         server.process.kill()
         _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive

@@ -239,11 +239,14 @@ def test_a_mixed_step_is_one_pass_over_the_model(llama: Path, monkeypatch: pytes
     assert len(passes) == len(kinds)
 
 
-def test_a_padded_step_computes_what_the_step_does_and_nothing_that_is_not_a_number(llama: Path) -> None:
+def test_a_padded_step_computes_what_the_step_does_and_nothing_that_is_not_a_number(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Padding reads nothing: the cache holds NaN wherever no token is."""
+    monkeypatch.setattr(StepGraphs, "capture", lambda *_: None)  # the steps run kernel by kernel
     runner = device_runner(llama, "triton")
     found = []
-    for shape in (StepShape(2, 12, 2), StepShape(2, 12, 4), StepShape(6, 16, 7), StepShape(2, 16, 3)):
+    for shape in (StepShape(2, 12, 2), StepShape(2, 12, 4), StepShape(6, 16, 7)):
         fill_cache(runner, math.nan)
         chunks = []
         for at, (start, end) in enumerate(((5, 6), (9, 10), (0, 7), (3, 8))):  # two decodes and two chunks

@@ -94,7 +94,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model("qwen3", tmp_path_factory)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "olmo2"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("olmo2", marks=pytest.mark.slow)])
 def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_waits(
     name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -326,6 +326,7 @@ LAUNCH = """if True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not IS_INTERPRETED, reason="compiles for another card than this machine's")
 def test_the_command_compiles_in_parallel_what_a_launch_finds_in_the_cache(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
