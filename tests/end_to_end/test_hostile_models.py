@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import struct
 import subprocess
@@ -190,14 +189,11 @@ def test_an_absurd_gguf_file_is_one_line_at_once(name: str, value: object, tmp_p
 
 def test_a_disk_that_fills_up_during_an_import_is_one_line(tmp_path: Path) -> None:
     """A limit of the file size stands in for the disk's: both are errors of write()."""
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
-
     env = {**os.environ, "PAGODA_CACHE": str(tmp_path / "cache")}
     result = subprocess.run(
-        [sys.executable, "-m", "pagoda_server.cli", "serve", "--listen", "127.0.0.1:0", "--model", "synthetic"],
-        capture_output=True, text=True, timeout=120, check=False, cwd=ROOT, env=env, preexec_fn=limit,
+        ["sh", "-c", 'ulimit -f 1; exec "$@"', "sh",
+         sys.executable, "-m", "pagoda_server.cli", "serve", "--listen", "127.0.0.1:0", "--model", "synthetic"],
+        capture_output=True, text=True, timeout=120, check=False, cwd=ROOT, env=env,
     )  # fmt: skip
     assert result.returncode == 2, result.stderr[-2000:]
     assert "Traceback" not in result.stderr

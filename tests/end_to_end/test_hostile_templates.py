@@ -105,6 +105,9 @@ def test_a_template_process_knows_no_secret_and_no_descriptor(tmp_path: Path, mo
     monkeypatch.setenv("PAGODA_AUTH_TOKEN", "hidden-one")
     monkeypatch.setenv("HF_TOKEN", "hidden-two")
     with running_server("--model", str(model_with("x", tmp_path / "model")), ready=False) as server:
+        deadline = time.monotonic() + 60
+        while not server.engines() and time.monotonic() < deadline:
+            time.sleep(0.02)
         children = psutil.Process(server.process.pid).children()
         assert len(children) == 3
         for child in children:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.text.chat_template import Chat, ChatTemplate, Message, ToolCall
+from pagoda_server.router.text.chat_template import Chat, Message, ToolCall
 from pagoda_server.router.text.tokenizer import Tokenizer
 from tests.router.tokenizers_for_tests import (
     CHATML,
