@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from tempfile import NamedTemporaryFile
 from typing import Any
 
@@ -171,6 +172,7 @@ def warpgroup_products(cubin: bytes) -> tuple[int, int]:
     return len(_PRODUCT.findall(code)), len(_WAIT.findall(code))
 
 
+@lru_cache(4)  # it takes a third of a second to disassemble a large kernel
 def _cuobjdump(cubin: bytes, what: str) -> str:
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

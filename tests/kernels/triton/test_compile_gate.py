@@ -75,7 +75,7 @@ def test_kernels_start_early_where_the_gpu_can() -> None:
         assert row["dependent"] == (not name.startswith("sm_80")), name
 
 
-@pytest.mark.parametrize("capability", ["80", "90", "100"])
+@pytest.mark.parametrize("capability", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("80", "100")), "90"])
 def test_the_last_program_of_a_divided_context_sees_the_parts_of_all_others(capability: str) -> None:
     ptx = python(None, "tests.kernels.triton.print_ptx", capability, "_attend_split").stdout
     before, count, after = ptx.partition("atom.global.gpu.acq_rel.add")
