@@ -35,7 +35,8 @@ MAX_UINT32, MAX_UINT64 = (1 << 32) - 1, (1 << 64) - 1
 RouterMessage, Submit = engine_pb2.RouterMessage, engine_pb2.Submit
 
 
-@pytest.fixture(scope="module", params=["unix", "shm"])
+# Over gRPC these tests are slow ones: after many others in one process, grpc.aio's client sometimes waits for ever.
+@pytest.fixture(scope="module", params=[pytest.param("unix", marks=pytest.mark.slow), "shm"])
 def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     path = tmp_path_factory.mktemp("channel") / "engine.sock"
     listen = f"{request.param}:{path}"
