@@ -27,7 +27,7 @@ RUNAWAY = {
     "loop": (LOOP, "takes more than 1 s"),
     "center": ("{{ messages[0].content.center(2 * 10**9) | length }}", "takes more than 512 MB"),
     "list": (f"{{% set all = namespace(s='x' * 9999) %}}{{% for i in {MANY} %}}{{% set all.s = all.s + all.s %}}"
-             "{% endfor %}", "takes more than 512 MB"),
+             "{% endfor %}", "takes more than (512 MB|1 s)"),
     "power": ("{{ 9 ** (9 ** (8 + messages | length)) }}", "takes more than 1 s"),
     "regress": (f"{{% macro m() %}}{{% for i in {MANY} %}}{{{{ m() }}}}{{% endfor %}}{{% endmacro %}}{{{{ m() }}}}",
                 "does not accept this conversation"),
