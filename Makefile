@@ -41,7 +41,7 @@ demo: $(SERVE)            ## stream eight prompts at once from a real server
 serve: $(SERVE)           ## run a server on 127.0.0.1:50051 until Ctrl-C; ARGS="--model …"
 	@$(BIN)/pagoda serve $(ARGS)
 
-test: $(DEV)              ## run the tests, except slow, nightly and GPU ones; about 5 minutes on 2 cores
+test: $(DEV)              ## run the tests, except slow, nightly and GPU ones; about 7 minutes on 2 cores
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not nightly and not gpu" $(ARGS)
 
 test-native:              ## test every CPU kernel in C++, in every instruction set of this processor
