@@ -83,7 +83,7 @@ def sampled(processes: dict[str, psutil.Process], duration_s: float) -> Iterator
 
 
 def slope(values: list[float]) -> float:
-    """Of the line through the values that fits best (least squares)."""
+    """Fit a straight line through the values by least squares, and return its slope per value."""
     mean_at, mean = (len(values) - 1) / 2, sum(values) / len(values)
     across = sum((at - mean_at) * (value - mean) for at, value in enumerate(values))
     return across / sum((at - mean_at) ** 2 for at in range(len(values)))
