@@ -87,7 +87,6 @@ class AttentionPlan:
     rows            [num_seqs] int32, each sequence's row of `block_table`, which may have more rows; None: sequence i
                     has row i. A sequence with context 0 is padding: its row is -1, and its query is ignored
     num_decodes     the first `num_decodes` sequences have one query each
-    max_query_len   the largest number of queries of a sequence
     arrivals        [num_decodes * num_heads or more] int32 zeros for kernels that count with it and leave zeros behind;
                     two streams must not share it. None: such kernels allocate it each time
     decodes         filled, like `prefills`, by a backend that gathers pages before it attends
@@ -99,7 +98,6 @@ class AttentionPlan:
     sliding_window: int | None
     rows: Tensor | None = None
     num_decodes: int = 0
-    max_query_len: int = 0
     arrivals: Tensor | None = None
     decodes: tuple[DecodeGroup, ...] = ()
     prefills: tuple[PrefillChunk, ...] = ()

@@ -73,7 +73,6 @@ def attention_plan(batch: int, context: int, query_len: int, device: torch.devic
         block_table=torch.randperm(batch * blocks_each, device=device).int().view(batch, blocks_each),
         sliding_window=None,
         num_decodes=batch if query_len == 1 else 0,
-        max_query_len=query_len,
     )
 
 

@@ -34,7 +34,6 @@ def plan_attention_triton(
         block_table=table,
         sliding_window=sliding_window,
         num_decodes=int(longer[0]) if len(longer) else len(query_len),
-        max_query_len=int(query_len.max()),
     )
 
 

@@ -115,7 +115,6 @@ class PackedInputs:
             sliding_window=None,
             rows=self._staging.device["rows"][: shape.num_seqs],
             num_decodes=shape.decodes,
-            max_query_len=max(shape.tokens, 1),
             arrivals=self._arrivals,
         )
         return StepInputs(

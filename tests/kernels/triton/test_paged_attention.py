@@ -114,7 +114,6 @@ def test_a_plan_of_persistent_tensors_serves_batches_of_other_lengths_rows_and_p
         sliding_window=None,
         rows=torch.full((5,), -1, dtype=torch.int32, device=DEVICE),
         num_decodes=5,
-        max_query_len=1,
         arrivals=torch.zeros(5 * queries.shape[1], dtype=torch.int32, device=DEVICE),
     )
     lengths = torch.tensor([context for context, _ in batch.lengths], dtype=torch.int32, device=DEVICE)
@@ -140,7 +139,6 @@ def test_chunks_have_rows_and_padding_too() -> None:
         sliding_window=None,
         rows=torch.tensor([1, 2, -1, 0], dtype=torch.int32, device=DEVICE),
         num_decodes=1,
-        max_query_len=7,
     )
     q = torch.cat((queries[:8], torch.full_like(queries[:2], torch.nan), queries[8:]))
     out = paged_attention_triton(q, kv, plan).cpu()
@@ -176,7 +174,7 @@ def test_a_plan_tells_decodes_from_what_follows_them() -> None:
     query_start, context_len = np.array([0, 1, 2, 7, 8], dtype=np.int32), np.array([3, 9, 5, 2], dtype=np.int32)
     block_table = np.arange(12, dtype=np.int32).reshape(4, 3)
     plan = plan_attention_triton(query_start, context_len, block_table, kv, 5)
-    assert (plan.num_decodes, plan.max_query_len, plan.sliding_window) == (2, 5, 5)
+    assert (plan.num_decodes, plan.sliding_window) == (2, 5)
     assert plan.query_start.tolist() == query_start.tolist()
     assert plan.context_len.tolist() == context_len.tolist()
     assert plan.block_table.tolist() == block_table.tolist()
