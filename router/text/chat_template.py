@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from pagoda_server.router.errors import ConfigError, Internal, InvalidArgument
+from pagoda_server.router.errors import ConfigError, InvalidArgument, ResourceExhausted
 from pagoda_server.router.text import template_process
 from pagoda_server.router.text.template_process import FAILED, TOO_LONG, read_frame, write_frame
 from pagoda_server.settings.router import environment_without_secrets
@@ -28,6 +28,7 @@ Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | Non
 
 NUM_PROCESSES = 2  # one conversation that takes long leaves the others a process
 WALL_S = 10.0  # for an answer, however busy the machine is; the process's own limit is CPU time
+RETRY_START_S = 1.0  # a client's pause when no process can be started
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # model families name it differently
 
@@ -190,8 +191,10 @@ class ChatTemplate:
         except _LimitExceeded as error:
             logger.warning("the chat template %s with a conversation; its process was ended", error)
             raise InvalidArgument("chat", f"the model's chat template {error} with this conversation") from error
-        except OSError as error:
-            raise Internal(f"no process can be started for the chat template: {error}") from error
+        except OSError as error:  # no descriptors or memory now
+            logger.warning("no process can be started for the chat template: %s", error.strerror)
+            message = "the server lacks the resources to render a chat now"
+            raise ResourceExhausted(message, retry_after_s=RETRY_START_S, reason="NO_PROCESS") from None
         finally:
             self._idle.put(process)
         if answer.startswith(TOO_LONG):
@@ -220,7 +223,8 @@ class _TemplateProcess:
 
     def ask(self, request: bytes) -> bytes:
         """Raises _LimitExceeded, or OSError if the process has ended and no other can be started."""
-        if self._process.returncode is not None:
+        if self._process.poll() is not None:  # after the last request, or before this one
+            self._end()
             self._start()
             self.compile()
         return self._exchange(request)

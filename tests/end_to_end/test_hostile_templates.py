@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pagoda import Client, InvalidArgument, PagodaError
+from pagoda import Client, InvalidArgument, Overloaded, PagodaError
 from pagoda_server.checkpoints import resolve
 from tests.servers import ROOT, Server, running_server
 
@@ -51,8 +51,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def template_processes(server: Server) -> list[psutil.Process]:
-    children = psutil.Process(server.process.pid).children()
-    return [child for child in children if "pagoda_server.router.text.template_process" in child.cmdline()]
+    found = []
+    for child in psutil.Process(server.process.pid).children():
+        with contextlib.suppress(psutil.ZombieProcess):  # a killed one, which is replaced when it is needed
+            if "pagoda_server.router.text.template_process" in child.cmdline():
+                found.append(child)
+    return found
 
 
 @pytest.mark.parametrize("word", RUNAWAY)
@@ -86,19 +90,34 @@ def test_others_are_served_while_templates_run_away(server: Server) -> None:
     assert len(template_processes(server)) <= 2
 
 
-def test_a_template_process_that_dies_or_stops_is_replaced(server: Server) -> None:
+def test_a_template_process_that_was_killed_is_replaced_and_refuses_no_conversation(server: Server) -> None:
     with Client(server.address) as client:
-        for process in template_processes(server):
-            process.kill()
-        assert [outcome(client) for _ in range(4)].count("fine") >= 2
+        before = psutil.Process(server.process.pid).num_fds()
+        for _ in range(2):
+            for process in template_processes(server):
+                process.kill()
+            for _ in range(4):
+                assert client.tokenize(message="fine") == list(b"fine")
+        assert psutil.Process(server.process.pid).num_fds() == before
+
+
+def test_a_conversation_is_refused_with_a_delay_while_no_process_can_be_started(server: Server) -> None:
+    router = psutil.Process(server.process.pid)
+    with Client(server.address) as client:
         assert client.tokenize(message="fine") == list(b"fine")
-
-
-def outcome(client: Client) -> str:
-    try:
-        return bytes(client.tokenize(message="fine")).decode()
-    except InvalidArgument:
-        return "refused"
+        limits = router.rlimit(psutil.RLIMIT_NOFILE)
+        router.rlimit(psutil.RLIMIT_NOFILE, (1, limits[1]))
+        try:
+            for process in template_processes(server):
+                process.kill()
+            for _ in range(3):
+                with pytest.raises(Overloaded, match="the server lacks the resources to render a chat") as refused:
+                    client.tokenize(message="fine")
+                assert refused.value.retry_after_s == 1.0
+        finally:
+            router.rlimit(psutil.RLIMIT_NOFILE, limits)
+        assert client.tokenize(message="fine") == list(b"fine")
+    assert "Traceback" not in server.log.read_text()
 
 
 def test_a_template_process_knows_no_secret_and_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
