@@ -97,13 +97,19 @@ class Supervisor:
             while True:
                 started = time.monotonic()
                 self._has_been_ready = False
-                self._process = self._start()
-                log.info("%s started, pid %d", self._name, self._process.pid)
-                if self._first_line:
-                    self.tell(self._first_line)
-                code = await self._wait(self._process)
-                log.error("%s exited with %s", self._name, _describe(code))
-                self._judge(code)
+                try:
+                    self._process = self._start()
+                except OSError as error:
+                    if not self.restarts:
+                        raise ChildFailedError(f"{self._name} cannot be started: {error.strerror}", 1) from error
+                    log.error("%s cannot be started: %s", self._name, error.strerror)  # there may be descriptors later
+                else:
+                    log.info("%s started, pid %d", self._name, self._process.pid)
+                    if self._first_line:
+                        self.tell(self._first_line)
+                    code = await self._wait(self._process)
+                    log.error("%s exited with %s", self._name, _describe(code))
+                    self._judge(code)
                 if time.monotonic() - started > HEALTHY_AFTER_S:
                     backoff_s = BACKOFF_S[0]
                 log.info("starting %s again in %.1f s", self._name, backoff_s)

@@ -146,6 +146,24 @@ def test_engine_death_ends_streams_unavailable_and_a_new_engine_serves(fragile_s
         assert control.GetLoad(control_pb2.GetLoadRequest()).reserved_tokens == 0
 
 
+def test_an_engine_that_dies_while_there_are_no_descriptors_is_replaced_later(fragile_server: Server) -> None:
+    router = psutil.Process(fragile_server.process.pid)
+    soft, hard = router.rlimit(psutil.RLIMIT_NOFILE)
+    router.rlimit(psutil.RLIMIT_NOFILE, (1, hard))
+    try:
+        fragile_server.engine().kill()
+        deadline = time.monotonic() + 60
+        while "the engine cannot be started: Too many open files" not in fragile_server.tail():
+            assert fragile_server.process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        router.rlimit(psutil.RLIMIT_NOFILE, (soft, hard))
+    fragile_server.wait_ready()
+    with grpc.insecure_channel(fragile_server.address) as channel:
+        assert ask(stubs(channel)[0], request("after", max_tokens=30)).ids() == expected_tokens(b"after", 30, 258)
+
+
 def test_health_follows_the_engine(fragile_server: Server) -> None:
     fragile_server.engine().kill()
     deadline = time.monotonic() + 20.0
