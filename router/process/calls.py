@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import logging
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -19,6 +21,7 @@ Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Refusal: TypeAlias = "Callable[[], PagodaError | None]"
 
+GRPC_LOGGER = "grpc._cython.cygrpc"
 HEALTH = "/grpc.health."
 _GUARDED = ("/pagoda.", HEALTH)
 
@@ -73,11 +76,14 @@ class CallGuard(grpc.aio.ServerInterceptor):
         async def guarded(messages: object, context: Context) -> Any:
             try:
                 return await behaviour(messages, context)
-            except grpc.aio.AbortError:
-                raise
+            except grpc.aio.AbortError as aborted:
+                _release(aborted)
+                return None  # gRPC raises it again
+            except grpc.aio.InternalError:  # a write failed, because the client has gone
+                raise asyncio.CancelledError from None
             except Exception as error:
                 status = to_status(error)
-                await context.abort(status.code, status.details, status.trailing_metadata)
+            return await _abort(context, status)
 
         streaming, unary = grpc.stream_stream_rpc_method_handler, grpc.stream_unary_rpc_method_handler
         wrap = streaming if handler.response_streaming else unary
@@ -97,13 +103,41 @@ class CallGuard(grpc.aio.ServerInterceptor):
         return read_first
 
 
+def is_worth_logging(record: logging.LogRecord) -> bool:
+    """A filter for GRPC_LOGGER: drops its error that a call's last status did not arrive, because the client has gone.
+
+    gRPC itself drops it only if it has already heard that the client has gone.
+    """
+    is_failure = record.exc_info is not None and isinstance(record.exc_info[1], grpc.aio.InternalError)
+    return not (is_failure and record.getMessage().startswith("ExecuteBatchError raised in core"))
+
+
 def refusing(status: Status) -> Handler:
     """A handler that ends a call without reading anything. A stream of requests fits every method, as in receiving."""
 
     async def refuse(messages: object, context: Context) -> None:
-        await context.abort(*status)
+        await _abort(context, status)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+async def _abort(context: Context, status: Status) -> None:
+    """End a call with a status. The handler must return after it: gRPC then raises AbortError again."""
+    try:
+        await context.abort(*status)
+    except grpc.aio.AbortError as aborted:
+        _release(aborted)
+    except grpc.aio.InternalError:  # the client has gone
+        raise asyncio.CancelledError from None
+
+
+def _release(aborted: grpc.aio.AbortError) -> None:
+    """Let go of the frames that the exception holds.
+
+    gRPC keeps the exception with the call, and the frames hold the call: what they hold as well, a prompt for example,
+    would stay until a garbage collection.
+    """
+    aborted.__traceback__ = aborted.__context__ = None
 
 
 @lru_cache(256)

@@ -30,7 +30,7 @@ from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress
 from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.process.calls import CallGuard
+from pagoda_server.router.process.calls import GRPC_LOGGER, CallGuard, is_worth_logging
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
 from pagoda_server.router.process.listen import (
     auth_token,
@@ -106,6 +106,7 @@ def _exit_code_of(run: Callable[[], None], config: ServeConfig) -> int:
     logging.basicConfig(
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )
+    logging.getLogger(GRPC_LOGGER).addFilter(is_worth_logging)
     try:
         run()
     except (SettingError, ConfigError, CheckpointError) as error:

@@ -287,23 +287,61 @@ def test_a_call_has_exactly_one_message(attacked: Server, method: str) -> None:
         assert code_of(silent(channel, method, ends=True)) == nothing
 
 
-def half_sent(address: str) -> socket.socket:
-    """A connection with one Generate call of which half a message has arrived."""
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """A frame of HTTP/2 (RFC 9113): 0 is DATA, 1 HEADERS, 3 RST_STREAM, 4 SETTINGS."""
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def opened(address: str, window: int = 65535) -> socket.socket:
+    """A connection that takes `window` bytes of each stream."""
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)))
-    path = b"\x04" + bytes([len(GENERATE)]) + GENERATE.encode()
-    authority = b"\x01\x01h"
-    te = b"\x00\x02te\x08trailers"
-    content_type = b"\x0f\x10\x10application/grpc"
-    headers = b"\x83\x86" + path + authority + te + content_type  # HPACK: POST, http, and literal values
-    data = b"\x00" + struct.pack(">I", 1000) + b"\x1a\xe5\x07" + b"x" * 400
-
-    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-        return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
-
-    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    connection.sendall(preface + frame(4, 0, 0, b"") + frame(1, 4, 1, headers) + frame(0, 0, 1, data))
+    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, struct.pack(">HI", 4, window)))
     return connection
+
+
+def headers(stream: int, timeout: bytes = b"") -> bytes:
+    """The frame that begins a Generate call: HPACK of POST, http, and literal values."""
+    path = b"\x04" + bytes([len(GENERATE)]) + GENERATE.encode()
+    authority, content_type = b"\x01\x01h", b"\x0f\x10\x10application/grpc"
+    block = b"\x83\x86" + path + authority + b"\x00\x02te\x08trailers" + content_type
+    if timeout:
+        block += b"\x00\x0cgrpc-timeout" + bytes([len(timeout)]) + timeout
+    return frame(1, 4, stream, block)
+
+
+def half_sent(address: str) -> socket.socket:
+    """A connection with one Generate call of which half a message has arrived."""
+    connection = opened(address)
+    connection.sendall(headers(1) + frame(0, 0, 1, b"\x00" + struct.pack(">I", 1000) + b"\x1a\xe5\x07" + b"x" * 400))
+    return connection
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline", "disconnect"])
+def test_a_call_that_ends_during_a_write_leaves_no_line_in_the_log(attacked: Server, end: str) -> None:
+    before = len(attacked.log.read_text())
+    message = request("hello", 50).SerializeToString()
+    streams = range(1, 129, 2)
+    with grpc.insecure_channel(attacked.address) as channel:
+        for _ in range(5):
+            connection = opened(attacked.address, window=0)  # so the first write waits
+            for at, stream in enumerate(streams):
+                timeout = f"{50 + at}m".encode() if end == "deadline" else b""
+                body = b"\x00" + struct.pack(">I", len(message)) + message
+                connection.sendall(headers(stream, timeout) + frame(0, 1, stream, body))
+            while not num_admitted(channel):
+                time.sleep(0.005)
+            if end == "cancel":
+                time.sleep(0.05)
+                for stream in streams:
+                    connection.sendall(frame(3, 0, stream, struct.pack(">I", 8)))
+            elif end == "disconnect":
+                time.sleep(0.05)
+                connection.close()
+            while num_admitted(channel):
+                time.sleep(0.005)
+            connection.close()
+    assert attacked.log.read_text()[before:] == ""
 
 
 def num_admitted(channel: grpc.Channel) -> int:
