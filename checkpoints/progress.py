@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import Protocol, TextIO
@@ -37,4 +38,5 @@ class PrintedProgress:
             return
         self._next_at, self._is_complete = now + self._interval_s, completes
         amount = f" {done / 1e6:.0f} of {total / 1e6:.0f} MB" if total >= 1_000_000 else ""
-        print(f"{description}{amount}", file=self._stream, flush=True)
+        with contextlib.suppress(OSError):  # a disk without room for the log ends no download and no start
+            print(f"{description}{amount}", file=self._stream, flush=True)

