@@ -33,7 +33,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly test-wheels lint format protos protos-image settings bench bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
+.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly test-chaos test-wheels lint format protos protos-image settings bench bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
 
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -67,6 +67,10 @@ test-all: $(DEV)          ## run the tests and the slow ones
 
 test-nightly: $(DEV)      ## a million random operations, ten minutes of load; 24 minutes, ARGS="-n 2" uses two cores
 	@$(BIN)/python -m pytest -m nightly --durations=0 $(ARGS)
+
+# make hands SEED, SEEDS and CANCELS on as environment variables.
+test-chaos: $(DEV)        ## random faults under load, and a judge; SEED=7 repeats a seed, SEEDS=10 runs ten
+	@$(BIN)/python -m pytest -s -m nightly tests/chaos $(ARGS)
 
 test-wheels: $(DEV)       ## install both wheels beside Hugging Face's `kernels`, and call the installed server
 	@$(BIN)/python -m pytest -v tests/test_wheels.py $(ARGS)
