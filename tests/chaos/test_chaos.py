@@ -257,8 +257,8 @@ class Seed:
 
     def _judge(self, run: Run) -> None:
         clients = run.clients
+        self._violations[:0] = check_calls(clients.begun, clients.outcomes, run.windows, self._solo)  # first to be told
         self._violations += run.violations
-        self._violations += check_calls(clients.begun, clients.outcomes, run.windows, self._solo)
         self._violations += check_log(run.victim.server.log.read_text(), run.explained_lines)
         self._cancelled += clients.cancelled
         self._statuses += Counter(f"{each.status} {each.error_reason}".strip() for each in clients.outcomes)
