@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, trace_pb2
 from tests.chaos.checker import INVALID, UNAVAILABLE, Held, Window
-from tests.chaos.load import Call, Clients
+from tests.chaos.load import NEWEST, STALL_TIMEOUT_S, Call, Clients
 from tests.chaos.probe.sitecustomize import NUM_COLUMNS, STAGES
 from tests.servers import Server, running_server
 
@@ -103,6 +103,14 @@ class Victim:
             time.sleep(0.005)
         return Counter(json.loads(path.read_text()))
 
+    def open_files(self, process: psutil.Process) -> Counter[str]:
+        """What a process has open: kinds of files, and states of its connections."""
+        found = Counter[str](link.status for link in process.net_connections())
+        for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found[entry.readlink().name.partition("[")[0]] += 1
+        return found
+
     def aborts(self) -> dict[str, Counter[int]]:
         """What sequences did when they were aborted, by the steps until their blocks were free; all engines so far."""
         found = {stage: Counter[int]() for stage in STAGES}
@@ -117,10 +125,10 @@ class Victim:
         self._jump[0] = ahead_s
 
     def is_whole(self) -> bool:
-        """All processes are there, and the server accepts calls. Only a new connection can tell."""
+        """All processes are there, and each router accepts calls, which only new connections can tell."""
         with contextlib.suppress(psutil.NoSuchProcess, grpc.RpcError):
             options = [("grpc.use_local_subchannel_pool", 1)]
-            for _ in range(4 if self.workers > 1 else 1):
+            for _ in range(10 if self.workers > 1 else 1):  # the kernel spreads connections over the routers
                 with grpc.insecure_channel(self.server.address, options=options) as channel:
                     stub = health_pb2_grpc.HealthStub(channel)
                     status = stub.Check(health_pb2.HealthCheckRequest(), timeout=5).status
@@ -240,6 +248,7 @@ class Run:
     windows: list[Window] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     explained_lines: list[str] = field(default_factory=list)  # patterns of log lines
+    calls: list[asyncio.Task[None]] = field(default_factory=list)  # that faults make; a round waits for them
     numbers: Iterator[int] = field(default_factory=lambda: count(OWN_CALLS))  # of calls that faults make themselves
 
 
@@ -294,8 +303,7 @@ async def hang_engine(run: Run, chance: random.Random) -> None:
     engines = run.victim.engines()
     for engine in engines:
         engine.suspend()
-    call = next(reads(run, chance))
-    waiting = asyncio.create_task(run.clients.make(call))  # without work an engine does not hang
+    start_calls(run, chance, 1)  # without work an engine does not hang
     try:
         deadline = time.monotonic() + 10 * HANG_TIMEOUT_S
         while any(engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE for engine in engines):
@@ -309,7 +317,6 @@ async def hang_engine(run: Run, chance: random.Random) -> None:
         for engine in engines:
             with contextlib.suppress(psutil.NoSuchProcess):
                 engine.resume()
-        await waiting
 
 
 async def pause_routers(run: Run, chance: random.Random) -> None:
@@ -339,7 +346,8 @@ async def kill_template(run: Run, chance: random.Random) -> None:
 
 async def flood(run: Run, chance: random.Random) -> None:
     """Several times as many calls at once as the server admits."""
-    await make_calls(run, chance, 250)
+    start_calls(run, chance, 250)
+    await asyncio.sleep(1.0)
 
 
 async def reset_connections(run: Run, chance: random.Random) -> None:
@@ -350,11 +358,13 @@ async def reset_connections(run: Run, chance: random.Random) -> None:
 
 
 async def big_messages(run: Run, chance: random.Random) -> None:
-    await make_calls(run, chance, 40, "a big request")
+    start_calls(run, chance, 40, "a big request")
+    await asyncio.sleep(1.0)
 
 
 async def stalled_readers(run: Run, chance: random.Random) -> None:
-    await make_calls(run, chance, 4, "a stalled reader given up")
+    start_calls(run, chance, 4, "a stalled reader given up")
+    await asyncio.sleep(2 * STALL_TIMEOUT_S)
 
 
 async def no_descriptors(
@@ -363,15 +373,11 @@ async def no_descriptors(
     """Lower the limit of open files below what is open, connect, and let another fault happen."""
     soft, hard = resource.prlimit(processes[0].pid, resource.RLIMIT_NOFILE)
     limit_all(processes, resource.RLIMIT_NOFILE, (1, hard))
-    clients = run.clients
-    latecomer = Clients(clients.address, (), clients.items, clients.begun, clients.outcomes)
-    latecomer.connect()
-    calls = asyncio.create_task(make_calls(run, chance, 3, clients=latecomer))
+    run.clients.connect_anew()
+    start_calls(run, chance, 3)
     await meanwhile(run, chance)
     await asyncio.sleep(1.5)
     limit_all(run.victim.everything(), resource.RLIMIT_NOFILE, (soft, hard))  # children have inherited the limit
-    await calls
-    await latecomer.close()
 
 
 def limit_all(processes: list[psutil.Process], which: int, limits: tuple[int, int]) -> None:
@@ -425,19 +431,21 @@ async def administration(run: Run, chance: random.Random) -> None:
             await asyncio.sleep(0.1)
 
 
-async def make_calls(
-    run: Run, chance: random.Random, count: int, behaviour: str = "read", clients: Clients | None = None
-) -> None:
-    """Make calls at once, and wait for all of them."""
+def start_calls(run: Run, chance: random.Random, number: int, behaviour: str = "read") -> None:
+    """Make calls at once. The round waits for them when its load has ended: they may wait long beside it."""
     planned = reads(run, chance, behaviour)
-    await asyncio.gather(*((clients or run.clients).make(next(planned)) for _ in range(count)))
+    run.calls += [asyncio.create_task(_make(run.clients, next(planned))) for _ in range(number)]
+
+
+async def _make(clients: Clients, call: Call) -> None:
+    await clients.make(call)
 
 
 def reads(run: Run, chance: random.Random, behaviour: str = "read") -> Iterator[Call]:
     """Calls that a fault makes itself."""
     wanted = [at for at, item in enumerate(run.clients.items) if ("stalled" in behaviour) == item.is_large]
     for number in run.numbers:
-        yield Call(number, chance.choice(wanted), chance.choice(("ann", "flood")), 0, behaviour)
+        yield Call(number, chance.choice(wanted), chance.choice(("ann", "flood")), NEWEST, behaviour)
 
 
 LOST = {UNAVAILABLE: ""}

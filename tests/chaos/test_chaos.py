@@ -195,6 +195,7 @@ class Seed:
         run.clients.connect()
         for name in ("flood", "big messages"):
             await inject(name, run, chance)
+        await asyncio.gather(*run.calls)
         await run.clients.close()
         await self._idle(run)
         await asyncio.sleep(1.0)
@@ -209,6 +210,7 @@ class Seed:
             is_over = lambda: clients.cancelled.total() >= target and injecting.done()  # noqa: E731
             await asyncio.gather(*(work(clients, queue, is_over) for _ in range(NUM_CLIENTS)))
             await injecting
+            await asyncio.gather(*run.calls)
         finally:
             injecting.cancel()
             await clients.close()
@@ -249,11 +251,11 @@ class Seed:
                 for held in all_held:
                     found += check_held(role, base[role], held, SPARE_BYTES)
             if not found or time.monotonic() > deadline:
-                return violations + found + self._tasks_if(found, run.victim)
+                return violations + found + (self._details(run.victim) if found else [])
             await asyncio.sleep(0.5)
 
-    def _tasks_if(self, found: list[str], target: Victim) -> list[str]:
-        return [f"tasks: {dict(target.tasks(router))}" for router in target.routers()] if found else []
+    def _details(self, target: Victim) -> list[str]:
+        return [f"router: {dict(target.tasks(each))}, {dict(target.open_files(each))}" for each in target.routers()]
 
     def _judge(self, run: Run) -> None:
         clients = run.clients

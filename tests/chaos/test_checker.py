@@ -51,7 +51,7 @@ def check(outcome: Outcome) -> list[str]:
 
 def test_what_is_as_promised_is_no_violation() -> None:
     refusal = {"error_reason": "QUEUE_FULL", "retry_s": 0.1, "pushback": "100"}
-    cut = Output(list(range(40, 44)), SOLO[1][0].text[:4], [CANCELLED], "0")
+    cut = Output(list(range(40, 44)), SOLO[1][0].text[:3] + "\ufffd", [CANCELLED], "0")
     for outcome in (
         good(),
         failed(UNAVAILABLE),
@@ -78,6 +78,7 @@ BROKEN: dict[str, tuple[Callable[[Outcome], None], str]] = {
     "the other sequence's tokens": (with_output(0, ids=list(range(60, 70))), "instead of"),
     "a lost token": (with_output(0, ids=[40, 41, *range(43, 50)]), "instead of"),
     "too few tokens": (with_output(1, ids=list(range(60, 69))), "after 9 of 10 tokens"),
+    "half a character": (with_output(1, text=SOLO[1][1].text[:3] + "\ufffd"), "instead of"),
     "wrong text": (with_output(1, text="x"), "text 'x' instead of"),
     "lost text": (with_output(1, text=SOLO[1][1].text[:-1]), "of 'ijklmnopqr'"),
     "another reason": (with_output(0, reasons=["STOP"]), "ended by ['STOP']"),

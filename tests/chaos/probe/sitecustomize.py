@@ -1,8 +1,9 @@
 """Runs at the start of each Python process of a server under test, whose PYTHONPATH has this folder: see faults.py.
 
-On SIGUSR1 a process writes its asyncio tasks to PAGODA_CHAOS_PROBE/PID.tasks. An engine counts there, in PID.cancels,
-how sequences were when they were aborted, and after how many steps their blocks were free. The file is mapped, so that
-the counts of an engine that is killed are complete.
+On SIGUSR1 a process gives unused memory back, so that what remains is in use, and writes its asyncio tasks to
+PAGODA_CHAOS_PROBE/PID.tasks. An engine counts there, in PID.cancels, how sequences were when they were aborted, and
+after how many steps their blocks were free. The file is mapped, so that the counts of an engine that is killed are
+complete.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ NUM_COLUMNS = 16
 
 def write_tasks(folder: Path) -> None:
     import asyncio
+    import ctypes
+    import gc
     import json
     from collections import Counter
 
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     names = Counter(getattr(task.get_coro(), "__qualname__", str(task.get_coro())) for task in asyncio.all_tasks())
     path = folder / f"{os.getpid()}.tasks"
     path.with_suffix(".new").write_text(json.dumps(names))
