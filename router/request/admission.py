@@ -53,8 +53,8 @@ class Admission:
         self._last_departure: float | None = None
         self._departure_interval_s = 1.0
 
-    def refusal(self) -> PagodaError | None:
-        """Why no request is admitted now: Unavailable while draining, ResourceExhausted when full. None: one is."""
+    def refusal(self, tenant: str) -> PagodaError | None:
+        """Why a tenant's request would be refused now: the server drains or is full. None: it would be admitted."""
         if self.is_draining:
             return Unavailable("the server is draining")
         if self.requests >= self.max_requests:
@@ -63,9 +63,9 @@ class Admission:
             return self._full(f"{self.tokens} tokens are reserved, the limit is {self.max_tokens}")
         return None
 
-    def reserve(self) -> Reservation:
-        """Admit a request, whose tokens `Reservation.grow` adds once they are known. Raises what `refusal` returns."""
-        if (error := self.refusal()) is not None:
+    def reserve(self, tenant: str) -> Reservation:
+        """Admit a tenant's request; `Reservation.grow` adds its tokens once known. Raises what `refusal` returns."""
+        if (error := self.refusal(tenant)) is not None:
             raise error
         self.requests += 1
         return Reservation(self)

@@ -32,6 +32,7 @@ from pagoda_server.router.text.tokenizer import Tokenizer
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SERVICE = "pagoda.v1.Inference"
 MAX_CONVERSIONS = 64  # calls of Tokenize and Detokenize at once
+_EVERY_TENANT = ""  # conversions share their places, whatever tenant they are for
 _IDS_AT_ONCE = 4096  # the interpreter can change threads between two chunks of a list, not within one
 
 
@@ -72,17 +73,17 @@ class InferenceServicer:
             ),
         }
 
-    def refusal(self) -> PagodaError | None:
-        """Why a Generate call would be refused now, whatever it asks for."""
+    def refusal(self, tenant: str) -> PagodaError | None:
+        """Why a tenant's Generate call would be refused now, whatever it asks for."""
         if not self._dispatcher.ready:
             return Unavailable("the engine is loading or being restarted")
-        return self._admission.refusal()
+        return self._admission.refusal(tenant)
 
     async def _generate(self, _: object, context: GenerateContext) -> None:
         received = time.monotonic()
         tenant = tenant_of(context.invocation_metadata())
         self._dispatcher.pick()  # fail before anything is read if no engine is ready
-        with self._admission.reserve() as reservation, await self._messages.read(context) as message:
+        with self._admission.reserve(tenant) as reservation, await self._messages.read(context) as message:
             params = await message.parsed(
                 inference_pb2.GenerateRequest,
                 self.limits,
@@ -130,7 +131,7 @@ class InferenceServicer:
             stream.close()
 
     async def _tokenize(self, _: object, context: Context) -> bytes:
-        with self._conversions.reserve(), await self._messages.read(context) as message:
+        with self._conversions.reserve(_EVERY_TENANT), await self._messages.read(context) as message:
             params = await message.parsed(
                 inference_pb2.TokenizeRequest,
                 self.limits,
@@ -143,7 +144,7 @@ class InferenceServicer:
             return await self._messages.run(lambda: _serialized(ids), 4 * len(ids))
 
     async def _detokenize(self, _: object, context: Context) -> inference_pb2.DetokenizeResponse:
-        with self._conversions.reserve(), await self._messages.read(context) as message:
+        with self._conversions.reserve(_EVERY_TENANT), await self._messages.read(context) as message:
             ids, keeps_special_tokens = await message.parsed(
                 inference_pb2.DetokenizeRequest,
                 self.limits,

@@ -7,7 +7,7 @@ from pagoda_server.router.request.admission import Admission, Reservation
 
 
 def reserved(admission: Admission, tokens: int) -> Reservation:
-    reservation = admission.reserve()
+    reservation = admission.reserve("")
     try:
         reservation.grow(tokens)
     except ResourceExhausted:
@@ -87,14 +87,14 @@ def test_a_call_that_was_wrong_says_nothing_about_how_often_places_become_free()
     admission = Admission(max_requests=1, max_tokens=100, clock=lambda: now[0])
     for _ in range(60):
         now[0] += 0.01
-        with admission.reserve():
+        with admission.reserve(""):
             pass
-    with admission.reserve(), pytest.raises(ResourceExhausted) as caught:
-        admission.reserve()
+    with admission.reserve(""), pytest.raises(ResourceExhausted) as caught:
+        admission.reserve("")
     assert caught.value.retry_after_s == 1.0
 
 
 def test_reserved_tokens_that_reach_the_limit_refuse_a_call_of_whatever_size() -> None:
     admission = Admission(max_requests=9, max_tokens=100)
     with reserved(admission, 100), pytest.raises(ResourceExhausted, match="100 tokens are reserved, the limit is 100"):
-        admission.reserve()
+        admission.reserve("")
