@@ -26,7 +26,7 @@ from pagoda_server.settings.request import MAX_TENANT_LENGTH, TENANT_NAME
 log = logging.getLogger("pagoda.router")
 
 TENANT_KEY = "x-pagoda-tenant"
-POLL_S = 1.0
+POLL_S = 0.25
 MAX_FILE_BYTES = 8 << 20
 MAX_QUOTA = 1 << 53  # beyond it, a float does not count one by one
 _SCHEME = "Bearer "
