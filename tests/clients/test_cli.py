@@ -16,7 +16,7 @@ import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
-from pagoda.v1 import inference_pb2
+from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server import installed_version
 from pagoda_server.cli.__main__ import app
 from pagoda_server.router.process.identity import Identities, read_tenants
@@ -336,6 +336,15 @@ def test_status_shows_the_server_and_its_load() -> None:
     ):
         assert fact in output
     assert "engine 0" not in output, "there is only one"
+
+
+def test_status_shows_only_what_a_tenant_may_see(monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> None:
+    seen = control_pb2.Load(requests=4, engines=[control_pb2.EngineLoad(running=3, waiting=1)])
+    monkeypatch.setattr(server, "load", seen)
+    output = pagoda("status").stdout
+    assert "4 admitted\n" in output.replace(" \n", "\n")
+    assert "3 running, 1 waiting" in output
+    assert "KV blocks" not in output
 
 
 def test_status_shows_each_of_several_engines(server: FakeServer) -> None:

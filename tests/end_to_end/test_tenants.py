@@ -67,10 +67,15 @@ ACME, BROWN, OPERATORS = by("acme"), by("brown"), by("operators")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of five tenants, whose tests leave it as it was."""
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tenants") / "tenants.toml"
     path.write_text(tenants_file(*RIGHTS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(path: Path) -> Iterator[Server]:
+    """A server of five tenants. Tests share it, and leave it and its file as they were."""
     weights = ("--policy", "fair", "--tenant-weights", "acme=2")
     with running_server(*SYNTHETIC, *weights, "--tenants-file", str(path)) as server:
         yield server
@@ -356,45 +361,41 @@ def test_a_client_is_told_which_kind_of_overload_it_is(server: Server) -> None:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_file_is_read_again_when_it_changes_and_a_wrong_one_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "tenants.toml"
-    path.write_text(tenants_file("acme"))
-
+def test_the_file_is_read_again_when_it_changes_and_a_wrong_one_changes_nothing(
+    server: Server, stubs: Stubs, path: Path
+) -> None:
     def replace(text: str) -> None:
-        (tmp_path / "new").write_text(text)
-        os.replace(tmp_path / "new", path)
+        path.with_name("new").write_text(text)
+        os.replace(path.with_name("new"), path)
 
-    with (
-        running_server(*SYNTHETIC, "--tenants-file", str(path)) as server,
-        grpc.insecure_channel(server.address) as channel,
-    ):
-        stubs = Stubs(channel)
+    def knows(name: str) -> bool:
+        try:
+            stubs.load(by(name))
+            return True
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                return False
+            raise
 
-        def knows(name: str) -> bool:
-            try:
-                stubs.load(by(name))
-                return True
-            except grpc.RpcError as error:
-                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                    return False
-                raise
-
-        running = stubs.started(ACME, "runs on")
-        assert not knows("brown")
+    running = stubs.started(BROWN, "runs on")
+    try:
         replace(tenants_file("acme")[:-20])
         wait_for("a line about the wrong file", lambda: "the tenants stay as they were" in server.log.read_text())
+        assert knows("brown")
+        replace(tenants_file("acme"))
+        wait_for("the end of brown's token", lambda: not knows("brown"))
         assert knows("acme")
-        replace(tenants_file("brown"))
-        wait_for("brown's token", lambda: knows("brown"))
-        assert not knows("acme")
         (line,) = [line for line in server.log.read_text().splitlines() if "stay as they were" in line]
         assert "tenants.toml: " in line
         assert "(at " in line
         path.unlink()
         wait_for("a line about no file", lambda: "cannot read" in server.log.read_text())
-        assert knows("brown")
+        assert knows("acme")
         assert next(running).tokens, "a stream outlives its token"
+    finally:
         running.cancel()
+        replace(tenants_file(*RIGHTS))
+        wait_for("brown's token", lambda: knows("brown"))
 
 
 def test_a_wrong_file_ends_the_start_with_one_line(tmp_path: Path) -> None:
@@ -412,9 +413,7 @@ def test_a_wrong_file_ends_the_start_with_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_of_it_holds_over_several_routers(tmp_path: Path) -> None:
-    path = tmp_path / "tenants.toml"
-    path.write_text(tenants_file(*RIGHTS))
+def test_all_of_it_holds_over_several_routers(path: Path) -> None:
     options = [("grpc.use_local_subchannel_pool", 1)]  # the kernel spreads connections over the routers
     with (
         running_server(*SYNTHETIC, "--workers", "2", "--tenants-file", str(path)) as server,
