@@ -225,7 +225,7 @@ class TenantsFile:
         """Read the file whenever it changes. What is wrong with it is logged, and the tenants stay as they were."""
         while True:
             await asyncio.sleep(POLL_S)
-            seen = _stamp(self._path)
+            seen = await asyncio.to_thread(_stamp, self._path)  # a remote folder may take its time
             if seen == self._seen:
                 continue
             self._seen = seen

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
+import psutil
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
@@ -451,3 +452,32 @@ def test_all_of_it_holds_over_several_routers(path: Path) -> None:
         assert refusals == [("max_requests", "2")] * (10 - len(calls))
         for stubs in several:
             assert stubs.ask(BROWN, request("free", 20)).ids() == expected_tokens(b"free", 20, 258)
+
+
+@pytest.mark.slow
+def test_a_router_that_starts_late_waits_for_a_right_file_while_the_others_serve(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(tenants_file("acme"))
+    options = [("grpc.use_local_subchannel_pool", 1)]
+
+    def listening(server: Server) -> int:
+        """How many routers listen, each at the shared port."""
+        port = int(server.address.rpartition(":")[2])
+        links = [link for child in psutil.Process(server.process.pid).children() for link in child.net_connections()]
+        return sum(link.status == psutil.CONN_LISTEN and link.laddr.port == port for link in links)
+
+    with running_server(*SYNTHETIC, "--workers", "2", "--tenants-file", str(path)) as server:
+        assert listening(server) == 2
+        path.write_text("[[token")
+        next(
+            child
+            for child in psutil.Process(server.process.pid).children()
+            if "pagoda_server.router.process.main" in child.cmdline()
+        ).kill()
+        wait_for("the new router", lambda: "this router waits for its tenants" in server.log.read_text())
+        assert listening(server) == 1
+        for _ in range(8):
+            with grpc.insecure_channel(server.address, options=options) as channel:
+                assert Stubs(channel).ask(ACME, request("x", max_tokens=2)).ids()
+        path.write_text(tenants_file("acme"))
+        wait_for("both routers", lambda: listening(server) == 2)
