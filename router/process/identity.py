@@ -185,12 +185,12 @@ def _check_keys(place: str, table: dict[str, Any], known: set[str]) -> None:
 def wait_for_tenants(path: Path, parts: int) -> None:
     """Return when the tenants file can be read: a router that starts late has no older tenants to go on with."""
     while True:
+        seen = _stamp(path)
         try:
             read_tenants(path, parts)
             return
         except ConfigError as error:
             log.error("this router waits for its tenants: %s", error)
-        seen = _stamp(path)
         while _stamp(path) == seen:
             time.sleep(POLL_S)
 
