@@ -181,11 +181,11 @@ class Admission:
             evicted.append(victim)
             freed += self._held(shares, victim)
             shares.remove(victim.tenant, victim, self._held(shares, victim))
+        shares.add(tenant, reservation, amount)
         other = self._places if shares is self._tokens else self._tokens
         for each in evicted:
             other.remove(each.tenant, each, self._held(other, each))
             each.evict(self._refused("the queue is full: a tenant that holds less was admitted instead", "EVICTED"))
-        shares.add(tenant, reservation, amount)
 
     def _held(self, shares: Shares[Reservation], reservation: Reservation) -> int:
         return reservation.tokens if shares is self._tokens else 1
