@@ -57,7 +57,8 @@ class InferenceServicer(object):
     def Generate(self, request, context):
         """Generates one or more sequences and streams their tokens as they are computed. The metadata `x-pagoda-tenant` (1 to
         64 letters, digits or ._:@/-) names the tenant that the call is for; where the server's policy is `fair`, tenants
-        share it. Where tokens name tenants, the token's is the default, and any other needs the right `act_for_tenants`.
+        share its places and its computing time. Where tokens name tenants, the token's is the default, and any other needs
+        the right `act_for_tenants`.
 
         The stream carries, for each sequence, any number of `tokens` events and then exactly one `finished` event. The
         last message of the call carries `usage` and `timing`. Cancelling the call frees everything it holds.
@@ -67,11 +68,14 @@ class InferenceServicer(object):
         UNIMPLEMENTED       the server does not support a field that is set; google.rpc.BadRequest names it
         NOT_FOUND           `model` is not the model served here
         ALREADY_EXISTS      the tenant has a live request with this `request_id`
-        RESOURCE_EXHAUSTED  the queue is full (the reason in google.rpc.ErrorInfo is QUEUE_FULL) or a quota of the tenant is
-        used up (QUOTA_EXCEEDED, with `quota` and `limit` in the metadata); google.rpc.RetryInfo and the
-        trailer `grpc-retry-pushback-ms` say when to retry. Or the request has more than
-        Limits.max_message_bytes or than its quota ever allows, or the client has stopped reading or
-        takes too long to send its request
+        RESOURCE_EXHAUSTED  google.rpc.ErrorInfo says why, by its reason. QUEUE_FULL: no room for this tenant's request.
+        EVICTED: the request waited and gave way to a tenant that holds less, before any message; only
+        where the policy is `fair`. For both, google.rpc.RetryInfo and the trailer
+        `grpc-retry-pushback-ms` say when to retry, and ErrorInfo's metadata `queue_depth` how many
+        requests are admitted. QUOTA_EXCEEDED: the tenant has used up the quota that the metadata `quota`
+        and `limit` tell; they say when to retry unless the request alone exceeds it. READER_STALLED,
+        SENDER_STALLED: the client has stopped reading, or takes too long to send its request. Without
+        ErrorInfo: more than Limits.max_message_bytes
         DEADLINE_EXCEEDED   the call's deadline passed or can no longer be met: queued work is dropped, not computed
         UNAVAILABLE         the server is draining, or the engine is loading, dead or restarting
         UNAUTHENTICATED     the server requires a token, and the metadata `authorization` is not `Bearer` and a valid token
