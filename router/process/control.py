@@ -15,7 +15,7 @@ from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, 
 from pagoda_server import installed_version
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel
 from pagoda_server.router.errors import InvalidArgument, Unavailable
-from pagoda_server.router.process.own_view import hide_tenants, own_load, own_trace
+from pagoda_server.router.process.own_view import hide_tenants, own_trace, seen_load
 from pagoda_server.router.request.admission import Admission, LiveRequests
 from pagoda_server.router.request.caller import Right, caller
 from pagoda_server.router.request.fields import Limits, check_number
@@ -237,11 +237,6 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
     async def start_draining(self) -> None:
         await self._state.drain()
-
-
-def seen_load(load: control_pb2.Load) -> control_pb2.Load:
-    """What the caller may see of the load."""
-    return load if caller().may(Right.OBSERVE) else own_load(load, caller().tenant)
 
 
 def tenant_to_abort_for(request: admin_pb2.AbortRequest) -> str:

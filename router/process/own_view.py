@@ -10,11 +10,16 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from pagoda.v1 import control_pb2, trace_pb2
+from pagoda_server.router.request.caller import Right, caller
 
 _SLICE = 64  # steps or moves between which the event loop serves others
 
 
-def own_load(load: control_pb2.Load, tenant: str) -> control_pb2.Load:
+def seen_load(load: control_pb2.Load) -> control_pb2.Load:
+    """What the caller may see of the load. Leaves the load as it is."""
+    if caller().may(Right.OBSERVE):
+        return load
+    tenant = caller().tenant
     seen = control_pb2.Load(requests=load.requests, num_tenants=load.num_tenants)
     for engine in load.engines:
         seen.engines.add(engine=engine.engine, waiting=engine.waiting, running=engine.running)
