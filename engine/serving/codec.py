@@ -178,6 +178,7 @@ class PendingOutput:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     ended: list[tuple[int, Ended]] = field(default_factory=list)
+    started: list[int] = field(default_factory=list)
     load: LoadSnapshot | None = None
 
     @property
@@ -194,6 +195,7 @@ class PendingOutput:
             ],
             ended=[_ended_message(sequence, ended) for sequence, ended in self.ended],
             load=_load_message(self.load) if self.load else None,
+            started=self.started,
         )
 
 
@@ -300,7 +302,7 @@ def _traced_steps(steps: list[Step]) -> Iterator[trace_pb2.TracedStep]:
 
 
 def _traced_move(move: Move) -> trace_pb2.TracedMove:
-    at, kind, id, request_id, arrived, prompt_len, num_tokens, num_computed = move
+    at, kind, id, request_id, arrived, prompt_len, num_tokens, num_computed, tenant = move
     return trace_pb2.TracedMove(
         at_s=at,
         kind=_MOVE_KINDS[kind],
@@ -310,4 +312,5 @@ def _traced_move(move: Move) -> trace_pb2.TracedMove:
         prompt_tokens=prompt_len,
         tokens=num_tokens,
         computed_tokens=num_computed,
+        tenant=tenant,
     )
