@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, trace_pb2
 from tests.chaos.checker import INVALID, UNAVAILABLE, Held, Window
-from tests.chaos.load import NEWEST, STALL_TIMEOUT_S, Call, Clients
+from tests.chaos.load import NEWEST, OPERATORS, STALL_TIMEOUT_S, Call, Clients, credentials, tenants_file
 from tests.chaos.probe.sitecustomize import NUM_COLUMNS, STAGES
 from tests.servers import Server, running_server
 
@@ -146,7 +146,8 @@ class Victim:
 
     def load(self) -> control_pb2.Load:
         with grpc.insecure_channel(self.server.address) as channel:
-            return control_pb2_grpc.ControlStub(channel).GetLoad(control_pb2.GetLoadRequest(), timeout=30)
+            stub = control_pb2_grpc.ControlStub(channel)
+            return stub.GetLoad(control_pb2.GetLoadRequest(), timeout=30, metadata=credentials(OPERATORS))
 
 
 def fake_clock(folder: Path) -> Path:
@@ -163,6 +164,8 @@ def fake_clock(folder: Path) -> Path:
 def victim(folder: Path, workers: int, *arguments: str) -> Iterator[Victim]:
     """A server with the probe and the clock in all of its processes."""
     folder.mkdir()
+    tenants = folder / "tenants.toml"
+    tenants.write_text(tenants_file())
     clock = folder / "clock"
     clock.write_bytes(bytes(8))
     with clock.open("r+b") as file:
@@ -177,7 +180,7 @@ def victim(folder: Path, workers: int, *arguments: str) -> Iterator[Victim]:
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
-        with running_server("--workers", str(workers), *arguments) as server:
+        with running_server("--workers", str(workers), "--tenants-file", str(tenants), *arguments) as server:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
             yield Victim(server, folder, workers, jump)
@@ -421,10 +424,10 @@ async def administration(run: Run, chance: random.Random) -> None:
     async with grpc.aio.insecure_channel(run.victim.server.address) as channel:
         for _ in range(3):
             try:
-                await admin_pb2_grpc.AdminStub(channel).FlushCache(admin_pb2.FlushCacheRequest(), timeout=60)
-                async for _ in control_pb2_grpc.ControlStub(channel).GetStepTrace(
-                    trace_pb2.GetStepTraceRequest(), timeout=60
-                ):
+                admin, control = admin_pb2_grpc.AdminStub(channel), control_pb2_grpc.ControlStub(channel)
+                may = credentials(OPERATORS)
+                await admin.FlushCache(admin_pb2.FlushCacheRequest(), timeout=60, metadata=may)
+                async for _ in control.GetStepTrace(trace_pb2.GetStepTraceRequest(), timeout=60, metadata=may):
                     pass
             except grpc.aio.AioRpcError as error:
                 run.violations.append(f"a call of Admin or Control failed: {error.code()} {error.details()}")

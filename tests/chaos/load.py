@@ -7,6 +7,7 @@ of it, a tenant, a connection and a behaviour.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import string
 import time
@@ -23,6 +24,8 @@ from tests.chaos.checker import DEADLINE, EXHAUSTED, INVALID, Outcome, Output
 
 GENERATE = "/pagoda.v1.Inference/Generate"
 TENANTS = ("ann", "bob", "eve")
+OPERATORS = "operators"  # who alone may see and administer the whole server
+MOST_OF_BOB = 12  # bob's requests at once
 MODEL_LEN = 1024
 STALL_TIMEOUT_S = 2.0  # the server's
 NUM_ITEMS = 120
@@ -46,8 +49,8 @@ CANCELS = {
     "beam search": 3,
     "several sequences": 8,
 }
-READS = {"read": 60, "read slowly": 8, "abort": 10, "a deadline": 6, "a bad request": 6, "a big request": 4,
-         "a stalled reader given up": 2}  # fmt: skip
+READS = {"read": 60, "read slowly": 8, "abort": 10, "another tenant's abort": 6, "a deadline": 6, "a bad request": 6,
+         "a big request": 4, "a stalled reader given up": 2}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,26 @@ class Call:
     cancels: bool = False
     after_s: float = 0.0
     tokens: int = 0
+
+
+def token(tenant: str) -> str:
+    return f"chaos-{tenant}"
+
+
+def credentials(tenant: str) -> tuple[tuple[str, str], ...]:
+    """The metadata of a tenant's calls."""
+    return (("authorization", f"Bearer {token(tenant)}"),)
+
+
+def tenants_file() -> str:
+    """The server's tenants, in TOML: everyone who calls, and a quota."""
+    everyone = dict.fromkeys((*TENANTS, "solo", "flood"), "[]") | {OPERATORS: '["admin", "observe"]'}
+    tokens = [
+        f'[[token]]\nsha256 = "{hashlib.sha256(token(name).encode()).hexdigest()}"\n'
+        f'tenant = "{name}"\nrights = {rights}\n'
+        for name, rights in everyone.items()
+    ]
+    return "\n".join([*tokens, f"[tenant.bob]\nmax_requests = {MOST_OF_BOB}\n"])
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -303,7 +326,7 @@ class Clients:
     async def _run(
         self, call: Call, channel: grpc.aio.Channel, message: inference_pb2.GenerateRequest, outcome: Outcome
     ) -> None:
-        metadata = (("x-pagoda-tenant", call.tenant),)
+        metadata = credentials(call.tenant)
         if call.behaviour == "before its message":
             silent = channel.stream_stream(GENERATE)(metadata=metadata)
             await asyncio.sleep(call.after_s / 4)
@@ -325,8 +348,10 @@ class Clients:
         if call.cancels and call.behaviour in ("tokenizing", "rendering a chat", "at any moment", "a prompt",
                                                "beam search", "several sequences"):  # fmt: skip
             timer = asyncio.get_running_loop().call_later(call.after_s, cancel)
-        elif call.behaviour == "abort":
-            aborting = asyncio.ensure_future(self._abort(channel, call, metadata))
+        aborting = None
+        if "abort" in call.behaviour:
+            who = call.tenant if call.behaviour == "abort" else TENANTS[TENANTS.index(call.tenant) - 1]
+            aborting = asyncio.ensure_future(self._abort(channel, call, credentials(who)))
         try:
             await self._read(call, stream, outcome, cancel)
         except (grpc.RpcError, asyncio.CancelledError):
@@ -336,7 +361,7 @@ class Clients:
         finally:
             if timer:
                 timer.cancel()
-        if call.behaviour == "abort":
+        if aborting:
             await aborting
         await _take_status(stream, outcome)
 
@@ -370,7 +395,7 @@ class Clients:
                     await asyncio.sleep(0.02)
 
     async def _abort(self, channel: grpc.aio.Channel, call: Call, metadata: Any) -> None:
-        """Abort a call by its id; it may have ended, or not have begun."""
+        """Abort a call by its id; it may have ended, or not have begun, or be another's."""
         await asyncio.sleep(call.after_s)
         request = admin_pb2.AbortRequest(request_id=f"chaos-{call.number}")
         try:
