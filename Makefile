@@ -5,6 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 SERVE  := $(VENV)/.can-serve
 DEV    := $(VENV)/.can-develop
+FUZZ   := $(VENV)/.can-fuzz
 LOG    := $(VENV)/install.log
 STUBS  := clients/python
 IMAGE  := protos/published.binpb
@@ -33,7 +34,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test test-native test-sanitizers test-arm test-gpu test-all test-nightly test-wheels lint format protos protos-image settings bench bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
+.PHONY: help demo serve test test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-wheels lint format protos protos-image settings bench bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
 
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -52,6 +53,9 @@ test-sanitizers:          ## test them under AddressSanitizer, UBSan and ThreadS
 	@$(MAKE) --no-print-directory -j$$(nproc) build/asan/self_test build/tsan/self_test
 	@UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/self_test
 	@TSAN_OPTIONS=halt_on_error=1 build/tsan/self_test
+
+fuzz: $(FUZZ)             ## fuzz what reads bytes from outside, 10 s a target; TARGET=gguf SECONDS=3600
+	@$(BIN)/python -m tests.fuzz $(TARGET) --seconds $(or $(SECONDS),10)
 
 test-arm:                 ## test them for ARM, in an emulator; needs g++-aarch64-linux-gnu and qemu-user
 	@$(MAKE) --no-print-directory -j$$(nproc) build/arm/self_test
@@ -159,4 +163,8 @@ $(SERVE): pyproject.toml clients/python/pyproject.toml setup.py $(wildcard kerne
 $(DEV): $(SERVE)
 	@echo "Installing what tests, lint and benchmarks need, once:"
 	$(call install,'pagoda-server[engine$(comma)bench$(comma)dev]')
+	@touch $@
+
+$(FUZZ): $(DEV)
+	@$(BIN)/python -m pip install --quiet --group fuzz
 	@touch $@
