@@ -93,7 +93,9 @@ def load_for_serving(
     dtype = choose_dtype(config.dtype, folder)
     model = read_config(folder)
     longest = longest_trained(model.max_position_embeddings, config.max_model_len)
-    ops = load_backend(backend or choose_backend(device, dtype, config.quantization, model.has_int4_weights))
+    ops = load_backend(
+        backend or choose_backend(device, dtype, config.quantization, model.has_int4_weights, config.deterministic)
+    )
     with enough_memory("the weights", "--quantization"):
         loaded = load_model(folder, ops, device, dtype, progress)
         if ops.looks_up_rotations:
@@ -145,11 +147,21 @@ def choose_dtype(name: str, folder: Path) -> torch.dtype:
 
 
 def choose_backend(
-    device: torch.device, dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization,
+    has_int4_weights: bool = False,
+    is_deterministic: bool = False,
 ) -> str:
-    """The name of the fastest kernel backend. Raises ConfigError if none computes with these settings."""
+    """The name of the fastest kernel backend. Raises ConfigError if none computes with these settings.
+
+    is_deterministic  only a backend whose `is_deterministic` holds
+    """
     if device.type == "cpu":
-        return _choose_cpu_backend(dtype, quantization, has_int4_weights)
+        choose = _choose_deterministic_cpu_backend if is_deterministic else _choose_cpu_backend
+        return choose(dtype, quantization, has_int4_weights)
+    if is_deterministic:
+        raise ConfigError(f"--deterministic: there are kernels for it on a CPU only, not on {device}")
     if quantization == "fp8":
         check_fp8("--quantization", device)
     if quantization == "int4":
@@ -180,6 +192,17 @@ def _choose_cpu_backend(dtype: torch.dtype, quantization: Quantization, has_int4
     if not has_native():
         return "cpu"
     return "native-whole" if prefers_whole_native() else "native"
+
+
+def _choose_deterministic_cpu_backend(dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool) -> str:
+    if dtype == torch.float16:
+        raise ConfigError("--deterministic: the model can be in bfloat16 or float32, not in float16")
+    if not has_native():
+        raise ConfigError("--deterministic needs Pagoda installed where there is a C++ compiler")
+    chosen = _choose_cpu_backend(dtype, quantization, has_int4_weights)
+    # The sums of oneDNN and of AMX are not ours to order.
+    replacements = {"native": "native-whole", "native-int8-weight": "native-int8"}
+    return f"{replacements.get(chosen, chosen)}-deterministic"
 
 
 def _best_quantization(dtype: torch.dtype, has_int4_weights: bool) -> Quantization:
