@@ -38,6 +38,7 @@ from pagoda_server.kernels.paged_attention import (
     plan_attention,
     plan_attention_cpu,
     plan_attention_native,
+    plan_attention_one_order,
 )
 from pagoda_server.kernels.rms_norm import add, add_native, rms_norm, rms_norm_cpu, rms_norm_native
 from pagoda_server.kernels.rope_and_store_kv import (
@@ -196,7 +197,13 @@ NATIVE_INT8_WEIGHT = replace(
 
 
 def _deterministic(backend: Backend) -> Backend:
-    return replace(backend, name=f"{backend.name}-deterministic", is_deterministic=True)
+    """A compiled backend whose attention has one order too: its products do, and the other ops work row by row."""
+    return replace(
+        backend,
+        name=f"{backend.name}-deterministic",
+        plan_attention=plan_attention_one_order,
+        is_deterministic=True,
+    )
 
 
 BACKENDS: dict[str, Backend] = {
