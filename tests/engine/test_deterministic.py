@@ -308,3 +308,45 @@ def test_what_cannot_be_computed_so_is_refused(
     monkeypatch.setattr(f"{LOADED_MODEL}.has_native", lambda: False)
     with pytest.raises(ConfigError, match=r"--deterministic needs .* C\+\+ compiler"):
         load(saved("qwen3"), dtype="bfloat16")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")],
+)
+def test_the_default_model_has_the_same_logits_alone_and_in_a_batch_of_32(
+    default_model_folder: Path, dtype: str, quantization: str
+) -> None:
+    runner = load_runner(
+        default_model_folder, dtype=dtype, quantization=quantization, deterministic=True, kv_cache_gb=1.0
+    )
+    set_num_threads(2)
+    compared = (0, 13, 31)
+    rng = random.Random(0)
+    prompts = [rng.choices(range(runner.info.vocab_size), k=rng.randint(1, 400)) for _ in range(32)]
+
+    def run(asked: list[int], chunk_size: int) -> dict[int, Tensor]:
+        """Generate 200 tokens for each of these prompts; return the logits of each token of those that are compared."""
+        blocks = ShuffledBlocks(runner)
+        seqs = {at: blocks.sequence(prompts[at], 200) for at in asked}
+        logits: dict[int, list[Tensor]] = {at: [] for at in compared}
+        while todo := [at for at in asked if seqs[at].output_len < 200]:
+            chunks, taken = [], []
+            for at in todo:
+                if (room := 512 - sum(chunk.length for chunk in chunks)) > 0:
+                    chunks.append(next_chunk(seqs[at], min(chunk_size, room)))
+                    taken.append(at)
+            rows = iter(logits_of(runner, StepPlan(chunks)))
+            for at, chunk in zip(taken, chunks, strict=True):
+                chunk.seq.num_computed = chunk.end
+                if chunk.samples:
+                    row = next(rows)
+                    chunk.seq.tokens.append(int(row.argmax()))
+                    if at in compared:
+                        logits[at].append(row.clone())
+        return {at: torch.stack(rows) for at, rows in logits.items() if rows}
+
+    together = run(list(range(32)), chunk_size=100)
+    for at in compared:
+        assert torch.equal(run([at], chunk_size=512)[at], together[at])
