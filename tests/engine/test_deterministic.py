@@ -293,8 +293,11 @@ def test_the_mode_takes_products_of_compiled_code(
 
 def test_amx_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{LOADED_MODEL}.has_native_int8_weight", lambda: True)
-    name = choose_backend(torch.device("cpu"), torch.bfloat16, "auto", False, True)
-    assert name == "native-int8-deterministic"
+    cpu = torch.device("cpu")
+    assert choose_backend(cpu, torch.bfloat16, "int8", has_int4_weights=True) == "native-int8-weight"
+    assert choose_backend(cpu, torch.bfloat16, "int8", True, is_deterministic=True) == "native-int8-deterministic"
+    with using(INSTRUCTION_SETS[0]):
+        assert choose_backend(cpu, torch.bfloat16, "auto", True, is_deterministic=True) == "native-int4-deterministic"
 
 
 def test_what_cannot_be_computed_so_is_refused(
