@@ -23,6 +23,7 @@ from pagoda_server.kernels.paged_attention import (
 )
 from tests.kernels.backends import BACKENDS
 
+needs_native = pytest.mark.skipif(native is None, reason="needs compiled code")
 SPLIT = 256  # tokens after which compiled code splits the context of a decode
 
 
@@ -229,6 +230,7 @@ def test_a_decode_in_bfloat16_is_the_same_to_the_last_bit_in_any_batch(backend: 
         assert torch.equal(attend(seqs), together[seqs])
 
 
+@needs_native
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_a_short_chunk_of_a_prompt_is_as_many_decodes_to_the_last_bit_in_any_batch(head_dim: int) -> None:
     kv = PagedKV(*torch.randn(2, 160, 4, 2, head_dim).bfloat16())
@@ -284,7 +286,7 @@ def test_a_sequence_full_of_nan_does_not_reach_its_neighbours() -> None:
     assert finite.tolist() == [True, False, True]
 
 
-@pytest.mark.skipif(native is None, reason="needs compiled code")
+@needs_native
 @pytest.mark.usefixtures("each_instruction_set")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -319,7 +321,7 @@ def test_a_plan_of_one_order_gives_a_query_the_same_bits_in_every_chunk(
             assert torch.equal(attend(cuts, beside), one_by_one), (cuts, beside)
 
 
-@pytest.mark.skipif(native is None, reason="needs compiled code")
+@needs_native
 def test_many_split_contexts_are_attended_as_each_of_them_alone() -> None:
     """Together their partial results exceed the room for them, so they are attended and merged in turns."""
     batch = Batch([(SPLIT + 1, 1)], heads=64, kv_heads=1, head_dim=256)
