@@ -158,9 +158,8 @@ def choose_backend(
     is_deterministic  only a backend whose `is_deterministic` holds
     """
     if device.type == "cpu":
-        if is_deterministic:
-            return _choose_deterministic_cpu_backend(dtype, quantization, has_int4_weights)
-        return _choose_cpu_backend(dtype, quantization, has_int4_weights, has_native_int8_weight())
+        choose = _choose_deterministic_cpu_backend if is_deterministic else _choose_cpu_backend
+        return choose(dtype, quantization, has_int4_weights)
     if is_deterministic:
         raise ConfigError(f"--deterministic: there are kernels for it on a CPU only, not on {device}")
     if quantization == "fp8":
@@ -172,7 +171,10 @@ def choose_backend(
     return "triton" if quantization in ("auto", "none") else f"triton-{quantization}"
 
 
-def _choose_cpu_backend(dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool, uses_amx: bool) -> str:
+def _choose_cpu_backend(
+    dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool, may_use_amx: bool = True
+) -> str:
+    uses_amx = may_use_amx and has_native_int8_weight()
     if quantization == "fp8":
         check_fp8("--quantization", torch.device("cpu"))
     if quantization == "auto":
@@ -200,7 +202,7 @@ def _choose_deterministic_cpu_backend(dtype: torch.dtype, quantization: Quantiza
         raise ConfigError("--deterministic: the model can be in bfloat16 or float32, not in float16")
     if not has_native():
         raise ConfigError("--deterministic needs Pagoda installed where there is a C++ compiler")
-    chosen = _choose_cpu_backend(dtype, quantization, has_int4_weights, uses_amx=False)
+    chosen = _choose_cpu_backend(dtype, quantization, has_int4_weights, may_use_amx=False)
     # The order of oneDNN's sums is not ours to choose.
     return "native-whole-deterministic" if chosen == "native" else f"{chosen}-deterministic"
 
