@@ -17,6 +17,7 @@ def load_backend(name: str) -> Backend:
     native-int8         the same, and products in int8
     native-int8-weight  the same, and products of int8 weights in bfloat16; only if `has_native_int8_weight()`
     native-int4         the same, and products with 4-bit weights where the checkpoint has them, in int8 elsewhere
+    …-deterministic     native-whole, -int8 or -int4 whose logits depend on nothing but a sequence's own tokens
     triton              kernels for a GPU; triton-int8 and triton-fp8 have weights of that type
 
     The native backends need `has_native()`.

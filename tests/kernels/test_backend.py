@@ -10,6 +10,7 @@ from pagoda_server.kernels import load_backend
 
 NAMES = [
     *("reference", "cpu", "native", "native-whole", "native-int8", "native-int8-weight", "native-int4"),
+    *("native-whole-deterministic", "native-int8-deterministic", "native-int4-deterministic"),
     *("triton", "triton-int8", "triton-fp8"),
 ]
 
