@@ -65,13 +65,13 @@ def test_more_heads_that_share_a_kv_head_than_a_tile_has_rows() -> None:
 
 
 def test_a_context_of_more_parts_than_are_merged_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_decode, "_num_sms", lambda device: 10)
+    monkeypatch.setattr(paged_decode, "num_processors", lambda device: 10)
     monkeypatch.setattr(paged_decode, "MERGED", 4 * 4 * 16)  # 4 parts of 3 heads
     check(Batch([(35, 1), (4500, 1)], heads=3, kv_heads=1, head_dim=16, block_size=64))
 
 
 def test_a_divided_context_gives_the_same_bits_whichever_part_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_decode, "_num_sms", lambda device: 10)
+    monkeypatch.setattr(paged_decode, "num_processors", lambda device: 10)
     queries, kv, block_table, _ = Batch([(1100, 1), (700, 1)], heads=4, kv_heads=2, head_dim=16).build(DEVICE)
     query_start, context_len = np.arange(3, dtype=np.int32), np.array([1100, 700], dtype=np.int32)
     plan = plan_attention_triton(query_start, context_len, block_table, kv, None)
