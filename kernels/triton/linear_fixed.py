@@ -27,9 +27,9 @@ Prepare = Callable[[Tensor], Weight]  # quantizes a weight, or leaves it as it i
 def fixed_config(in_size: int, itemsize: int) -> Config:
     """The configuration for rows of a type of `itemsize` bytes, whatever their number.
 
-    In 16 bits, 64 rows: a single row hardly waits for the arithmetic of the others that its tile has room for, and of
-    many rows the weight is read often enough from the level-2 cache only. In float32, whose products no matrix
-    instruction computes exactly, operands are in registers.
+    In 16 bits a tile has 64 rows. The arithmetic of rows that a small batch lacks takes less time than reading the
+    weight; of a large batch, so many rows share each read of it. In float32, whose products no matrix instruction
+    computes exactly, operands are in registers.
     """
     splits = triton.cdiv(in_size, SPLIT_INPUTS)
     if itemsize == 4:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from pagoda_server.kernels import AttentionPlan, PagedKV
 from pagoda_server.kernels.backend import REFERENCE
-from pagoda_server.kernels.triton import paged_decode, paged_prefill
+from pagoda_server.kernels.triton import attention_tile, paged_decode
 from pagoda_server.kernels.triton.attention_tile import SEQS
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.kernels.triton.paged_attention import paged_attention_triton, plan_attention_triton
@@ -152,7 +152,7 @@ def test_a_batch_of_more_sequences_than_a_program_looks_at_together(
     empty = SEQS.value  # sequences without tokens, and without queries where the others have several
     if IS_INTERPRETED:  # a program takes milliseconds, and reads its module's constants when it runs
         empty = 4
-        for module in (paged_decode, paged_prefill):
+        for module in (paged_decode, attention_tile):
             monkeypatch.setattr(module, "SEQS", tl.constexpr(empty))
     batch = Batch([(300, num_queries), (6, num_queries)], heads=1, kv_heads=1)
     queries, kv, block_table, expected = batch.build(DEVICE)
