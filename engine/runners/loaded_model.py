@@ -160,15 +160,14 @@ def choose_backend(
     if device.type == "cpu":
         choose = _choose_deterministic_cpu_backend if is_deterministic else _choose_cpu_backend
         return choose(dtype, quantization, has_int4_weights)
-    if is_deterministic:
-        raise ConfigError(f"--deterministic: there are kernels for it on a CPU only, not on {device}")
     if quantization == "fp8":
         check_fp8("--quantization", device)
     if quantization == "int4":
         raise ConfigError(f"--quantization int4: there are kernels for it on a CPU only, not on {device}")
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(f"--device {device} needs Triton: pip install 'pagoda[gpu]'")
-    return "triton" if quantization in ("auto", "none") else f"triton-{quantization}"
+    weights = "" if quantization in ("auto", "none") else f"-{quantization}"
+    return f"triton{weights}-deterministic" if is_deterministic else f"triton{weights}"
 
 
 def _choose_cpu_backend(
