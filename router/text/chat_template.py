@@ -210,12 +210,17 @@ class _LimitExceeded(Exception):
     """The template's process has ended, or was ended for what it took. The message is a verb, as of the template."""
 
 
+class _Killed(_LimitExceeded):
+    """Something else killed the template's process: the system for memory, or an administrator."""
+
+
 class _TemplateProcess:
     """A process that holds the compiled template. It is started again on the next request after it has ended."""
 
     def __init__(self, first_request: bytes) -> None:
         """Start the process, and leave it to compile. Raises OSError."""
         self._first_request = first_request
+        self._is_closed = False
         self._start()
 
     def compile(self) -> bytes:
@@ -224,14 +229,23 @@ class _TemplateProcess:
 
     def ask(self, request: bytes) -> bytes:
         """Raises _LimitExceeded, or OSError if the process has ended and no other can be started."""
+        try:
+            return self._ask(request)
+        except _Killed:
+            if self._is_closed:
+                raise
+            return self._ask(request)  # once more: that is seldom the template's fault
+
+    def kill(self) -> None:
+        self._is_closed = True
+        self._process.kill()
+
+    def _ask(self, request: bytes) -> bytes:
         if self._process.poll() is not None:  # after the last request, or before this one
             self._end()
             self._start()
             self.compile()
         return self._exchange(request)
-
-    def kill(self) -> None:
-        self._process.kill()
 
     def _start(self) -> None:
         self._channel, theirs = socket.socketpair()
@@ -253,7 +267,9 @@ class _TemplateProcess:
             return read_frame(self._channel)
         except (OSError, EOFError) as error:
             self._end()
-            raise _LimitExceeded(_describe(self._process.returncode, error)) from error
+            exit_code = self._process.returncode
+            was_killed = exit_code == -signal.SIGKILL and not isinstance(error, TimeoutError)
+            raise (_Killed if was_killed else _LimitExceeded)(_describe(exit_code, error)) from error
 
 
 def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:

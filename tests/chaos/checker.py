@@ -37,7 +37,7 @@ class Outcome:
     """How a call ended, as its client saw it.
 
     item          the catalogue's item that it asked for; None: one that must be refused
-    scopes        what faults can be about: "chat", "cable"
+    scopes        what faults can be about: "cable"
     allowed       statuses that the call itself explains, such as DEADLINE_EXCEEDED
     was_cancelled its client cancelled it while it was live; `was_aborted`: through Admin.Abort
     usage         completion tokens of the last message; None: it did not come

@@ -26,7 +26,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, trace_pb2
-from tests.chaos.checker import INVALID, UNAVAILABLE, Held, Window
+from tests.chaos.checker import UNAVAILABLE, Held, Window
 from tests.chaos.load import NEWEST, OPERATORS, STALL_TIMEOUT_S, Call, Clients, credentials, tenants_file
 from tests.chaos.probe.sitecustomize import NUM_COLUMNS, STAGES
 from tests.servers import Server, running_server
@@ -452,7 +452,6 @@ def reads(run: Run, chance: random.Random, behaviour: str = "read") -> Iterator[
 
 
 LOST = {UNAVAILABLE: ""}
-UNRENDERED = {INVALID: "chat"}  # the conversation that was being rendered
 ENGINE_DIED = ("ERROR the engine exited with signal SIGKILL",)
 ROUTER_DIED = (r"ERROR router \d exited with signal SIGKILL",)
 NO_FILES = ("ERROR .* Too many open files",)
@@ -464,12 +463,12 @@ FAULTS: dict[str, Fault] = {
     "hang the engine": Fault(hang_engine, LOST, (*ENGINE_DIED, "ERROR the engine at .* has made no step for 6 s")),
     "pause the routers": Fault(pause_routers),
     "kill a router": Fault(kill_router, LOST, ROUTER_DIED, needs_workers=True),
-    "kill what renders chats": Fault(kill_template, UNRENDERED),
+    "kill what renders chats": Fault(kill_template),
     "flood": Fault(flood),
     "reset connections": Fault(reset_connections, {UNAVAILABLE: "cable"}),
     "big messages": Fault(big_messages),
     "stalled readers": Fault(stalled_readers),
-    "a router without descriptors": Fault(router_without_descriptors, UNRENDERED, NO_FILES),
+    "a router without descriptors": Fault(router_without_descriptors, explained_lines=NO_FILES),
     "without descriptors, the engine dies": Fault(
         router_without_descriptors_loses_engine, LOST, (*ENGINE_DIED, *NO_FILES)
     ),

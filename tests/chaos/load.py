@@ -61,10 +61,6 @@ class Item:
     kind: str
 
     @property
-    def is_chat(self) -> bool:
-        return self.message.HasField("message")
-
-    @property
     def is_large(self) -> bool:
         return self.kind == "large output"
 
@@ -305,8 +301,7 @@ class Clients:
             allowed = {DEADLINE}
         elif call.behaviour == "a stalled reader given up":
             allowed = {EXHAUSTED}
-        is_chat = item is not None and self.items[item].is_chat
-        scopes = [scope for scope, has in (("cable", is_cable), ("chat", is_chat)) if has]
+        scopes = ("cable",) if is_cable else ()
         outcome = Outcome(
             call.number, item, time.monotonic(), scopes=frozenset(scopes), allowed=frozenset(allowed),
             was_aborted=call.behaviour == "abort",

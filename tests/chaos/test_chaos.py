@@ -91,7 +91,7 @@ def _settings(chance: random.Random) -> tuple[str, ...]:
         "--channel", chance.choice(("shm", "grpc")),
         chance.choice(("--deterministic", "--no-deterministic")),
         chance.choice(("--prefix-caching", "--prefix-caching", "--no-prefix-caching")),
-        "--host-kv-gb", chance.choice(("0", "0.0003")),
+        "--host-kv-gb", chance.choice(("0", "0.0006")),
         "--max-num-seqs", str(places),
         "--token-budget", str(places + chance.choice((8, 24, 100))),
     )  # fmt: skip
@@ -104,8 +104,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(resolve("synthetic"), folder, ignore=shutil.ignore_patterns("config.json", "manifest.json"))
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6}
     config = LlamaConfig(
-        **sizes, vocab_size=258, num_key_value_heads=2, max_position_embeddings=MODEL_LEN, initializer_range=0.3,
-        eos_token_id=257,
+        **sizes, head_dim=16, num_key_value_heads=2, vocab_size=258, eos_token_id=257,
+        max_position_embeddings=MODEL_LEN, initializer_range=0.3,
     )  # fmt: skip
     save_model(config, folder)
     shutil.copy(resolve("synthetic") / "generation_config.json", folder)
@@ -155,7 +155,7 @@ class Seed:
     async def _perform(self, act: Act) -> None:
         settings = (
             "--model", str(self._model), "--dtype", "float32", "--quantization", "none", "--threads", "1",
-            "--kv-cache-gb", "0.00025", "--max-requests", "64", "--max-queued-tokens", "40000",
+            "--kv-cache-gb", "0.0005", "--max-requests", "64", "--max-queued-tokens", "40000",
             "--stall-timeout-s", str(STALL_TIMEOUT_S), "--hang-timeout-s", str(HANG_TIMEOUT_S), *act.settings,
         )  # fmt: skip
         began = time.monotonic()

@@ -92,6 +92,7 @@ def test_others_are_served_while_templates_run_away(server: Server) -> None:
 
 def test_a_template_process_that_was_killed_is_replaced_and_refuses_no_conversation(server: Server) -> None:
     with Client(server.address) as client:
+        assert client.tokenize(message="fine") == list(b"fine")
         before = psutil.Process(server.process.pid).num_fds()
         for _ in range(2):
             for process in template_processes(server):
@@ -145,7 +146,7 @@ def test_template_processes_end_with_their_router(tmp_path: Path) -> None:
         time.sleep(0.5)
         server.process.kill()
         asking.join()
-        _, alive = psutil.wait_procs(processes, timeout=5)
+        _, alive = psutil.wait_procs(processes, timeout=60)
         assert not alive
 
 
