@@ -76,6 +76,12 @@ class AlreadyExists(PagodaError):
     code = grpc.StatusCode.ALREADY_EXISTS
 
 
+class Aborted(PagodaError):
+    """Another call has taken over."""
+
+    code = grpc.StatusCode.ABORTED
+
+
 class ResourceExhausted(PagodaError):
     """The queue is full, or the client has stopped reading or sending.
 

@@ -30,7 +30,7 @@ from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress
 from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.process.calls import CallGuard
+from pagoda_server.router.process.calls import CallGuard, Refusal
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
 from pagoda_server.router.process.listen import (
     auth_token,
@@ -228,6 +228,7 @@ class Router:
             dispatcher=self._dispatcher,
             live=self._live,
             stall_timeout_s=config.stall_timeout_s,
+            resume_s=config.resume_s,
         )
         control = ControlServicer(
             model=self._name,
@@ -241,7 +242,10 @@ class Router:
             settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
         )
         admin = AdminServicer(dispatcher=self._dispatcher, live=self._live, state=self._state)
-        guard = CallGuard(messages, auth_token(config), {f"/{SERVICE}/Generate": self._inference.refusal})
+        refusals: dict[str, Refusal] = {
+            f"/{SERVICE}/{method}": self._inference.refusal for method in ("Generate", "Resume")
+        }
+        guard = CallGuard(messages, auth_token(config), refusals)
         server = grpc.aio.server(options=server_options(bool(self._sockets), max_bytes), interceptors=[guard])
         inference = grpc.method_handlers_generic_handler(SERVICE, self._inference.handlers())
         server.add_generic_rpc_handlers((inference,))

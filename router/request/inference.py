@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -12,12 +15,20 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.engines.channel import Dispatcher
 from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, time_in_engine
-from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument, PagodaError, Unavailable
+from pagoda_server.router.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    PagodaError,
+    Unavailable,
+    Unimplemented,
+)
 from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests
 from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.output import ClientWriter, GenerateContext, SequenceOutput, write_records
 from pagoda_server.router.request.receiving import Messages, Received
+from pagoda_server.router.request.resuming import KeepingOutput, KeptStream, KeptStreams, ResumedStream, resumed
 from pagoda_server.router.request.validation import (
     GenerateParams,
     check_prompt,
@@ -25,14 +36,17 @@ from pagoda_server.router.request.validation import (
     to_submit,
     validate_detokenize,
     validate_generate,
+    validate_resume,
     validate_tokenize,
 )
 from pagoda_server.router.text.tokenizer import Tokenizer
 
+Stream: TypeAlias = EngineStream | BeamSearchStream | ResumedStream
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SERVICE = "pagoda.v1.Inference"
 MAX_CONVERSIONS = 64  # calls of Tokenize and Detokenize at once
 _EVERY_TENANT = ""  # conversions share their places, whatever tenant they are for
+_NOT_KEPT = contextlib.nullcontext()
 _IDS_AT_ONCE = 4096  # the interpreter can change threads between two chunks of a list, not within one
 
 
@@ -50,6 +64,7 @@ class InferenceServicer:
         dispatcher: Dispatcher,
         live: LiveRequests,
         stall_timeout_s: float,
+        resume_s: float,
     ) -> None:
         self.limits = limits  # replaced when an engine reports its own
         self._model = model
@@ -60,12 +75,16 @@ class InferenceServicer:
         self._dispatcher = dispatcher
         self._live = live
         self._stall_timeout_s = stall_timeout_s
+        self._kept = KeptStreams(resume_s)
 
     def handlers(self) -> Mapping[str, grpc.RpcMethodHandler[Any, Any]]:
         """The methods' handlers by name. They take streams of bytes, whatever the protocol says: see receiving.py."""
         return {
             "Generate": grpc.stream_stream_rpc_method_handler(
                 self._generate, None, inference_pb2.GenerateResponse.SerializeToString
+            ),
+            "Resume": grpc.stream_stream_rpc_method_handler(
+                self._resume, None, inference_pb2.GenerateResponse.SerializeToString
             ),
             "Tokenize": grpc.stream_unary_rpc_method_handler(self._tokenize),
             "Detokenize": grpc.stream_unary_rpc_method_handler(
@@ -74,10 +93,8 @@ class InferenceServicer:
         }
 
     def refusal(self, tenant: str) -> PagodaError | None:
-        """Why a tenant's Generate call would be refused now, whatever it asks for."""
-        if not self._dispatcher.ready:
-            return Unavailable("the engine is loading or being restarted")
-        return self._admission.refusal(tenant)
+        """Why a tenant's call of Generate or Resume would be refused now, whatever it asks for."""
+        return self._dispatcher.refusal() or self._admission.refusal(tenant)
 
     async def _generate(self, _: object, context: GenerateContext) -> None:
         received = time.monotonic()
@@ -94,16 +111,46 @@ class InferenceServicer:
             reservation.grow(params.num_sequences * (params.max_tokens or 1))
             live = self._live.add(params.request_id)
             try:
-                prompt = await self._tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
-                max_tokens = check_prompt(params, len(prompt), self.limits)
-                reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
-                remaining_s = context.time_remaining()
-                if remaining_s is not None and remaining_s <= 0:
-                    raise DeadlineExceeded("the deadline passed before the request was scheduled")
-                submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, remaining_s, tenant)
-                await self._stream(submit, params, live, message, context, received)
+                async with self._keeping(tenant, params, received) as kept:
+                    prompt = await self._tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
+                    max_tokens = check_prompt(params, len(prompt), self.limits)
+                    reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
+                    timeout_s = _time_left(context)
+                    submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, timeout_s, tenant)
+                    if kept is not None:
+                        kept.submitted(submit)
+                    await self._stream(submit, params, live, message, context, received, kept)
             finally:
                 self._live.remove(params.request_id)
+
+    def _keeping(
+        self, tenant: str, params: GenerateParams, received: float
+    ) -> contextlib.AbstractAsyncContextManager[KeptStream | None]:
+        """Keep a stream that its client may resume. Raises Unimplemented if this server keeps none."""
+        if not params.is_resumable:
+            return _NOT_KEPT
+        if not self._kept.keep_s:
+            raise Unimplemented("resumable")
+        return self._kept.add(tenant, params, received)
+
+    async def _resume(self, _: object, context: GenerateContext) -> None:
+        tenant = tenant_of(context.invocation_metadata())
+        self._dispatcher.pick()  # fail before anything is read if no engine is ready
+        with self._admission.reserve(tenant) as reservation, await self._messages.read(context) as message:
+            request = await message.parsed(
+                inference_pb2.ResumeRequest, self.limits, lambda request: validate_resume(request, self.limits)
+            )
+            async with self._kept.find(tenant, request.request_id) as kept:
+                submit, counts = kept.submit, kept.check(request.received)
+                assert submit is not None, "a stream without it is not kept once its call has ended"
+                if self._admission.is_draining:  # since this call was admitted
+                    raise Unavailable("the server is draining")
+                reservation.grow(kept.num_unfinished * (len(submit.prompt) + submit.max_tokens))
+                live = self._live.add(request.request_id)
+                try:
+                    await self._stream(submit, kept.params, live, message, context, kept.received, kept, counts)
+                finally:
+                    self._live.remove(request.request_id)
 
     async def _stream(
         self,
@@ -113,22 +160,37 @@ class InferenceServicer:
         message: Received,
         context: GenerateContext,
         received: float,
+        kept: KeptStream | None,
+        counts: Sequence[int] = (),
     ) -> None:
-        engine = self._dispatcher.pick()
-        # Before all else, so that the engine can start.
-        stream = live.stream = BeamSearchStream(engine, submit) if params.is_search else engine.submit(submit)
+        """Stream a request to its end. `counts`: of a kept stream, the tokens that the client has of each sequence."""
         try:
-            if live.is_aborted:  # during tokenization
-                stream.abort()
-            await self._messages.check_end(context)  # while the engine computes
-            message.release()
-            async with ClientWriter(context, self._stall_timeout_s) as writer:
-                call = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received)
-                if params.has_prompt:
-                    await call.write_prompt(submit.prompt)
-                await call.run(stream)
-        finally:
-            stream.close()
+            engine = self._dispatcher.pick()
+            # Before all else, so that the engine can start.
+            stream: Stream
+            if kept is not None:
+                stream = resumed(engine, kept, _time_left(context))
+            else:
+                stream = BeamSearchStream(engine, submit) if params.is_search else engine.submit(submit)
+            live.stream = stream
+            try:
+                if live.is_aborted:  # during tokenization
+                    stream.abort()
+                await self._messages.check_end(context)  # while the engine computes
+                message.release()
+                async with ClientWriter(context, self._stall_timeout_s) as writer:
+                    call = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received, kept)
+                    if params.has_prompt:
+                        await call.write_prompt(submit.prompt)
+                    if kept is not None:
+                        await call.replay(kept, counts)
+                    await call.run(stream)
+            finally:
+                stream.close()
+        except Unavailable as error:
+            if kept is None or not kept.is_kept:
+                raise
+            raise kept.resumable(error, self._dispatcher.retry_after_s) from error
 
     async def _tokenize(self, _: object, context: Context) -> bytes:
         with self._conversions.reserve(_EVERY_TENANT), await self._messages.read(context) as message:
@@ -157,6 +219,14 @@ class InferenceServicer:
             return inference_pb2.DetokenizeResponse(text=text)
 
 
+def _time_left(context: GenerateContext) -> float | None:
+    """Seconds until the client's deadline; None: there is none. Raises DeadlineExceeded."""
+    remaining_s: float | None = context.time_remaining()
+    if remaining_s is not None and remaining_s <= 0:
+        raise DeadlineExceeded("the deadline passed before the request was scheduled")
+    return remaining_s
+
+
 def _serialized(ids: Sequence[int]) -> bytes:
     response = inference_pb2.TokenizeResponse()
     for at in range(0, len(ids), _IDS_AT_ONCE):
@@ -174,15 +244,17 @@ class GenerateCall:
         tokenizer: Tokenizer,
         writer: ClientWriter,
         received: float,
+        kept: KeptStream | None = None,
     ) -> None:
         self._prompt_len = prompt_len
         self._writer = writer
         self._received = received
-        self._first_written: float | None = None
+        self._first_written = None if kept is None else kept.first_written
         self._token_bytes = tokenizer.token_bytes if params.has_token_bytes else None
         skips_special_tokens = not params.keeps_special_tokens
+        output = SequenceOutput if kept is None else partial(KeepingOutput, kept)
         self._outputs = [
-            SequenceOutput(
+            output(
                 index,
                 tokenizer.detokenizer(skips_special_tokens) if params.has_text else None,
                 params.stop,
@@ -200,7 +272,23 @@ class GenerateCall:
         write_records(response.prompt.tokens, ids, token_bytes=self._token_bytes)
         await self._writer.write(response)
 
-    async def run(self, stream: EngineStream | BeamSearchStream) -> None:
+    async def replay(self, kept: KeptStream, counts: Sequence[int]) -> None:
+        """Write what the client of a kept stream lacks, and every end.
+
+        counts  tokens that the client has of each sequence
+        """
+        for output, sequence, count in zip(self._outputs, kept.sequences, counts, strict=False):
+            assert isinstance(output, KeepingOutput), "this call knows that its stream is kept"
+            for inbox, is_lacking in sequence.inboxes(count):
+                if output.replay(inbox, self._response.tokens) and is_lacking:
+                    await self._writer.write(self._response)
+                else:
+                    await asyncio.sleep(0)  # other streams write between two parts
+            if output.ended is not None:
+                self._unfinished -= 1
+                await self._write_finished(output, is_last=not self._unfinished)
+
+    async def run(self, stream: Stream) -> None:
         """Stream until every sequence has ended. Raises an error if the engine ended one irregularly."""
         while self._unfinished:
             await stream.wait()
@@ -208,9 +296,7 @@ class GenerateCall:
                 if inbox.tokens or inbox.ended is not None:
                     await self._advance(output, inbox, stream)
 
-    async def _advance(
-        self, output: SequenceOutput, inbox: SequenceInbox, stream: EngineStream | BeamSearchStream
-    ) -> None:
+    async def _advance(self, output: SequenceOutput, inbox: SequenceInbox, stream: Stream) -> None:
         if output.take(inbox, self._response.tokens):
             if self._first_written is None:
                 self._first_written = time.monotonic()
@@ -233,7 +319,10 @@ class GenerateCall:
         return inference_pb2.Usage(
             prompt_tokens=self._prompt_len,
             completion_tokens=sum(output.num_tokens for output in self._outputs),
-            cached_tokens=max(output.ended.cached_tokens for output in self._outputs if output.ended),
+            # A sequence that was resumed may have found some of its own output in the cache.
+            cached_tokens=min(
+                max(output.ended.cached_tokens for output in self._outputs if output.ended), self._prompt_len
+            ),
         )
 
     def _timing(self) -> inference_pb2.Timing:

@@ -60,8 +60,8 @@ class Attempts:
 
     A call is retried if the server was unavailable, after an exponential backoff with jitter, or if the server was
     overloaded and suggested a delay, after that delay. A call is not retried once a message has arrived, because what
-    the caller has seen cannot be taken back; nor if the wait would outlast the deadline or exceed 30 s. Nothing here
-    waits: both clients sleep in their own way.
+    the caller has seen cannot be taken back (a resumable one goes on: see pagoda/resume.py); nor if the wait would
+    outlast the deadline or exceed 30 s. Nothing here waits: both clients sleep in their own way.
 
     timeout_s  deadline of all attempts together; None or infinity: no deadline
 
@@ -78,11 +78,16 @@ class Attempts:
     ) -> None:
         if timeout_s is not None and (not isinstance(timeout_s, int | float) or math.isnan(timeout_s)):
             raise wrong("timeout_s", f"is {timeout_s!r}, must be a number of seconds")
-        self._retries_left = retries
-        self._backoff_s = FIRST_BACKOFF_S
+        self._retries = retries
+        self.renew()
         self._clock = clock
         self._jitter = jitter
         self._deadline = None if timeout_s is None or timeout_s > MAX_TIMEOUT_S else clock() + timeout_s
+
+    def renew(self) -> None:
+        """Count retries from zero: the last attempt was of use. The deadline stays."""
+        self._retries_left = self._retries
+        self._backoff_s = FIRST_BACKOFF_S
 
     def remaining_s(self) -> float | None:
         """Time left for the next attempt; None without a deadline."""

@@ -43,7 +43,7 @@ class PermissionDenied(PagodaError):
 
 
 class NotFound(PagodaError):
-    """There is no such model, or no live request with this id."""
+    """There is no such model, no live request with this id, or no stream is kept under it."""
 
 
 class AlreadyExists(PagodaError):
