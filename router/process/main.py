@@ -274,7 +274,7 @@ class Router:
 
     async def _join(self, control: ControlServicer, admin: AdminServicer) -> RouterGroup:
         """Join the routers that share the port: answer for all of them, and drain if they are draining."""
-        self._group = RouterGroup(control, admin, self._sockets)
+        self._group = RouterGroup(control, admin, self._inference, self._sockets)
         await self._group.start()
         if await self._group.are_others_draining():
             await self._state.drain()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,7 +28,14 @@ from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.output import ClientWriter, GenerateContext, SequenceOutput, write_records
 from pagoda_server.router.request.receiving import Messages, Received
-from pagoda_server.router.request.resuming import KeepingOutput, KeptStream, KeptStreams, ResumedStream, resumed
+from pagoda_server.router.request.resuming import (
+    KeepingOutput,
+    KeptStream,
+    KeptStreams,
+    ResumedStream,
+    not_kept,
+    resumed,
+)
 from pagoda_server.router.request.validation import (
     GenerateParams,
     check_prompt,
@@ -41,6 +48,11 @@ from pagoda_server.router.request.validation import (
 )
 from pagoda_server.router.text.tokenizer import Tokenizer
 
+# Writes a stream that another router keeps for this tenant, within so many seconds. Returns False if none does.
+ResumeElsewhere: TypeAlias = Callable[
+    [inference_pb2.ResumeRequest, str, float | None, Callable[[inference_pb2.GenerateResponse], Awaitable[None]]],
+    Awaitable[bool],
+]
 Stream: TypeAlias = EngineStream | BeamSearchStream | ResumedStream
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SERVICE = "pagoda.v1.Inference"
@@ -75,6 +87,7 @@ class InferenceServicer:
         self._dispatcher = dispatcher
         self._live = live
         self._stall_timeout_s = stall_timeout_s
+        self.resume_elsewhere: ResumeElsewhere | None = None  # set if several routers share the port
         self._kept = KeptStreams(resume_s)
 
     def handlers(self) -> Mapping[str, grpc.RpcMethodHandler[Any, Any]]:
@@ -134,13 +147,27 @@ class InferenceServicer:
         return self._kept.add(tenant, params, received)
 
     async def _resume(self, _: object, context: GenerateContext) -> None:
+        await self._resume_from(context, self.resume_elsewhere)
+
+    async def resume_here(self, _: object, context: GenerateContext) -> None:
+        """The Resume method for other routers, which have asked themselves before."""
+        await self._resume_from(context, None)
+
+    async def _resume_from(self, context: GenerateContext, elsewhere: ResumeElsewhere | None) -> None:
         tenant = tenant_of(context.invocation_metadata())
         self._dispatcher.pick()  # fail before anything is read if no engine is ready
         with self._admission.reserve(tenant) as reservation, await self._messages.read(context) as message:
             request = await message.parsed(
                 inference_pb2.ResumeRequest, self.limits, lambda request: validate_resume(request, self.limits)
             )
-            async with self._kept.find(tenant, request.request_id) as kept:
+            kept = self._kept.find(tenant, request.request_id)
+            if kept is None:
+                await self._messages.check_end(context)
+                async with ClientWriter(context, self._stall_timeout_s) as writer:
+                    if elsewhere and await elsewhere(request, tenant, _time_left(context), writer.write):
+                        return
+                raise not_kept()
+            async with kept:
                 submit, counts = kept.submit, kept.check(request.received)
                 assert submit is not None, "a stream without it is not kept once its call has ended"
                 if self._admission.is_draining:  # since this call was admitted

@@ -240,12 +240,9 @@ class KeptStreams:
         self._shrink()
         return stream
 
-    def find(self, tenant: str, request_id: str) -> KeptStream:
-        """Raises NotFound."""
+    def find(self, tenant: str, request_id: str) -> KeptStream | None:
         self.expire()
-        if (stream := self._find((tenant, request_id))) is None:
-            raise not_kept()
-        return stream
+        return self._find((tenant, request_id))
 
     def holds(self, stream: KeptStream) -> bool:
         return self._find(stream.key) is stream

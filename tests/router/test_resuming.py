@@ -43,10 +43,7 @@ def add(streams: KeptStreams, request_id: str, n: int = 1, *, tenant: str = "", 
 
 
 def found(streams: KeptStreams, request_id: str, tenant: str = "") -> bool:
-    try:
-        return streams.find(tenant, request_id) is not None
-    except NotFound:
-        return False
+    return streams.find(tenant, request_id) is not None
 
 
 async def responses_of(stream: KeptStream, engine: Engine, counts: list[int]) -> list[GenerateResponse]:
