@@ -27,7 +27,7 @@ from pagoda_server.router.request.admission import Admission, LiveRequest, LiveR
 from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.output import ClientWriter, GenerateContext, SequenceOutput, write_records
-from pagoda_server.router.request.receiving import Messages, Received
+from pagoda_server.router.request.receiving import SMALL_BYTES, Messages, Received
 from pagoda_server.router.request.resuming import (
     KeepingOutput,
     KeptStream,
@@ -156,7 +156,10 @@ class InferenceServicer:
     async def _resume_from(self, context: GenerateContext, elsewhere: ResumeElsewhere | None) -> None:
         tenant = tenant_of(context.invocation_metadata())
         self._dispatcher.pick()  # fail before anything is read if no engine is ready
-        with self._admission.reserve(tenant) as reservation, await self._messages.read(context) as message:
+        with (
+            self._admission.reserve(tenant) as reservation,
+            await self._messages.read(context, most=SMALL_BYTES) as message,
+        ):
             request = await message.parsed(
                 inference_pb2.ResumeRequest, self.limits, lambda request: validate_resume(request, self.limits)
             )
