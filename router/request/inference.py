@@ -23,7 +23,7 @@ from pagoda_server.router.errors import (
     Unavailable,
     Unimplemented,
 )
-from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests
+from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests, Reservation
 from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.output import ClientWriter, GenerateContext, SequenceOutput, write_records
@@ -57,7 +57,6 @@ Stream: TypeAlias = EngineStream | BeamSearchStream | ResumedStream
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SERVICE = "pagoda.v1.Inference"
 MAX_CONVERSIONS = 64  # calls of Tokenize and Detokenize at once
-_EVERY_TENANT = ""  # conversions share their places, whatever tenant they are for
 _NOT_KEPT = contextlib.nullcontext()
 _IDS_AT_ONCE = 4096  # the interpreter can change threads between two chunks of a list, not within one
 
@@ -105,6 +104,11 @@ class InferenceServicer:
             ),
         }
 
+    def share(self, weights: Mapping[str, float] | None) -> None:
+        """Share the places between tenants by these weights from now on; None: admit whoever comes first."""
+        self._admission.share(weights)
+        self._conversions.share(weights)
+
     def refusal(self, tenant: str) -> PagodaError | None:
         """Why a tenant's call of Generate or Resume would be refused now, whatever it asks for."""
         return self._dispatcher.refusal() or self._admission.refusal(tenant)
@@ -132,7 +136,7 @@ class InferenceServicer:
                     submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, timeout_s, tenant)
                     if kept is not None:
                         kept.submitted(submit)
-                    await self._stream(submit, params, live, message, context, received, kept)
+                    await self._stream(submit, params, live, reservation, message, context, received, kept)
             finally:
                 self._live.remove(params.request_id)
 
@@ -178,7 +182,9 @@ class InferenceServicer:
                 reservation.grow(kept.num_unfinished * (len(submit.prompt) + submit.max_tokens))
                 live = self._live.add(request.request_id)
                 try:
-                    await self._stream(submit, kept.params, live, message, context, kept.received, kept, counts)
+                    await self._stream(
+                        submit, kept.params, live, reservation, message, context, kept.received, kept, counts
+                    )
                 finally:
                     self._live.remove(request.request_id)
 
@@ -187,6 +193,7 @@ class InferenceServicer:
         submit: engine_pb2.Submit,
         params: GenerateParams,
         live: LiveRequest,
+        reservation: Reservation,
         message: Received,
         context: GenerateContext,
         received: float,
@@ -199,9 +206,10 @@ class InferenceServicer:
             # Before all else, so that the engine can start.
             stream: Stream
             if kept is not None:
-                stream = resumed(engine, kept, _time_left(context))
+                stream = resumed(engine, kept, _time_left(context), reservation.starts)
             else:
-                stream = BeamSearchStream(engine, submit) if params.is_search else engine.submit(submit)
+                submitted = partial(BeamSearchStream, engine) if params.is_search else engine.submit
+                stream = submitted(submit, reservation.starts)
             live.stream = stream
             try:
                 if live.is_aborted:  # during tokenization
@@ -210,11 +218,12 @@ class InferenceServicer:
                 message.release()
                 async with ClientWriter(context, self._stall_timeout_s) as writer:
                     call = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received, kept)
-                    if params.has_prompt:
-                        await call.write_prompt(submit.prompt)
-                    if kept is not None:
-                        await call.replay(kept, counts)
-                    await call.run(stream)
+                    reservation.follow(call, params.n * submit.max_tokens)
+                    prompt = submit.prompt if params.has_prompt else ()
+                    if kept is not None and kept.has_begun:
+                        await call.replay(kept, counts, prompt)
+                        prompt = ()
+                    await call.run(stream, prompt)
             finally:
                 stream.close()
         except Unavailable as error:
@@ -223,26 +232,30 @@ class InferenceServicer:
             raise kept.resumable(error, self._dispatcher.retry_after_s) from error
 
     async def _tokenize(self, _: object, context: Context) -> bytes:
-        with self._conversions.reserve(_EVERY_TENANT), await self._messages.read(context) as message:
+        tenant = tenant_of(context.invocation_metadata())
+        with self._conversions.reserve(tenant) as reservation, await self._messages.read(context) as message:
             params = await message.parsed(
                 inference_pb2.TokenizeRequest,
                 self.limits,
                 lambda request: validate_tokenize(request, self.limits, self._model),
             )
             await self._messages.check_end(context)
+            reservation.starts()
             ids = await self._tokenizer.encode_prompt(
                 params.prompt, params.add_special_tokens, is_large=message.is_large
             )
             return await self._messages.run(lambda: _serialized(ids), 4 * len(ids))
 
     async def _detokenize(self, _: object, context: Context) -> inference_pb2.DetokenizeResponse:
-        with self._conversions.reserve(_EVERY_TENANT), await self._messages.read(context) as message:
+        tenant = tenant_of(context.invocation_metadata())
+        with self._conversions.reserve(tenant) as reservation, await self._messages.read(context) as message:
             ids, keeps_special_tokens = await message.parsed(
                 inference_pb2.DetokenizeRequest,
                 self.limits,
                 lambda request: (validate_detokenize(request, self.limits, self._model), request.special_tokens),
             )
             await self._messages.check_end(context)
+            reservation.starts()
             text = await self._tokenizer.decode_ids(
                 ids, skip_special_tokens=not keeps_special_tokens, is_large=message.is_large
             )
@@ -279,7 +292,7 @@ class GenerateCall:
         self._prompt_len = prompt_len
         self._writer = writer
         self._received = received
-        self._first_written = None if kept is None else kept.first_written
+        self.first_written = None if kept is None else kept.first_written
         self._token_bytes = tokenizer.token_bytes if params.has_token_bytes else None
         skips_special_tokens = not params.keeps_special_tokens
         output = SequenceOutput if kept is None else partial(KeepingOutput, kept)
@@ -297,17 +310,24 @@ class GenerateCall:
         self._unfinished = params.n
         self._response = inference_pb2.GenerateResponse(request_id=params.request_id)  # reused
 
-    async def write_prompt(self, ids: Sequence[int]) -> None:
+    @property
+    def num_tokens(self) -> int:
+        return sum(output.num_tokens for output in self._outputs)
+
+    async def _write_prompt(self, ids: Sequence[int]) -> None:
         response = inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt={})
         write_records(response.prompt.tokens, ids, token_bytes=self._token_bytes)
         await self._writer.write(response)
 
-    async def replay(self, kept: KeptStream, counts: Sequence[int]) -> None:
+    async def replay(self, kept: KeptStream, counts: Sequence[int], prompt: Sequence[int]) -> None:
         """Write what the client of a kept stream lacks, and every end.
 
         counts  tokens that the client has of each sequence
+        prompt  token ids to write before all else
         """
-        for output, sequence, count in zip(self._outputs, kept.sequences, counts, strict=False):
+        if prompt:
+            await self._write_prompt(prompt)
+        for output, sequence, count in zip(self._outputs, kept.sequences, counts, strict=True):
             assert isinstance(output, KeepingOutput), "this call knows that its stream is kept"
             for inbox, is_lacking in sequence.inboxes(count):
                 if output.replay(inbox, self._response.tokens) and is_lacking:
@@ -318,18 +338,24 @@ class GenerateCall:
                 self._unfinished -= 1
                 await self._write_finished(output, is_last=not self._unfinished)
 
-    async def run(self, stream: Stream) -> None:
-        """Stream until every sequence has ended. Raises an error if the engine ended one irregularly."""
+    async def run(self, stream: Stream, prompt: Sequence[int] = ()) -> None:
+        """Stream until every sequence has ended. Raises an error if the engine ended one irregularly.
+
+        prompt  token ids to write before all else. Nothing is written while the request waits: it may be evicted then
+        """
         while self._unfinished:
             await stream.wait()
+            if prompt:
+                await self._write_prompt(prompt)
+                prompt = ()
             for output, inbox in zip(self._outputs, stream.inboxes, strict=True):
                 if inbox.tokens or inbox.ended is not None:
                     await self._advance(output, inbox, stream)
 
     async def _advance(self, output: SequenceOutput, inbox: SequenceInbox, stream: Stream) -> None:
         if output.take(inbox, self._response.tokens):
-            if self._first_written is None:
-                self._first_written = time.monotonic()
+            if self.first_written is None:
+                self.first_written = time.monotonic()
             await self._writer.write(self._response)
         if output.ended is not None:
             raise_if_failed(output.ended)
@@ -348,7 +374,7 @@ class GenerateCall:
     def _usage(self) -> inference_pb2.Usage:
         return inference_pb2.Usage(
             prompt_tokens=self._prompt_len,
-            completion_tokens=sum(output.num_tokens for output in self._outputs),
+            completion_tokens=self.num_tokens,
             # A sequence that was resumed may have found some of its own output in the cache.
             cached_tokens=min(
                 max(output.ended.cached_tokens for output in self._outputs if output.ended), self._prompt_len
@@ -369,7 +395,7 @@ class GenerateCall:
             recomputed_tokens=slowest.recomputed_tokens,
             saved_tokens=slowest.saved_tokens,
             loaded_tokens=slowest.loaded_tokens,
-            time_to_first_token_s=(self._first_written or now) - self._received,
+            time_to_first_token_s=(self.first_written or now) - self._received,
             total_s=now - self._received,
         )
 

@@ -127,6 +127,11 @@ class KeptStream:
         return self._streams.holds(self)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether anything was sent of its sequences."""
+        return any(sequence.ids or sequence.ended for sequence in self.sequences)
+
+    @property
     def num_unfinished(self) -> int:
         return sum(sequence.ended is None for sequence in self.sequences)
 
@@ -297,8 +302,13 @@ def not_kept() -> NotFound:
     return NotFound("request_id: no stream is kept under this id; see --resume-s")
 
 
-def resumed(engine: EngineChannel, kept: KeptStream, timeout_s: float | None) -> EngineStream | ResumedStream:
-    """Submit what is unfinished of a kept stream. Raises Unavailable unless the engine is ready."""
+def resumed(
+    engine: EngineChannel, kept: KeptStream, timeout_s: float | None, on_start: Callable[[], None]
+) -> EngineStream | ResumedStream:
+    """Submit what is unfinished of a kept stream. Raises Unavailable unless the engine is ready.
+
+    on_start  called when it starts to be computed. For a stream that has begun that was before: called at once
+    """
     assert kept.submit is not None, "a stream without it is not kept"
     submit = engine_pb2.Submit()
     submit.CopyFrom(kept.submit)
@@ -306,9 +316,10 @@ def resumed(engine: EngineChannel, kept: KeptStream, timeout_s: float | None) ->
     submit.ClearField("timeout_s")
     if timeout_s is not None:
         submit.timeout_s = timeout_s
-    if any(sequence.ids or sequence.ended for sequence in kept.sequences):
+    if kept.has_begun:
+        on_start()
         return ResumedStream(engine, submit, kept.sequences)
-    return engine.submit(submit)  # all of its sequences share the prompt
+    return engine.submit(submit, on_start)  # all of its sequences share the prompt
 
 
 class ResumedStream:

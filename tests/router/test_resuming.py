@@ -51,7 +51,7 @@ async def responses_of(stream: KeptStream, engine: Engine, counts: list[int]) ->
     writer = Writer()
     async with stream:
         call = GenerateCall(stream.params, 1, Letters(), writer, 0.0, stream)  # type: ignore[arg-type]
-        await call.replay(stream, counts)
+        await call.replay(stream, counts, ())
         await call.run(engine)  # type: ignore[arg-type]
     return writer.responses
 
