@@ -15,7 +15,9 @@ from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, 
 from pagoda_server import installed_version
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel
 from pagoda_server.router.errors import InvalidArgument, Unavailable
+from pagoda_server.router.process.own_view import hide_tenants, own_load, own_trace
 from pagoda_server.router.request.admission import Admission, LiveRequests
+from pagoda_server.router.request.caller import Right, caller
 from pagoda_server.router.request.fields import Limits, check_number
 from pagoda_server.router.request.validation import sampling_from
 from pagoda_server.router.request.wire import MAX_FIELDS
@@ -99,7 +101,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.ServerInfo:
         limits = self._limits()
         restarts = self._engine_restarts()
-        return control_pb2.ServerInfo(
+        info = control_pb2.ServerInfo(
             version=installed_version(),
             model=self._model,
             state=self._state.state,
@@ -119,6 +121,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             uptime_s=time.monotonic() - self._started,
             settings=self._settings | {"max_queued_tokens": str(self._admission.max_tokens)},
         )
+        if not caller().may(Right.OBSERVE):
+            hide_tenants(info)
+        return info
 
     async def ListModels(
         self,
@@ -151,7 +156,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         request: control_pb2.GetLoadRequest,
         context: grpc.aio.ServicerContext[control_pb2.GetLoadRequest, control_pb2.Load],
     ) -> control_pb2.Load:
-        return self.load()
+        return seen_load(self.load())
 
     async def WatchLoad(
         self,
@@ -160,7 +165,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     ) -> None:
         interval_s = watch_interval_s(request)
         while True:
-            await context.write(self.load())
+            await context.write(seen_load(self.load()))
             await asyncio.sleep(interval_s)
 
     async def GetStepTrace(
@@ -173,9 +178,14 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._dispatcher.pick()
         for at, channel in enumerate(self._dispatcher.channels):
             if channel.is_ready:
-                for part in await channel.trace(request.last_s if request.HasField("last_s") else None):
+                parts = await channel.trace(request.last_s if request.HasField("last_s") else None)
+                for part in parts:
                     part.engine = at
-                    await context.write(part)
+                    if caller().may(Right.OBSERVE):
+                        await context.write(part)
+                if not caller().may(Right.OBSERVE):
+                    async for part in own_trace(parts, caller().tenant):
+                        await context.write(part)
 
     def load(self) -> control_pb2.Load:
         """The load as of each ready engine's last step."""
@@ -204,7 +214,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.AbortRequest,
         context: grpc.aio.ServicerContext[admin_pb2.AbortRequest, admin_pb2.AbortResponse],
     ) -> admin_pb2.AbortResponse:
-        self._live.abort(request.request_id)
+        self._live.abort(tenant_to_abort_for(request), request.request_id)
         return admin_pb2.AbortResponse()
 
     async def Drain(
@@ -227,6 +237,19 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
     async def start_draining(self) -> None:
         await self._state.drain()
+
+
+def seen_load(load: control_pb2.Load) -> control_pb2.Load:
+    """What the caller may see of the load."""
+    return load if caller().may(Right.OBSERVE) else own_load(load, caller().tenant)
+
+
+def tenant_to_abort_for(request: admin_pb2.AbortRequest) -> str:
+    """Whose request an Abort call means. Raises PermissionDenied."""
+    if not request.HasField("tenant") or request.tenant == caller().tenant:
+        return caller().tenant
+    caller().require(Right.ADMIN, "tenant: to abort another tenant's request")
+    return request.tenant
 
 
 def watch_interval_s(request: control_pb2.WatchLoadRequest) -> float:

@@ -23,11 +23,17 @@ from pagoda.v1 import (
 )
 from pagoda_server.router.errors import STATUS_DETAILS_KEY, NotFound, Passed
 from pagoda_server.router.process.calls import CallGuard
-from pagoda_server.router.process.control import AdminServicer, ControlServicer, watch_interval_s
+from pagoda_server.router.process.control import (
+    AdminServicer,
+    ControlServicer,
+    seen_load,
+    tenant_to_abort_for,
+    watch_interval_s,
+)
+from pagoda_server.router.process.identity import TENANT_KEY, Identities
 from pagoda_server.router.process.listen import server_options
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
-from pagoda_server.router.request.validation import TENANT_KEY
 
 ASK_TIMEOUT_S = 2.0
 _NEW_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
@@ -53,7 +59,7 @@ class RouterGroup:
         """
         self._socket = sockets[0]
         self._others = sockets[1:]
-        guard = CallGuard(Messages(SMALL_BYTES, ASK_TIMEOUT_S))
+        guard = CallGuard(Messages(SMALL_BYTES, ASK_TIMEOUT_S), Identities())  # only routers reach this socket
         self._private = grpc.aio.server(options=server_options(False, SMALL_BYTES), interceptors=[guard])
         control_pb2_grpc.add_ControlServicer_to_server(control, self._private)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._private)
@@ -161,7 +167,7 @@ class SharedControl(control_pb2_grpc.ControlServicer):
         request: control_pb2.GetLoadRequest,
         context: grpc.aio.ServicerContext[control_pb2.GetLoadRequest, control_pb2.Load],
     ) -> control_pb2.Load:
-        return await self._load()
+        return seen_load(await self._load())
 
     async def WatchLoad(
         self,
@@ -170,7 +176,7 @@ class SharedControl(control_pb2_grpc.ControlServicer):
     ) -> None:
         interval_s = watch_interval_s(request)
         while True:
-            await context.write(await self._load())
+            await context.write(seen_load(await self._load()))
             await asyncio.sleep(interval_s)
 
     async def GetStepTrace(
@@ -200,6 +206,7 @@ class SharedAdmin(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.AbortRequest, admin_pb2.AbortResponse],
     ) -> admin_pb2.AbortResponse:
         """Abort the request on every router: several hold one if a client used its id twice."""
+        request = admin_pb2.AbortRequest(request_id=request.request_id, tenant=tenant_to_abort_for(request))
         ended = await self._group.ask_admin(lambda stub: stub.Abort(request, timeout=ASK_TIMEOUT_S))
         try:
             return await self._own.Abort(request, context)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -25,8 +26,10 @@ from pagoda_server.router.errors import (
 )
 from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests, Reservation
 from pagoda_server.router.request.beam_search import BeamSearchStream
+from pagoda_server.router.request.caller import caller
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.output import ClientWriter, GenerateContext, SequenceOutput, write_records
+from pagoda_server.router.request.quotas import Quotas, Spending
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages, Received
 from pagoda_server.router.request.resuming import (
     KeepingOutput,
@@ -39,7 +42,6 @@ from pagoda_server.router.request.resuming import (
 from pagoda_server.router.request.validation import (
     GenerateParams,
     check_prompt,
-    tenant_of,
     to_submit,
     validate_detokenize,
     validate_generate,
@@ -61,6 +63,17 @@ _NOT_KEPT = contextlib.nullcontext()
 _IDS_AT_ONCE = 4096  # the interpreter can change threads between two chunks of a list, not within one
 
 
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    """A call of Generate or Resume: what it holds, and the context that its answer goes to."""
+
+    context: GenerateContext
+    reservation: Reservation
+    spending: Spending
+    message: Received
+    live: LiveRequest
+
+
 class InferenceServicer:
     """The Inference service. Its handlers read their messages themselves, after they have admitted the call."""
 
@@ -71,6 +84,7 @@ class InferenceServicer:
         tokenizer: Tokenizer,
         limits: Limits,
         admission: Admission,
+        quotas: Quotas,
         messages: Messages,
         dispatcher: Dispatcher,
         live: LiveRequests,
@@ -81,6 +95,7 @@ class InferenceServicer:
         self._model = model
         self._tokenizer = tokenizer
         self._admission = admission
+        self._quotas = quotas
         self._conversions = Admission(MAX_CONVERSIONS, max_tokens=1)
         self._messages = messages
         self._dispatcher = dispatcher
@@ -111,13 +126,17 @@ class InferenceServicer:
 
     def refusal(self, tenant: str) -> PagodaError | None:
         """Why a tenant's call of Generate or Resume would be refused now, whatever it asks for."""
-        return self._dispatcher.refusal() or self._admission.refusal(tenant)
+        return self._dispatcher.refusal() or self._admission.refusal(tenant) or self._quotas.refusal(tenant)
 
     async def _generate(self, _: object, context: GenerateContext) -> None:
         received = time.monotonic()
-        tenant = tenant_of(context.invocation_metadata())
+        asker = caller()
         self._dispatcher.pick()  # fail before anything is read if no engine is ready
-        with self._admission.reserve(tenant) as reservation, await self._messages.read(context) as message:
+        with (
+            self._admission.reserve(asker.tenant) as reservation,
+            self._quotas.enter(asker.tenant) as spending,
+            await self._messages.read(context) as message,
+        ):
             params = await message.parsed(
                 inference_pb2.GenerateRequest,
                 self.limits,
@@ -126,19 +145,21 @@ class InferenceServicer:
             if self._admission.is_draining:  # since this call was admitted
                 raise Unavailable("the server is draining")
             reservation.grow(params.num_sequences * (params.max_tokens or 1))
-            live = self._live.add(params.request_id)
+            live = self._live.add(asker.tenant, params.request_id)
             try:
-                async with self._keeping(tenant, params, received) as kept:
+                async with self._keeping(asker.tenant, params, received) as kept:
                     prompt = await self._tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
                     max_tokens = check_prompt(params, len(prompt), self.limits)
                     reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
+                    spending.reserve(len(prompt) + params.num_sequences * max_tokens)
                     timeout_s = _time_left(context)
-                    submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, timeout_s, tenant)
+                    submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, timeout_s, asker)
                     if kept is not None:
                         kept.submitted(submit)
-                    await self._stream(submit, params, live, reservation, message, context, received, kept)
+                    call = _Admitted(context, reservation, spending, message, live)
+                    await self._stream(submit, params, call, received, kept)
             finally:
-                self._live.remove(params.request_id)
+                self._live.remove(asker.tenant, params.request_id)
 
     def _keeping(
         self, tenant: str, params: GenerateParams, received: float
@@ -158,10 +179,11 @@ class InferenceServicer:
         await self._resume_from(context, None)
 
     async def _resume_from(self, context: GenerateContext, elsewhere: ResumeElsewhere | None) -> None:
-        tenant = tenant_of(context.invocation_metadata())
+        tenant = caller().tenant
         self._dispatcher.pick()  # fail before anything is read if no engine is ready
         with (
             self._admission.reserve(tenant) as reservation,
+            self._quotas.enter(tenant) as spending,
             await self._messages.read(context, most=SMALL_BYTES) as message,
         ):
             request = await message.parsed(
@@ -180,60 +202,69 @@ class InferenceServicer:
                 if self._admission.is_draining:  # since this call was admitted
                     raise Unavailable("the server is draining")
                 reservation.grow(kept.num_unfinished * (len(submit.prompt) + submit.max_tokens))
-                live = self._live.add(request.request_id)
+                spending.reserve(kept.num_unfinished * submit.max_tokens)
+                live = self._live.add(tenant, request.request_id)
                 try:
-                    await self._stream(
-                        submit, kept.params, live, reservation, message, context, kept.received, kept, counts
-                    )
+                    call = _Admitted(context, reservation, spending, message, live)
+                    await self._stream(submit, kept.params, call, kept.received, kept, counts)
                 finally:
-                    self._live.remove(request.request_id)
+                    self._live.remove(tenant, request.request_id)
 
     async def _stream(
         self,
         submit: engine_pb2.Submit,
         params: GenerateParams,
-        live: LiveRequest,
-        reservation: Reservation,
-        message: Received,
-        context: GenerateContext,
+        call: _Admitted,
         received: float,
         kept: KeptStream | None,
         counts: Sequence[int] = (),
     ) -> None:
-        """Stream a request to its end. `counts`: of a kept stream, the tokens that the client has of each sequence."""
+        """Stream a request to its end.
+
+        kept    what is kept of the stream, if it is resumable
+        counts  of a stream that is resumed: the tokens that the client has of each sequence
+        """
         try:
             engine = self._dispatcher.pick()
             # Before all else, so that the engine can start.
             stream: Stream
             if kept is not None:
-                stream = resumed(engine, kept, _time_left(context), reservation.starts)
+                stream = resumed(engine, kept, _time_left(call.context), call.reservation.starts)
             else:
                 submitted = partial(BeamSearchStream, engine) if params.is_search else engine.submit
-                stream = submitted(submit, reservation.starts)
-            live.stream = stream
+                stream = submitted(submit, call.reservation.starts)
+            call.live.stream = stream
+            num_before = kept.num_tokens if kept is not None else 0
+            call.spending.used = 0 if counts else len(submit.prompt)  # a stream that is resumed has paid for it
+            answer: GenerateCall | None = None
             try:
-                if live.is_aborted:  # during tokenization
+                if call.live.is_aborted:  # during tokenization
                     stream.abort()
-                await self._messages.check_end(context)  # while the engine computes
-                message.release()
-                async with ClientWriter(context, self._stall_timeout_s) as writer:
-                    call = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received, kept)
-                    reservation.follow(call, params.n * submit.max_tokens)
+                await self._messages.check_end(call.context)  # while the engine computes
+                call.message.release()
+                async with ClientWriter(call.context, self._stall_timeout_s) as writer:
+                    answer = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received, kept)
+                    call.reservation.follow(answer, params.num_sequences * submit.max_tokens)
                     prompt = submit.prompt if params.has_prompt else ()
                     if kept is not None and kept.has_begun:
-                        await call.replay(kept, counts, prompt)
+                        await answer.replay(kept, counts, prompt)
                         prompt = ()
-                    await call.run(stream, prompt)
+                    await answer.run(stream, prompt)
             finally:
                 stream.close()
+                if answer is not None:
+                    call.spending.used += max(0, answer.num_tokens - num_before)  # it may break during the replay
         except Unavailable as error:
             if kept is None or not kept.is_kept:
                 raise
             raise kept.resumable(error, self._dispatcher.retry_after_s) from error
 
     async def _tokenize(self, _: object, context: Context) -> bytes:
-        tenant = tenant_of(context.invocation_metadata())
-        with self._conversions.reserve(tenant) as reservation, await self._messages.read(context) as message:
+        with (
+            self._conversions.reserve(caller().tenant) as reservation,
+            self._quotas.enter(caller().tenant),
+            await self._messages.read(context) as message,
+        ):
             params = await message.parsed(
                 inference_pb2.TokenizeRequest,
                 self.limits,
@@ -247,8 +278,11 @@ class InferenceServicer:
             return await self._messages.run(lambda: _serialized(ids), 4 * len(ids))
 
     async def _detokenize(self, _: object, context: Context) -> inference_pb2.DetokenizeResponse:
-        tenant = tenant_of(context.invocation_metadata())
-        with self._conversions.reserve(tenant) as reservation, await self._messages.read(context) as message:
+        with (
+            self._conversions.reserve(caller().tenant) as reservation,
+            self._quotas.enter(caller().tenant),
+            await self._messages.read(context) as message,
+        ):
             ids, keeps_special_tokens = await message.parsed(
                 inference_pb2.DetokenizeRequest,
                 self.limits,
@@ -308,11 +342,14 @@ class GenerateCall:
             for index in range(params.n)
         ]
         self._unfinished = params.n
+        self._num_beams = params.num_sequences if params.is_search else 0
         self._response = inference_pb2.GenerateResponse(request_id=params.request_id)  # reused
 
     @property
     def num_tokens(self) -> int:
-        return sum(output.num_tokens for output in self._outputs)
+        """Tokens of the output so far, those of beams that are not returned included."""
+        counts = [output.num_tokens for output in self._outputs]
+        return self._num_beams * max(counts) if self._num_beams else sum(counts)
 
     async def _write_prompt(self, ids: Sequence[int]) -> None:
         response = inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt={})
@@ -374,7 +411,7 @@ class GenerateCall:
     def _usage(self) -> inference_pb2.Usage:
         return inference_pb2.Usage(
             prompt_tokens=self._prompt_len,
-            completion_tokens=self.num_tokens,
+            completion_tokens=sum(output.num_tokens for output in self._outputs),
             # A sequence that was resumed may have found some of its own output in the cache.
             cached_tokens=min(
                 max(output.ended.cached_tokens for output in self._outputs if output.ended), self._prompt_len

@@ -132,6 +132,10 @@ class KeptStream:
         return any(sequence.ids or sequence.ended for sequence in self.sequences)
 
     @property
+    def num_tokens(self) -> int:
+        return sum(len(sequence.ids) for sequence in self.sequences)
+
+    @property
     def num_unfinished(self) -> int:
         return sum(sequence.ended is None for sequence in self.sequences)
 

@@ -38,7 +38,7 @@ def add(streams: KeptStreams, request_id: str, n: int = 1, *, tenant: str = "", 
     request.stopping.stop.extend([stop] if stop else [])
     params = validate_generate(request, LIMITS, "m")
     stream = streams.add(tenant, params, 0.0)
-    stream.submitted(to_submit(params, [1], 100, (), None, tenant))
+    stream.submitted(to_submit(params, [1], 100, ()))
     return stream
 
 

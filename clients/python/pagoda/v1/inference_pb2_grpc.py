@@ -62,7 +62,7 @@ class InferenceServicer(object):
     def Generate(self, request, context):
         """Generates one or more sequences and streams their tokens as they are computed. The metadata `x-pagoda-tenant` (1 to
         64 letters, digits or ._:@/-) names the tenant that the call is for; where the server's policy is `fair`, tenants
-        share it.
+        share it. Where tokens name tenants, the token's is the default, and any other needs the right `act_for_tenants`.
 
         The stream carries, for each sequence, any number of `tokens` events and then exactly one `finished` event. The
         last message of the call carries `usage` and `timing`. Cancelling the call frees everything it holds.
@@ -71,16 +71,19 @@ class InferenceServicer(object):
         is malformed, missing, sent twice, or has too many fields (Limits.max_fields)
         UNIMPLEMENTED       the server does not support a field that is set; google.rpc.BadRequest names it
         NOT_FOUND           `model` is not the model served here
-        ALREADY_EXISTS      `request_id` is live
-        RESOURCE_EXHAUSTED  the queue is full (google.rpc.RetryInfo and the trailer `grpc-retry-pushback-ms` say when to
-        retry), the request has more than Limits.max_message_bytes, or the client has stopped reading or
+        ALREADY_EXISTS      the tenant has a live request with this `request_id`
+        RESOURCE_EXHAUSTED  the queue is full (the reason in google.rpc.ErrorInfo is QUEUE_FULL) or a quota of the tenant is
+        used up (QUOTA_EXCEEDED, with `quota` and `limit` in the metadata); google.rpc.RetryInfo and the
+        trailer `grpc-retry-pushback-ms` say when to retry. Or the request has more than
+        Limits.max_message_bytes or than its quota ever allows, or the client has stopped reading or
         takes too long to send its request
         DEADLINE_EXCEEDED   the call's deadline passed or can no longer be met: queued work is dropped, not computed
         UNAVAILABLE         the server is draining, or the engine is loading, dead or restarting. google.rpc.RetryInfo says
         when a lost engine may be back. If the stream can be continued with Resume, google.rpc.ErrorInfo
         has the reason RESUMABLE and the `request_id`
         ABORTED             another call has resumed the stream
-        UNAUTHENTICATED     the server requires a token, and the metadata `authorization` is not `Bearer` and that token
+        UNAUTHENTICATED     the server requires a token, and the metadata `authorization` is not `Bearer` and a valid token
+        PERMISSION_DENIED   the token does not have a right that the call needs; google.rpc.ErrorInfo names it
         INTERNAL            a fault of the server; its log has the details
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
