@@ -196,11 +196,12 @@ class InferenceServicer:
                     if elsewhere and await elsewhere(request, tenant, _time_left(context), writer.write):
                         return
                 raise not_kept()
-            async with kept:
-                submit, counts = kept.submit, kept.check(request.received)
+            counts = kept.check(request.received)
+            if self._admission.is_draining:  # since this call was admitted
+                raise Unavailable("the server is draining")
+            async with kept:  # no refusal above has ended the call that still writes it
+                submit = kept.submit
                 assert submit is not None, "a stream without it is not kept once its call has ended"
-                if self._admission.is_draining:  # since this call was admitted
-                    raise Unavailable("the server is draining")
                 reservation.grow(kept.num_unfinished * (len(submit.prompt) + submit.max_tokens))
                 spending.reserve(kept.num_unfinished * submit.max_tokens)
                 live = self._live.add(tenant, request.request_id)

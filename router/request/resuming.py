@@ -105,6 +105,7 @@ class KeptStream:
     Entering ends the call that wrote it before, which raises Aborted. Entering raises NotFound if nothing is kept.
 
     submit         the request for the engine; None until its prompt is tokenized
+    submitted_at   when it was first submitted
     received       when the router received the first call
     first_written  when its first message was written; None before
     ended_at       when the last call that wrote it ended
@@ -114,6 +115,7 @@ class KeptStream:
         self.key = (tenant, params.request_id)
         self.params = params
         self.submit: engine_pb2.Submit | None = None
+        self.submitted_at = received
         self.received = received
         self.first_written: float | None = None
         self.sequences = [KeptSequence() for _ in range(params.n)]
@@ -142,6 +144,7 @@ class KeptStream:
     def submitted(self, submit: engine_pb2.Submit) -> None:
         """Note the request for the engine. The input itself is not needed any more."""
         self.submit = submit
+        self.submitted_at = time.monotonic()
         self.params = replace(self.params, prompt=(), sampling=submit.sampling)
         ids = len(submit.prompt) + 2 * len(submit.sampling.allowed_token_ids)
         self._streams.grow(self, _STREAM_BYTES + _TOKEN_BYTES * ids + 32 * len(submit.sampling.logit_bias))
@@ -158,6 +161,8 @@ class KeptStream:
             self.first_written = time.monotonic()
         if self.is_kept:
             self._streams.grow(self, self.sequences[index].note(ids, logprobs, ended))
+        else:  # it made room for others; not earlier, because a call may be about to replay them
+            self.sequences = []
 
     def check(self, received: Sequence[int]) -> list[int]:
         """The number of tokens that the client has of each sequence. Raises InvalidArgument."""
@@ -234,6 +239,7 @@ class KeptStreams:
         self._max_streams = max_streams
         self._max_bytes = max_bytes
         self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
         self._live: OrderedDict[tuple[str, str], KeptStream] = OrderedDict()
         self._ended: OrderedDict[tuple[str, str], KeptStream] = OrderedDict()  # in the order of their ends
 
@@ -280,7 +286,7 @@ class KeptStreams:
         del self._live[stream.key]
         stream.ended_at = self._clock()
         self._ended[stream.key] = stream
-        asyncio.get_running_loop().call_later(self.keep_s + _TIMER_MARGIN_S, self.expire)
+        self._set_timer()
 
     def expire(self) -> None:
         """Drop the streams whose time has passed."""
@@ -289,6 +295,17 @@ class KeptStreams:
             if self._clock() - first.ended_at < self.keep_s:
                 return
             self._drop(first)
+
+    def _set_timer(self) -> None:
+        """One timer for all streams, at the time of the first one."""
+        if self._timer is None and self._ended:
+            rest_s = next(iter(self._ended.values())).ended_at + self.keep_s - self._clock()
+            self._timer = asyncio.get_running_loop().call_later(rest_s + _TIMER_MARGIN_S, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.expire()
+        self._set_timer()
 
     def _shrink(self) -> None:
         while len(self) > self._max_streams or self.num_bytes > self._max_bytes:
@@ -299,7 +316,6 @@ class KeptStreams:
         self._ended.pop(stream.key, None)
         self.num_bytes -= stream.num_bytes
         stream.num_bytes = 0
-        stream.sequences = []
 
 
 def not_kept() -> NotFound:
@@ -316,7 +332,7 @@ def resumed(
     assert kept.submit is not None, "a stream without it is not kept"
     submit = engine_pb2.Submit()
     submit.CopyFrom(kept.submit)
-    submit.age_s = time.monotonic() - kept.received
+    submit.age_s = time.monotonic() - kept.submitted_at
     submit.ClearField("timeout_s")
     if timeout_s is not None:
         submit.timeout_s = timeout_s

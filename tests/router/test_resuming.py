@@ -202,6 +202,30 @@ def test_the_bytes_that_a_sequence_counts_are_those_that_it_takes() -> None:
     assert taken <= 1.1 * counted
 
 
+async def test_a_stream_that_makes_room_for_others_is_written_to_its_end() -> None:
+    streams = KeptStreams(10.0, max_streams=1)
+    stream = add(streams, "a")
+    await responses_of(stream, OneSequence({0: said([1, 2])}, {0: said([3], reason=LENGTH)}), [0])
+    async with stream:
+        add(streams, "b")
+        assert not stream.is_kept
+        writer = Writer()
+        call = GenerateCall(stream.params, 1, Letters(), writer, 0.0, stream)  # type: ignore[arg-type]
+        await call.replay(stream, [1], ())
+        assert text(writer.responses) == "bc"
+
+
+async def test_time_passes_without_further_calls() -> None:
+    streams = KeptStreams(0.05)
+    for request_id in "ab":
+        async with add(streams, request_id):
+            pass
+        await asyncio.sleep(0.01)
+    assert len(streams) == 2
+    await asyncio.sleep(0.4)
+    assert len(streams) == 0
+
+
 async def test_a_stream_that_made_room_for_others_is_not_kept_on() -> None:
     streams = KeptStreams(10.0, max_bytes=20_000)
     stream = add(streams, "a")
