@@ -91,7 +91,7 @@ def test_tenants_with_equal_shares_do_not_evict_each_other_in_turns() -> None:
     assert num_left(held) == before
 
 
-def test_the_tenants_that_gives_way_is_the_one_furthest_above_its_share() -> None:
+def test_the_tenant_that_gives_way_is_the_one_furthest_above_its_share() -> None:
     admission = fair(120, weights={"heavy": 4.0})
     of_heavy = fill(admission, "heavy", most=70)
     of_light = fill(admission, "light", most=50)
@@ -114,6 +114,7 @@ def test_tokens_are_shared_too_and_several_requests_may_give_way_to_one() -> Non
     with pytest.raises(ResourceExhausted, match="200 more exceed"):
         large.grow(200)
     assert num_left(held) == 6, "none gives way in vain"
+    assert (admission.requests, admission.tokens) == (7, 950)
     with pytest.raises(ResourceExhausted):
         admission.reserve("b").grow(600)
     assert num_left(held) == 6
@@ -127,6 +128,18 @@ def test_requests_that_hold_no_tokens_yet_do_not_give_way_for_tokens() -> None:
     with_tokens.grow(200)
     assert num_left(reading) == 100
     assert admission.tokens == 200
+
+
+def test_a_tenant_that_has_ended_most_of_its_work_still_gives_way_with_the_rest() -> None:
+    shares: Shares[str] = Shares(100)
+    shares.share({})
+    shares.add("a", "large", 90)
+    shares.add("a", "small", 9)
+    shares.add("b", "tiny", 1)
+    assert shares.displaced_by("new", 1) == "small"
+    shares.remove("a", "large", 90)
+    assert shares.displaced_by("new", 1) == "small"
+    assert shares.displaced_by("new", 9) is None
 
 
 def test_only_a_fair_policy_evicts_and_the_policy_may_change() -> None:

@@ -62,7 +62,8 @@ class InferenceServicer(object):
     def Generate(self, request, context):
         """Generates one or more sequences and streams their tokens as they are computed. The metadata `x-pagoda-tenant` (1 to
         64 letters, digits or ._:@/-) names the tenant that the call is for; where the server's policy is `fair`, tenants
-        share it. Where tokens name tenants, the token's is the default, and any other needs the right `act_for_tenants`.
+        share its places and its computing time. Where tokens name tenants, the token's is the default, and any other needs
+        the right `act_for_tenants`.
 
         The stream carries, for each sequence, any number of `tokens` events and then exactly one `finished` event. The
         last message of the call carries `usage` and `timing`. Cancelling the call frees everything it holds.
@@ -72,15 +73,18 @@ class InferenceServicer(object):
         UNIMPLEMENTED       the server does not support a field that is set; google.rpc.BadRequest names it
         NOT_FOUND           `model` is not the model served here
         ALREADY_EXISTS      the tenant has a live request with this `request_id`
-        RESOURCE_EXHAUSTED  the queue is full (the reason in google.rpc.ErrorInfo is QUEUE_FULL) or a quota of the tenant is
-        used up (QUOTA_EXCEEDED, with `quota` and `limit` in the metadata); google.rpc.RetryInfo and the
-        trailer `grpc-retry-pushback-ms` say when to retry. Or the request has more than
-        Limits.max_message_bytes or than its quota ever allows, or the client has stopped reading or
-        takes too long to send its request
+        RESOURCE_EXHAUSTED  google.rpc.ErrorInfo says why, by its reason. QUEUE_FULL: no room for this tenant's request.
+        EVICTED: the request waited and gave way to a tenant that holds less, before any message; only
+        where the policy is `fair`. For both, ErrorInfo's metadata `queue_depth` says how many requests
+        are admitted. QUOTA_EXCEEDED: a quota of the tenant is used up; the metadata have `quota` and
+        `limit`. For these, google.rpc.RetryInfo and the trailer `grpc-retry-pushback-ms` say when to
+        retry, unless the request needs more than its quota ever allows. READER_STALLED and
+        SENDER_STALLED: the client has stopped reading, or takes too long to send its request. Without
+        ErrorInfo: more than Limits.max_message_bytes
         DEADLINE_EXCEEDED   the call's deadline passed or can no longer be met: queued work is dropped, not computed
         UNAVAILABLE         the server is draining, or the engine is loading, dead or restarting. google.rpc.RetryInfo says
-        when a lost engine may be back. If the stream can be continued with Resume, google.rpc.ErrorInfo
-        has the reason RESUMABLE and the `request_id`
+        when a lost engine may be back. If Resume can continue the stream, google.rpc.ErrorInfo has the
+        reason RESUMABLE and the `request_id`
         ABORTED             another call has resumed the stream
         UNAUTHENTICATED     the server requires a token, and the metadata `authorization` is not `Bearer` and a valid token
         PERMISSION_DENIED   the token does not have a right that the call needs; google.rpc.ErrorInfo names it
@@ -92,14 +96,14 @@ class InferenceServicer(object):
 
     def Resume(self, request, context):
         """Continues a stream of Generate that broke: the engine died, or the connection. The request must have been
-        `resumable`. The server keeps what it has sent for a while (--resume-s), computes the prefix again where the cache no
-        longer holds it, and goes on with the same parameters, seed and counts.
+        `resumable`. The server keeps what it has sent for a while (--resume-s), computes the prefix again where the cache
+        no longer holds it, and goes on with the same parameters, seed and counts.
 
         The stream is the one that Generate would have sent, without the tokens that the client has and without their text.
         It begins with the `prompt` event if that was requested. Each sequence has its one `finished` event, even if the
         client has it already; so does text that came in a `tokens` event without tokens, which only an end adds. `usage`
-        counts every token once. `time_to_first_token_s` and `total_s` count from the first call; the other times and counts
-        are those since the stream was last continued.
+        counts every token once. `time_to_first_token_s` and `total_s` count from the first call; the other times and
+        counts are those since the stream was last continued.
 
         In float32 the tokens are those of a stream that never broke. In other number formats the prefix may be rounded
         otherwise, and where two tokens are nearly equally likely another one may follow; tokens that were sent never
@@ -109,8 +113,8 @@ class InferenceServicer(object):
         ABORTED: the server need not have noticed that its connection is lost. A stream may be resumed any number of times.
 
         INVALID_ARGUMENT    `received` is more than was sent
-        NOT_FOUND           no stream of this tenant is kept under the id: it was not resumable, its time has passed, memory
-        was needed for others, or the router was restarted
+        NOT_FOUND           no stream of this tenant is kept under the id: it was not resumable, its time has passed, others
+        needed its memory, or the router was restarted
 
         All other statuses are those of Generate.
         """
