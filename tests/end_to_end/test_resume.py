@@ -30,7 +30,7 @@ from tests.end_to_end.test_faults import wait_idle
 from tests.servers import Server, running_server
 
 VOCAB_SIZE, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 258, 32, 48, 2, 4, 2
-MAX_TOKENS = 400
+MAX_TOKENS = 300
 Stub = inference_pb2_grpc.InferenceStub
 
 
@@ -285,7 +285,7 @@ def test_a_stream_that_is_complete_is_sent_again_from_any_offset(
     ask(inference, resumable(case.request, request_id))
     lengths = [len(case.answer.ids(index)) for index in range(case.n)]
     check_same(Answer(resume(inference, request_id, [])), case.answer, case.n)
-    for received in ([1] * case.n, [length // 2 for length in lengths], [length - 1 for length in lengths], lengths):
+    for received in ([length // 2 for length in lengths], [length - 1 for length in lengths], lengths):
         again = Answer(resume(inference, request_id, received))
         for index, count in enumerate(received):
             assert again.ids(index) == case.answer.ids(index)[count:]
