@@ -15,7 +15,7 @@ from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, 
 from pagoda_server import installed_version
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel
 from pagoda_server.router.errors import InvalidArgument, Unavailable
-from pagoda_server.router.process.own_view import hide_tenants, own_load, own_trace
+from pagoda_server.router.process.own_view import seen_info, seen_load, seen_trace
 from pagoda_server.router.request.admission import Admission, LiveRequests
 from pagoda_server.router.request.caller import Right, caller
 from pagoda_server.router.request.fields import Limits, check_number
@@ -121,9 +121,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             uptime_s=time.monotonic() - self._started,
             settings=self._settings | {"max_queued_tokens": str(self._admission.max_tokens)},
         )
-        if not caller().may(Right.OBSERVE):
-            hide_tenants(info)
-        return info
+        return seen_info(info)
 
     async def ListModels(
         self,
@@ -179,13 +177,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         for at, channel in enumerate(self._dispatcher.channels):
             if channel.is_ready:
                 parts = await channel.trace(request.last_s if request.HasField("last_s") else None)
-                for part in parts:
+                async for part in seen_trace(parts):
                     part.engine = at
-                    if caller().may(Right.OBSERVE):
-                        await context.write(part)
-                if not caller().may(Right.OBSERVE):
-                    async for part in own_trace(parts, caller().tenant):
-                        await context.write(part)
+                    await context.write(part)
 
     def load(self) -> control_pb2.Load:
         """The load as of each ready engine's last step."""
@@ -237,11 +231,6 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
     async def start_draining(self) -> None:
         await self._state.drain()
-
-
-def seen_load(load: control_pb2.Load) -> control_pb2.Load:
-    """What the caller may see of the load."""
-    return load if caller().may(Right.OBSERVE) else own_load(load, caller().tenant)
 
 
 def tenant_to_abort_for(request: admin_pb2.AbortRequest) -> str:

@@ -10,11 +10,16 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from pagoda.v1 import control_pb2, trace_pb2
+from pagoda_server.router.request.caller import Right, caller
 
 _SLICE = 64  # steps or moves between which the event loop serves others
 
 
-def own_load(load: control_pb2.Load, tenant: str) -> control_pb2.Load:
+def seen_load(load: control_pb2.Load) -> control_pb2.Load:
+    """What the caller may see of the load. Leaves the load as it is."""
+    if caller().may(Right.OBSERVE):
+        return load
+    tenant = caller().tenant
     seen = control_pb2.Load(requests=load.requests, num_tenants=load.num_tenants)
     for engine in load.engines:
         seen.engines.add(engine=engine.engine, waiting=engine.waiting, running=engine.running)
@@ -25,15 +30,22 @@ def own_load(load: control_pb2.Load, tenant: str) -> control_pb2.Load:
     return seen
 
 
-def hide_tenants(info: control_pb2.ServerInfo) -> None:
-    """Remove the settings that name tenants."""
-    for settings in (info.settings, *(engine.info.settings for engine in info.engines)):
-        for name in [name for name in settings if name.startswith("tenant")]:
-            del settings[name]
+def seen_info(info: control_pb2.ServerInfo) -> control_pb2.ServerInfo:
+    """What the caller may see of the server: settings that name tenants are removed unless it may observe."""
+    if not caller().may(Right.OBSERVE):
+        for settings in (info.settings, *(engine.info.settings for engine in info.engines)):
+            for name in [name for name in settings if name.startswith("tenant")]:
+                del settings[name]
+    return info
 
 
-async def own_trace(parts: Sequence[trace_pb2.StepTracePart], tenant: str) -> AsyncIterator[trace_pb2.StepTracePart]:
-    """The parts of an engine's trace with the tenant's sequences alone."""
+async def seen_trace(parts: Sequence[trace_pb2.StepTracePart]) -> AsyncIterator[trace_pb2.StepTracePart]:
+    """What the caller may see of an engine's trace: its own tenant's sequences alone unless it may observe."""
+    if caller().may(Right.OBSERVE):
+        for part in parts:
+            yield part
+        return
+    tenant = caller().tenant
     own: set[int] = set()
     for part in parts:
         for at in range(0, len(part.moves), _SLICE):
@@ -41,7 +53,6 @@ async def own_trace(parts: Sequence[trace_pb2.StepTracePart], tenant: str) -> As
             await asyncio.sleep(0)
     for part in parts:
         seen = trace_pb2.StepTracePart(
-            engine=part.engine,
             taken_at_s=part.taken_at_s,
             token_budget=part.token_budget,
             max_num_seqs=part.max_num_seqs,

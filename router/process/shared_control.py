@@ -26,12 +26,12 @@ from pagoda_server.router.process.calls import CallGuard
 from pagoda_server.router.process.control import (
     AdminServicer,
     ControlServicer,
-    seen_load,
     tenant_to_abort_for,
     watch_interval_s,
 )
 from pagoda_server.router.process.identity import TENANT_KEY, Identities
 from pagoda_server.router.process.listen import server_options
+from pagoda_server.router.process.own_view import seen_load
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
 

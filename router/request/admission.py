@@ -192,14 +192,14 @@ class Admission:
         return reservation.tokens if shares is self._tokens else 1
 
     def _full(self, shares: Shares[Reservation], tenant: str, amount: int) -> ResourceExhausted:
-        what = "requests are admitted" if shares is self._places else "tokens are reserved"
+        # How many tokens are reserved in all would tell a tenant how long the prompts of others are.
         if shares.total + amount <= shares.most:
-            held = shares.held_by(tenant)
-            why = f"{shares.total} {what}, {held} of them for this tenant; what is left is for others"
-        elif shares is self._places or shares.total >= shares.most:
-            why = f"{shares.total} {what}, the limit is {shares.most}"
+            told = f"{shares.total} requests are admitted" if shares is self._places else "tokens are reserved"
+            why = f"{told}, {shares.held_by(tenant)} of them for this tenant; what is left is for others"
+        elif shares is self._places:
+            why = f"{shares.total} requests are admitted, the limit is {shares.most}"
         else:
-            why = f"{shares.total} {what}, {amount} more exceed the limit of {shares.most}"
+            why = f"there is no room for {amount} more tokens, the limit is {shares.most}"
         return self._refused(f"the queue is full: {why}")
 
     def _refused(self, message: str, reason: str = "QUEUE_FULL") -> ResourceExhausted:

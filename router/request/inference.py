@@ -225,18 +225,22 @@ class InferenceServicer:
         kept    what is kept of the stream, if it is resumable
         counts  of a stream that is resumed: the tokens that the client has of each sequence
         """
+
+        def starts() -> None:
+            call.reservation.starts()
+            call.spending.used = 0 if counts else len(submit.prompt)  # a stream that is resumed has paid for it
+
         try:
             engine = self._dispatcher.pick()
             # Before all else, so that the engine can start.
             stream: Stream
             if kept is not None:
-                stream = resumed(engine, kept, _time_left(call.context), call.reservation.starts)
+                stream = resumed(engine, kept, _time_left(call.context), starts)
             else:
                 submitted = partial(BeamSearchStream, engine) if params.is_search else engine.submit
-                stream = submitted(submit, call.reservation.starts)
+                stream = submitted(submit, starts)
             call.live.stream = stream
             num_before = kept.num_tokens if kept is not None else 0
-            call.spending.used = 0 if counts else len(submit.prompt)  # a stream that is resumed has paid for it
             answer: GenerateCall | None = None
             try:
                 if call.live.is_aborted:  # during tokenization
@@ -245,7 +249,7 @@ class InferenceServicer:
                 call.message.release()
                 async with ClientWriter(call.context, self._stall_timeout_s) as writer:
                     answer = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received, kept)
-                    call.reservation.follow(answer, params.num_sequences * submit.max_tokens)
+                    call.reservation.follow(answer, params.n * submit.max_tokens)
                     prompt = submit.prompt if params.has_prompt else ()
                     if kept is not None and kept.has_begun:
                         await answer.replay(kept, counts, prompt)
@@ -254,16 +258,17 @@ class InferenceServicer:
             finally:
                 stream.close()
                 if answer is not None:
-                    call.spending.used += max(0, answer.num_tokens - num_before)  # it may break during the replay
+                    call.spending.used += max(0, answer.num_computed - num_before)  # it may break during the replay
         except Unavailable as error:
             if kept is None or not kept.is_kept:
                 raise
             raise kept.resumable(error, self._dispatcher.retry_after_s) from error
 
     async def _tokenize(self, _: object, context: Context) -> bytes:
+        tenant = caller().tenant
         with (
-            self._conversions.reserve(caller().tenant) as reservation,
-            self._quotas.enter(caller().tenant),
+            self._conversions.reserve(tenant) as reservation,
+            self._quotas.enter(tenant),
             await self._messages.read(context) as message,
         ):
             params = await message.parsed(
@@ -279,9 +284,10 @@ class InferenceServicer:
             return await self._messages.run(lambda: _serialized(ids), 4 * len(ids))
 
     async def _detokenize(self, _: object, context: Context) -> inference_pb2.DetokenizeResponse:
+        tenant = caller().tenant
         with (
-            self._conversions.reserve(caller().tenant) as reservation,
-            self._quotas.enter(caller().tenant),
+            self._conversions.reserve(tenant) as reservation,
+            self._quotas.enter(tenant),
             await self._messages.read(context) as message,
         ):
             ids, keeps_special_tokens = await message.parsed(
@@ -348,9 +354,12 @@ class GenerateCall:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the output so far, those of beams that are not returned included."""
-        counts = [output.num_tokens for output in self._outputs]
-        return self._num_beams * max(counts) if self._num_beams else sum(counts)
+        return sum(output.num_tokens for output in self._outputs)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens computed for the output so far, those of beams that are not returned included."""
+        return self._num_beams * max(output.num_tokens for output in self._outputs) or self.num_tokens
 
     async def _write_prompt(self, ids: Sequence[int]) -> None:
         response = inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt={})
@@ -412,7 +421,7 @@ class GenerateCall:
     def _usage(self) -> inference_pb2.Usage:
         return inference_pb2.Usage(
             prompt_tokens=self._prompt_len,
-            completion_tokens=sum(output.num_tokens for output in self._outputs),
+            completion_tokens=self.num_tokens,
             # A sequence that was resumed may have found some of its own output in the cache.
             cached_tokens=min(
                 max(output.ended.cached_tokens for output in self._outputs if output.ended), self._prompt_len

@@ -17,7 +17,8 @@ from pagoda.v1 import control_pb2_grpc, inference_pb2_grpc, trace_pb2
 from pagoda_server.cli.__main__ import app
 from pagoda_server.cli.trace_timeline import Doing, Timeline, timelines, trace_document
 from pagoda_server.engine.serving.codec import trace_messages
-from pagoda_server.router.process.own_view import own_trace
+from pagoda_server.router.process.own_view import seen_trace
+from pagoda_server.router.request.caller import Caller, set_caller
 from tests.end_to_end.asking import ask, request
 from tests.engine.harness import SteppedEngine
 from tests.servers import Server, running_server
@@ -123,7 +124,8 @@ async def test_a_tenants_own_trace_tells_of_its_sequences_what_the_whole_trace_t
     while engine.scheduler.waiting or engine.scheduler.running:
         engine.step(0.0625)
     parts = [trace.part for trace in trace_messages(0, engine.steps.trace.take())]
-    own = [part async for part in own_trace(parts, "b")]
+    set_caller(Caller("b", frozenset(), is_proven=True))
+    own = [part async for part in seen_trace(parts)]
     [whole], [seen] = timelines(parts), timelines(own)
     theirs = {move.sequence for part in parts for move in part.moves if move.tenant == "b"}
     tracks = {track.sequence: track for track in whole.tracks}

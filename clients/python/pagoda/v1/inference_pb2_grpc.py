@@ -75,10 +75,10 @@ class InferenceServicer(object):
         ALREADY_EXISTS      the tenant has a live request with this `request_id`
         RESOURCE_EXHAUSTED  google.rpc.ErrorInfo says why, by its reason. QUEUE_FULL: no room for this tenant's request.
         EVICTED: the request waited and gave way to a tenant that holds less, before any message; only
-        where the policy is `fair`. For both, ErrorInfo's metadata `queue_depth` says how many requests
-        are admitted. QUOTA_EXCEEDED: a quota of the tenant is used up; the metadata have `quota` and
-        `limit`. For these, google.rpc.RetryInfo and the trailer `grpc-retry-pushback-ms` say when to
-        retry, unless the request needs more than its quota ever allows. READER_STALLED and
+        where the policy is `fair`. For both, google.rpc.RetryInfo and the trailer
+        `grpc-retry-pushback-ms` say when to retry, and ErrorInfo's metadata `queue_depth` how many
+        requests are admitted. QUOTA_EXCEEDED: the tenant has used up the quota that the metadata `quota`
+        and `limit` tell; they say when to retry unless the request alone exceeds it. READER_STALLED,
         SENDER_STALLED: the client has stopped reading, or takes too long to send its request. Without
         ErrorInfo: more than Limits.max_message_bytes
         DEADLINE_EXCEEDED   the call's deadline passed or can no longer be met: queued work is dropped, not computed
