@@ -29,7 +29,7 @@ from tests.end_to_end.asking import Answer, ask
 from tests.end_to_end.test_faults import wait_idle
 from tests.servers import Server, running_server
 
-VOCAB_SIZE, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 258, 32, 48, 2, 4, 2
+VOCAB_SIZE, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 258, 64, 96, 2, 4, 2
 MAX_TOKENS = 300
 Stub = inference_pb2_grpc.InferenceStub
 
@@ -66,10 +66,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[Server]:
+FORMATS = [
+    ("--dtype", "float32"),
+    pytest.param(("--dtype", "bfloat16", "--deterministic"), marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=FORMATS, ids=" ".join)
+def server(model: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server whose engine the tests kill; it is ready again after each test."""
-    with running_server("--model", str(model), "--dtype", "float32", "--quantization", "none") as server:
+    with running_server("--model", str(model), "--quantization", "none", *request.param) as server:
         yield server
 
 

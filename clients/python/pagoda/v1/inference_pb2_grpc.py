@@ -105,9 +105,9 @@ class InferenceServicer(object):
         counts every token once. `time_to_first_token_s` and `total_s` count from the first call; the other times and
         counts are those since the stream was last continued.
 
-        In float32 the tokens are those of a stream that never broke. In other number formats the prefix may be rounded
-        otherwise, and where two tokens are nearly equally likely another one may follow; tokens that were sent never
-        change.
+        In float32, and on a server with --deterministic in every number format, the tokens are those of a stream that never
+        broke. Otherwise the prefix may be rounded otherwise, and where two tokens are nearly equally likely another one may
+        follow; tokens that were sent never change.
 
         A call counts as a new request, with its own deadline. If another call still receives the stream, that one ends
         ABORTED: the server need not have noticed that its connection is lost. A stream may be resumed any number of times.
