@@ -15,8 +15,9 @@ import grpc
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, trace_pb2
 from pagoda_server.router.errors import NotFound
 from pagoda_server.router.process.calls import CallGuard
-from pagoda_server.router.process.control import AdminServicer, ControlServicer, watch_interval_s
+from pagoda_server.router.process.control import AdminServicer, ControlServicer
 from pagoda_server.router.process.listen import server_options
+from pagoda_server.router.process.load_feed import LoadFeed
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
 
 ASK_TIMEOUT_S = 2.0
@@ -88,6 +89,7 @@ class SharedControl(control_pb2_grpc.ControlServicer):
     def __init__(self, own: ControlServicer, group: RouterGroup) -> None:
         self._own = own
         self._group = group
+        self._feed = LoadFeed(self._load)
 
     async def GetServerInfo(
         self,
@@ -121,10 +123,7 @@ class SharedControl(control_pb2_grpc.ControlServicer):
         request: control_pb2.WatchLoadRequest,
         context: grpc.aio.ServicerContext[control_pb2.WatchLoadRequest, control_pb2.Load],
     ) -> None:
-        interval_s = watch_interval_s(request)
-        while True:
-            await context.write(await self._load())
-            await asyncio.sleep(interval_s)
+        await self._feed.watch(request, context)
 
     async def GetStepTrace(
         self,

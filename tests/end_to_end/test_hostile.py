@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from bench.micro.lean_client import LeanConnection
 from pagoda import Client
 from pagoda.v1 import admin_pb2, control_pb2, control_pb2_grpc, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
+from pagoda_server.router.process.load_feed import MAX_WATCHERS, MAX_WRITES_A_SECOND
 from tests.end_to_end.asking import ask, request
 from tests.servers import Server, running_server
 
@@ -221,6 +224,42 @@ def test_a_call_without_a_token_is_refused_before_it_has_a_message(tmp_path: Pat
         token = (("authorization", "Bearer s3cret"),)
         call = silent(channel, GENERATE, request("x", 3).SerializeToString(), ends=True, metadata=token)
         assert len(list(call)) > 1
+
+
+def test_a_flood_of_watchers_leaves_the_event_loop_to_the_streams(attacked: Server) -> None:
+    watch = "/pagoda.v1.Control/WatchLoad"
+    soon = control_pb2.WatchLoadRequest(interval_s=0.05).SerializeToString()
+    arrivals: list[float] = []
+    ended: list[int] = []
+    connection = LeanConnection(attacked.address, watch)
+    for at in range(600):
+        connection.call(soon, lambda _: arrivals.append(time.monotonic()), partial(ended.append, at))
+    started = time.monotonic()
+    while len(ended) < 600 - MAX_WATCHERS or len(arrivals) < MAX_WATCHERS:
+        assert time.monotonic() < started + 20, "some are refused, and each of the others gets a load"
+        connection.receive()
+    start = time.monotonic()
+    stop = threading.Event()
+
+    def receive() -> None:
+        while not stop.is_set():
+            connection.receive()
+
+    with ThreadPoolExecutor(1) as thread, grpc.insecure_channel(attacked.address) as channel:
+        reading = thread.submit(receive)
+        for _ in range(20):
+            assert ask(inference_pb2_grpc.InferenceStub(channel), request("quick", 3)).ids()
+        calls_s = time.monotonic() - start
+        code, details = code_of(channel.unary_stream(watch)(soon))
+        time.sleep(max(0.0, start + 1.0 - time.monotonic()))
+        stop.set()
+        reading.result()
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details == f"{MAX_WATCHERS} calls of WatchLoad are running, the limit is {MAX_WATCHERS}"
+    assert len(ended) == 600 - MAX_WATCHERS
+    assert 0 < len([each for each in arrivals if start < each < start + 1.0]) < 2 * MAX_WRITES_A_SECOND
+    assert calls_s / 20 < 0.2, "a call takes about 10 ms without watchers"
+    connection.close()
 
 
 def test_a_client_retries_a_refusal_until_there_is_a_place() -> None:
