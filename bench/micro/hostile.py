@@ -127,6 +127,7 @@ def attacks() -> list[Attack]:
     prompt = b"\x1a\x01x"
     fits = 1_500_000  # bytes that a server with the default limits accepts
     deep = json.dumps({"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(7_000)}}).encode()
+    one = _field(8, b"\x08\x01")  # stopping.max_tokens, so that what is read is measured, not what is generated
     tool = _field(3, _field(1, b"f") + _field(3, deep))
     user = _field(1, b"\x08\x02\x12\x02Hi")
     many = _field(5, b"".join(_field(1, b"\x08\x02\x12\xf0\x01" + b"word " * 48) for _ in range(4000)))
@@ -141,11 +142,11 @@ def attacks() -> list[Attack]:
         Attack("1.3 MB of logit_bias", prompt + _field(7, _biases(120_000)), 40),
         Attack("15 MB of unknown fields", prompt + b"\xf8\x07\x00" * 5_000_000, 8),
         Attack("1.5 MB of unknown fields", prompt + b"\xf8\x07\x00" * (fits // 3), 40),
-        Attack("60,000 unknown fields", prompt + b"\xf8\x07\x00" * 60_000, 40),
+        Attack("60,000 unknown fields", prompt + one + b"\xf8\x07\x00" * 60_000, 40),
         Attack("gzip: 1 MB that unpacks to 1 GB", b"\x1a" + b"\x00" * (1 << 30), 4, GENERATE, True),
         Attack("gzip: 2 kB that unpack to 1.5 MB", _field(6, _field(1, b"\x01" * fits)), 40, GENERATE, True),
         Attack("1 MB of chat in 4000 messages", many, 40),
-        Attack("250 kB of JSON", _field(5, user + tool), 64),
+        Attack("250 kB of JSON", _field(5, user + tool) + one, 64),
         Attack("Tokenize 1 MiB", _field(2, b"hello world, " * 80_000), 24, TOKENIZE),
         Attack("Tokenize 1 MiB of digits", _field(2, b"0123456789" * 100_000), 24, TOKENIZE),
         Attack("Detokenize 1 M ids", _field(2, b"\x41" * 1_000_000), 24, "/pagoda.v1.Inference/Detokenize"),
