@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
 import threading
@@ -55,6 +56,8 @@ def status_of(channel: grpc.Channel, method: str, message: bytes, timeout_s: flo
 # -- large messages -----------------------------------------------------------------------------------------------
 
 
+PROPERTIES = {f"p{at}": {"type": "string"} for at in range(7000)}
+TOOL = field(3, field(1, b"f") + field(3, json.dumps({"properties": PROPERTIES}).encode()))
 ATTACKS: dict[str, tuple[str, bytes, int, set[grpc.StatusCode]]] = {
     "8 million empty messages in a chat": (
         GENERATE, field(5, b"\x0a\x00" * 8_000_000), 4, {grpc.StatusCode.RESOURCE_EXHAUSTED},
@@ -73,6 +76,9 @@ ATTACKS: dict[str, tuple[str, bytes, int, set[grpc.StatusCode]]] = {
     "unknown fields": (
         GENERATE, PROMPT + b"\xf8\x07\x00" * (FITS // 3), 40,
         {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED},
+    ),
+    "200 kB of JSON in a tool": (
+        GENERATE, field(5, field(1, b"\x08\x02\x12\x02Hi") + TOOL) + field(8, b"\x08\x01"), 24, {grpc.StatusCode.OK},
     ),
     "1 MB to tokenize": (TOKENIZE, field(2, b"hello world, " * 80_000), 12, {grpc.StatusCode.OK}),
     "1.5 million ids to detokenize": (
