@@ -33,7 +33,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly test-wheels lint format protos protos-image settings bench bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
+.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
 
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -95,6 +95,9 @@ settings: $(SERVE)        ## regenerate docs/settings.md from the declaration of
 
 bench: $(DEV)             ## one workload on Pagoda and every installed peer, through gRPC; ARGS="--workload rag …"
 	@$(BIN)/python -m bench $(ARGS)
+
+compile-gate: $(DEV)      ## compile every GPU kernel for three generations, and compare with what was recorded
+	@TRITON_INTERPRET=0 $(BIN)/python -m pagoda_server.kernels.triton.compile_gate $(ARGS)
 
 bench-gpu: $(DEV)         ## kernels, decode steps, tests and server on this GPU, in under 10 minutes; ARGS="--out …"
 	@$(BIN)/python -m bench.gpu $(ARGS)

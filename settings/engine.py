@@ -40,7 +40,7 @@ def _check_listen(address: str) -> None:
     check_address(address, can_be_shm=True, lowest_port=0)
 
 
-def _weight_of_tenant(text: str) -> dict[str, float]:
+def weights_of_tenants(text: str) -> dict[str, float]:
     """Parse NAME=WEIGHT,NAME=WEIGHT. Raises ValueError."""
     weights: dict[str, float] = {}
     for part in filter(None, text.split(",")):
@@ -168,7 +168,7 @@ class EngineSettings(CommonSettings):
     tenant_weights: str = setting(
         "",
         "Shares of tenants with --policy fair: NAME=WEIGHT,NAME=WEIGHT. A tenant that is not named has weight 1.",
-        panel=ENGINE_SCHEDULING, check=_weight_of_tenant,
+        panel=ENGINE_SCHEDULING, check=weights_of_tenants,
     )  # fmt: skip
     overlap: Overlap = setting(
         "auto",
@@ -225,7 +225,7 @@ class EngineSettings(CommonSettings):
         )
 
     def weight_of_tenant(self) -> dict[str, float]:
-        return _weight_of_tenant(self.tenant_weights)
+        return weights_of_tenants(self.tenant_weights)
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ _CANCEL = 8
 class LeanConnection:
     """One connection. Call `receive` when it is readable."""
 
-    def __init__(self, address: str, method: str) -> None:
+    def __init__(self, address: str, method: str, window: int = _MAX_WINDOW) -> None:
         """
         address  HOST:PORT, without TLS
         method   full name, /package.Service/Method
+        window   bytes that the server may send for a call; the default never ends
         """
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)))
@@ -38,10 +39,10 @@ class LeanConnection:
         self._streams: dict[int, tuple[OnMessage, OnEnd]] = {}
         self._parts: dict[int, bytes] = {}  # incomplete messages, by stream
         self._received = b""
-        settings = struct.pack(">HIHI", 2, 0, 4, _MAX_WINDOW)  # no server push; the largest window for each stream
-        window = struct.pack(">I", _MAX_WINDOW - 65535)
+        settings = struct.pack(">HIHI", 2, 0, 4, window)  # no server push; the window of each stream
+        whole = struct.pack(">I", _MAX_WINDOW - 65535)
         preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-        self._socket.sendall(preface + _frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW_UPDATE, 0, 0, window))
+        self._socket.sendall(preface + _frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW_UPDATE, 0, 0, whole))
 
     def call(self, request: bytes, on_message: OnMessage, on_end: OnEnd) -> int:
         """Start a unary-stream call with a serialized request; return its number, for `cancel`."""

@@ -178,6 +178,7 @@ class PendingOutput:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     ended: list[tuple[int, Ended]] = field(default_factory=list)
+    started: list[int] = field(default_factory=list)
     load: LoadSnapshot | None = None
 
     @property
@@ -194,6 +195,7 @@ class PendingOutput:
             ],
             ended=[_ended_message(sequence, ended) for sequence, ended in self.ended],
             load=_load_message(self.load) if self.load else None,
+            started=self.started,
         )
 
 

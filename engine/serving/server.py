@@ -14,6 +14,7 @@ from typing import TypeAlias
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
 from pagoda_server.channel.link import Link
+from pagoda_server.engine.core.sequence import State
 from pagoda_server.engine.core.step import StepOutput
 from pagoda_server.engine.loop import loop as engine_loop
 from pagoda_server.engine.loop.step_trace import TraceSnapshot
@@ -114,6 +115,9 @@ class EngineServer:
                     pending.logprobs.append((len(pending.tokens), logprobs))
                 pending.sequences.append(route[1])
                 pending.tokens.append(token)
+        for move in output.moves:
+            if move.to is State.RUNNING and (route := self._routes.get(move.seq.id)):
+                route[0].pending.started.append(route[1])
         for ended in output.ended:
             if route := self._routes.pop(ended.seq.id, None):
                 connection, number = route

@@ -83,13 +83,16 @@ class EngineChannel:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def submit(self, submit: engine_pb2.Submit) -> EngineStream:
-        """Send a request and fill in its `first_sequence`. Raises Unavailable unless the engine is ready."""
+    def submit(self, submit: engine_pb2.Submit, on_start: Callable[[], None] = lambda: None) -> EngineStream:
+        """Send a request and fill in its `first_sequence`. Raises Unavailable unless the engine is ready.
+
+        on_start  called whenever one of its sequences starts to be computed, and when one ends
+        """
         if not self.is_ready:
             raise Unavailable("the engine is not ready")
         count = submit.sampling.n
         numbers = [next(self._next_sequence) for _ in range(count)]
-        stream = EngineStream(numbers[0], count, abort=self.abort, forget=self.forget)
+        stream = EngineStream(numbers[0], count, abort=self.abort, forget=self.forget, on_start=on_start)
         if not self._routes:
             self._last_word = time.monotonic()
         for index, number in enumerate(numbers):
@@ -243,6 +246,9 @@ class EngineChannel:
         self.load = step.load
         if step.HasField("tenants"):
             self.tenants = step.tenants
+        for number in step.started:
+            if route := self._routes.get(number):
+                route[0].on_start()
         logprobs = {entry.at: entry for entry in step.logprobs}
         running: list[EngineStream] = []
         for at, (number, token) in enumerate(zip(step.sequences, step.tokens, strict=True)):
@@ -255,6 +261,7 @@ class EngineChannel:
                     running.append(stream)
                 else:  # streams that wait for their first token go first
                     stream.has_begun = True
+                    stream.on_start()
                     stream.wake.set()
         asyncio.get_running_loop().call_soon(_wake, running, 0)  # runs after first tokens are written
         for ended in step.ended:
@@ -262,6 +269,7 @@ class EngineChannel:
                 stream, index = route
                 stream.inboxes[index].ended = ended
                 stream.live.discard(index)
+                stream.on_start()
                 stream.wake.set()
 
     async def _lose(self) -> None:

@@ -62,10 +62,12 @@ class EngineStream:
         *,
         abort: Callable[[list[int]], None],
         forget: Callable[[EngineStream], None],
+        on_start: Callable[[], None],
     ) -> None:
         """
-        abort   asks the engine to end sequences
-        forget  tells the channel to deliver nothing more to the stream
+        abort     asks the engine to end sequences
+        forget    tells the channel to deliver nothing more to the stream
+        on_start  called whenever a sequence starts to be computed, and when it ends
         """
         self.first_sequence = first_sequence
         self.inboxes = [SequenceInbox() for _ in range(count)]
@@ -73,6 +75,7 @@ class EngineStream:
         self.wake = Wake()
         self.has_begun = False  # a token has arrived
         self.live = set(range(count))  # sequences that have not ended
+        self.on_start = on_start
         self._abort = abort
         self._forget = forget
 

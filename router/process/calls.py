@@ -13,13 +13,14 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection_pb2
 
-from pagoda_server.router.errors import PagodaError, ResourceExhausted, Status, to_status
+from pagoda_server.router.errors import InvalidArgument, PagodaError, ResourceExhausted, Status, to_status
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
+from pagoda_server.router.request.validation import tenant_of
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Refusal: TypeAlias = "Callable[[], PagodaError | None]"
+Refusal: TypeAlias = "Callable[[str], PagodaError | None]"
 
 GRPC_LOGGER = "grpc._cython.cygrpc"
 HEALTH = "/grpc.health."
@@ -31,7 +32,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
     messages  reads the messages of methods whose requests are not streams
     token     the bearer token that calls must carry; None: none. Health checks need none: they reveal nothing
-    refusals  by method: why a call would be refused now, before anything of it is read
+    refusals  by method: why a tenant's call would be refused now, before anything of it is read
 
     A call that raised ends with the exception's gRPC status. CancelledError passes, because gRPC needs it.
     """
@@ -50,9 +51,14 @@ class CallGuard(grpc.aio.ServerInterceptor):
         method = details.method
         if self._expected is not None and not self._is_authenticated(details):
             return self._unauthenticated
-        if (refusal := self._refusals.get(method)) is not None and (error := refusal()) is not None:
-            kind = type(error)
-            return _refusing_like(kind, error.message, error.retry_after_s, error.queue_depth)  # type: ignore[arg-type]
+        if (refusal := self._refusals.get(method)) is not None:
+            try:
+                error = refusal(tenant_of(details.invocation_metadata))
+            except InvalidArgument as wrong_name:
+                return refusing(to_status(wrong_name))
+            if error is not None:
+                kind = type(error)
+                return _refusing_like(kind, error.message, error.retry_after_s, error.queue_depth)  # type: ignore[arg-type]
         if (guarded := self._guarded.get(method)) is not None:
             return guarded
         handler = await continuation(details)

@@ -54,6 +54,7 @@ from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.text.tokenizer import Tokenizer
 from pagoda_server.settings import EXIT_CONFIG, RouterSettings, ServeConfig, SettingError
+from pagoda_server.settings.engine import weights_of_tenants
 from pagoda_server.settings.router import SPAWN
 
 log = logging.getLogger("pagoda.router")
@@ -287,6 +288,10 @@ class Router:
 
         Raises ConfigError if it is the only engine and none has served yet, else WrongEngine.
         """
+        try:
+            _weights_of_tenants([info])
+        except ValueError:
+            raise WrongEngine("it tells invalid weights of tenants") from None
         if info.tokenizer_sha256 == self._tokenizer.fingerprint:
             return
         fault = f"serves {info.model} with another tokenizer"
@@ -310,6 +315,7 @@ class Router:
             vocab_size=min(info.vocab_size for info in engines),
             kv_token_capacity=min(info.kv_cache.token_capacity for info in engines),
         )
+        self._inference.share(_weights_of_tenants(engines))
         if self._config.max_queued_tokens is None:
             capacity = sum(info.kv_cache.token_capacity for info in engines)
             self._admission.max_tokens = QUEUE_IN_CACHES * capacity // self._config.workers
@@ -360,6 +366,16 @@ class Router:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
+
+
+def _weights_of_tenants(engines: Sequence[control_pb2.EngineInfo]) -> dict[str, float] | None:
+    """The weights by which tenants share these engines, as the first one tells them; None if not all are shared.
+
+    Raises ValueError for weights that no engine has.
+    """
+    if any(info.settings.get("policy") != "fair" for info in engines):
+        return None
+    return weights_of_tenants(engines[0].settings.get("tenant_weights", ""))
 
 
 if __name__ == "__main__":  # Workers runs this module for each router and sends its settings to standard input

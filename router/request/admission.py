@@ -4,97 +4,222 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import Protocol
 
 from pagoda_server.router.engines.stream import EngineStream
 from pagoda_server.router.errors import AlreadyExists, NotFound, PagodaError, ResourceExhausted, Unavailable
 from pagoda_server.router.request.beam_search import BeamSearchStream
+from pagoda_server.router.request.shares import Shares
 
 _SMOOTHING = 0.1
 _RETRY_AFTER_S = (0.1, 30.0)
+_UNKNOWN_RETRY_S = 1.0
+_RETRY_GOOD_S = 0.1  # an estimate walks over all running requests, so refusals share it for this long
+
+
+class Progress(Protocol):
+    """How far a request's output is."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def first_written(self) -> float | None: ...
 
 
 class Reservation:
-    """One request's share of the limits; a context manager that gives it back."""
+    """One request's share of the limits; a context manager that gives it back.
 
-    def __init__(self, admission: Admission) -> None:
+    Until `starts` is called, it may be evicted in favour of another tenant's. The task that has entered it is then
+    cancelled, and it raises ResourceExhausted in place of the CancelledError.
+    """
+
+    def __init__(self, admission: Admission, tenant: str) -> None:
+        self.tenant = tenant
         self.tokens = 0
+        self.max_output = 0
+        self.progress: Progress | None = None  # once the engine has the request
+        self.eviction: ResourceExhausted | None = None
         self._admission = admission
+        self._task: asyncio.Task[object] | None = None
+        self._cancels = 0
 
     def grow(self, tokens: int) -> None:
         """Reserve more tokens. Raises ResourceExhausted."""
-        self._admission.take(tokens, already=self.tokens)
-        self.tokens += tokens
+        self._admission.grow(self, tokens)
+
+    def starts(self) -> None:
+        """Note that it no longer waits: it cannot be evicted from now on. May be called more than once."""
+        self._admission.starts(self)
+
+    def follow(self, progress: Progress, max_output: int) -> None:
+        """Say how far the request's output is, from now on, and how many tokens it has at most."""
+        self.progress, self.max_output = progress, max_output
+
+    def evict(self, why: ResourceExhausted) -> None:
+        self.eviction = why
+        if self._task is not None:
+            self._task.cancel()
 
     def __enter__(self) -> Reservation:
+        self._task = asyncio.current_task()
+        self._cancels = self._task.cancelling() if self._task else 0
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._admission.give_back(self)
+        if self.eviction is None:
+            self._admission.give_back(self)
+        elif self._task is not None and self._task.uncancel() <= self._cancels and kind is asyncio.CancelledError:
+            raise self.eviction from None
 
 
 class Admission:
-    """Admits requests within two limits.
+    """Admits requests within two limits, and tells those that it refuses when to come back.
 
     max_requests  requests at once, queued and running
     max_tokens    prompt + max_tokens of all admitted requests
+
+    Whoever comes first is admitted, unless tenants share the limits (see `share` and shares.py): a request then also
+    needs to be within its tenant's share, or evicts requests that wait. An evicted request leaves its places at once.
+
+    The retry delay is an estimate of when the next running request ends: the least, over all requests whose output has
+    begun, of the tokens that it likely still generates times the time that its tokens have taken so far. Of the tokens
+    that requests may still generate, they use the fraction that earlier ones have used of theirs. The delay has one
+    significant digit, so that there are few different refusals.
     """
 
     def __init__(self, max_requests: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.max_requests = max_requests
-        self.max_tokens = max_tokens
-        self.requests = 0
-        self.tokens = 0
         self.is_draining = False
+        self._places: Shares[Reservation] = Shares(max_requests)
+        self._tokens: Shares[Reservation] = Shares(max_tokens)
+        self._running: set[Reservation] = set()
         self._clock = clock
-        self._last_departure: float | None = None
-        self._departure_interval_s = 1.0
+        self._fraction_used = 1.0
+        self._retry_s = _UNKNOWN_RETRY_S
+        self._retry_good_until = 0.0
 
-    def refusal(self) -> PagodaError | None:
-        """Why no request is admitted now: Unavailable while draining, ResourceExhausted when full. None: one is."""
+    @property
+    def max_requests(self) -> int:
+        return self._places.most
+
+    @property
+    def max_tokens(self) -> int:
+        return self._tokens.most
+
+    @max_tokens.setter
+    def max_tokens(self, most: int) -> None:
+        self._tokens.most = most
+
+    @property
+    def requests(self) -> int:
+        return self._places.total
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens.total
+
+    def share(self, weights: Mapping[str, float] | None) -> None:
+        """Share both limits between tenants by these weights from now on; None: admit whoever comes first."""
+        self._places.share(weights)
+        self._tokens.share(weights)
+
+    def refusal(self, tenant: str) -> PagodaError | None:
+        """Why a tenant's request would be refused now: the server drains or is full. None: it would be admitted."""
         if self.is_draining:
             return Unavailable("the server is draining")
-        if self.requests >= self.max_requests:
-            return self._full(f"{self.requests} requests are admitted, the limit is {self.max_requests}")
-        if self.requests and self.tokens >= self.max_tokens:
-            return self._full(f"{self.tokens} tokens are reserved, the limit is {self.max_tokens}")
+        for shares in (self._places, self._tokens):
+            if not shares.has_room(tenant, 1) and shares.displaced_by(tenant, 1) is None:
+                return self._full(shares, tenant, 1)
         return None
 
-    def reserve(self) -> Reservation:
-        """Admit a request, whose tokens `Reservation.grow` adds once they are known. Raises what `refusal` returns."""
-        if (error := self.refusal()) is not None:
+    def reserve(self, tenant: str) -> Reservation:
+        """Admit a tenant's request; `Reservation.grow` adds its tokens once known. Raises what `refusal` returns."""
+        if (error := self.refusal(tenant)) is not None:
             raise error
-        self.requests += 1
-        return Reservation(self)
+        reservation = Reservation(self, tenant)
+        self._take(self._places, reservation, 1)
+        return reservation
 
-    def take(self, tokens: int, already: int = 0) -> None:
-        """Reserve tokens for a request that holds `already` of them. Raises ResourceExhausted."""
+    def grow(self, reservation: Reservation, tokens: int) -> None:
+        """Reserve more tokens for a request. Raises ResourceExhausted."""
         # A request alone is always admitted: the engine itself bounds what one request may hold.
-        if self.tokens > already and self.tokens + tokens > self.max_tokens:
-            raise self._full(f"{self.tokens} tokens are reserved, {tokens} more exceed the limit of {self.max_tokens}")
-        self.tokens += tokens
+        if self.tokens == reservation.tokens:
+            self._tokens.add(reservation.tenant, reservation, tokens)
+        else:
+            self._take(self._tokens, reservation, tokens, already=reservation.tokens)
+        reservation.tokens += tokens
+
+    def starts(self, reservation: Reservation) -> None:
+        if reservation.eviction is None:
+            self._running.add(reservation)
+            for shares in (self._places, self._tokens):
+                shares.started(reservation.tenant, reservation)
 
     def give_back(self, reservation: Reservation) -> None:
-        self.requests -= 1
-        self.tokens -= reservation.tokens
-        if not reservation.tokens:
-            return  # its message was wrong: how fast such calls end says nothing about the queue
-        now = self._clock()
-        if self._last_departure is not None:
-            self._departure_interval_s += _SMOOTHING * (now - self._last_departure - self._departure_interval_s)
-        self._last_departure = now
+        self._places.remove(reservation.tenant, reservation, 1)
+        self._tokens.remove(reservation.tenant, reservation, reservation.tokens)
+        self._running.discard(reservation)
+        if reservation.progress is not None and reservation.progress.num_tokens:
+            used = reservation.progress.num_tokens / reservation.max_output
+            self._fraction_used += _SMOOTHING * (used - self._fraction_used)
 
-    def _full(self, why: str) -> ResourceExhausted:
-        # In the recent past, one place became free in each departure interval.
-        low, high = _RETRY_AFTER_S
-        return ResourceExhausted(
-            f"the queue is full: {why}",
-            retry_after_s=round(min(max(self._departure_interval_s, low), high), 1),  # few values: see CallGuard
-            queue_depth=self.requests,
-        )
+    def _take(self, shares: Shares[Reservation], reservation: Reservation, amount: int, already: int = 0) -> None:
+        """Give an amount to a request, and evict others if it needs their room. Raises ResourceExhausted."""
+        tenant = reservation.tenant
+        evicted: list[Reservation] = []
+        freed = 0
+        while not shares.has_room(tenant, amount, already) and (freed < amount or shares.total + amount > shares.most):
+            victim = shares.displaced_by(tenant, amount)
+            if victim is None:
+                for each in reversed(evicted):
+                    shares.add(each.tenant, each, self._held(shares, each))
+                raise self._full(shares, tenant, amount)
+            evicted.append(victim)
+            freed += self._held(shares, victim)
+            shares.remove(victim.tenant, victim, self._held(shares, victim))
+        shares.add(tenant, reservation, amount)
+        other = self._places if shares is self._tokens else self._tokens
+        for each in evicted:
+            other.remove(each.tenant, each, self._held(other, each))
+            each.evict(self._refused("the queue is full: a tenant that holds less was admitted instead", "EVICTED"))
+
+    def _held(self, shares: Shares[Reservation], reservation: Reservation) -> int:
+        return reservation.tokens if shares is self._tokens else 1
+
+    def _full(self, shares: Shares[Reservation], tenant: str, amount: int) -> ResourceExhausted:
+        what = "requests are admitted" if shares is self._places else "tokens are reserved"
+        if shares.total + amount <= shares.most:
+            held = shares.held_by(tenant)
+            why = f"{shares.total} {what}, {held} of them for this tenant; what is left is for others"
+        elif shares is self._places or shares.total >= shares.most:
+            why = f"{shares.total} {what}, the limit is {shares.most}"
+        else:
+            why = f"{shares.total} {what}, {amount} more exceed the limit of {shares.most}"
+        return self._refused(f"the queue is full: {why}")
+
+    def _refused(self, message: str, reason: str = "QUEUE_FULL") -> ResourceExhausted:
+        return ResourceExhausted(message, retry_after_s=self._retry_after_s(), queue_depth=self.requests, reason=reason)
+
+    def _retry_after_s(self) -> float:
+        now = self._clock()
+        if now >= self._retry_good_until:
+            self._retry_good_until = now + _RETRY_GOOD_S
+            low, high = _RETRY_AFTER_S
+            ends_in = [left for each in self._running if (left := self._time_left_s(each, now)) is not None]
+            self._retry_s = float(f"{min(max(min(ends_in), low), high):.1g}") if ends_in else _UNKNOWN_RETRY_S
+        return self._retry_s
+
+    def _time_left_s(self, reservation: Reservation, now: float) -> float | None:
+        """How long a request likely runs on; None if that is unknown, because its output has hardly begun."""
+        progress = reservation.progress
+        if progress is None or progress.first_written is None or (done := progress.num_tokens) < 2:
+            return None
+        left = self._fraction_used * max(0, reservation.max_output - done)
+        return left * (now - progress.first_written) / (done - 1)
 
 
 class LiveRequest:

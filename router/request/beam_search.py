@@ -196,13 +196,18 @@ class BeamSearch:
 class BeamSearchStream:
     """A search on an engine, with an EngineStream's interface. Its inboxes fill when the search ends, best first.
 
-    submit  the request as `to_submit` makes it, with beam_search set; n counts the hypotheses to return
+    submit    the request as `to_submit` makes it, with beam_search set; n counts the hypotheses to return
+    on_start  called when the search starts to be computed, or ends before that
 
     Raises Unavailable unless the engine is ready.
     """
 
     def __init__(
-        self, channel: EngineChannel, submit: engine_pb2.Submit, clock: Callable[[], float] = time.monotonic
+        self,
+        channel: EngineChannel,
+        submit: engine_pb2.Submit,
+        on_start: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         sampling = submit.sampling
         self.inboxes = [SequenceInbox() for _ in range(sampling.n)]
@@ -224,7 +229,7 @@ class BeamSearchStream:
         if step.cache.bypass:  # the steps need the cache; a salt of their own keeps them apart from other requests
             step.cache.Clear()
             step.cache.salt = secrets.token_hex(32)
-        self._stream = channel.submit(step)
+        self._stream = channel.submit(step, on_start)
 
     async def wait(self) -> None:
         """Run the search to its end. Raises Unavailable when the engine is gone."""

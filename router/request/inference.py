@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -13,7 +14,7 @@ from pagoda.v1 import inference_pb2
 from pagoda_server.router.engines.channel import Dispatcher
 from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, time_in_engine
 from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument, PagodaError, Unavailable
-from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests
+from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests, Reservation
 from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.output import ClientWriter, GenerateContext, SequenceOutput, write_records
@@ -72,17 +73,22 @@ class InferenceServicer:
             ),
         }
 
-    def refusal(self) -> PagodaError | None:
-        """Why a Generate call would be refused now, whatever it asks for."""
+    def share(self, weights: Mapping[str, float] | None) -> None:
+        """Share the places between tenants by these weights from now on; None: admit whoever comes first."""
+        self._admission.share(weights)
+        self._conversions.share(weights)
+
+    def refusal(self, tenant: str) -> PagodaError | None:
+        """Why a tenant's Generate call would be refused now, whatever it asks for."""
         if not self._dispatcher.ready:
             return Unavailable("the engine is loading or being restarted")
-        return self._admission.refusal()
+        return self._admission.refusal(tenant)
 
     async def _generate(self, _: object, context: GenerateContext) -> None:
         received = time.monotonic()
         tenant = tenant_of(context.invocation_metadata())
         self._dispatcher.pick()  # fail before anything is read if no engine is ready
-        with self._admission.reserve() as reservation, await self._messages.read(context) as message:
+        with self._admission.reserve(tenant) as reservation, await self._messages.read(context) as message:
             params = await message.parsed(
                 inference_pb2.GenerateRequest,
                 self.limits,
@@ -100,7 +106,7 @@ class InferenceServicer:
                 if remaining_s is not None and remaining_s <= 0:
                     raise DeadlineExceeded("the deadline passed before the request was scheduled")
                 submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, remaining_s, tenant)
-                await self._stream(submit, params, live, message, context, received)
+                await self._stream(submit, params, live, reservation, message, context, received)
             finally:
                 self._live.remove(params.request_id)
 
@@ -109,13 +115,15 @@ class InferenceServicer:
         submit: engine_pb2.Submit,
         params: GenerateParams,
         live: LiveRequest,
+        reservation: Reservation,
         message: Received,
         context: GenerateContext,
         received: float,
     ) -> None:
         engine = self._dispatcher.pick()
         # Before all else, so that the engine can start.
-        stream = live.stream = BeamSearchStream(engine, submit) if params.is_search else engine.submit(submit)
+        submitted = partial(BeamSearchStream, engine) if params.is_search else engine.submit
+        stream = live.stream = submitted(submit, reservation.starts)
         try:
             if live.is_aborted:  # during tokenization
                 stream.abort()
@@ -123,33 +131,36 @@ class InferenceServicer:
             message.release()
             async with ClientWriter(context, self._stall_timeout_s) as writer:
                 call = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received)
-                if params.has_prompt:
-                    await call.write_prompt(submit.prompt)
-                await call.run(stream)
+                reservation.follow(call, params.n * submit.max_tokens)
+                await call.run(stream, submit.prompt if params.has_prompt else ())
         finally:
             stream.close()
 
     async def _tokenize(self, _: object, context: Context) -> bytes:
-        with self._conversions.reserve(), await self._messages.read(context) as message:
+        tenant = tenant_of(context.invocation_metadata())
+        with self._conversions.reserve(tenant) as reservation, await self._messages.read(context) as message:
             params = await message.parsed(
                 inference_pb2.TokenizeRequest,
                 self.limits,
                 lambda request: validate_tokenize(request, self.limits, self._model),
             )
             await self._messages.check_end(context)
+            reservation.starts()
             ids = await self._tokenizer.encode_prompt(
                 params.prompt, params.add_special_tokens, is_large=message.is_large
             )
             return await self._messages.run(lambda: _serialized(ids), 4 * len(ids))
 
     async def _detokenize(self, _: object, context: Context) -> inference_pb2.DetokenizeResponse:
-        with self._conversions.reserve(), await self._messages.read(context) as message:
+        tenant = tenant_of(context.invocation_metadata())
+        with self._conversions.reserve(tenant) as reservation, await self._messages.read(context) as message:
             ids, keeps_special_tokens = await message.parsed(
                 inference_pb2.DetokenizeRequest,
                 self.limits,
                 lambda request: (validate_detokenize(request, self.limits, self._model), request.special_tokens),
             )
             await self._messages.check_end(context)
+            reservation.starts()
             text = await self._tokenizer.decode_ids(
                 ids, skip_special_tokens=not keeps_special_tokens, is_large=message.is_large
             )
@@ -177,7 +188,7 @@ class GenerateCall:
         self._prompt_len = prompt_len
         self._writer = writer
         self._received = received
-        self._first_written: float | None = None
+        self.first_written: float | None = None
         self._token_bytes = tokenizer.token_bytes if params.has_token_bytes else None
         skips_special_tokens = not params.keeps_special_tokens
         self._outputs = [
@@ -194,15 +205,25 @@ class GenerateCall:
         self._unfinished = params.n
         self._response = inference_pb2.GenerateResponse(request_id=params.request_id)  # reused
 
-    async def write_prompt(self, ids: Sequence[int]) -> None:
+    @property
+    def num_tokens(self) -> int:
+        return sum(output.num_tokens for output in self._outputs)
+
+    async def _write_prompt(self, ids: Sequence[int]) -> None:
         response = inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt={})
         write_records(response.prompt.tokens, ids, token_bytes=self._token_bytes)
         await self._writer.write(response)
 
-    async def run(self, stream: EngineStream | BeamSearchStream) -> None:
-        """Stream until every sequence has ended. Raises an error if the engine ended one irregularly."""
+    async def run(self, stream: EngineStream | BeamSearchStream, prompt: Sequence[int] = ()) -> None:
+        """Stream until every sequence has ended. Raises an error if the engine ended one irregularly.
+
+        prompt  token ids to write before all else. Nothing is written while the request waits: it may be evicted then
+        """
         while self._unfinished:
             await stream.wait()
+            if prompt:
+                await self._write_prompt(prompt)
+                prompt = ()
             for output, inbox in zip(self._outputs, stream.inboxes, strict=True):
                 if inbox.tokens or inbox.ended is not None:
                     await self._advance(output, inbox, stream)
@@ -211,8 +232,8 @@ class GenerateCall:
         self, output: SequenceOutput, inbox: SequenceInbox, stream: EngineStream | BeamSearchStream
     ) -> None:
         if output.take(inbox, self._response.tokens):
-            if self._first_written is None:
-                self._first_written = time.monotonic()
+            if self.first_written is None:
+                self.first_written = time.monotonic()
             await self._writer.write(self._response)
         if output.ended is not None:
             raise_if_failed(output.ended)
@@ -231,7 +252,7 @@ class GenerateCall:
     def _usage(self) -> inference_pb2.Usage:
         return inference_pb2.Usage(
             prompt_tokens=self._prompt_len,
-            completion_tokens=sum(output.num_tokens for output in self._outputs),
+            completion_tokens=self.num_tokens,
             cached_tokens=max(output.ended.cached_tokens for output in self._outputs if output.ended),
         )
 
@@ -249,7 +270,7 @@ class GenerateCall:
             recomputed_tokens=slowest.recomputed_tokens,
             saved_tokens=slowest.saved_tokens,
             loaded_tokens=slowest.loaded_tokens,
-            time_to_first_token_s=(self._first_written or now) - self._received,
+            time_to_first_token_s=(self.first_written or now) - self._received,
             total_s=now - self._received,
         )
 

@@ -125,6 +125,16 @@ async def test_n_sequences_of_one_prompt_are_numbered_in_a_row(session: Session)
     assert {len(session.tokens[number]) for number in (100, 101, 102)} == {5}
 
 
+async def test_a_start_is_told_before_the_first_token_and_once(session: Session) -> None:
+    await session.submit(1, [1] * 2000, max_tokens=20, n=2)
+    told: list[int] = []
+    while not session.tokens.keys() >= {1, 2}:
+        told += (await session.receive()).step.started
+    assert sorted(told) == [1, 2]
+    assert told[0] == 1, "its sibling starts from its prompt"
+    await session.receive_until_ended(1, 2)
+
+
 async def test_tenants_are_told_when_they_change_and_not_with_every_step(session: Session) -> None:
     await session.submit(1, [1, 2, 3], max_tokens=200, tenant="ann")
     told = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from typing import Protocol
 
 from pagoda.engine.v1 import engine_pb2
@@ -38,7 +39,7 @@ class SteppedChannel:
         self._take_output = engine.scheduler.take_output
         engine.scheduler.take_output = self._take  # type: ignore[method-assign]
 
-    def submit(self, submit: engine_pb2.Submit) -> SteppedStream:
+    def submit(self, submit: engine_pb2.Submit, on_start: Callable[[], None] = lambda: None) -> SteppedStream:
         sent = engine_pb2.Submit.FromString(submit.SerializeToString())
         self.submits.append(sent)
         ids = [next(self._ids) for _ in range(sent.sampling.n)]

@@ -67,7 +67,7 @@ def test_too_many_ids_that_end_a_sequence_are_refused_before_anything_is_submitt
 
 def test_the_engine_is_asked_for_one_token_of_the_prompt_and_then_of_each_beam() -> None:
     class Channel:
-        def submit(self, submit: engine_pb2.Submit) -> None:
+        def submit(self, submit: engine_pb2.Submit, on_start: object) -> None:
             self.sent = submit
 
     asked = params_of(**search(n=2, seed=3, temperature=0, topP=1), stopping={"minTokens": 3}, priority=7)

@@ -43,7 +43,7 @@ def submit_of(
 
 
 def search(channel: SteppedChannel, submit: engine_pb2.Submit) -> BeamSearchStream:
-    return BeamSearchStream(channel, submit, channel.engine.scheduler.clock)  # type: ignore[arg-type]
+    return BeamSearchStream(channel, submit, clock=channel.engine.scheduler.clock)  # type: ignore[arg-type]
 
 
 def found(stream: BeamSearchStream) -> list[Expected]:

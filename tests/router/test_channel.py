@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeAlias
 
 import pytest
@@ -69,6 +70,24 @@ async def test_first_tokens_are_taken_before_those_of_streams_that_run() -> None
         assert order == [(1, 10), (2, 20), (3, 30), (1, 11), (2, 21)]
         for task in tasks:
             task.cancel()
+
+
+async def test_a_stream_hears_of_its_start_however_the_engine_tells_it() -> None:
+    starts: list[int] = []
+    steps = [
+        engine_pb2.StepOutput(started=[1]),
+        engine_pb2.StepOutput(sequences=[2], tokens=[20]),
+        engine_pb2.StepOutput(ended=[engine_pb2.Ended(sequence=3, reason=engine_pb2.END_REASON_DEADLINE)]),
+    ]
+    async with connected() as (channel, engine):
+        streams = [channel.submit(submit(), partial(starts.append, number)) for number in (1, 2, 3)]
+        for number, step in enumerate(steps, 1):
+            step.started.append(99)  # it has been forgotten
+            await engine.write(engine_pb2.EngineMessage(step=step))
+            await asyncio.sleep(0.02)
+            assert starts == list(range(1, number + 1))
+        for stream in streams:
+            stream.close()
 
 
 async def test_requests_reach_an_engine_that_reads_late_in_their_order() -> None:

@@ -53,6 +53,8 @@ class AlreadyExists(PagodaError):
 class Overloaded(PagodaError):
     """The queue is full, the message too large, or this client has stopped reading.
 
+    Under a fair policy it may also mean that the request waited, and another tenant's was admitted in its place.
+
     queue_depth  requests that the server has admitted, if it says so
     """
 

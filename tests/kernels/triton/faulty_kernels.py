@@ -97,5 +97,6 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    table, *arguments = sys.argv[1:]
-    sys.exit(main(arguments, [case for case in CASES if case.name in arguments], Path(table)))
+    table, *given = sys.argv[1:]
+    options = [each for each in given if each.startswith("--")]
+    sys.exit(main(options, [case for case in CASES if case.name in given], Path(table)))

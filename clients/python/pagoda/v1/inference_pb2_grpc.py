@@ -57,7 +57,7 @@ class InferenceServicer(object):
     def Generate(self, request, context):
         """Generates one or more sequences and streams their tokens as they are computed. The metadata `x-pagoda-tenant` (1 to
         64 letters, digits or ._:@/-) names the tenant that the call is for; where the server's policy is `fair`, tenants
-        share it.
+        share its places and its computing time.
 
         The stream carries, for each sequence, any number of `tokens` events and then exactly one `finished` event. The
         last message of the call carries `usage` and `timing`. Cancelling the call frees everything it holds.
@@ -67,9 +67,12 @@ class InferenceServicer(object):
         UNIMPLEMENTED       the server does not support a field that is set; google.rpc.BadRequest names it
         NOT_FOUND           `model` is not the model served here
         ALREADY_EXISTS      `request_id` is live
-        RESOURCE_EXHAUSTED  the queue is full (google.rpc.RetryInfo and the trailer `grpc-retry-pushback-ms` say when to
-        retry), the request has more than Limits.max_message_bytes, or the client has stopped reading or
-        takes too long to send its request
+        RESOURCE_EXHAUSTED  google.rpc.ErrorInfo says why, by its reason. QUEUE_FULL: no room for this tenant's request.
+        EVICTED: the request waited and gave way to a tenant that holds less, before any message; only
+        where the policy is `fair`. For both, google.rpc.RetryInfo and the trailer
+        `grpc-retry-pushback-ms` say when to retry, and ErrorInfo's metadata `queue_depth` how many
+        requests are admitted. READER_STALLED, SENDER_STALLED: the client has stopped reading, or takes
+        too long to send its request. Without ErrorInfo: more than Limits.max_message_bytes
         DEADLINE_EXCEEDED   the call's deadline passed or can no longer be met: queued work is dropped, not computed
         UNAVAILABLE         the server is draining, or the engine is loading, dead or restarting
         UNAUTHENTICATED     the server requires a token, and the metadata `authorization` is not `Bearer` and that token

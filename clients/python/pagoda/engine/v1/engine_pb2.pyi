@@ -106,20 +106,22 @@ class EngineMessage(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("sequences", "tokens", "logprobs", "ended", "load", "tenants")
+    __slots__ = ("sequences", "tokens", "logprobs", "ended", "load", "tenants", "started")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[Logprobs]
     ended: _containers.RepeatedCompositeFieldContainer[Ended]
     load: _control_pb2.EngineLoad
     tenants: Tenants
-    def __init__(self, sequences: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., load: _Optional[_Union[_control_pb2.EngineLoad, _Mapping]] = ..., tenants: _Optional[_Union[Tenants, _Mapping]] = ...) -> None: ...
+    started: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequences: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., load: _Optional[_Union[_control_pb2.EngineLoad, _Mapping]] = ..., tenants: _Optional[_Union[Tenants, _Mapping]] = ..., started: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Tenants(_message.Message):
     __slots__ = ("listed", "count", "recent_service")
