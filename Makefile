@@ -5,6 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 SERVE  := $(VENV)/.can-serve
 DEV    := $(VENV)/.can-develop
+FUZZ   := $(VENV)/.can-fuzz
 LOG    := $(VENV)/install.log
 STUBS  := clients/python
 IMAGE  := protos/published.binpb
@@ -31,9 +32,9 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 	tests/bench/test_gpu_batches.py::test_on_a_gpu_batches_change_no_token_in_float32_and_few_in_bfloat16
 
 help:                     ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test test-native test-arm test-gpu test-all test-nightly test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
+.PHONY: help demo serve test test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
 
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -47,6 +48,14 @@ test: $(DEV)              ## run the tests, except slow, nightly and GPU ones; a
 test-native:              ## test every CPU kernel in C++, in every instruction set of this processor
 	@$(MAKE) --no-print-directory -j$$(nproc) build/host/self_test
 	@build/host/self_test
+
+test-sanitizers:          ## test them under AddressSanitizer, UBSan and ThreadSanitizer; minutes
+	@$(MAKE) --no-print-directory -j$$(nproc) build/asan/self_test build/tsan/self_test
+	@UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/self_test
+	@TSAN_OPTIONS=halt_on_error=1 build/tsan/self_test
+
+fuzz: $(FUZZ)             ## fuzz what reads bytes from outside, 10 s a target; TARGET=gguf SECONDS=3600
+	@$(BIN)/python -m tests.fuzz $(TARGET) --seconds $(or $(SECONDS),10)
 
 test-arm:                 ## test them for ARM, in an emulator; needs g++-aarch64-linux-gnu and qemu-user
 	@$(MAKE) --no-print-directory -j$$(nproc) build/arm/self_test
@@ -121,26 +130,26 @@ bench-peers: $(DEV)       ## install the peers of `bench` into their own environ
 	@.venv-peers/bin/python -m pip install --quiet --upgrade pip
 	@.venv-peers/bin/python -m pip install --progress-bar on --group peers
 
-# The self-test, compiled for this machine in build/host and for ARM in build/arm.
+# The self-test, compiled into a folder of build for each machine and each sanitizer.
 SELF_TEST := $(patsubst %.cpp,%.o,$(wildcard tests/kernels/native/*.cpp) $(filter-out %/module.cpp,$(wildcard kernels/native/*.cpp)))
 ARM_CXX   := aarch64-linux-gnu-g++
 NATIVE    := -std=c++17 -O2 -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized
+SANITIZED := -O1 -g1 -fno-omit-frame-pointer
 
-build/host/self_test: $(addprefix build/host/,$(SELF_TEST))
-	@$(CXX) -pthread $^ -o $@
+# $(call self_test,FOLDER,COMPILER,OPTIONS)
+define self_test
+build/$(1)/self_test: $(addprefix build/$(1)/,$(SELF_TEST))
+	@$(2) -pthread $(3) $$^ -o $$@
 
-build/arm/self_test: $(addprefix build/arm/,$(SELF_TEST))
-	@$(ARM_CXX) -pthread -static $^ -o $@
-
-build/host/%.o: %.cpp $(wildcard kernels/native/*.h tests/kernels/native/*.h) Makefile
-	@mkdir -p $(@D)
-	@echo "  $<"
-	@$(CXX) $(NATIVE) -c $< -o $@
-
-build/arm/%.o: %.cpp $(wildcard kernels/native/*.h tests/kernels/native/*.h) Makefile
-	@mkdir -p $(@D)
-	@echo "  $< for ARM"
-	@$(ARM_CXX) $(NATIVE) -c $< -o $@
+build/$(1)/%.o: %.cpp $(wildcard kernels/native/*.h tests/kernels/native/*.h) Makefile
+	@mkdir -p $$(@D)
+	@echo "  $$< for $(1)"
+	@$(2) $(NATIVE) $(3) -c $$< -o $$@
+endef
+$(eval $(call self_test,host,$(CXX)))
+$(eval $(call self_test,arm,$(ARM_CXX),-static))
+$(eval $(call self_test,asan,$(CXX),$(SANITIZED) -fsanitize=address$(comma)undefined))
+$(eval $(call self_test,tsan,$(CXX),$(SANITIZED) -fsanitize=thread))
 
 clean:                    ## remove everything that was installed or built
 	rm -rf $(VENV) .venv-peers build src/*.egg-info clients/python/build clients/python/*.egg-info
@@ -157,4 +166,8 @@ $(SERVE): pyproject.toml clients/python/pyproject.toml setup.py $(wildcard kerne
 $(DEV): $(SERVE)
 	@echo "Installing what tests, lint and benchmarks need, once:"
 	$(call install,'pagoda-server[engine$(comma)bench$(comma)dev]')
+	@touch $@
+
+$(FUZZ): $(DEV)
+	@$(BIN)/python -m pip install --quiet --group fuzz
 	@touch $@

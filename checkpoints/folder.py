@@ -8,6 +8,7 @@ from pathlib import Path
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
+_LONGEST_QUOTED = 300
 MAX_JSON_BYTES = 64 << 20  # the largest is the index of a checkpoint in many files: a few megabytes
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 
@@ -16,6 +17,12 @@ Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
 class CheckpointError(Exception):
     """A model that cannot be served; the message tells its user what to do about it."""
+
+
+def quoted(text: object) -> str:
+    """What a file or a library says, as a part of an error's line: printable, and of bounded length."""
+    start = str(text)[:_LONGEST_QUOTED]
+    return "".join(each if each.isprintable() else " " for each in start) + "…" * (len(str(text)) > len(start))
 
 
 def write_json(path: Path, document: Mapping[str, object]) -> None:
@@ -106,7 +113,7 @@ def _check_weights(path: Path) -> None:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is missing, truncated or corrupt: {error}") from error
+        raise CheckpointError(f"{path} is missing, truncated or corrupt: {quoted(error)}") from error
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda_server.checkpoints.folder import CheckpointError
+from pagoda_server.checkpoints.folder import CheckpointError, quoted
 from pagoda_server.checkpoints.gguf_file import GgufFile
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -62,7 +62,9 @@ def read_shape(file: GgufFile) -> ModelShape:
     """Read a model's sizes. Raises CheckpointError for an architecture or variant that is not supported."""
     arch = file.architecture
     if arch not in FAMILIES:
-        raise CheckpointError(f"{file.name} holds a {arch} model; supported architectures: {', '.join(FAMILIES)}")
+        raise CheckpointError(
+            f"{file.name} holds a {quoted(arch)} model; supported architectures: {', '.join(FAMILIES)}"
+        )
     if file.integer(f"{arch}.expert_count", 0):
         raise CheckpointError(f"{file.name} holds a mixture of experts, which is not supported")
     if "token_embd.weight" not in file.tensors:
@@ -74,6 +76,12 @@ def read_shape(file: GgufFile) -> ModelShape:
             raise CheckpointError(
                 f"{file.name}: {arch}.{key} is {length}; only the head size, {head_dim}, is supported"
             )
+    num_kv_heads = file.integer(f"{arch}.attention.head_count_kv", num_heads)
+    if min(num_heads, num_kv_heads, head_dim) < 1 or head_dim % 2:
+        raise CheckpointError(
+            f"{file.name} has {num_heads} heads and {num_kv_heads} key-value heads of {head_dim} values; heads must"
+            " exist, and have an even number of values"
+        )
     num_layers = file.integer(f"{arch}.block_count")
     if num_layers > len(file.tensors):
         raise CheckpointError(f"{file.name} names {num_layers} layers, but holds {len(file.tensors)} tensors in all")
@@ -84,7 +92,7 @@ def read_shape(file: GgufFile) -> ModelShape:
         hidden_size=hidden_size,
         ffn_size=file.integer(f"{arch}.feed_forward_length"),
         num_heads=num_heads,
-        num_kv_heads=file.integer(f"{arch}.attention.head_count_kv", num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=int(file.tensors["token_embd.weight"].shape[-1]),
         qkv_bias="blk.0.attn_q.bias" in file.tensors if qkv_bias is None else qkv_bias,
@@ -145,7 +153,9 @@ def _rope_scaling(file: GgufFile, shape: ModelShape) -> dict[str, object] | None
             if file.has(f"{prefix}.{key}"):
                 scaling[name] = file.number(f"{prefix}.{key}")
     elif kind != "linear":
-        raise CheckpointError(f"{file.name} scales its rotary frequencies by {kind!r}; supported: linear, yarn, llama3")
+        raise CheckpointError(
+            f"{file.name} scales its rotary frequencies by {quoted(repr(kind))}; supported: linear, yarn, llama3"
+        )
     return scaling
 
 
@@ -155,13 +165,15 @@ def _llama3_scaling(file: GgufFile, shape: ModelShape) -> dict[str, object]:
     All published Llama 3.1, 3.2 and 3.3 models share these parameters except `factor`, that of the slowest pair.
     """
     found = np.asarray(file.tensors[ROPE_FACTORS].data, dtype=np.float32)
+    if found.shape != (shape.head_dim // 2,):
+        raise _other_factors(file)
     factor, low_freq_factor, high_freq_factor, original_len = float(found[-1]), 1.0, 4.0, 8192
     theta = file.number(f"{shape.family}.rope.freq_base", 10000.0)
     wavelengths = 2 * np.pi * theta ** (np.arange(0, shape.head_dim, 2) / shape.head_dim)
     smooth = (original_len / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
     expected = 1 / (np.clip(smooth, 0, 1) + (1 - np.clip(smooth, 0, 1)) / factor)
-    if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-3):
-        raise CheckpointError(f"{file.name} has rotary frequency factors that differ from those of Llama 3")
+    if not np.allclose(found, expected, rtol=1e-3):
+        raise _other_factors(file)
     return {
         "rope_type": "llama3",
         "factor": factor,
@@ -169,3 +181,7 @@ def _llama3_scaling(file: GgufFile, shape: ModelShape) -> dict[str, object]:
         "high_freq_factor": high_freq_factor,
         "original_max_position_embeddings": original_len,
     }
+
+
+def _other_factors(file: GgufFile) -> CheckpointError:
+    return CheckpointError(f"{file.name} has rotary frequency factors that differ from those of Llama 3")

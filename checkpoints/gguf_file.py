@@ -9,17 +9,26 @@ import gguf
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pagoda_server.checkpoints.folder import CheckpointError
+from pagoda_server.checkpoints.folder import CheckpointError, quoted
 
 T = TypeVar("T")
+
+# The package makes an object of 700 bytes for each element of an array, and two for a text. The largest vocabulary
+# known, of 262,144 tokens, takes 2.1 million.
+MAX_METADATA_PARTS = 1 << 22
 
 
 class _BoundedReader(gguf.GGUFReader):
     """A reader that fails at the end of the file; the package's own reads nothing for as long as a bad length says."""
 
+    _num_parts = 0
+
     def _get(
         self, offset: int, dtype: DTypeLike, count: int = 1, override_order: Literal["I", "S", "<"] | None = None
     ) -> NDArray[Any]:
+        self._num_parts += 1
+        if self._num_parts > MAX_METADATA_PARTS:
+            raise ValueError(f"its metadata has more than {MAX_METADATA_PARTS} numbers and texts")
         end = int(offset) + np.dtype(dtype).itemsize * int(count)
         if not 0 <= end <= len(self.data):
             raise ValueError(f"the file has {len(self.data)} bytes, but {end} are needed")
@@ -40,8 +49,11 @@ class GgufFile:
         try:
             self._reader = _BoundedReader(path)
         except Exception as error:  # the reader trusts lengths: a bad one may raise anything in NumPy
-            raise CheckpointError(f"{path.name} is truncated or corrupt: {error}") from error
+            raise CheckpointError(f"{path.name} is truncated or corrupt: {quoted(error)}") from error
         self.tensors: dict[str, gguf.ReaderTensor] = {tensor.name: tensor for tensor in self._reader.tensors}
+        for tensor in self.tensors.values():
+            if not tensor.n_elements:
+                raise CheckpointError(f"{path.name} has a tensor without elements, {quoted(tensor.name)}")
         self.architecture = self.text("general.architecture")
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -78,8 +90,8 @@ class GgufFile:
         try:
             value: Any = field.contents()
         except (ValueError, IndexError) as error:
-            raise CheckpointError(f"{self.name} has an unreadable metadata field {key}: {error}") from error
-        if not isinstance(value, kind):
+            raise CheckpointError(f"{self.name} has an unreadable metadata field {key}: {quoted(error)}") from error
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             found = type(value).__name__
             raise CheckpointError(f"{self.name}: the metadata field {key} is a {found}, not a {kind.__name__}")
         return value

@@ -9,9 +9,10 @@ from pathlib import Path
 from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from pagoda_server.checkpoints.folder import CheckpointError, write_json
+from pagoda_server.checkpoints.folder import CheckpointError, quoted, write_json
 from pagoda_server.checkpoints.gguf_file import GgufFile
 
+MAX_TOKEN_CHARACTERS = 1024  # the longest known has 256; finding the merges of one takes the square of its length
 SPACE = "▁"  # SentencePiece's letter for a space
 
 # Role → its name in the file's metadata.
@@ -78,13 +79,13 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         elif kind == "llama":
             tokenizer, begins = _sentencepiece_bpe(file, vocabulary)
         else:
-            raise CheckpointError(f"{file.name} has a {kind!r} vocabulary; supported: gpt2, llama")
+            raise CheckpointError(f"{file.name} has a {quoted(repr(kind))} vocabulary; supported: gpt2, llama")
         tokenizer.add_tokens(vocabulary.added_tokens)
         _wrap_with_special_tokens(tokenizer, file, vocabulary, begins)
     except CheckpointError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception
-        raise CheckpointError(f"{file.name} has an inconsistent vocabulary: {error}") from error
+        raise CheckpointError(f"{file.name} has an inconsistent vocabulary: {quoted(error)}") from error
     # Not with the library's own method, whose errors hide that a disk is full.
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     _write_settings(file, vocabulary, folder)
@@ -95,6 +96,10 @@ class _Vocabulary:
 
     def __init__(self, file: GgufFile) -> None:
         self.tokens = file.texts("tokenizer.ggml.tokens")
+        if (longest := max(map(len, self.tokens), default=0)) > MAX_TOKEN_CHARACTERS:
+            raise CheckpointError(
+                f"{file.name} has a token of {longest} characters; {MAX_TOKEN_CHARACTERS} are allowed"
+            )
         self.kinds = file.integers("tokenizer.ggml.token_type")
         if len(self.tokens) != len(self.kinds):
             raise CheckpointError(f"{file.name} has {len(self.tokens)} tokens but {len(self.kinds)} token types")
@@ -137,7 +142,7 @@ class _Vocabulary:
 def _byte_level_bpe(file: GgufFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     name = file.text("tokenizer.ggml.pre", "default")
     if name not in WORD_SPLITS:
-        raise CheckpointError(f"{file.name} splits words as {name!r}; supported: {', '.join(WORD_SPLITS)}")
+        raise CheckpointError(f"{file.name} splits words as {quoted(repr(name))}; supported: {', '.join(WORD_SPLITS)}")
     split = WORD_SPLITS[name]
     # Unused tokens only pad the embedding to a round number of rows.
     vocab = {t: i for i, t in enumerate(vocabulary.tokens) if vocabulary.kinds[i] != TokenType.UNUSED}

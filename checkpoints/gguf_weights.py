@@ -14,7 +14,7 @@ import numpy as np
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from pagoda_server.checkpoints.folder import CheckpointError
+from pagoda_server.checkpoints.folder import CheckpointError, quoted
 from pagoda_server.checkpoints.gguf_config import FAMILIES, ROPE_FACTORS, ModelShape
 from pagoda_server.checkpoints.gguf_file import GgufFile
 from pagoda_server.checkpoints.grouped_weights import GROUP_BYTES, MINIMUMS, SCALES, VALUES
@@ -100,7 +100,9 @@ def _check_names(file: GgufFile, names: dict[str, str]) -> None:
     if missing := [name for name in names if name not in file.tensors]:
         raise CheckpointError(f"{file.name} lacks {len(missing)} of {len(names)} tensors, first {missing[0]}")
     if unknown := [name for name in file.tensors if name not in names and name != ROPE_FACTORS]:
-        raise CheckpointError(f"{file.name} has {len(unknown)} tensors unknown to its architecture, first {unknown[0]}")
+        raise CheckpointError(
+            f"{file.name} has {len(unknown)} tensors unknown to its architecture, first {quoted(unknown[0])}"
+        )
 
 
 def _shape_of(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
@@ -125,7 +127,10 @@ def _pieces(file: GgufFile, name: str, shape: ModelShape) -> Iterator[NDArray[np
 def _rows(file: GgufFile, name: str, shape: ModelShape) -> Iterator[NDArray[np.generic]]:
     """Yield a tensor's rows, as the file encodes them, in the checkpoint's order, several at a time."""
     tensor = file.tensors[name]
-    rows = tensor.data.reshape(-1, tensor.data.shape[-1]) if tensor.data.ndim > 1 else tensor.data[:, None]
+    # A vector has a row for each of its values, or for each of its blocks if it is quantized.
+    row_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
+    width = tensor.data.shape[-1] if tensor.data.ndim > 1 else row_bytes // tensor.data.itemsize
+    rows = tensor.data.reshape(-1, width)
     order = _row_order(name, len(rows), shape, file.name)
     step = max(1, VALUES_AT_ONCE * len(rows) // max(1, tensor.n_elements))
     for start in range(0, len(rows), step):

@@ -38,6 +38,7 @@ from pagoda_server.kernels.paged_attention import (
     plan_attention,
     plan_attention_cpu,
     plan_attention_native,
+    plan_attention_one_order,
 )
 from pagoda_server.kernels.rms_norm import add, add_native, rms_norm, rms_norm_cpu, rms_norm_native
 from pagoda_server.kernels.rope_and_store_kv import (
@@ -83,6 +84,9 @@ class Backend:
     head         a `linear` whose product, the logits, is float32; None: `linear` serves as the head
     is_compiled  products run in the compiled module too, for the dtypes that it supports
 
+    is_deterministic    a token's logits depend on the tokens before it alone, to the last bit: not on the batch, on how
+                        the prompt was cut, or on what was cached
+
     looks_up_rotations  `rope_and_store_kv` is given tables of all positions, since computing a step's cosines and sines
                         would take kernels of their own
     """
@@ -103,6 +107,7 @@ class Backend:
     is_compiled: bool = False
     takes_int4: bool = False
     looks_up_rotations: bool = False
+    is_deterministic: bool = False
 
     def can_record(self, kv: PagedKV) -> bool:
         """Whether a `Recorder` captures every op of a model with such pages, except embedding and rotation tables."""
@@ -190,7 +195,27 @@ NATIVE_INT8_WEIGHT = replace(
     is_compiled=True,
 )
 
+
+def _deterministic(backend: Backend) -> Backend:
+    """A compiled backend whose attention has one order too: its products do, and the other ops work row by row."""
+    return replace(
+        backend,
+        name=f"{backend.name}-deterministic",
+        plan_attention=plan_attention_one_order,
+        is_deterministic=True,
+    )
+
+
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
-    for backend in (REFERENCE, CPU, NATIVE, NATIVE_WHOLE, NATIVE_INT8, NATIVE_INT8_WEIGHT, NATIVE_INT4)
+    for backend in (
+        REFERENCE,
+        CPU,
+        NATIVE,
+        NATIVE_WHOLE,
+        NATIVE_INT8,
+        NATIVE_INT8_WEIGHT,
+        NATIVE_INT4,
+        *map(_deterministic, (NATIVE_WHOLE, NATIVE_INT8, NATIVE_INT4)),
+    )
 }

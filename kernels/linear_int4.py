@@ -53,6 +53,16 @@ class Int4Weight:
             torch.empty(out_size, groups, dtype=torch.float16),
         )
 
+    @staticmethod
+    def of_parts(values: Tensor, scales: Tensor, minimums: Tensor) -> Int4Weight:
+        """A weight of parts that were read from somewhere. Raises ValueError if they are not as above."""
+        if values.dtype != torch.uint8 or values.ndim != 3 or values.shape[2] != WEIGHT_GROUP // 2:
+            raise ValueError(f"its values are {_described(values)}, not uint8 [out, groups, {WEIGHT_GROUP // 2}]")
+        for name, part in (("scales", scales), ("minimums", minimums)):
+            if part.dtype != torch.float16 or part.shape != values.shape[:2]:
+                raise ValueError(f"its {name} are {_described(part)}, not float16 {list(values.shape[:2])}")
+        return Int4Weight(values, scales, minimums)
+
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.values), self.values.shape[1] * WEIGHT_GROUP
@@ -80,6 +90,10 @@ class Int4Weight:
         values = self.nibbles() * self.scales.float()[..., None]
         values += self.minimums.float()[..., None]
         return values.flatten(1)
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,6 +216,27 @@ def plan_attention_native(
     )
 
 
+def plan_attention_one_order(
+    query_start: np.ndarray, context_len: np.ndarray, block_table: np.ndarray, kv: PagedKV, sliding_window: int | None
+) -> AttentionPlan:
+    """`plan_attention_native` that cuts chunks, so that every query is attended in the order of a decode's sums.
+
+    Compiled code must support the pages: `is_read_in_place`.
+    """
+    assert native is not None
+    assert is_read_in_place(kv)
+    most = native.FEW_QUERIES
+    num_parts = -(-np.diff(query_start) // most)
+    if (num_parts > 1).any():
+        seq = np.repeat(np.arange(len(num_parts)), num_parts)
+        number = np.arange(len(seq)) - (np.cumsum(num_parts) - num_parts)[seq]  # of a part in its chunk
+        first, end = query_start[seq] + number * most, query_start[seq + 1]
+        context_len = (context_len[seq] - (end - np.minimum(first + most, end))).astype(np.int32)
+        query_start = np.append(first, query_start[-1]).astype(np.int32)
+        block_table = block_table[seq]
+    return plan_attention_native(query_start, context_len, block_table, kv, sliding_window)
+
+
 def paged_attention_native(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
     """`paged_attention` that reads pages in place. A decode's result is the same to the last bit in any batch."""
     if native is None or plan.decodes or plan.prefills:  # made by plan_attention_cpu

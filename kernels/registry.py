@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pagoda_server.kernels.backend import BACKENDS, Backend
 
-TRITON_BACKENDS = ("triton", "triton-int8", "triton-fp8")  # names alone, since most machines cannot import them
+TRITON_BACKENDS = tuple(  # names alone, since most machines cannot import them
+    f"triton{weights}{order}" for order in ("", "-deterministic") for weights in ("", "-int8", "-fp8")
+)
 
 
 def load_backend(name: str) -> Backend:
@@ -18,6 +20,8 @@ def load_backend(name: str) -> Backend:
     native-int8-weight  the same, and products of int8 weights in bfloat16; only if `has_native_int8_weight()`
     native-int4         the same, and products with 4-bit weights where the checkpoint has them, in int8 elsewhere
     triton              kernels for a GPU; triton-int8 and triton-fp8 have weights of that type
+    …-deterministic     native-whole, -int8 or -int4, or any of a GPU, whose logits depend on nothing but a sequence's
+                        own tokens
 
     The native backends need `has_native()`.
     """

@@ -88,7 +88,7 @@ def find_cutoff(leading: Tensor, scaled: Tensor, draws: Draws) -> tuple[Tensor, 
 
     weights = leading.double().exp() * (leading >= top_k_cutoff[:, None])
     mass = weights.cumsum(dim=-1)
-    total = torch.where(is_topped, mass[:, -1], scaled.exp().sum(dim=-1, dtype=torch.float64))
+    total = torch.where(is_topped, mass[:, -1], row_sums(scaled.exp(), torch.float64))
     num_kept = (mass - weights < (draws.top_p.double() * total)[:, None]).sum(dim=-1).clamp(min=1)
     top_p_cutoff = torch.where(draws.top_p < 1, leading.gather(1, num_kept[:, None] - 1)[:, 0], unlimited)
 
@@ -104,5 +104,11 @@ def _deviation(rows: Tensor) -> Tensor:
     """[rows] float64: the standard deviation of each row's values that are not -inf."""
     is_finite = rows != float("-inf")
     count = is_finite.sum(dim=-1, keepdim=True)
-    mean = rows.double().masked_fill_(~is_finite, 0).sum(dim=-1, keepdim=True) / count
-    return (rows.double() - mean).masked_fill_(~is_finite, 0).square_().sum(dim=-1).div_(count[:, 0]).sqrt_()
+    mean = row_sums(rows.double().masked_fill_(~is_finite, 0))[:, None] / count
+    return row_sums((rows.double() - mean).masked_fill_(~is_finite, 0).square_()).div_(count[:, 0]).sqrt_()
+
+
+def row_sums(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[rows], the same to the last bit in any batch. Torch splits the sum of a single row among its threads."""
+    both = rows.expand(2, -1) if len(rows) == 1 else rows
+    return both.sum(dim=-1, dtype=dtype)[: len(rows)]

@@ -77,9 +77,10 @@ class AlreadyExists(PagodaError):
 
 
 class ResourceExhausted(PagodaError):
-    """The queue is full, or the client has stopped reading or sending.
+    """The queue is full, a quota is used up, or the client has stopped reading or sending.
 
     reason  UPPER_SNAKE_CASE constant for programs to compare
+    about   more for programs, by name
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -91,11 +92,50 @@ class ResourceExhausted(PagodaError):
         retry_after_s: float | None = None,
         queue_depth: int | None = None,
         reason: str = "QUEUE_FULL",
+        **about: str,
     ) -> None:
-        metadata = {} if queue_depth is None else {"queue_depth": str(queue_depth)}
+        metadata = about if queue_depth is None else about | {"queue_depth": str(queue_depth)}
         info = error_details_pb2.ErrorInfo(reason=reason, domain=ERROR_DOMAIN, metadata=metadata)
         super().__init__(message, info, retry_after_s=retry_after_s)
         self.queue_depth = queue_depth
+
+
+class QuotaExceeded(ResourceExhausted):
+    """The tenant has used up one of its quotas.
+
+    quota  its name in the tenants file
+    limit  its value there
+    why    how the request exceeds it
+
+    Without `retry_after_s`, waiting does not help.
+    """
+
+    def __init__(self, quota: str, limit: int, why: str, retry_after_s: float | None = None) -> None:
+        message = f"the tenant's quota {quota} is {limit}: {why}"
+        super().__init__(message, retry_after_s=retry_after_s, reason="QUOTA_EXCEEDED", quota=quota, limit=str(limit))
+
+
+class Unauthenticated(PagodaError):
+    """The call carries no valid token."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+    def __init__(self) -> None:
+        super().__init__("authorization: a valid bearer token is required")
+
+
+class PermissionDenied(PagodaError):
+    """The caller's token lacks a right.
+
+    what   what needs the right, such as "this call"
+    right  its name in the tenants file
+    """
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+    def __init__(self, what: str, right: str) -> None:
+        info = error_details_pb2.ErrorInfo(reason="RIGHT_MISSING", domain=ERROR_DOMAIN, metadata={"right": right})
+        super().__init__(f"{what} needs the right {right}, which the token does not have", info)
 
 
 class DeadlineExceeded(PagodaError):

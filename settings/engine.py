@@ -92,6 +92,12 @@ class EngineSettings(CommonSettings):
         "others int8. auto takes int4 or int8 on a CPU that is fast at it, else none.",
         panel=ENGINE_MODEL,
     )
+    deterministic: bool = setting(
+        False,
+        "Compute the same logits for a request, bit by bit, whatever runs beside it and however its prompt is cut, "
+        "cached or computed again. Slower.",
+        panel=ENGINE_MODEL,
+    )
     max_model_len: int | None = setting(
         None,
         "Longest sequence: prompt and output together.",

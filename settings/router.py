@@ -114,7 +114,14 @@ class RouterSettings(CommonSettings):
     )  # fmt: skip
     auth_token_file: str | None = setting(
         None,
-        "File with the token that every call must carry. Without it, $PAGODA_AUTH_TOKEN counts if it is set.",
+        "File with one token that every call must carry. Without it and --tenants-file, $PAGODA_AUTH_TOKEN counts if "
+        "it is set.",
+        panel=EXPOSURE, is_private=True,
+    )  # fmt: skip
+    tenants_file: str | None = setting(
+        None,
+        "TOML file of tenants: the hashes of their tokens, their rights and quotas. It is read again when it changes. "
+        "Takes the place of --auth-token-file.",
         panel=EXPOSURE, is_private=True,
     )  # fmt: skip
     tls_cert: str | None = setting(

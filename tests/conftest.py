@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -45,13 +46,15 @@ def _triton_language_is_patched_once_a_launch() -> Iterator[None]:
         return
     interpreter = importlib.import_module("triton.runtime.interpreter")
     patch_language, scope_type = interpreter._patch_lang, interpreter._LangPatchScope
+    # It patches the modules that a function knows; those of Triton's own functions know another.
+    all_modules = SimpleNamespace(__globals__={"tl": interpreter.tl, "core": interpreter.tl.core})
     is_patched = False
 
-    def patch_once(fn: object) -> Any:
+    def patch_once(_: object) -> Any:
         nonlocal is_patched
         if is_patched:
             return scope_type()
-        scope = patch_language(fn)
+        scope = patch_language(all_modules)
         restore = scope.restore
 
         def restored() -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -33,6 +33,7 @@ from pagoda_server.kernels.triton.inputs import LLAMA_1B, LLAMA_8B, ModelShape
 from pagoda_server.settings.engine import EngineConfig
 
 PART = "decode step"
+PREFILL = "prefill tok/s"
 SKIPPED, MEASURED = 8, 32  # steps per batch size
 GROWTH = 512  # tokens by which a context may grow while others are computed and the first batch is measured
 MAX_TOKENS = 16 * GROWTH  # no sequence may end before all batches are measured
@@ -41,6 +42,7 @@ POLL_S = 0.002
 LONGEST_WAIT_S = 100.0
 PROFILED_S = 0.1  # of decode steps
 TIMED_SHARE = 0.6  # of the time limit, after which no further context is begun: the breakdown comes after all timings
+DETERMINISTIC_KV_GB = 7.0  # two models of 8 billion parameters and their caches fit on a card of 80 GB
 EIGHT_B_BAR, ONE_B_BAR = Bar(fraction=0.8), Bar(fraction=0.65)
 
 
@@ -110,23 +112,7 @@ def rows(bench: Bench, shape: ModelShape) -> Iterator[Row]:
         shape, every = TINY, [Series(24, (3, 1)), Series(40, (2,))]
     else:
         every = [Series(1024, (256, 128, 32, 1)), Series(8192, (128, 32, 1))]
-    logging.getLogger("pagoda.engine").setLevel(logging.ERROR)
-    with TemporaryDirectory() as folder:
-        write_model(Path(folder), shape, max_positions=max(series.context for series in every) + MAX_TOKENS)
-        config = EngineConfig(
-            folder,
-            device=bench.device.type,  # type: ignore[arg-type]
-            dtype="bfloat16",
-            quantization="none",
-            max_num_seqs=max(every[0].batches),
-            token_budget=64 if bench.is_small else TOKEN_BUDGET,
-            kv_cache_gb=0.01 if bench.is_small else None,
-            prefix_caching=False,
-        )
-        # One thread loads and serves, as in the engine: CUDA's libraries keep handles and memory for each thread.
-        thread = ThreadPoolExecutor(1, "engine")
-        runner = WatchedRunner(thread.submit(load_runner, config, Path(folder), no_progress).result())
-    model = _Model(runner, config, shape, thread, itertools.count())
+    model = _load(bench, shape, every)
     for series in every:
         if time.monotonic() - started > TIMED_SHARE * bench.limit_s:
             yield Row(PART, f"{shape.name}, context {series.context}", error="no time left")
@@ -137,6 +123,46 @@ def rows(bench: Bench, shape: ModelShape) -> Iterator[Row]:
         yield from _breakdowns(Series(every[0].context, (min(128, max(every[0].batches)), 1)), model, bench)
     except Exception as failure:  # the profiler may be forbidden
         yield failed("step by kernel", shape.name, failure)
+
+
+def deterministic_rows(bench: Bench, shape: ModelShape) -> Iterator[Row]:
+    """Yield the time of decode steps with --deterministic, beside those without it, and the ratio for prompts."""
+    shape, series = (TINY, Series(24, (2,))) if bench.is_small else (shape, Series(1024, (32, 1)))
+    found = [
+        list(_measure(series, _load(bench, shape, [series], deterministic, DETERMINISTIC_KV_GB), bench))
+        for deterministic in (False, True)
+    ]
+    for default, row in zip(*found, strict=True):
+        figures = dict(row.figures)
+        if default.time_us and row.time_us:
+            figures["÷ default"] = row.time_us / default.time_us
+        if PREFILL in figures:
+            figures["prefill time ÷ default"] = default.figures[PREFILL] / figures[PREFILL]
+        others = {} if default.time_us is None else {"default": default.time_us}
+        yield replace(row, part="deterministic", bar="", met=None, others=others, figures=figures)
+
+
+def _load(
+    bench: Bench, shape: ModelShape, every: list[Series], deterministic: bool = False, kv_cache_gb: float | None = None
+) -> _Model:
+    logging.getLogger("pagoda.engine").setLevel(logging.ERROR)
+    with TemporaryDirectory() as folder:
+        write_model(Path(folder), shape, max_positions=max(series.context for series in every) + MAX_TOKENS)
+        config = EngineConfig(
+            folder,
+            device=bench.device.type,  # type: ignore[arg-type]
+            dtype="bfloat16",
+            quantization="none",
+            deterministic=deterministic,
+            max_num_seqs=max(every[0].batches),
+            token_budget=64 if bench.is_small else TOKEN_BUDGET,
+            kv_cache_gb=0.01 if bench.is_small else kv_cache_gb,
+            prefix_caching=False,
+        )
+        # One thread loads and serves, as in the engine: CUDA's libraries keep handles and memory for each thread.
+        thread = ThreadPoolExecutor(1, "engine")
+        runner = WatchedRunner(thread.submit(load_runner, config, Path(folder), no_progress).result())
+    return _Model(runner, config, shape, thread, itertools.count())
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +230,7 @@ def _measure(series: Series, model: _Model, bench: Bench) -> Iterator[Row]:
             kv_tokens = sum(seq.num_tokens for seq in sequences[:batch]) - batch * measured // 2
             row = _row(_case(model.shape, batch, series.context), batch, kv_tokens, steps, model, bench)
             if at == 0:
-                row.figures["prefill tok/s"] = batch * series.context / (steps[0].ended - started)
+                row.figures[PREFILL] = batch * series.context / (steps[0].ended - started)
             yield row
 
 

@@ -63,19 +63,38 @@ def prompt_ms(runner: ModelRunner) -> float:
     return median(next(steps(runner, 1, PROMPT + 1, 1))[1] for _ in range(PROMPTS))
 
 
-def main(threads: Annotated[int, typer.Option(min=1)] = torch.get_num_threads()) -> None:
+def times_ms(quantization: Quantization, threads: int, *, deterministic: bool) -> tuple[str, list[float]]:
+    """The name of the kernels, and the medians of every kind of step."""
+    config = EngineConfig(
+        str(resolve(DEFAULT_MODEL)),
+        dtype="bfloat16",
+        device="cpu",
+        quantization=quantization,
+        threads=threads,
+        deterministic=deterministic,
+    )
+    runner = ModelRunner(config)
+    return runner.info.kernels, [*(decode_ms(runner, size) for size in SIZES), prompt_ms(runner)]
+
+
+def main(
+    threads: Annotated[int, typer.Option(min=1)] = torch.get_num_threads(),
+    deterministic: Annotated[
+        bool, typer.Option(help="Measure --deterministic too, and its throughput divided by that without it.")
+    ] = False,
+) -> None:
     """Measure milliseconds per step, medians, for each quantization."""
     table = Table(title=f"Milliseconds per step, {threads} threads")
     for heading in ("kernels", *(f"{size} decodes" for size in SIZES), f"{PROMPT} prompt tokens"):
         table.add_column(heading, justify="right")
     for quantization in QUANTIZATIONS:
-        config = EngineConfig(
-            str(resolve(DEFAULT_MODEL)), dtype="bfloat16", device="cpu", quantization=quantization, threads=threads
-        )
-        runner = ModelRunner(config)
-        times = [*(decode_ms(runner, size) for size in SIZES), prompt_ms(runner)]
-        table.add_row(runner.info.kernels, *(f"{ms:.1f}" for ms in times))
-        del runner
+        kernels, without = times_ms(quantization, threads, deterministic=False)
+        table.add_row(kernels, *(f"{ms:.1f}" for ms in without))
+        if deterministic:
+            kernels, within = times_ms(quantization, threads, deterministic=True)
+            table.add_row(kernels, *(f"{ms:.1f}" for ms in within))
+            ratios = (f"{before / after:.2f}" for before, after in zip(without, within, strict=True))
+            table.add_row("throughput, with ÷ without", *ratios, end_section=True)
     Console().print(table)
 
 

@@ -10,6 +10,7 @@ from pagoda_server import installed_version
 from pagoda_server.cli.chat import chat
 from pagoda_server.cli.generate import generate
 from pagoda_server.cli.inspect import health, models, status
+from pagoda_server.cli.token import token
 from pagoda_server.cli.trace import trace
 from pagoda_server.settings import ServeConfig
 from pagoda_server.settings.command_line import command
@@ -52,6 +53,7 @@ app.command()(models)
 app.command()(status)
 app.command()(trace)
 app.command()(health)
+app.command()(token)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from pagoda_server.cli.terminal import (
     DEFAULT_ADDRESS,
     Address,
     MaxTokens,
+    Tenant,
     Tls,
     TlsCa,
     Token,
@@ -40,6 +41,7 @@ def chat(
     sampling: GenerateOptions,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     max_tokens: MaxTokens = None,
+    tenant: Tenant = None,
     address: Address = DEFAULT_ADDRESS,
     token: Token = None,
     tls: Tls = False,
@@ -55,7 +57,7 @@ def chat(
         "max_tokens": max_tokens,
     }
     console = Console()
-    connection = partial(connect, address, token, tls, tls_ca)
+    connection = partial(connect, address, token, tls, tls_ca, tenant=tenant)
 
     async def model_name() -> str:
         async with connection() as client:

@@ -104,7 +104,9 @@ def load_tables(load: control_pb2.Load) -> Group:
     """The server's load, then each engine's."""
     from rich.console import Group
 
-    rows = {"requests": f"{load.requests} admitted, {load.reserved_tokens} tokens reserved"}
+    rows = {"requests": f"{load.requests} admitted"}
+    if load.reserved_tokens:
+        rows["requests"] += f", {load.reserved_tokens} tokens reserved"
     if any(tenant.name for tenant in load.tenants):
         rows["tenants"] = _tenants(load)
     tables: list[RenderableType] = [_table(rows)]
@@ -116,8 +118,10 @@ def load_tables(load: control_pb2.Load) -> Group:
 
 
 def _load_rows(load: control_pb2.EngineLoad) -> dict[str, str]:
-    rows = {
-        "sequences": f"{load.running} running, {load.waiting} waiting",
+    rows = {"sequences": f"{load.running} running, {load.waiting} waiting"}
+    if not load.blocks_total:  # the server tells no more to a token that may not observe
+        return rows
+    rows |= {
         "KV blocks": f"{load.blocks_referenced} in use, {load.blocks_evictable} cached, {load.blocks_free} free "
         f"of {load.blocks_total}; {100 * load.kv_waste:.1f} % of the slots in use hold no token",
         "last step": f"{load.step_sequences} sequences, {load.step_tokens} tokens, {1e3 * load.step_s:.1f} ms",

@@ -161,7 +161,7 @@ class _Reader:
     def _with_ids(self) -> Iterator[tuple[trace_pb2.TracedStep, Sequence[int]]]:
         ids: Sequence[int] = ()
         for step in self._steps:
-            ids = step.sequences or ids
+            ids = step.sequences if self._first.is_partial else step.sequences or ids
             yield step, ids
 
     def _read_step(self, at: int, step: trace_pb2.TracedStep, ids: Sequence[int]) -> Step:

@@ -39,8 +39,8 @@ Sketch: TypeAlias = tuple[
 ]
 # from, until, what was planned
 Step: TypeAlias = tuple[float, float, Sketch]
-# at, kind, id, request id, arrived, prompt length, tokens, computed tokens
-Move: TypeAlias = tuple[float, MoveKind, int, str, float, int, int, int]
+# at, kind, id, request id, arrived, prompt length, tokens, computed tokens, tenant
+Move: TypeAlias = tuple[float, MoveKind, int, str, float, int, int, int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +160,7 @@ def _move(seq: Sequence, kind: MoveKind, at: float, num_computed: int) -> Move:
         seq.request.prompt_len,
         len(seq.tokens),
         num_computed,
+        seq.request.tenant,
     )
 
 

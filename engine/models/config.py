@@ -162,7 +162,7 @@ class ModelConfig:
         """
         activation = file.text("hidden_act", "silu")
         if activation != "silu":
-            raise ConfigError(f"config.json: hidden_act {activation!r} is not supported; only 'silu' is")
+            raise ConfigError(f"config.json: hidden_act {shown(activation)} is not supported; only 'silu' is")
         if file.number("partial_rotary_factor", 1.0) != 1.0:
             raise ConfigError("config.json: partial_rotary_factor is not supported; heads are rotated whole")
         num_layers, hidden_size = file.size("num_hidden_layers"), file.size("hidden_size")

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pagoda_server.checkpoints.folder import read_json_object
+from pagoda_server.checkpoints.folder import quoted, read_json_object
 from pagoda_server.checkpoints.grouped_weights import GROUP_SIZE, MINIMUMS, SCALES, VALUES, quantized_names
 from pagoda_server.checkpoints.progress import Progress, no_progress
 from pagoda_server.engine.core.errors import ConfigError
@@ -24,6 +24,15 @@ from pagoda_server.kernels import Backend, Int4Weight, Linear
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 INITIALIZER_RANGE = 0.02  # of random weights, as in transformers
+# The safetensors format's names of what can be converted to a weight.
+FORMATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 VALUES_AT_ONCE = 1 << 20  # dequantized at a time: until the rows are in their place, a value takes some 12 bytes
 
 Weight = Tensor | Int4Weight
@@ -57,24 +66,22 @@ class Checkpoint:
         self.in_4_bits = frozenset(quantized_names(self._files))
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype of a tensor; bfloat16 for one in 4 bits. Raises ConfigError if there is no such tensor."""
+        """The dtype of a tensor; bfloat16 for one in 4 bits. Raises ConfigError as `fill` does."""
         if name in self.in_4_bits:
             return torch.bfloat16
         with self._opened(name) as file:
-            dtype: torch.dtype = file.get_slice(name)[:0].dtype
-        return dtype
+            return _format(file, name)
 
     def fill(self, place: Weight, name: str) -> None:
         """Converts a tensor to the dtype and device of `place`.
 
-        Raises ConfigError if there is no such tensor, or if it has another shape.
+        Raises ConfigError if there is no such tensor, or if it has another shape or a format that is not supported.
         """
         is_in_4_bits = name in self.in_4_bits
         parts = [name + part for part in (VALUES, SCALES, MINIMUMS)] if is_in_4_bits else [name]
         # The file is opened for each tensor, because what was read of a mapped file stays resident until it is closed.
         with self._opened(*parts) as file:
-            stored = [file.get_tensor(part) for part in parts]
-            weight = Int4Weight(*stored) if is_in_4_bits else stored[0]
+            weight = _int4(name, [file.get_tensor(part) for part in parts]) if is_in_4_bits else _whole(file, name)
             if list(weight.shape) != list(place.shape):
                 shapes = (
                     f"shape {list(weight.shape)} in {self._index.name}, but config.json makes it {list(place.shape)}"
@@ -170,6 +177,26 @@ class Weights:
         return place
 
 
+def _format(file: Any, name: str) -> torch.dtype:
+    stored = file.get_slice(name).get_dtype()
+    if stored not in FORMATS:
+        raise ConfigError(f"tensor {name} is stored as {stored}; supported: {', '.join(FORMATS)}")
+    return FORMATS[stored]
+
+
+def _whole(file: Any, name: str) -> Tensor:
+    _format(file, name)
+    tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+def _int4(name: str, parts: list[Tensor]) -> Int4Weight:
+    try:
+        return Int4Weight.of_parts(*parts)
+    except ValueError as error:
+        raise ConfigError(f"tensor {name} is in 4 bits, but {error}") from None
+
+
 def _copy(weight: Weight, place: Weight) -> None:
     if isinstance(weight, Tensor):
         assert isinstance(place, Tensor)
@@ -204,4 +231,4 @@ def _opened(path: Path) -> Iterator[Any]:
     except FileNotFoundError:
         raise ConfigError(f"the model folder has no {path.name}: {path.parent}") from None
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
+        raise ConfigError(f"{path} is not a readable safetensors file: {quoted(error)}") from None

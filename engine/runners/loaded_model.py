@@ -93,7 +93,9 @@ def load_for_serving(
     dtype = choose_dtype(config.dtype, folder)
     model = read_config(folder)
     longest = longest_trained(model.max_position_embeddings, config.max_model_len)
-    ops = load_backend(backend or choose_backend(device, dtype, config.quantization, model.has_int4_weights))
+    ops = load_backend(
+        backend or choose_backend(device, dtype, config.quantization, model.has_int4_weights, config.deterministic)
+    )
     with enough_memory("the weights", "--quantization"):
         loaded = load_model(folder, ops, device, dtype, progress)
         if ops.looks_up_rotations:
@@ -145,25 +147,37 @@ def choose_dtype(name: str, folder: Path) -> torch.dtype:
 
 
 def choose_backend(
-    device: torch.device, dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization,
+    has_int4_weights: bool = False,
+    is_deterministic: bool = False,
 ) -> str:
-    """The name of the fastest kernel backend. Raises ConfigError if none computes with these settings."""
+    """The name of the fastest kernel backend. Raises ConfigError if none computes with these settings.
+
+    is_deterministic  only a backend whose `is_deterministic` holds
+    """
     if device.type == "cpu":
-        return _choose_cpu_backend(dtype, quantization, has_int4_weights)
+        choose = _choose_deterministic_cpu_backend if is_deterministic else _choose_cpu_backend
+        return choose(dtype, quantization, has_int4_weights)
     if quantization == "fp8":
         check_fp8("--quantization", device)
     if quantization == "int4":
         raise ConfigError(f"--quantization int4: there are kernels for it on a CPU only, not on {device}")
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(f"--device {device} needs Triton: pip install 'pagoda[gpu]'")
-    return "triton" if quantization in ("auto", "none") else f"triton-{quantization}"
+    weights = "" if quantization in ("auto", "none") else f"-{quantization}"
+    return f"triton{weights}-deterministic" if is_deterministic else f"triton{weights}"
 
 
-def _choose_cpu_backend(dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool) -> str:
+def _choose_cpu_backend(
+    dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool, may_use_amx: bool = True
+) -> str:
+    uses_amx = may_use_amx and has_native_int8_weight()
     if quantization == "fp8":
         check_fp8("--quantization", torch.device("cpu"))
     if quantization == "auto":
-        quantization = _best_quantization(dtype, has_int4_weights)
+        quantization = _best_quantization(dtype, has_int4_weights, uses_amx)
     if quantization in ("int8", "int4"):
         if dtype == torch.float16:
             raise ConfigError(f"--quantization {quantization}: activations can be bfloat16 or float32, not float16")
@@ -175,14 +189,24 @@ def _choose_cpu_backend(dtype: torch.dtype, quantization: Quantization, has_int4
                 "--quantization int4: the checkpoint has no weights in 4 bits, as GGUF's Q4_0 and Q4_1 are"
             )
         return "native-int4"
-    if quantization == "int8":
-        return _int8_backend()
+    if quantization == "int8":  # activations stay in bfloat16 if products of bfloat16 are as fast as those of int8
+        return "native-int8-weight" if uses_amx else "native-int8"
     if not has_native():
         return "cpu"
     return "native-whole" if prefers_whole_native() else "native"
 
 
-def _best_quantization(dtype: torch.dtype, has_int4_weights: bool) -> Quantization:
+def _choose_deterministic_cpu_backend(dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool) -> str:
+    if dtype == torch.float16:
+        raise ConfigError("--deterministic: the model can be in bfloat16 or float32, not in float16")
+    if not has_native():
+        raise ConfigError("--deterministic needs Pagoda installed where there is a C++ compiler")
+    chosen = _choose_cpu_backend(dtype, quantization, has_int4_weights, may_use_amx=False)
+    # The order of oneDNN's sums is not ours to choose.
+    return "native-whole-deterministic" if chosen == "native" else f"{chosen}-deterministic"
+
+
+def _best_quantization(dtype: torch.dtype, has_int4_weights: bool, uses_amx: bool) -> Quantization:
     """What `auto` means on a CPU: the fastest choice, as measured in docs/performance.md.
 
     Weights in 4 bits are used as the checkpoint holds them, so they lose less than they would in int8. With AMX,
@@ -190,12 +214,7 @@ def _best_quantization(dtype: torch.dtype, has_int4_weights: bool) -> Quantizati
     """
     if dtype != torch.bfloat16 or not has_native() or instruction_set() == "generic":
         return "none"
-    return "int4" if has_int4_weights and not has_native_int8_weight() else "int8"
-
-
-def _int8_backend() -> str:
-    """Activations stay in bfloat16 if products of bfloat16 are as fast as those of int8."""
-    return "native-int8-weight" if has_native_int8_weight() else "native-int8"
+    return "int4" if has_int4_weights and not uses_amx else "int8"
 
 
 def check_fp8(flag: str, device: torch.device) -> None:

@@ -302,7 +302,7 @@ def _traced_steps(steps: list[Step]) -> Iterator[trace_pb2.TracedStep]:
 
 
 def _traced_move(move: Move) -> trace_pb2.TracedMove:
-    at, kind, id, request_id, arrived, prompt_len, num_tokens, num_computed = move
+    at, kind, id, request_id, arrived, prompt_len, num_tokens, num_computed, tenant = move
     return trace_pb2.TracedMove(
         at_s=at,
         kind=_MOVE_KINDS[kind],
@@ -312,4 +312,5 @@ def _traced_move(move: Move) -> trace_pb2.TracedMove:
         prompt_tokens=prompt_len,
         tokens=num_tokens,
         computed_tokens=num_computed,
+        tenant=tenant,
     )

@@ -1,7 +1,8 @@
 // Attention of a step, which reads the pages of the KV cache in place: its parts, and how threads share them. No include
 // guard: each instruction set compiles its own copy.
 
-constexpr int64_t SPLIT = 256;  // the most tokens that are attended together
+constexpr int64_t SPLIT = 256;             // the most tokens that are attended together
+constexpr int64_t PARTIAL_ROOM = 4 << 20;  // floats of partial results at a time, unless one sequence needs more
 
 // The offset in the pages, in elements, of each of a run of tokens: found once, used for the keys and values of every head.
 // Access through it takes the same time for any block size.
@@ -36,32 +37,45 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     constexpr int64_t HEAD_DIM = V * LANES;
     int64_t group = args.num_heads / args.num_kv_heads;
     static std::vector<AttentionPart> decodes, prefills;  // one op runs at a time; decodes include chunks of few queries
+    static std::vector<size_t> merged;                    // the first part of each sequence that has several in `decodes`
     static std::vector<float> partial;
-    decodes.clear();
     prefills.clear();
     auto queries_of = [&](int32_t seq) { return args.query_start[seq + 1] - args.query_start[seq]; };
+    for (int32_t seq = 0; seq < args.num_seqs; seq++) {
+        int32_t num_queries = queries_of(seq), tile = static_cast<int32_t>(std::max<int64_t>(1, ROW_TILE / group));
+        if (num_queries <= FEW_QUERIES) continue;
+        for (int32_t first = 0; first < num_queries; first += tile)
+            prefills.push_back({seq, first, std::min(first + tile, num_queries), -1});
+    }
     // Partial results: [num_kv_heads, queries * group, head_dim], then the greatest score and the total of each row.
     auto split_size = [&](int32_t seq) { return queries_of(seq) * args.num_heads * (HEAD_DIM + 2); };
+    // Collects the parts of sequences from `seq` on, as far as there is room for partial results, and of one at least.
+    // Returns the first sequence that is left.
     int64_t partial_size = 0;
-    for (int32_t seq = 0; seq < args.num_seqs; seq++) {
-        int32_t num_queries = queries_of(seq), end = args.context_len[seq];
-        if (num_queries <= FEW_QUERIES) {
+    auto collect_decodes = [&](int32_t seq) {
+        decodes.clear();
+        merged.clear();
+        partial_size = 0;
+        for (; seq < args.num_seqs; seq++) {
+            int32_t num_queries = queries_of(seq), end = args.context_len[seq];
+            if (num_queries > FEW_QUERIES) continue;
             int32_t window = static_cast<int32_t>(args.sliding_window);
             int32_t begin = window ? std::max(0, end - num_queries + 1 - window) : 0;
-            bool is_whole = begin / SPLIT == (end - 1) / SPLIT;
+            int64_t num_splits = begin < end ? (end - 1) / SPLIT - begin / SPLIT + 1 : 0;
+            if (num_splits > 1) {
+                if (partial_size > 0 && partial_size + num_splits * split_size(seq) > PARTIAL_ROOM) break;
+                merged.push_back(decodes.size());
+            }
             while (begin < end) {
                 int32_t next = static_cast<int32_t>(std::min<int64_t>(end, (begin / SPLIT + 1) * SPLIT));
-                decodes.push_back({seq, begin, next, is_whole ? -1 : partial_size});
-                if (!is_whole) partial_size += split_size(seq);
+                decodes.push_back({seq, begin, next, num_splits > 1 ? partial_size : -1});
+                if (num_splits > 1) partial_size += split_size(seq);
                 begin = next;
             }
-        } else {
-            int32_t tile = static_cast<int32_t>(std::max<int64_t>(1, ROW_TILE / group));
-            for (int32_t first = 0; first < num_queries; first += tile)
-                prefills.push_back({seq, first, std::min(first + tile, num_queries), -1});
         }
-    }
-    partial.resize(std::max<size_t>(partial.size(), partial_size));
+        partial.resize(std::max<size_t>(partial.size(), partial_size));
+        return seq;
+    };
 
     float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM));
     int64_t stride = args.num_kv_heads * HEAD_DIM;
@@ -101,14 +115,18 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
                             out + first_row * HEAD_DIM);
         }
     };
+    int64_t num_decodes = 0, run_length = 0, heads_a_part = 0;
     // With enough work, a thread takes a run of parts with all their heads, and prefetches the next part while it computes
     // one. The first of a run is not prefetched, so runs are long: two a thread, in case another process takes a core.
-    int64_t num_decodes = static_cast<int64_t>(decodes.size());
-    bool is_plenty = num_decodes >= 4 * pool.size();
-    int64_t run_length = is_plenty ? std::max<int64_t>(2, ceil_div(num_decodes, 2 * pool.size())) : 1;
-    int64_t heads_a_part = is_plenty ? args.num_kv_heads : 1;
-    int64_t head_parts = args.num_kv_heads / heads_a_part, decode_runs = ceil_div(num_decodes, run_length) * head_parts;
+    auto share_decodes = [&] {
+        num_decodes = static_cast<int64_t>(decodes.size());
+        bool is_plenty = num_decodes >= 4 * pool.size();
+        run_length = is_plenty ? std::max<int64_t>(2, ceil_div(num_decodes, 2 * pool.size())) : 1;
+        heads_a_part = is_plenty ? args.num_kv_heads : 1;
+        return ceil_div(num_decodes, run_length) * (args.num_kv_heads / heads_a_part);
+    };
     auto decode_run = [&](int64_t number) {
+        int64_t head_parts = args.num_kv_heads / heads_a_part;
         int64_t first_head = number % head_parts * heads_a_part, at = number / head_parts * run_length;
         int64_t end = std::min(num_decodes, at + run_length);
         TokenOffsets splits[2];
@@ -135,28 +153,18 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
         TileRows rows{args, part.seq, kv_head * group + head, std::min(ROW_TILE, group - head), part.first, part.last};
         attend_tile<V>(rows, all_keys + kv_head * HEAD_DIM, all_values + kv_head * HEAD_DIM);
     };
-    int64_t prefill_parts = static_cast<int64_t>(prefills.size()) * args.num_kv_heads * head_tiles;
-    pool.run(static_cast<int>(prefill_parts + decode_runs), [&](int number) {
-        if (number < prefill_parts)
-            prefill(number);
-        else
-            decode_run(number - prefill_parts);
-    });
-    if (partial_size == 0) return;
-
-    for (size_t at = 0, next; at < decodes.size(); at = next) {  // too little work to share among threads
-        next = at + 1;
-        if (decodes[at].split < 0) continue;
-        int32_t seq = decodes[at].seq;
-        while (next < decodes.size() && decodes[next].seq == seq) next++;
+    auto merge = [&](size_t first) {
+        size_t end = first + 1;
+        int32_t seq = decodes[first].seq;
+        while (end < decodes.size() && decodes[end].seq == seq) end++;
         int64_t rows = queries_of(seq) * group, all_rows = rows * args.num_kv_heads;
         for (int64_t row = 0; row < all_rows; row++) {
             auto split = [&](size_t i) { return partial.data() + decodes[i].split; };
             int64_t top_at = all_rows * HEAD_DIM + row, total_at = top_at + all_rows;
             float top = -INFINITY, total = 0;
-            for (size_t i = at; i < next; i++) top = std::max(top, split(i)[top_at]);
+            for (size_t i = first; i < end; i++) top = std::max(top, split(i)[top_at]);
             Floats sums[V] = {};
-            for (size_t i = at; i < next; i++) {
+            for (size_t i = first; i < end; i++) {
                 float shrink = exponential_of_negative(broadcast(split(i)[top_at] - top))[0];
                 total += split(i)[total_at] * shrink;
                 for (int j = 0; j < V; j++) sums[j] += load(split(i) + row * HEAD_DIM + j * LANES) * shrink;
@@ -165,6 +173,24 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
             T* out = static_cast<T*>(args.out) + ((args.query_start[seq] + query) * args.num_heads + head) * HEAD_DIM;
             for (int j = 0; j < V; j++) store(out + j * LANES, sums[j] / total);
         }
+    };
+    int64_t prefill_parts = static_cast<int64_t>(prefills.size()) * args.num_kv_heads * head_tiles;
+    for (int32_t next = 0; next < args.num_seqs; prefill_parts = 0) {
+        next = collect_decodes(next);
+        int64_t decode_runs = share_decodes();
+        pool.run(static_cast<int>(prefill_parts + decode_runs), [&](int number) {
+            if (number < prefill_parts)
+                prefill(number);
+            else
+                decode_run(number - prefill_parts);
+        });
+        int64_t merges = static_cast<int64_t>(merged.size());
+        if (merges == 0) continue;
+        int64_t merges_a_part = rows_per_part(merges, ceil_div(partial_size, merges));
+        pool.run(static_cast<int>(ceil_div(merges, merges_a_part)), [&](int part) {
+            int64_t end = std::min(merges, (part + 1) * merges_a_part);
+            for (int64_t at = part * merges_a_part; at < end; at++) merge(merged[at]);
+        });
     }
 }
 

@@ -3,9 +3,7 @@
 // All rows (queries times the heads that share a KV head) are attended together while a split's keys are in the cache.
 // Contexts are split every SPLIT tokens and the parts merged, so that one long sequence keeps every core busy. The splits
 // depend only on the sequence, so its result is the same to the last bit in any batch, and a query's result is the same
-// in a chunk and alone.
-
-constexpr int64_t FEW_QUERIES = 6;  // with more, attention_prefill.h is faster
+// among others of its sequence, up to FEW_QUERIES, and alone.
 
 // The tokens of a split that a row sees: first to last (exclusive).
 struct Sight {

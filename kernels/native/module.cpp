@@ -350,5 +350,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, methods
 
 PyMODINIT_FUNC PyInit__native() {
     ops = usable_ops().front();
-    return PyModule_Create(&definition);
+    PyObject* module = PyModule_Create(&definition);
+    if (module) PyModule_AddIntConstant(module, "FEW_QUERIES", FEW_QUERIES);
+    return module;
 }

@@ -11,6 +11,10 @@ namespace pagoda {
 
 enum class Dtype { float32 = 0, bfloat16 = 1 };
 
+// Up to so many queries of a sequence are attended in the order of a decode's sums. With more, tiles of attention_prefill.h
+// are faster, whose sums have another order.
+constexpr int64_t FEW_QUERIES = 6;
+
 struct RopeArgs {
     const void* qkv;                // [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
     const float *cosines, *sines;   // [num_tokens, head_dim / 2]

@@ -34,16 +34,16 @@ void quantize_row(const Row& x, int64_t in, int64_t row, const QuantizedRows& to
         }
         float low = -greatest(negative_least), range = greatest(most) - low;
         float inverse = range > 0 ? 255.0f / range : 0.0f, scale = range / 255.0f + sum(poison);
-        Ints counted[2] = {};
+        Words counted[2] = {};  // which may overflow in a group that has no numbers
         for (int i = 0; i < VECTORS; i++) {
             Ints whole = (Ints)((part[i] - low) * inverse + MAGIC) - 0x4b400000;
-            counted[i / (VECTORS / 2)] += whole;
+            counted[i / (VECTORS / 2)] += (Words)whole;
             store_bytes(to.values + at * GROUP + i * LANES, whole ^ ACTIVATION_SHIFT);
         }
         to.scales[at] = scale;
         to.least[at] = low + static_cast<float>(ACTIVATION_SHIFT) * scale;
         for (int half = 0; half < 2 && to.halves; half++)
-            to.halves[2 * at + half] = scale * sum(to_floats(counted[half])) + static_cast<float>(GROUP / 2) * low;
+            to.halves[2 * at + half] = scale * sum(to_floats((Ints)counted[half])) + static_cast<float>(GROUP / 2) * low;
     }
 }
 

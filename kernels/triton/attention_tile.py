@@ -103,3 +103,48 @@ def attend_tile(
     values = load_tile(values_ptr, token, is_key, HEAD_DIM, DIM).to(DTYPE)
     attended = tl.dot(weights.to(DTYPE), values, attended * fade[:, None], input_precision="ieee")
     return attended, new_top, total
+
+
+@triton.jit
+def find_tile(tile, query_start_ptr, first_seq, num_seqs, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """A tile's sequence, counted from `first_seq`, its first token and its number of tokens, and the tile's first row.
+
+    A tile has ROWS rows of one sequence, queries times the GROUP heads of a KV head. A first row beyond the last one of
+    the sequence means that there is no such tile.
+    """
+    # Sequence i's tiles start at (query_start[i] - query_start[0]) * GROUP // ROWS + i, which leaves room for all.
+    origin = tl.load(query_start_ptr + first_seq)
+    seq = -1
+    for first in range(0, num_seqs, SEQS):
+        lane = first + tl.arange(0, SEQS)
+        query_start = tl.load(query_start_ptr + first_seq + lane, mask=lane < num_seqs, other=0)
+        is_past = (lane < num_seqs) & ((query_start - origin) * GROUP // ROWS + lane <= tile)
+        seq += tl.sum(is_past.to(tl.int32), axis=0)
+    first_token = tl.load(query_start_ptr + first_seq + seq)
+    num_tokens = tl.load(query_start_ptr + first_seq + seq + 1) - first_token
+    first_row = (tile - (first_token - origin) * GROUP // ROWS - seq) * ROWS
+    return seq, first_token, num_tokens, first_row
+
+
+@triton.jit
+def attend_keys(
+    start, end, q, position, first_position, last_position, table_ptr, kv_head, keys_ptr, values_ptr, key_scales_ptr,
+    value_scales_ptr, scale, attended, top, total, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """`attend_tile` to the keys from `start` on, of those before `end`, that each row sees.
+
+    position  [rows], of each row's query in its sequence, from `first_position` to `last_position`
+    """
+    key = start + tl.arange(0, TILE)
+    is_key = key < end
+    token = find_tokens(table_ptr, key, is_key, kv_head, BLOCK_SIZE, KV_HEADS)
+    scores = score_tile(q, token, is_key, keys_ptr, key_scales_ptr, HEAD_DIM, DIM)
+    if start + TILE > first_position + 1:
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    if WINDOW:  # noqa: SIM102  this condition is known at compile time, the other is not
+        if start <= last_position - WINDOW:
+            scores = tl.where(key[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
+    return attend_tile(
+        scores, attended, top, total, token, is_key, values_ptr, value_scales_ptr, scale, q.dtype, HEAD_DIM, DIM
+    )

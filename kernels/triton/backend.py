@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from pagoda_server.kernels.adjust_logits import adjust_logits
 from pagoda_server.kernels.backend import Backend
@@ -10,13 +11,18 @@ from pagoda_server.kernels.embedding import embedding
 from pagoda_server.kernels.rms_norm import add
 from pagoda_server.kernels.sample import sample
 from pagoda_server.kernels.triton.linear import gated_linear_triton, linear_triton
+from pagoda_server.kernels.triton.linear_fixed import Prepare, gated_linear_fixed_triton, linear_fixed_triton
 from pagoda_server.kernels.triton.linear_quantized import (
     gated_linear_fp8_weight_triton,
     gated_linear_int8_weight_triton,
     linear_fp8_weight_triton,
     linear_int8_weight_triton,
+    to_fp8,
+    to_int8,
 )
 from pagoda_server.kernels.triton.paged_attention import paged_attention_triton, plan_attention_triton
+from pagoda_server.kernels.triton.paged_fixed import paged_attention_fixed_triton
+from pagoda_server.kernels.triton.product import Weight
 from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
 from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
 from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
@@ -45,4 +51,27 @@ TRITON_FP8 = replace(
     TRITON, name="triton-fp8", linear=linear_fp8_weight_triton, gated_linear=gated_linear_fp8_weight_triton
 )
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TRITON, TRITON_INT8, TRITON_FP8)}
+
+def _deterministic(backend: Backend, prepare: Prepare) -> Backend:
+    """The backend with sums whose order no other row decides. All of its other ops compute each row by itself."""
+    return replace(
+        backend,
+        name=f"{backend.name}-deterministic",
+        linear=partial(linear_fixed_triton, prepare),
+        gated_linear=partial(gated_linear_fixed_triton, prepare),
+        paged_attention=paged_attention_fixed_triton,
+        is_deterministic=True,
+    )
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        TRITON,
+        TRITON_INT8,
+        TRITON_FP8,
+        _deterministic(TRITON, Weight),
+        _deterministic(TRITON_INT8, to_int8),
+        _deterministic(TRITON_FP8, to_fp8),
+    )
+}

@@ -22,6 +22,7 @@ from pagoda_server.kernels.triton.inputs import (
     random_pages,
     sampling_rows,
 )
+from pagoda_server.kernels.triton.linear_fixed import fixed_config as fixed_product
 from pagoda_server.kernels.triton.linear_quantized import (
     gated_linear_fp8_weight_triton,
     gated_linear_int8_weight_triton,
@@ -30,6 +31,7 @@ from pagoda_server.kernels.triton.linear_quantized import (
     linear_int8_weight_triton,
 )
 from pagoda_server.kernels.triton.paged_attention import paged_attention_triton
+from pagoda_server.kernels.triton.paged_fixed import attend_parts
 from pagoda_server.kernels.triton.product import Weight, multiply
 from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
 from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
@@ -63,6 +65,10 @@ def cases() -> list[Case]:
     found += split_cases(LLAMA_8B)
     found += attention_cases(LLAMA_8B, torch.float8_e4m3fn, None)
     found += attention_cases(LLAMA_8B, torch.bfloat16, sliding_window=512)
+    found += fixed_product_cases(LLAMA_8B)
+    for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        found += fixed_attention_cases(LLAMA_8B, torch.bfloat16, kv_dtype)
+    found += fixed_attention_cases(SMOLLM2, torch.float32, torch.float32)
     found += sampling_cases(LLAMA_8B.vocab_size)
     return found
 
@@ -121,6 +127,34 @@ def split_cases(model: ModelShape) -> Iterator[Case]:
     x, bias = _normal(1, in_size), _normal(out_size)
     config = replace(kernel_config(1, (out_size, in_size), META), splits=4)
     yield Case(f"{model.name} int8 weight, 4 splits", lambda: multiply(x, Weight(values, scales), bias, config))
+
+
+def fixed_product_cases(model: ModelShape) -> Iterator[Case]:
+    """Products with sums in a fixed order, added up by the programs themselves or by another launch."""
+    sizes = model.projections["down"]
+    for kind, dtype in (("bfloat16", torch.bfloat16), ("int8", torch.int8), ("float8", torch.float8_e4m3fn)):
+        weight = Weight(
+            torch.empty(sizes, dtype=dtype, device=META),
+            None if dtype is torch.bfloat16 else torch.empty(sizes[0], device=META),
+        )
+        for adds_up in (True, False):
+            name = f"{model.name} {kind} weight, fixed, {'one sum' if adds_up else 'split'}"
+            x = _normal(ROWS, sizes[1])
+            yield Case(name, partial(multiply, x, weight, None, fixed_product(sizes[1], 2), adds_up=adds_up))
+    x, whole = torch.empty(ROWS, sizes[1], device=META), Weight(torch.empty(sizes, device=META))
+    name = f"{model.name} float32 weight, fixed, one sum"
+    yield Case(name, partial(multiply, x, whole, None, fixed_product(sizes[1], 4), adds_up=True))
+
+
+def fixed_attention_cases(model: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> Iterator[Case]:
+    """Attention with sums in a fixed order, of decodes whose parts several programs share."""
+    pages = random_pages(model, ROWS, 1024, kv_dtype, META)
+    name = f"{model.name} {str(kv_dtype).removeprefix('torch.')} pages, fixed"
+    q = normal(ROWS, model.num_heads, model.head_dim, dtype=dtype, device=META)
+    plan = attention_plan(ROWS, 1024, 1, META)
+    call = partial(attend_parts, q, pages, plan, torch.empty_like(q), slice(0, ROWS), num_tokens=ROWS, num_shares=2)
+    # A head of 64 dimensions has fewer bytes for each thread of a warp.
+    yield Case(name, call, frozenset({"_merge_parts"}) if model.head_dim < 128 else frozenset())
 
 
 def sampling_cases(vocab: int) -> Iterator[Case]:

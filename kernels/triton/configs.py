@@ -37,6 +37,12 @@ def _capability(device: int) -> int:
     return int(triton.runtime.driver.active.get_current_target().arch)
 
 
+@cache
+def num_processors(device: torch.device) -> int:
+    """The number of processors; 1 without a GPU, since the interpreter runs programs one by one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def tuned(op: str, key: str, default: Config) -> Config:
     """Return the configuration of `op` for the shapes `key` on this GPU, or `default` if the table has none.
 

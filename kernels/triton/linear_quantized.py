@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pagoda_server.kernels.linear import Linear
 from pagoda_server.kernels.linear_quantized import quantize_to_fp8, quantize_to_int8
+from pagoda_server.kernels.triton.configs import num_processors
 from pagoda_server.kernels.triton.linear import GatedLinear
 from pagoda_server.kernels.triton.linear_dequantized import multiply_dequantized
 from pagoda_server.kernels.triton.product import NO_KERNEL, Config, Weight, choose, multiply
@@ -62,7 +63,7 @@ def kernel_config(rows: int, sizes: tuple[int, int], device: torch.device) -> Co
     else:
         tile = Config(rows=128, outputs=128, inputs=64, splits=1, num_warps=8, num_stages=3)
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outputs)
-    wanted = PROGRAMS_PER_PROCESSOR * _processors(device) // programs
+    wanted = PROGRAMS_PER_PROCESSOR * num_processors(device) // programs
     splits = min(wanted, in_size // tile.inputs // FEWEST_TILES, MOST_SPLITS)
     return replace(tile, splits=max(splits, 1))
 
@@ -71,35 +72,36 @@ def default_gated_config(rows: int, sizes: tuple[int, int], device: torch.device
     return default_config(rows, sizes, device) if rows <= FUSED_ROWS else NO_KERNEL
 
 
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def linear_int8_weight_triton(weight: Tensor, bias: Tensor | None) -> Linear:
     """`linear_int8_weight`, multiplied in the activations' dtype."""
-    return _Linear("linear_int8_weight", Weight(*quantize_to_int8(weight)), bias)
+    return _Linear("linear_int8_weight", to_int8(weight), bias)
 
 
 def gated_linear_int8_weight_triton(weight: Tensor, bias: Tensor | None) -> Linear:
     """`gated_linear_int8_weight`, multiplied in the activations' dtype."""
-    return _gated("linear_int8_weight", Weight(*quantize_to_int8(weight)), bias)
+    return _gated("linear_int8_weight", to_int8(weight), bias)
 
 
 def linear_fp8_weight_triton(weight: Tensor, bias: Tensor | None) -> Linear:
     """`linear_fp8_weight`, multiplied in the activations' dtype. Raises ValueError on a GPU without float8."""
-    return _Linear("linear_fp8_weight", _to_fp8(weight), bias)
+    return _Linear("linear_fp8_weight", to_fp8(weight), bias)
 
 
 def gated_linear_fp8_weight_triton(weight: Tensor, bias: Tensor | None) -> Linear:
     """`gated_linear_fp8_weight`, like `linear_fp8_weight_triton`."""
-    return _gated("linear_fp8_weight", _to_fp8(weight), bias)
+    return _gated("linear_fp8_weight", to_fp8(weight), bias)
 
 
 def _gated(op: str, weight: Weight, bias: Tensor | None) -> Linear:
     return GatedLinear(f"gated_{op}", _Linear(op, weight, bias), weight, bias, default_gated_config)
 
 
-def _to_fp8(weight: Tensor) -> Weight:
+def to_int8(weight: Tensor) -> Weight:
+    return Weight(*quantize_to_int8(weight))
+
+
+def to_fp8(weight: Tensor) -> Weight:
+    """Raises ValueError on a GPU without float8."""
     if weight.is_cuda and (capability := torch.cuda.get_device_capability(weight.device)) < FP8_CAPABILITY:
         raise ValueError(
             "--quantization fp8 needs a GPU of compute capability 8.9 or higher; this one has "

@@ -19,7 +19,6 @@ results are reproducible to the last bit, and sets the counter back to 0 for the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -37,7 +36,7 @@ from pagoda_server.kernels.triton.attention_tile import (
     table_row,
     tile_dim,
 )
-from pagoda_server.kernels.triton.configs import IS_INTERPRETED, tuned
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED, num_processors, tuned
 from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
 
 ROWS_LIMIT = 64  # query heads of a tile; a KV head shared by more has several tiles
@@ -84,7 +83,7 @@ def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor
     config = tuned("paged_decode", key, default_config(dim, q.dtype.itemsize))
     rows = min(max(triton.next_power_of_2(group), 16), ROWS_LIMIT)
     head_tiles = kv.num_kv_heads * triton.cdiv(group, rows)
-    num_shares = triton.cdiv(config.items_per_sm * _num_sms(q.device), head_tiles)
+    num_shares = triton.cdiv(config.items_per_sm * num_processors(q.device), head_tiles)
     num_items = num_seqs + num_shares  # an upper bound: each sequence has at most one part that is not full
     partial = torch.empty(num_items, num_heads, head_dim, dtype=torch.float32, device=q.device)
     log_sums = torch.empty(num_items, num_heads, dtype=torch.float32, device=q.device)
@@ -125,12 +124,6 @@ def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor
         num_stages=config.num_stages,
         **dependent_launch(),
     )
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    """The number of processors; 1 without a GPU, since the interpreter runs programs one by one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit

@@ -15,11 +15,9 @@ from torch import Tensor
 from pagoda_server.kernels.paged import AttentionPlan, PagedKV
 from pagoda_server.kernels.triton.attention_tile import (
     METADATA,
-    SEQS,
-    attend_tile,
-    find_tokens,
+    attend_keys,
+    find_tile,
     score_scale,
-    score_tile,
     table_row,
     tile_dim,
 )
@@ -129,17 +127,7 @@ def _attend_chunks(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
 
-    # Sequence i's tiles start at (query_start[i] - query_start[0]) * GROUP // ROWS + i, which leaves room for all.
-    origin = tl.load(query_start_ptr + first_seq)
-    seq = -1
-    for first in range(0, num_seqs, SEQS):
-        lane = first + tl.arange(0, SEQS)
-        query_start = tl.load(query_start_ptr + first_seq + lane, mask=lane < num_seqs, other=0)
-        is_past = (lane < num_seqs) & ((query_start - origin) * GROUP // ROWS + lane <= tile)
-        seq += tl.sum(is_past.to(tl.int32), axis=0)
-    first_token = tl.load(query_start_ptr + first_seq + seq)
-    num_tokens = tl.load(query_start_ptr + first_seq + seq + 1) - first_token
-    first_row = (tile - (first_token - origin) * GROUP // ROWS - seq) * ROWS
+    seq, first_token, num_tokens, first_row = find_tile(tile, query_start_ptr, first_seq, num_seqs, GROUP, ROWS)
     if first_row >= num_tokens * GROUP:
         return
     context = tl.load(context_len_ptr + first_seq + seq)
@@ -168,18 +156,11 @@ def _attend_chunks(
     total = tl.zeros([ROWS], dtype=tl.float32)
     # One loop that tests whether to mask: with several loops, ptxas would not let products overlap.
     for start in range(begin, end, TILE):
-        key = start + tl.arange(0, TILE)
-        is_key = key < end
-        token = find_tokens(table_ptr, key, is_key, kv_head, BLOCK_SIZE, KV_HEADS)
-        scores = score_tile(q, token, is_key, keys_ptr, key_scales_ptr, HEAD_DIM, DIM)
-        if start + TILE > first_position + 1:
-            scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-        if WINDOW:  # noqa: SIM102  this condition is known at compile time, the other is not
-            if start <= last_position - WINDOW:
-                scores = tl.where(key[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
-        attended, top, total = attend_tile(
-            scores, attended, top, total, token, is_key, values_ptr, value_scales_ptr, scale, q.dtype, HEAD_DIM, DIM
-        )
+        attended, top, total = attend_keys(
+            start, end, q, position, first_position, last_position, table_ptr, kv_head, keys_ptr, values_ptr,
+            key_scales_ptr, value_scales_ptr, scale, attended, top, total, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, WINDOW,
+            TILE,
+        )  # fmt: skip
     attended = attended / tl.where(context > 0, total, 1.0)[:, None]
     places = out_ptr + query[:, None] * HEAD_DIM + dim[None, :]
     tl.store(places, attended.to(out_ptr.dtype.element_ty), mask=inside)

@@ -84,12 +84,15 @@ def _choose(
     return tuned(op, key, default(rows, sizes, device))
 
 
-def multiply(x: Tensor, weight: Weight, bias: Tensor | None, config: Config, *, is_gated: bool = False) -> Tensor:
+def multiply(
+    x: Tensor, weight: Weight, bias: Tensor | None, config: Config, *, is_gated: bool = False, adds_up: bool = False
+) -> Tensor:
     """x · weightᵀ + bias, accumulated in float32.
 
-    x       [rows, in]; if gated [rows, 2 * in], to which `silu_and_mul` is applied first
-    bias    [out], x's dtype, or None
-    return  [rows, out], x's dtype
+    x        [rows, in]; if gated [rows, 2 * in], to which `silu_and_mul` is applied first
+    bias     [out], x's dtype, or None
+    adds_up  each program computes all splits and adds them up, in the order in which another launch would
+    return   [rows, out], x's dtype
     """
     out_size, in_size = weight.sizes
     rows = len(x)
@@ -99,12 +102,13 @@ def multiply(x: Tensor, weight: Weight, bias: Tensor | None, config: Config, *, 
     tiles = triton.cdiv(in_size, config.inputs)
     tiles_per_split = triton.cdiv(tiles, config.splits)
     splits = triton.cdiv(tiles, tiles_per_split)
-    sums = out if splits == 1 else torch.empty(splits, rows, out_size, dtype=torch.float32, device=x.device)
-    _multiply[(triton.cdiv(rows, config.rows), triton.cdiv(out_size, config.outputs), splits)](
+    programs = 1 if adds_up else splits
+    sums = out if programs == 1 else torch.empty(splits, rows, out_size, dtype=torch.float32, device=x.device)
+    _multiply[(triton.cdiv(rows, config.rows), triton.cdiv(out_size, config.outputs), programs)](
         x.contiguous(),
         weight.values,
         weight.scales,
-        bias if splits == 1 else None,
+        bias if programs == 1 else None,
         sums,
         rows,
         out_size,
@@ -113,6 +117,7 @@ def multiply(x: Tensor, weight: Weight, bias: Tensor | None, config: Config, *, 
         ROWS=config.rows,
         OUTPUTS=config.outputs,
         INPUTS=config.inputs,
+        SPLITS=splits // programs,
         IS_EVEN=in_size % config.inputs == 0,
         IS_GATED=is_gated,
         UPCAST=IS_INTERPRETED,
@@ -120,7 +125,7 @@ def multiply(x: Tensor, weight: Weight, bias: Tensor | None, config: Config, *, 
         num_stages=config.num_stages,
         **dependent_launch(),
     )
-    if splits > 1:
+    if programs > 1:
         _add_up[(rows, triton.cdiv(out_size, REDUCED))](
             sums, bias, out, rows, out_size, SPLITS=splits, BLOCK=REDUCED, num_warps=4, **dependent_launch()
         )
@@ -141,12 +146,13 @@ def _multiply(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_GATED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write sums [splits, rows, out]. Rows vary fastest, so that programs share a tile of the weight in the cache."""
+    """Write sums [splits / SPLITS, rows, out]. Rows vary fastest: programs share a tile of the weight in the cache."""
     split = tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -154,38 +160,41 @@ def _multiply(
     read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
     read_output = tl.minimum(output, out_size - 1).to(tl.int64)
     x_width = 2 * in_size if IS_GATED else in_size
-    first = split * tiles_per_split * INPUTS
-    last = tl.minimum(first + tiles_per_split * INPUTS, in_size)
-    sums = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     if scales_ptr is not None:
         scale = tl.load(scales_ptr + read_output)[:, None]
     if PDL:
-        _prefetch(weight_ptr + read_output[:, None] * in_size, first, in_size)
+        _prefetch(weight_ptr + read_output[:, None] * in_size, split * SPLITS * tiles_per_split * INPUTS, in_size)
     await_previous(PDL)
-    for start in range(first, last, INPUTS):
-        inputs = start + tl.arange(0, INPUTS)
-        weight_places = weight_ptr + read_output[:, None] * in_size + inputs[None, :]
-        x_places = x_ptr + read_row[:, None] * x_width + inputs[None, :]
-        weight = _load(weight_places, inputs, in_size, IS_EVEN)
-        x = _load(x_places, inputs, in_size, IS_EVEN)
-        if IS_GATED:
-            up = _load(x_places + in_size, inputs, in_size, IS_EVEN)
-            x = gate(x.to(tl.float32), up.to(tl.float32)).to(x_ptr.dtype.element_ty)
-        if UPCAST:
-            weight, x = weight.to(tl.float32), x.to(tl.float32)
-        else:
-            weight = weight.to(x.dtype)
-        if scales_ptr is not None:
-            # Scaling here waits for the product. Without that, Triton 3.6 widens the next weights into registers that a
-            # running product still reads (triton-lang/triton#9433).
-            sums += tl.dot(weight, tl.trans(x), input_precision="ieee") * scale
-        else:
-            sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+    total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+    for number in range(SPLITS):
+        first = (split * SPLITS + number) * tiles_per_split * INPUTS
+        last = tl.minimum(first + tiles_per_split * INPUTS, in_size)
+        sums = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+        for start in range(first, last, INPUTS):
+            inputs = start + tl.arange(0, INPUTS)
+            weight_places = weight_ptr + read_output[:, None] * in_size + inputs[None, :]
+            x_places = x_ptr + read_row[:, None] * x_width + inputs[None, :]
+            weight = _load(weight_places, inputs, in_size, IS_EVEN)
+            x = _load(x_places, inputs, in_size, IS_EVEN)
+            if IS_GATED:
+                up = _load(x_places + in_size, inputs, in_size, IS_EVEN)
+                x = gate(x.to(tl.float32), up.to(tl.float32)).to(x_ptr.dtype.element_ty)
+            if UPCAST:
+                weight, x = weight.to(tl.float32), x.to(tl.float32)
+            else:
+                weight = weight.to(x.dtype)
+            if scales_ptr is not None:
+                # Scaling here waits for the product. Without that, Triton 3.6 widens the next weights into registers
+                # that a running product still reads (triton-lang/triton#9433).
+                sums += tl.dot(weight, tl.trans(x), input_precision="ieee") * scale
+            else:
+                sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+        total = total + sums if SPLITS > 1 else sums
     if bias_ptr is not None:
-        sums += tl.load(bias_ptr + read_output).to(tl.float32)[:, None]
+        total += tl.load(bias_ptr + read_output).to(tl.float32)[:, None]
     place = sums_ptr + (split.to(tl.int64) * num_rows + row[None, :]) * out_size + output[:, None]
     inside = (row < num_rows)[None, :] & (output < out_size)[:, None]
-    tl.store(place, sums.to(sums_ptr.dtype.element_ty), mask=inside)
+    tl.store(place, total.to(sums_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -1,9 +1,8 @@
-"""What happens to every call before and after its handler: the token, an early refusal, its message, its status."""
+"""What happens to every call before and after its handler: its caller, an early refusal, its message, its status."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
@@ -13,9 +12,17 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection_pb2
 
-from pagoda_server.router.errors import InvalidArgument, PagodaError, ResourceExhausted, Status, to_status
+from pagoda_server.router.errors import (
+    PagodaError,
+    QuotaExceeded,
+    ResourceExhausted,
+    Status,
+    Unauthenticated,
+    to_status,
+)
+from pagoda_server.router.process.identity import Identities
+from pagoda_server.router.request.caller import Right, set_caller
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
-from pagoda_server.router.request.validation import tenant_of
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]"
@@ -25,51 +32,52 @@ Refusal: TypeAlias = "Callable[[str], PagodaError | None]"
 GRPC_LOGGER = "grpc._cython.cygrpc"
 HEALTH = "/grpc.health."
 _GUARDED = ("/pagoda.", HEALTH)
+_NEEDED = {  # rights, by method; Abort and what Control tells depend on the request
+    "/pagoda.v1.Admin/Drain": Right.ADMIN,
+    "/pagoda.v1.Admin/FlushCache": Right.ADMIN,
+}
 
 
 class CallGuard(grpc.aio.ServerInterceptor):
     """Guards every call of a server.
 
-    messages  reads the messages of methods whose requests are not streams
-    token     the bearer token that calls must carry; None: none. Health checks need none: they reveal nothing
-    refusals  by method: why a tenant's call would be refused now, before anything of it is read
+    messages    reads the messages of methods whose requests are not streams
+    identities  whose the calls are. Health checks are anyone's: they reveal nothing
+    refusals    by method: why a tenant's call would be refused now, before anything of it is read
 
     A call that raised ends with the exception's gRPC status. CancelledError passes, because gRPC needs it.
     """
 
-    def __init__(
-        self, messages: Messages, token: str | None = None, refusals: dict[str, Refusal] | None = None
-    ) -> None:
+    def __init__(self, messages: Messages, identities: Identities, refusals: dict[str, Refusal] | None = None) -> None:
         self._messages = messages
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._identities = identities
         self._refusals = refusals or {}
         self._guarded: dict[str, Handler] = {}
-        details = "authorization: a valid bearer token is required"
-        self._unauthenticated = refusing(Status(grpc.StatusCode.UNAUTHENTICATED, details, ()))
+        self._unauthenticated = refusing(to_status(Unauthenticated()))
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
         method = details.method
-        if self._expected is not None and not self._is_authenticated(details):
-            return self._unauthenticated
-        if (refusal := self._refusals.get(method)) is not None:
+        if not method.startswith(HEALTH):
             try:
-                error = refusal(tenant_of(details.invocation_metadata))
-            except InvalidArgument as wrong_name:
-                return refusing(to_status(wrong_name))
-            if error is not None:
-                kind = type(error)
-                return _refusing_like(kind, error.message, error.retry_after_s, error.queue_depth)  # type: ignore[arg-type]
+                caller = self._identities.caller_of(details.invocation_metadata)
+                if (right := _NEEDED.get(method)) is not None:
+                    caller.require(right)
+            except Unauthenticated:
+                return self._unauthenticated
+            except PagodaError as error:
+                return refusing(to_status(error))
+            set_caller(caller)
+            if (refusal := self._refusals.get(method)) is not None and (why := refusal(caller.tenant)) is not None:
+                if isinstance(why, QuotaExceeded):
+                    return refusing(to_status(why))
+                kind = type(why)
+                return _refusing_like(kind, why.message, why.retry_after_s, why.queue_depth)  # type: ignore[arg-type]
         if (guarded := self._guarded.get(method)) is not None:
             return guarded
         handler = await continuation(details)
         if handler is not None:  # None: there is no such method, and its name must not stay here
             handler = self._guarded[method] = self._guard(handler, method)
         return handler
-
-    def _is_authenticated(self, details: grpc.HandlerCallDetails) -> bool:
-        given = next((value for key, value in details.invocation_metadata if key == "authorization"), "")
-        given_bytes = given.encode() if isinstance(given, str) else given
-        return details.method.startswith(HEALTH) or hmac.compare_digest(given_bytes, self._expected or b"")
 
     def _guard(self, handler: Handler, method: str) -> Handler:
         if not method.startswith(_GUARDED):

@@ -15,7 +15,9 @@ from pagoda_server import installed_version
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel
 from pagoda_server.router.errors import InvalidArgument, Unavailable
 from pagoda_server.router.process.load_feed import MAX_TRACES, LoadFeed, Places
+from pagoda_server.router.process.own_view import seen_info, seen_load, seen_trace
 from pagoda_server.router.request.admission import Admission, LiveRequests
+from pagoda_server.router.request.caller import Right, caller
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.validation import sampling_from
 from pagoda_server.router.request.wire import MAX_FIELDS
@@ -101,7 +103,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.ServerInfo:
         limits = self._limits()
         restarts = self._engine_restarts()
-        return control_pb2.ServerInfo(
+        info = control_pb2.ServerInfo(
             version=installed_version(),
             model=self._model,
             state=self._state.state,
@@ -121,6 +123,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             uptime_s=time.monotonic() - self._started,
             settings=self._settings | {"max_queued_tokens": str(self._admission.max_tokens)},
         )
+        return seen_info(info)
 
     async def ListModels(
         self,
@@ -153,7 +156,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         request: control_pb2.GetLoadRequest,
         context: grpc.aio.ServicerContext[control_pb2.GetLoadRequest, control_pb2.Load],
     ) -> control_pb2.Load:
-        return self.load()
+        return seen_load(self.load())
 
     async def WatchLoad(
         self,
@@ -173,7 +176,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         with self._traces:
             for at, channel in enumerate(self._dispatcher.channels):
                 if channel.is_ready:
-                    for part in await channel.trace(request.last_s if request.HasField("last_s") else None):
+                    parts = await channel.trace(request.last_s if request.HasField("last_s") else None)
+                    async for part in seen_trace(parts):
                         part.engine = at
                         await context.write(part)
 
@@ -207,7 +211,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.AbortRequest,
         context: grpc.aio.ServicerContext[admin_pb2.AbortRequest, admin_pb2.AbortResponse],
     ) -> admin_pb2.AbortResponse:
-        self._live.abort(request.request_id)
+        self._live.abort(tenant_to_abort_for(request), request.request_id)
         return admin_pb2.AbortResponse()
 
     async def Drain(
@@ -230,6 +234,14 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
     async def start_draining(self) -> None:
         await self._state.drain()
+
+
+def tenant_to_abort_for(request: admin_pb2.AbortRequest) -> str:
+    """Whose request an Abort call means. Raises PermissionDenied."""
+    if not request.HasField("tenant") or request.tenant == caller().tenant:
+        return caller().tenant
+    caller().require(Right.ADMIN, "tenant: to abort another tenant's request")
+    return request.tenant
 
 
 def add_tenants(load: control_pb2.Load, engines: Iterable[engine_pb2.Tenants]) -> None:

@@ -91,14 +91,16 @@ def check_exposure(config: ServeConfig) -> None:
     """Raise ConfigError if other hosts can reach the address and neither TLS nor a token protects it."""
     if bool(config.tls_cert) != bool(config.tls_key):
         raise ConfigError("--tls-cert and --tls-key must be given together")
-    is_guarded = config.tls_cert is not None or auth_token(config) is not None
+    if config.auth_token_file is not None and config.tenants_file is not None:
+        raise ConfigError("--auth-token-file and --tenants-file cannot be given together")
+    is_guarded = config.tls_cert is not None or config.tenants_file is not None or auth_token(config) is not None
     if not (is_local(config.listen) or is_guarded or config.allow_insecure):
         raise ConfigError(
             f"--listen {config.listen} is reachable from other hosts: give --tls-cert and --tls-key, "
-            "or --auth-token-file, or --allow-insecure if the network itself is protected"
+            "--auth-token-file or --tenants-file, or --allow-insecure if the network itself is protected"
         )
     if not (is_local(config.listen) or config.tls_cert or config.allow_insecure):
-        log.warning("--listen %s: without --tls-cert and --tls-key the token travels in the clear", config.listen)
+        log.warning("--listen %s: without --tls-cert and --tls-key tokens travel in the clear", config.listen)
 
 
 def bind(server: grpc.aio.Server, config: ServeConfig) -> GrpcPort:

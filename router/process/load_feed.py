@@ -13,6 +13,7 @@ import grpc
 
 from pagoda.v1 import control_pb2
 from pagoda_server.router.errors import ResourceExhausted
+from pagoda_server.router.process.own_view import seen_load
 from pagoda_server.router.request.fields import check_number
 
 MAX_WATCHERS = 256
@@ -61,7 +62,8 @@ class LoadFeed:
         interval_s = watch_interval_s(request)
         with self._watchers:
             while True:
-                await context.write(await self._latest())  # a slow reader gets none meanwhile, and the latest then
+                load = await self._latest()
+                await context.write(seen_load(load))  # a slow reader gets none meanwhile, and the latest then
                 await asyncio.sleep(max(interval_s, self._watchers.taken / MAX_WRITES_A_SECOND))
 
     async def _latest(self) -> Load:

@@ -32,6 +32,7 @@ from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, Wron
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.process.calls import GRPC_LOGGER, CallGuard, is_worth_logging
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
+from pagoda_server.router.process.identity import Identities, Tenants, TenantsFile, read_tenants, wait_for_tenants
 from pagoda_server.router.process.listen import (
     auth_token,
     bind,
@@ -51,6 +52,7 @@ from pagoda_server.router.process.workers import ParentLink, WorkerConfig, Worke
 from pagoda_server.router.request.admission import Admission, LiveRequests
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
+from pagoda_server.router.request.quotas import Quotas
 from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.text.tokenizer import Tokenizer
 from pagoda_server.settings import EXIT_CONFIG, RouterSettings, ServeConfig, SettingError
@@ -83,6 +85,8 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
     def run() -> None:
         config.check_engine_is_ours()
         check_exposure(config)
+        if config.tenants_file:
+            read_tenants(Path(config.tenants_file), config.workers)  # fail before a model is fetched
         model = find_model(config.model, progress or PrintedProgress())
         named = replace(config, served_model_name=config.served_model_name or model.name)
         if config.workers > 1:
@@ -98,6 +102,8 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
     folder = Path(config.folder)
 
     def run() -> None:
+        if config.serve.tenants_file:
+            wait_for_tenants(Path(config.serve.tenants_file), config.serve.workers)
         _run(Router(config.serve, folder, Tokenizer(folder), parent, config.sockets, config.spawned))
 
     return _exit_code_of(run, config.serve)
@@ -162,6 +168,11 @@ class Router:
         self._group: RouterGroup | None = None  # set if several routers share the port
         self._live = LiveRequests()
         self._admission = Admission(config.max_requests, config.max_queued_tokens or (1 << 62) // config.workers)
+        self._quotas = Quotas(config.workers)
+        self._identities = Identities({}) if config.tenants_file else Identities.of_one_token(auth_token(config))
+        self._tenants: TenantsFile | None = None
+        if config.tenants_file:
+            self._tenants = TenantsFile(Path(config.tenants_file), config.workers, self._adopt_tenants)
         self._has_served = False  # an engine has been ready
         self._stop = asyncio.Event()
         self._failure: Exception | None = None
@@ -169,6 +180,8 @@ class Router:
     async def run(self) -> None:
         """Serve until told to stop. Raises ConfigError, ChildFailedError."""
         self._stop_on_signals()
+        if self._tenants:
+            self._tenants.load()
         with contextlib.ExitStack() as stack:
             stack.callback(self._tokenizer.close)
             addresses = self._engine_addresses(stack)
@@ -189,6 +202,8 @@ class Router:
             parts: list[Callable[[], Awaitable[None]]] = [channel.run for channel in channels]
             if self._supervisor:
                 parts.append(self._supervisor.run)
+            if self._tenants:
+                parts.append(self._tenants.follow)
             async with self._running(parts):
                 await self._stop.wait()
                 if self._failure is None:
@@ -226,6 +241,7 @@ class Router:
             tokenizer=self._tokenizer,
             limits=limits,
             admission=self._admission,
+            quotas=self._quotas,
             messages=messages,
             dispatcher=self._dispatcher,
             live=self._live,
@@ -243,7 +259,7 @@ class Router:
             settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
         )
         admin = AdminServicer(dispatcher=self._dispatcher, live=self._live, state=self._state)
-        guard = CallGuard(messages, auth_token(config), {f"/{SERVICE}/Generate": self._inference.refusal})
+        guard = CallGuard(messages, self._identities, {f"/{SERVICE}/Generate": self._inference.refusal})
         server = grpc.aio.server(options=server_options(bool(self._sockets), max_bytes), interceptors=[guard])
         inference = grpc.method_handlers_generic_handler(SERVICE, self._inference.handlers())
         server.add_generic_rpc_handlers((inference,))
@@ -269,6 +285,10 @@ class Router:
         await server.start()
         print(f"listening on {self._port.address}", flush=True)
         return server
+
+    def _adopt_tenants(self, tenants: Tenants) -> None:
+        self._identities.tokens = tenants.tokens
+        self._quotas.replace(tenants.quotas)
 
     async def _join(self, control: ControlServicer, admin: AdminServicer) -> RouterGroup:
         """Join the routers that share the port: answer for all of them, and drain if they are draining."""

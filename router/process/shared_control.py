@@ -15,9 +15,11 @@ import grpc
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, trace_pb2
 from pagoda_server.router.errors import NotFound
 from pagoda_server.router.process.calls import CallGuard
-from pagoda_server.router.process.control import AdminServicer, ControlServicer
+from pagoda_server.router.process.control import AdminServicer, ControlServicer, tenant_to_abort_for
+from pagoda_server.router.process.identity import Identities
 from pagoda_server.router.process.listen import server_options
 from pagoda_server.router.process.load_feed import LoadFeed
+from pagoda_server.router.process.own_view import seen_load
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
 
 ASK_TIMEOUT_S = 2.0
@@ -40,7 +42,7 @@ class RouterGroup:
         """
         self._socket = sockets[0]
         self._others = sockets[1:]
-        guard = CallGuard(Messages(SMALL_BYTES, ASK_TIMEOUT_S))
+        guard = CallGuard(Messages(SMALL_BYTES, ASK_TIMEOUT_S), Identities())  # only routers reach this socket
         self._private = grpc.aio.server(options=server_options(False, SMALL_BYTES), interceptors=[guard])
         control_pb2_grpc.add_ControlServicer_to_server(control, self._private)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._private)
@@ -116,7 +118,7 @@ class SharedControl(control_pb2_grpc.ControlServicer):
         request: control_pb2.GetLoadRequest,
         context: grpc.aio.ServicerContext[control_pb2.GetLoadRequest, control_pb2.Load],
     ) -> control_pb2.Load:
-        return await self._load()
+        return seen_load(await self._load())
 
     async def WatchLoad(
         self,
@@ -152,6 +154,7 @@ class SharedAdmin(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.AbortRequest, admin_pb2.AbortResponse],
     ) -> admin_pb2.AbortResponse:
         """Abort the request on every router: several hold one if a client used its id twice."""
+        request = admin_pb2.AbortRequest(request_id=request.request_id, tenant=tenant_to_abort_for(request))
         ended = await self._group.ask_admin(lambda stub: stub.Abort(request, timeout=ASK_TIMEOUT_S))
         try:
             return await self._own.Abort(request, context)

@@ -191,14 +191,14 @@ class Admission:
         return reservation.tokens if shares is self._tokens else 1
 
     def _full(self, shares: Shares[Reservation], tenant: str, amount: int) -> ResourceExhausted:
-        what = "requests are admitted" if shares is self._places else "tokens are reserved"
+        # How many tokens are reserved in all would tell a tenant how long the prompts of others are.
         if shares.total + amount <= shares.most:
-            held = shares.held_by(tenant)
-            why = f"{shares.total} {what}, {held} of them for this tenant; what is left is for others"
-        elif shares is self._places or shares.total >= shares.most:
-            why = f"{shares.total} {what}, the limit is {shares.most}"
+            told = f"{shares.total} requests are admitted" if shares is self._places else "tokens are reserved"
+            why = f"{told}, {shares.held_by(tenant)} of them for this tenant; what is left is for others"
+        elif shares is self._places:
+            why = f"{shares.total} requests are admitted, the limit is {shares.most}"
         else:
-            why = f"{shares.total} {what}, {amount} more exceed the limit of {shares.most}"
+            why = f"there is no room for {amount} more tokens, the limit is {shares.most}"
         return self._refused(f"the queue is full: {why}")
 
     def _refused(self, message: str, reason: str = "QUEUE_FULL") -> ResourceExhausted:
@@ -231,40 +231,40 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """The live requests of this router, by id."""
+    """The live requests of this router, by tenant and id: one tenant's ids say nothing of another's."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, LiveRequest] = {}
+        self._requests: dict[tuple[str, str], LiveRequest] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request_id: str) -> LiveRequest:
+    def add(self, tenant: str, request_id: str) -> LiveRequest:
         """Register a request. Raises AlreadyExists."""
-        if request_id in self._requests:
+        if (tenant, request_id) in self._requests:
             raise AlreadyExists("request_id: a live request has this id")
         self._idle.clear()
-        live = self._requests[request_id] = LiveRequest()
+        live = self._requests[tenant, request_id] = LiveRequest()
         return live
 
-    def remove(self, request_id: str) -> None:
-        del self._requests[request_id]
+    def remove(self, tenant: str, request_id: str) -> None:
+        del self._requests[tenant, request_id]
         if not self._requests:
             self._idle.set()
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, tenant: str, request_id: str) -> None:
         """End a request; its stream finishes as CANCELLED. Raises NotFound."""
-        if (live := self._requests.get(request_id)) is None:
+        if (live := self._requests.get((tenant, request_id))) is None:
             raise NotFound("request_id: no live request has this id")
         live.is_aborted = True
         if live.stream:
             live.stream.abort()
 
     def abort_all(self) -> None:
-        for request_id in list(self._requests):
-            self.abort(request_id)
+        for tenant, request_id in list(self._requests):
+            self.abort(tenant, request_id)
 
     async def wait_idle(self) -> None:
         await self._idle.wait()

@@ -16,13 +16,14 @@ from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, tim
 from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument, PagodaError, Unavailable
 from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests, Reservation
 from pagoda_server.router.request.beam_search import BeamSearchStream
+from pagoda_server.router.request.caller import caller
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.output import ClientWriter, GenerateContext, SequenceOutput, write_records
+from pagoda_server.router.request.quotas import Quotas, Spending
 from pagoda_server.router.request.receiving import Messages, Received
 from pagoda_server.router.request.validation import (
     GenerateParams,
     check_prompt,
-    tenant_of,
     to_submit,
     validate_detokenize,
     validate_generate,
@@ -46,6 +47,7 @@ class InferenceServicer:
         tokenizer: Tokenizer,
         limits: Limits,
         admission: Admission,
+        quotas: Quotas,
         messages: Messages,
         dispatcher: Dispatcher,
         live: LiveRequests,
@@ -55,6 +57,7 @@ class InferenceServicer:
         self._model = model
         self._tokenizer = tokenizer
         self._admission = admission
+        self._quotas = quotas
         self._conversions = Admission(MAX_CONVERSIONS, max_tokens=1)
         self._messages = messages
         self._dispatcher = dispatcher
@@ -82,13 +85,17 @@ class InferenceServicer:
         """Why a tenant's Generate call would be refused now, whatever it asks for."""
         if not self._dispatcher.ready:
             return Unavailable("the engine is loading or being restarted")
-        return self._admission.refusal(tenant)
+        return self._admission.refusal(tenant) or self._quotas.refusal(tenant)
 
     async def _generate(self, _: object, context: GenerateContext) -> None:
         received = time.monotonic()
-        tenant = tenant_of(context.invocation_metadata())
+        asker = caller()
         self._dispatcher.pick()  # fail before anything is read if no engine is ready
-        with self._admission.reserve(tenant) as reservation, await self._messages.read(context) as message:
+        with (
+            self._admission.reserve(asker.tenant) as reservation,
+            self._quotas.enter(asker.tenant) as spending,
+            await self._messages.read(context) as message,
+        ):
             params = await message.parsed(
                 inference_pb2.GenerateRequest,
                 self.limits,
@@ -97,18 +104,19 @@ class InferenceServicer:
             if self._admission.is_draining:  # since this call was admitted
                 raise Unavailable("the server is draining")
             reservation.grow(params.num_sequences * (params.max_tokens or 1))
-            live = self._live.add(params.request_id)
+            live = self._live.add(asker.tenant, params.request_id)
             try:
                 prompt = await self._tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
                 max_tokens = check_prompt(params, len(prompt), self.limits)
                 reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
+                spending.reserve(len(prompt) + params.num_sequences * max_tokens)
                 remaining_s = context.time_remaining()
                 if remaining_s is not None and remaining_s <= 0:
                     raise DeadlineExceeded("the deadline passed before the request was scheduled")
-                submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, remaining_s, tenant)
-                await self._stream(submit, params, live, reservation, message, context, received)
+                submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, remaining_s, asker)
+                await self._stream(submit, params, live, reservation, spending, message, context, received)
             finally:
-                self._live.remove(params.request_id)
+                self._live.remove(asker.tenant, params.request_id)
 
     async def _stream(
         self,
@@ -116,14 +124,21 @@ class InferenceServicer:
         params: GenerateParams,
         live: LiveRequest,
         reservation: Reservation,
+        spending: Spending,
         message: Received,
         context: GenerateContext,
         received: float,
     ) -> None:
         engine = self._dispatcher.pick()
+        call: GenerateCall | None = None
+
+        def starts() -> None:
+            reservation.starts()
+            spending.used = len(submit.prompt)
+
         # Before all else, so that the engine can start.
         submitted = partial(BeamSearchStream, engine) if params.is_search else engine.submit
-        stream = live.stream = submitted(submit, reservation.starts)
+        stream = live.stream = submitted(submit, starts)
         try:
             if live.is_aborted:  # during tokenization
                 stream.abort()
@@ -135,10 +150,16 @@ class InferenceServicer:
                 await call.run(stream, submit.prompt if params.has_prompt else ())
         finally:
             stream.close()
+            if call is not None:
+                spending.used += call.num_computed
 
     async def _tokenize(self, _: object, context: Context) -> bytes:
-        tenant = tenant_of(context.invocation_metadata())
-        with self._conversions.reserve(tenant) as reservation, await self._messages.read(context) as message:
+        tenant = caller().tenant
+        with (
+            self._conversions.reserve(tenant) as reservation,
+            self._quotas.enter(tenant),
+            await self._messages.read(context) as message,
+        ):
             params = await message.parsed(
                 inference_pb2.TokenizeRequest,
                 self.limits,
@@ -152,8 +173,12 @@ class InferenceServicer:
             return await self._messages.run(lambda: _serialized(ids), 4 * len(ids))
 
     async def _detokenize(self, _: object, context: Context) -> inference_pb2.DetokenizeResponse:
-        tenant = tenant_of(context.invocation_metadata())
-        with self._conversions.reserve(tenant) as reservation, await self._messages.read(context) as message:
+        tenant = caller().tenant
+        with (
+            self._conversions.reserve(tenant) as reservation,
+            self._quotas.enter(tenant),
+            await self._messages.read(context) as message,
+        ):
             ids, keeps_special_tokens = await message.parsed(
                 inference_pb2.DetokenizeRequest,
                 self.limits,
@@ -203,11 +228,17 @@ class GenerateCall:
             for index in range(params.n)
         ]
         self._unfinished = params.n
+        self._num_beams = params.num_sequences if params.is_search else 0
         self._response = inference_pb2.GenerateResponse(request_id=params.request_id)  # reused
 
     @property
     def num_tokens(self) -> int:
         return sum(output.num_tokens for output in self._outputs)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens computed for the output so far, those of beams that are not returned included."""
+        return self._num_beams * max(output.num_tokens for output in self._outputs) or self.num_tokens
 
     async def _write_prompt(self, ids: Sequence[int]) -> None:
         response = inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt={})

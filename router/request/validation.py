@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument, NotFound, Unimplemented
 from pagoda_server.router.request.beam_search import check_beam_search, check_stop_ids, check_stopping
+from pagoda_server.router.request.caller import ANYONE, Caller
 from pagoda_server.router.request.chat import chat_from
 from pagoda_server.router.request.fields import (
     Limits,
@@ -23,10 +24,9 @@ from pagoda_server.router.request.fields import (
 )
 from pagoda_server.router.text.chat_template import Chat, Message
 from pagoda_server.router.text.tokenizer import Prompt
-from pagoda_server.settings.request import MAX_SLO_S, MAX_TENANT_LENGTH, TENANT_NAME
+from pagoda_server.settings.request import MAX_SLO_S
 from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
 
-TENANT_KEY = "x-pagoda-tenant"
 _PROMPT_FIELDS = {"prompt": "prompt", "message": "message", "chat": "chat", "token_ids": "token_ids.ids"}
 
 
@@ -153,13 +153,13 @@ def to_submit(
     max_tokens: int,
     eos_token_ids: Collection[int],
     timeout_s: float | None = None,
-    tenant: str = "",
+    caller: Caller = ANYONE,
 ) -> engine_pb2.Submit:
     """Convert a request for the engine; the channel numbers its sequences.
 
     max_tokens  as `check_prompt` resolved it
     timeout_s   counts from now; None: no deadline
-    tenant      as `tenant_of` found it
+    caller      for whom it is
 
     Raises InvalidArgument if too many ids end a sequence for a beam search.
     """
@@ -173,10 +173,10 @@ def to_submit(
         min_tokens=params.min_tokens,
         stop_token_ids=sorted(stop_ids),
         logprobs=params.logprobs,
-        cache=inference_pb2.Cache(salt=params.cache_salt, bypass=params.bypasses_cache),
+        cache=inference_pb2.Cache(salt=caller.cache_salt(params.cache_salt), bypass=params.bypasses_cache),
         priority=params.priority,
         timeout_s=timeout_s,
-        tenant=tenant,
+        tenant=caller.tenant,
         slo=params.slo,
         request_id=params.request_id,
     )
@@ -207,19 +207,6 @@ def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: Limits
     check_model(request.model, served)
     check_ids(request.token_ids, "token_ids", limits.max_model_len, limits.vocab_size)
     return tuple(request.token_ids)
-
-
-def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The tenant that a call's metadata names, or "": all calls without one share that. Raises InvalidArgument."""
-    given = [value for key, value in metadata or () if key == TENANT_KEY]
-    if not given:
-        return ""
-    if len(given) > 1:
-        raise InvalidArgument(TENANT_KEY, f"is given {len(given)} times")
-    name = given[0]
-    if not isinstance(name, str) or not TENANT_NAME.fullmatch(name):
-        raise InvalidArgument(TENANT_KEY, f"must be 1 to {MAX_TENANT_LENGTH} letters, digits or ._:@/-")
-    return name
 
 
 def check_model(model: str, served: str) -> None:

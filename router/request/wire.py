@@ -87,10 +87,10 @@ class _Scan:
         raw = self._raw
         message, at, end = _Message(descriptor, ""), 0, len(raw)
         outer: list[tuple[_Message, int]] = []  # messages that go on after this one, and their ends
-        num_fields = 0
+        num_fields = groups = 0  # groups that are open: the protocol has none, so nothing inside is a field of ours
         while True:
             if at >= end:
-                if at > end:
+                if at > end or groups:
                     raise Malformed
                 if not outer:
                     return
@@ -104,7 +104,7 @@ class _Scan:
             if tag > 127:
                 tag, at = self._varint(at - 1)
             kind, number = tag & 7, tag >> 3
-            field = message.fields.get(number)
+            field = None if groups else message.fields.get(number)
             if kind == _BYTES:
                 if at >= end:
                     raise Malformed
@@ -134,7 +134,11 @@ class _Scan:
                 at += 4
             elif kind == _FIXED64:
                 at += 8
-            elif kind not in (_START_GROUP, _END_GROUP):  # what is inside a group counts as if it were not
+            elif kind == _START_GROUP:
+                groups += 1
+            elif kind == _END_GROUP and groups:
+                groups -= 1
+            else:
                 raise Malformed
 
     def _count(self, message: _Message, number: int, entries: int) -> None:

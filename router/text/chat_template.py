@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+from pagoda_server.checkpoints.folder import quoted
 from pagoda_server.router.errors import ConfigError, Internal, InvalidArgument
 from pagoda_server.router.text import template_process
 from pagoda_server.router.text.template_process import FAILED, TOO_LONG, read_frame, write_frame
@@ -144,7 +145,7 @@ class ChatTemplate:
             raise ConfigError(f"no process can be started for the model's chat template: {error.strerror}") from error
         answer = answers[0]
         if answer.startswith(FAILED):
-            raise ConfigError(f"the model's chat template does not compile: {answer[1:].decode()}")
+            raise ConfigError(f"the model's chat template does not compile: {quoted(answer[1:].decode())}")
         self._idle: queue.LifoQueue[_TemplateProcess] = queue.LifoQueue()
         for process in self._processes:
             self._idle.put(process)

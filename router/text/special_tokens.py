@@ -24,6 +24,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from pagoda_server.router.text.turns import turn
 
+_MAX_GAPS = 1 << 14  # each takes the library 80 µs
 _OUTSIDE_ANY_VOCABULARY = "\U0010ffff"
 
 
@@ -31,7 +32,10 @@ class SpecialTokens:
     """Encodes text in which special tokens are text, and templates in which they are tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Change the tokenizer: its special tokens become text, and aliases are added above its last id."""
+        """Change the tokenizer: its special tokens become text, and aliases are added above its last id.
+
+        Raises ValueError if too many ids below the last have no token.
+        """
         self._tokenizer = tokenizer
         # A mark does not fit inside a single character: one that is a special token stays text even in a template.
         added = tokenizer.get_added_tokens_decoder()
@@ -101,6 +105,8 @@ class SpecialTokens:
         # The library numbers new tokens from the vocabulary's size. If ids have gaps, the first ones would collide.
         highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         gaps = highest + 1 - tokenizer.get_vocab_size(with_added_tokens=True)
+        if gaps > _MAX_GAPS:
+            raise ValueError(f"its ids leave {gaps} without a token; at most {_MAX_GAPS} are supported")
         tokenizer.add_tokens([_random_digits() for _ in range(gaps)])
         tokenizer.add_tokens(
             [

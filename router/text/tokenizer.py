@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 import tokenizers
 
+from pagoda_server.checkpoints.folder import quoted
 from pagoda_server.router.errors import ConfigError, Internal
 from pagoda_server.router.text.chat_template import NUM_PROCESSES, Chat, ChatTemplate
 from pagoda_server.router.text.detokenizer import Detokenization, Detokenizer
@@ -27,6 +29,7 @@ Result = TypeVar("Result")
 Prompt: TypeAlias = str | Sequence[int] | Chat
 
 _NUM_THREADS = 4
+_SAMPLE = "Hello, World 1!"  # a tokenizer that fails with it would fail every request
 _MAX_VOCAB_SIZE = 1 << 22  # the largest known has 262,144; ids that no token has take memory too
 
 
@@ -43,14 +46,10 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         """Read a Hugging Face model folder. Raises ConfigError if a file is missing or cannot be used."""
         files = TokenizerFiles.read(folder)
-        try:
+        with _usable():
             tokenizer = tokenizers.Tokenizer.from_str(files.tokenizer_json.decode())
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the library raises nothing narrower than Exception, and it panics
-            raise ConfigError(f"tokenizer.json cannot be used: {error}") from error
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
         eos_token_id = tokenizer.token_to_id(files.special_tokens.get("eos_token", ""))
         eos_token_ids = {*files.eos_token_ids, *(() if eos_token_id is None else (eos_token_id,))}
         self.fingerprint = hashlib.sha256(files.tokenizer_json).hexdigest()
@@ -62,8 +61,12 @@ class Tokenizer:
         self.eos_token_ids = tuple(sorted(eos_token_ids))
         self.chat_template = ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
         self.recommended = files.recommended
-        self._detokenization = Detokenization(tokenizer)
-        self._special_tokens = SpecialTokens(tokenizer)
+        with _usable():
+            self._detokenization = Detokenization(tokenizer)
+            self._special_tokens = SpecialTokens(tokenizer)
+            sample = self.encode(_SAMPLE)
+        if max(sample, default=-1) >= self.vocab_size:
+            raise ConfigError(f"tokenizer.json encodes texts with the id {max(sample)}, which no token has")
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
         # Large texts wait for each other and for nothing else: one of a megabyte takes hundreds of megabytes.
         self._large_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-large")
@@ -124,6 +127,17 @@ class Tokenizer:
 
     async def _in_thread(self, work: Callable[[], Result], is_large: bool) -> Result:
         return await _run_in(self._large_thread if is_large else self._threads, work)
+
+
+@contextmanager
+def _usable() -> Iterator[None]:
+    """Raise ConfigError if the block fails: tokenizer.json contradicts itself."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises nothing narrower than Exception, and it panics
+        raise ConfigError(f"tokenizer.json cannot be used: {quoted(error)}") from error
 
 
 async def _run_in(threads: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:

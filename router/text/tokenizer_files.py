@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pagoda_server.checkpoints.folder import read_bounded, read_json_object
+from pagoda_server.checkpoints.folder import quoted, read_bounded, read_json_object
 from pagoda_server.router.errors import ConfigError
 
 Json: TypeAlias = Mapping[str, Any]
@@ -72,11 +72,16 @@ def _read_object(path: Path) -> Json:
 
 
 def _special_tokens(config: Json) -> dict[str, str]:
-    """Special tokens by role. The file gives each as its text, or as an object with the text as `content`."""
+    """Special tokens by role. The file gives each as its text, or as an object with the text as `content`.
+
+    Raises ConfigError for a text that no tokenizer takes: JSON can name half of a surrogate pair.
+    """
     texts = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
+            if any("\ud800" <= each <= "\udfff" for each in text):
+                raise ConfigError(f"tokenizer_config.json: {quoted(name)} holds half a character")
             texts[name] = text
     return texts
 

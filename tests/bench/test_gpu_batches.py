@@ -23,7 +23,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_batches_change_no_token_in_float32_and_few_in_bfloat16(bench: Bench) -> None:
+def test_on_a_gpu_batches_change_no_token_in_float32_or_with_deterministic_and_few_in_bfloat16(bench: Bench) -> None:
     found = list(batches.rows(replace(bench, is_small=False)))
     assert [f"{row.case}: {row.rate:.1f} %" for row in found if not row.met] == []
 
@@ -36,7 +36,9 @@ def rows(bench: Bench) -> list[Row]:
 def test_on_a_simulated_card_no_batch_changes_a_token(bench: Bench) -> None:
     found = rows(bench)
     assert [row.case for row in found] == [
-        f"{dtype}, {size} at once against 1" for dtype in ("float32", "bfloat16") for size in (2, 3)
+        f"{setting}, {size} at once against 1"
+        for setting in ("float32", "bfloat16", "bfloat16, deterministic")
+        for size in (2, 3)
     ]
     assert all(row.met and row.figures["compared"] == 12 for row in found if "float32" in row.case)
 
@@ -51,7 +53,7 @@ def test_a_step_of_several_sequences_that_chooses_other_tokens_misses_the_bar(
         return Sampled([token + (len(sampled.tokens) > 1) for token in sampled.tokens], sampled.logprobs)
 
     monkeypatch.setattr(DeviceStep, "result", faulty)
-    assert [row.met for row in rows(bench)] == [False] * 4
+    assert [row.met for row in rows(bench)] == [False] * 6
 
 
 def test_what_follows_a_difference_is_not_compared() -> None:

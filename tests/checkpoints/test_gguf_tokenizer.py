@@ -108,6 +108,7 @@ UNUSABLE = {
     "inconsistent vocabulary": {"merges": ["x nonsense"]},
     "264 tokens but 1 token types": {"token_type": [1]},
     "its eos token is 9999": {"eos_token_id": 9999},
+    "a token of 2000 characters": {"tokens": ["x" * 2000]},
     "tokens but embeddings for 400": {"tokens": [str(i) for i in range(401)], "token_type": [1] * 401},
 }
 

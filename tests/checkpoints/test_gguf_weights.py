@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pagoda_server.checkpoints import CheckpointError
+from pagoda_server.checkpoints import CheckpointError, gguf_file
 from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.gguf_weights import to_bfloat16
 from pagoda_server.checkpoints.grouped_weights import write_dequantized
@@ -70,6 +70,16 @@ def test_quantised_rows_are_dequantised_and_reordered(family: str, tmp_path: Pat
             quantised = gguf.quants.quantize(original.numpy(), tiny.quantisation)
             expected = torch.from_numpy(gguf.quants.dequantize(quantised, tiny.quantisation)).to(torch.bfloat16)
             assert torch.equal(tensors[name], expected), name
+
+
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.BF16, gguf.GGMLQuantizationType.Q8_0])
+def test_vectors_may_have_any_format_that_matrices_have(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+    tiny = tiny_model("llama")
+    tiny.vectors = kind
+    norm = load_file(imported(tiny, tmp_path) / "model.safetensors")["model.norm.weight"]
+    original = tiny.model.state_dict()["model.norm.weight"]
+    expected = gguf.quants.dequantize(gguf.quants.quantize(original.numpy(), kind), kind)
+    assert torch.equal(norm, torch.from_numpy(expected).to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1])
@@ -188,6 +198,11 @@ UNUSABLE = {
     ),
     "attn_q.weight has 62 rows, not 4 heads of 16": with_tensor("blk.0.attn_q.weight", np.zeros((62, 64), np.float32)),
     "frequency factors that differ": with_tensor("rope_freqs.weight", np.full(8, 2.0, np.float32)),
+    "frequency factors that differ from those": with_tensor("rope_freqs.weight", np.full((2, 64), 2.0, np.float32)),
+    "0 key-value heads of 16 values": with_metadata(llama__attention__head_count_kv=0),
+    "4 heads and 2 key-value heads of 15 values": with_metadata(
+        llama__attention__key_length=15, llama__attention__value_length=15
+    ),
     "mixture of experts": with_metadata(llama__expert_count=8),
     "rope.dimension_count is 8": with_metadata(llama__rope__dimension_count=8),
     "rotary frequencies by 'longrope'": with_metadata(
@@ -195,6 +210,7 @@ UNUSABLE = {
     ),
     "no metadata field llama.block_count": with_metadata(llama__block_count=None),
     "metadata field llama.block_count is a str, not a int": with_metadata(llama__block_count="two"),
+    "metadata field llama.attention.head_count is a bool": with_metadata(llama__attention__head_count=True),
 }
 
 
@@ -235,6 +251,22 @@ def test_a_file_cut_short_anywhere_is_one_clear_error(tmp_path: Path) -> None:
         (tmp_path / "cut.gguf").write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=r"not a GGUF file|truncated or corrupt"):
             import_gguf(tmp_path / "cut.gguf", tmp_path, no_progress)
+
+
+def test_a_tensor_without_elements_is_named(tmp_path: Path) -> None:
+    path = tiny_model("llama").write(tmp_path / "tiny.gguf")
+    file_bytes, name = bytearray(path.read_bytes()), b"blk.1.ffn_up.weight"
+    rows_at = file_bytes.index(name) + len(name) + 4 + 8  # after the number of dimensions and the first size
+    file_bytes[rows_at : rows_at + 8] = bytes(8)
+    path.write_bytes(file_bytes)
+    with pytest.raises(CheckpointError, match=r"a tensor without elements, blk\.1\.ffn_up\.weight"):
+        import_gguf(path, tmp_path, no_progress)
+
+
+def test_metadata_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_file, "MAX_METADATA_PARTS", 500)
+    with pytest.raises(CheckpointError, match="more than 500 numbers and texts"):
+        import_gguf(tiny_model("llama").write(tmp_path / "tiny.gguf"), tmp_path, no_progress)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

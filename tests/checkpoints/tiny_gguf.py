@@ -67,6 +67,7 @@ class TinyModel:
     family: str
     model: torch.nn.Module
     quantisation: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
+    vectors: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
     metadata: dict[str, object] = field(default_factory=dict)
     tensors: dict[str, np.ndarray | None] = field(default_factory=dict)
 
@@ -77,11 +78,8 @@ class TinyModel:
         for name, values in (gguf_tensors(self.family, self.model) | self.tensors).items():
             if values is None:
                 continue
-            if values.ndim == 1:
-                writer.add_tensor(name, values)
-            else:
-                quantised = gguf.quants.quantize(values, self.quantisation)
-                writer.add_tensor(name, quantised, raw_dtype=self.quantisation)
+            kind = self.vectors if values.ndim == 1 else self.quantisation
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

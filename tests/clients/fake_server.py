@@ -40,6 +40,7 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
     ended: threading.Event = field(default_factory=threading.Event)
     address: str = ""
     num_engines: int = 1
+    load: control_pb2.Load | None = None
 
     def Generate(self, request, context):
         self._note(request, context)
@@ -83,7 +84,7 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
         )
         engines = [engine, control_pb2.EngineLoad(engine=1, running=6)]
         load = control_pb2.Load(requests=4, engines=engines[: self.num_engines], tenants=tenants, num_tenants=5)
-        return self._unary(request, context, lambda: load)
+        return self._unary(request, context, lambda: self.load or load)
 
     def WatchLoad(self, request, context):
         self._note(request, context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import subprocess
 import sys
@@ -15,9 +16,10 @@ import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
-from pagoda.v1 import inference_pb2
+from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server import installed_version
 from pagoda_server.cli.__main__ import app
+from pagoda_server.router.process.identity import Identities, read_tenants
 from pagoda_server.settings import ServeConfig
 from pagoda_server.settings.sampling import PARAMETERS
 from tests.clients.fake_server import FakeServer, answer, answer_without_end, fail
@@ -66,6 +68,50 @@ def test_generate_passes_its_options_on(server: FakeServer) -> None:
     ]
     assert 15 < server.remaining_s[0] < 20.5
     assert server.metadata[0]["authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_tenant_and_its_token_are_sent(server: FakeServer, command: str) -> None:
+    arguments = ("text",) if command == "generate" else ()
+    pagoda(command, *arguments, "--tenant", "acme", "--token", "secret", typed="text\n")
+    sent = {(metadata["x-pagoda-tenant"], metadata["authorization"]) for metadata in server.metadata}
+    assert sent == {("acme", "Bearer secret")}
+
+
+def test_a_token_is_printed_once_and_its_hash_goes_to_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    made = [
+        pagoda("token", "acme", "--tenants-file", str(path)),
+        pagoda("token", "a/b", "--right", "admin", "--right", "observe", "--tenants-file", str(path)),
+    ]
+    tokens = [result.stdout.strip() for result in made]
+    assert [result.exit_code for result in made] == [0, 0]
+    assert not any(token in path.read_text() for token in tokens)
+    path.write_text(path.read_text() + "[tenant.acme]\nmax_requests = 1\n")
+    known = Identities(read_tenants(path).tokens)
+    callers = [known.caller_of((("authorization", f"Bearer {token}"),)) for token in tokens]
+    assert [(each.tenant, sorted(each.rights)) for each in callers] == [("acme", []), ("a/b", ["admin", "observe"])]
+    assert pagoda("token", "other", "--tenants-file", str(path)).exit_code == 0, "after a table of a tenant too"
+    assert len(read_tenants(path).tokens) == 3
+
+
+def test_without_a_file_the_entry_is_shown_beside_the_token() -> None:
+    result = pagoda("token", "acme")
+    assert hashlib.sha256(result.stdout.strip().encode()).hexdigest() in result.stderr
+
+
+def test_a_token_that_the_server_would_refuse_is_not_made(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text("[[token]]\n")
+    for arguments, complaint in (
+        (("a b",), "TENANT must be 1 to 64 letters"),
+        (("a", "--right", "root"), "--right root is none of admin, observe, act_for_tenants"),
+        (("a", "--tenants-file", str(path)), "number 1: sha256 must be"),
+    ):
+        result = pagoda("token", *arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert complaint in result.stderr
+    assert path.read_text() == "[[token]]\n"
 
 
 def test_every_parameter_of_sampling_is_an_option_with_its_default(server: FakeServer) -> None:
@@ -290,6 +336,15 @@ def test_status_shows_the_server_and_its_load() -> None:
     ):
         assert fact in output
     assert "engine 0" not in output, "there is only one"
+
+
+def test_status_shows_only_what_a_tenant_may_see(monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> None:
+    seen = control_pb2.Load(requests=4, engines=[control_pb2.EngineLoad(running=3, waiting=1)])
+    monkeypatch.setattr(server, "load", seen)
+    output = pagoda("status").stdout
+    assert "4 admitted\n" in output.replace(" \n", "\n")
+    assert "3 running, 1 waiting" in output
+    assert "KV blocks" not in output
 
 
 def test_status_shows_each_of_several_engines(server: FakeServer) -> None:

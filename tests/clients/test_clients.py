@@ -38,7 +38,7 @@ from pagoda import (
     Unimplemented,
     Usage,
 )
-from pagoda.v1 import chat_pb2, inference_pb2
+from pagoda.v1 import admin_pb2, chat_pb2, inference_pb2
 from tests.clients.conftest import Asyncio, Blocking
 from tests.clients.fake_server import FakeServer, answer, answer_without_end, fail, retry_after, running, silence
 
@@ -509,6 +509,7 @@ def test_overload_whose_delay_outlasts_the_deadline_fails_at_once(client: Blocki
     with pytest.raises(Overloaded, match="full") as caught:
         client.collect("generate", "text", timeout_s=30.0)
     assert (caught.value.retry_after_s, caught.value.queue_depth) == (50.0, 12)
+    assert caught.value.reason == "QUEUE_FULL"
     assert time.monotonic() - start < 20.0
 
 
@@ -599,7 +600,9 @@ def test_the_short_calls_answer(client: Blocking, server: FakeServer) -> None:
     assert client.call("flush_cache") == 7
     client.call("abort", "mine")
     client.call("drain", timeout_s=5.0)
-    assert server.requests[-2].request_id == "mine"
+    assert server.requests[-2] == admin_pb2.AbortRequest(request_id="mine")
+    client.call("abort", "theirs", tenant="acme")
+    assert server.requests[-1] == admin_pb2.AbortRequest(request_id="theirs", tenant="acme")
 
 
 def test_prompt_ids_come_on_a_chunk_of_their_own(client: Blocking, server: FakeServer) -> None:

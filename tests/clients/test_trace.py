@@ -17,6 +17,8 @@ from pagoda.v1 import control_pb2_grpc, inference_pb2_grpc, trace_pb2
 from pagoda_server.cli.__main__ import app
 from pagoda_server.cli.trace_timeline import Doing, Timeline, timelines, trace_document
 from pagoda_server.engine.serving.codec import trace_messages
+from pagoda_server.router.process.own_view import seen_trace
+from pagoda_server.router.request.caller import Caller, set_caller
 from tests.end_to_end.asking import ask, request
 from tests.engine.harness import SteppedEngine
 from tests.servers import Server, running_server
@@ -113,6 +115,28 @@ def test_a_preempted_sequence_waits_between_two_runs() -> None:
             assert waited == ended.seq.account.preempted_s
         assert doing[-1] is Doing.DECODE
     assert any(span.doing is Doing.PREEMPTED for track in timeline.tracks for span in track.spans)
+
+
+async def test_a_tenants_own_trace_tells_of_its_sequences_what_the_whole_trace_tells() -> None:
+    engine = TimedEngine(num_blocks=16, token_budget=20, max_num_seqs=5)
+    for head in range(12):
+        engine.add([head] * (1 + 3 * head), max_tokens=1 + head, tenant="ab"[head % 3 == 0])
+    while engine.scheduler.waiting or engine.scheduler.running:
+        engine.step(0.0625)
+    parts = [trace.part for trace in trace_messages(0, engine.steps.trace.take())]
+    set_caller(Caller("b", frozenset(), is_proven=True))
+    own = [part async for part in seen_trace(parts)]
+    [whole], [seen] = timelines(parts), timelines(own)
+    theirs = {move.sequence for part in parts for move in part.moves if move.tenant == "b"}
+    tracks = {track.sequence: track for track in whole.tracks}
+    assert {track.sequence for track in seen.tracks} == theirs == {0, 3, 6, 9}
+    for track in seen.tracks:
+        assert (track.spans, track.moves) == (tracks[track.sequence].spans, tracks[track.sequence].moves)
+    assert [(step.running, step.waiting, step.hold) for step in seen.steps] == [
+        (step.running, step.waiting, step.hold) for step in whole.steps
+    ]
+    assert any(step.sequences < whole.steps[at].sequences for at, step in enumerate(seen.steps))
+    check_format(trace_document([seen])["traceEvents"])
 
 
 def test_a_trace_follows_the_format() -> None:

@@ -15,6 +15,7 @@ import torch
 from pagoda_server.engine.core.sequence import SamplingParams
 from pagoda_server.engine.runners.cuda import DeviceRunner
 from pagoda_server.engine.runners.loaded_model import load_for_serving
+from pagoda_server.kernels.triton import linear_fixed, paged_fixed
 from pagoda_server.kernels.triton.launches import record
 from pagoda_server.settings.engine import EngineConfig
 from tests.engine.test_device_runner import SETTINGS, Served, ask
@@ -26,6 +27,7 @@ KINDS = (
     ("qwen3", "triton-int8", {}),
     ("mistral with a sliding window", "triton", {"kv_cache_dtype": "fp8"}),
     ("olmo2", "triton", {}),
+    ("llama", "triton-int8-deterministic", {}),
 )
 
 
@@ -53,6 +55,9 @@ def serve(runner: DeviceRunner) -> None:
 
 
 def main() -> None:
+    # With these some steps share their splits and parts out among programs, as on a GPU, and others do not.
+    linear_fixed.SPLIT_INPUTS, linear_fixed.num_processors = 32, lambda _: 3  # type: ignore[assignment]
+    paged_fixed.PART_TILES, paged_fixed.num_processors = 1, lambda _: 8  # type: ignore[assignment]
     for name, backend, settings in KINDS:
         with TemporaryDirectory() as folder:
             save_model(MODELS[name], Path(folder))

@@ -22,16 +22,18 @@ from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.runners.cuda import DeviceRunner
 from pagoda_server.engine.runners.cuda.graphs import MIXED_TOKENS, StepGraphs, StepShape, decode_sizes
 from pagoda_server.engine.runners.cuda.rehearsal import prompts_of_all_sizes
-from pagoda_server.engine.runners.loaded_model import load_for_serving
+from pagoda_server.engine.runners.loaded_model import choose_backend, load_for_serving
 from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.kernels import load_backend
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.settings.engine import EngineConfig
 from tests.engine.next_to_last import NextToLast
 from tests.engine.tiny_models import VOCAB_SIZE, load_runner, random_prompt, saved_model
-from tests.kernels.triton.device import DEVICE
+from tests.kernels.triton.device import DEVICE, compute_each_element_alone
 
 BACKEND = "reference" if IS_INTERPRETED else "triton"
+SLOW_IF_INTERPRETED = pytest.mark.slow if IS_INTERPRETED else pytest.mark.gpu
 SETTINGS = {"max_num_seqs": 6, "token_budget": 19, "block_size": 4, "kv_cache_gb": 2e-4, "max_model_len": 120}
 
 
@@ -264,6 +266,38 @@ def test_a_padded_step_computes_what_the_step_does_and_nothing_that_is_not_a_num
         found.append(logits[entries])
     for padded in found[1:]:
         torch.testing.assert_close(padded, found[0])
+
+
+def test_a_deterministic_engine_takes_the_kernels_whose_sums_have_a_fixed_order() -> None:
+    for quantization, name in (("auto", "triton-deterministic"), ("int8", "triton-int8-deterministic")):
+        chosen = choose_backend(torch.device("cuda"), torch.bfloat16, quantization, is_deterministic=True)
+        assert chosen == name
+        assert load_backend(chosen).is_deterministic
+
+
+@SLOW_IF_INTERPRETED
+def test_deterministic_logits_are_the_same_beside_others_from_the_cache_and_after_a_preemption(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute_each_element_alone(monkeypatch)
+    if IS_INTERPRETED:  # a card captures its steps
+        monkeypatch.setattr(StepGraphs, "capture", lambda *_: None)
+        monkeypatch.setattr(DeviceRunner, "warm_up", lambda *_: None)
+    runner = device_runner(llama, "triton-deterministic")
+    prompts = [random_prompt(length, seed=length) for length in (7, 9, 6)]
+
+    def logprobs(served: Served, prompts: list[list[int]]) -> list[list[TokenLogprobs]]:
+        seqs = [served.add(prompt, SamplingParams(max_tokens=5, logprobs=5)) for prompt in prompts]
+        served.run()
+        return [served.logprobs[seq.id] for seq in seqs]
+
+    alone = [logprobs(Served(runner, 36), [prompt])[0] for prompt in prompts]
+    together = Served(runner, 9)
+    assert logprobs(together, prompts) == alone
+    assert together.scheduler.counters.preemptions > 0, "the cache is too small for all of them"
+    again = Served(runner, 36)
+    assert [logprobs(again, [prompt])[0] for prompt in (prompts[1], prompts[1])] == [alone[1]] * 2
+    assert again.scheduler.counters.cached_tokens > 0
 
 
 class FailsAt:

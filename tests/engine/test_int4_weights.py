@@ -180,6 +180,34 @@ def test_a_missing_part_is_named(whole: Path, lacking: str, message: str, keeps_
         parameters(whole, torch.bfloat16, keeps_int4=keeps_int4)
 
 
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("scales", lambda scales: scales[:, :1].clone(), r"its scales are float16 \[32, 1\], not float16 \[32, 2\]"),
+        ("minimums", lambda minimums: minimums.float(), r"its minimums are float32 \[32, 2\], not float16 \[32, 2\]"),
+        ("values", lambda values: values.flatten(1), r"its values are uint8 \[32, 32\], not uint8 \[out, groups, 16\]"),
+        ("values", lambda values: values.to(torch.uint64), r"its values are uint64 \[32, 2, 16\], not uint8"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_told(
+    whole: Path, part: str, change: Callable[[Tensor], Tensor], message: str
+) -> None:
+    tensors = load_file(whole / "model.safetensors")
+    tensors[f"{VALUE_PROJECTION}.{part}"] = change(tensors[f"{VALUE_PROJECTION}.{part}"])
+    save_file(tensors, whole / "model.safetensors")
+    for keeps_int4 in (True, False):
+        with pytest.raises(ConfigError, match=f"v_proj.weight is in 4 bits, but {message}"):
+            parameters(whole, torch.bfloat16, keeps_int4=keeps_int4)
+
+
+def test_a_format_that_is_no_weights_is_told(whole: Path) -> None:
+    tensors = load_file(whole / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, whole / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is stored as I8; supported: F64, F32, F16, BF16"):
+        parameters(whole, torch.bfloat16, keeps_int4=True)
+
+
 @pytest.mark.parametrize("keeps_int4", [True, False])
 def test_a_weight_of_another_shape_is_told(whole: Path, keeps_int4: bool) -> None:
     path = whole / "config.json"

@@ -10,7 +10,9 @@ from pagoda_server.kernels import load_backend
 
 NAMES = [
     *("reference", "cpu", "native", "native-whole", "native-int8", "native-int8-weight", "native-int4"),
+    *("native-whole-deterministic", "native-int8-deterministic", "native-int4-deterministic"),
     *("triton", "triton-int8", "triton-fp8"),
+    *("triton-deterministic", "triton-int8-deterministic", "triton-fp8-deterministic"),
 ]
 
 
@@ -20,7 +22,7 @@ def test_a_backend_is_loaded_by_its_name(name: str) -> None:
 
 
 def test_the_error_for_an_unknown_backend_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'cuda'; known: reference, .*, triton-fp8$"):
+    with pytest.raises(ValueError, match=r"'cuda'; known: reference, .*, triton-fp8-deterministic$"):
         load_backend("cuda")
 
 

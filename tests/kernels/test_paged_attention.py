@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -12,9 +13,17 @@ from torch import Tensor
 
 from pagoda_server.kernels import AttentionPlan, PagedKV
 from pagoda_server.kernels.backend import CPU, NATIVE, REFERENCE, Backend
-from pagoda_server.kernels.paged_attention import GROUP_COST_SLOTS, GROUP_LIMIT_SLOTS
+from pagoda_server.kernels.native_module import native
+from pagoda_server.kernels.paged_attention import (
+    GROUP_COST_SLOTS,
+    GROUP_LIMIT_SLOTS,
+    paged_attention_native,
+    plan_attention_native,
+    plan_attention_one_order,
+)
 from tests.kernels.backends import BACKENDS
 
+needs_native = pytest.mark.skipif(native is None, reason="needs compiled code")
 SPLIT = 256  # tokens after which compiled code splits the context of a decode
 
 
@@ -221,6 +230,7 @@ def test_a_decode_in_bfloat16_is_the_same_to_the_last_bit_in_any_batch(backend: 
         assert torch.equal(attend(seqs), together[seqs])
 
 
+@needs_native
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_a_short_chunk_of_a_prompt_is_as_many_decodes_to_the_last_bit_in_any_batch(head_dim: int) -> None:
     kv = PagedKV(*torch.randn(2, 160, 4, 2, head_dim).bfloat16())
@@ -274,3 +284,59 @@ def test_a_sequence_full_of_nan_does_not_reach_its_neighbours() -> None:
     plan = CPU.plan_attention(query_start, context_len, tables, kv, None)
     finite = CPU.paged_attention(torch.randn(3, 2, 8), kv, plan).isfinite().flatten(1).all(dim=1)
     assert finite.tolist() == [True, False, True]
+
+
+@needs_native
+@pytest.mark.usefixtures("each_instruction_set")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "kv_heads", "window"),
+    [(16, 6, 2, None), (64, 9, 3, None), (80, 2, 2, 300), (128, 4, 1, 20), (256, 2, 1, None)],
+)
+def test_a_plan_of_one_order_gives_a_query_the_same_bits_in_every_chunk(
+    dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int, window: int | None
+) -> None:
+    context = SPLIT + 90
+    kv = PagedKV(*torch.randn(2, context // 2, 4, kv_heads, head_dim).to(dtype))
+    queries = torch.randn(context, heads, head_dim).to(dtype)
+    block_table = np.random.default_rng(0).permutation(context // 2)[None].astype(np.int32)
+
+    def attend(cuts: list[int], beside: int) -> Tensor:
+        """The chunks between these cuts, each beside so many decodes."""
+        parts = []
+        for first, end in itertools.pairwise(cuts):
+            query_start = np.array([*range(beside + 1), beside + end - first], dtype=np.int32)
+            context_len = np.array([*range(1, beside + 1), end], dtype=np.int32)
+            tables = np.repeat(block_table, beside + 1, axis=0)
+            plan = plan_attention_one_order(query_start, context_len, tables, kv, window)
+            parts.append(paged_attention_native(torch.cat([queries[:beside], queries[first:end]]), kv, plan)[beside:])
+        return torch.cat(parts)
+
+    one_by_one = attend(list(range(context + 1)), beside=0)
+    ends = np.array([0, context], dtype=np.int32)
+    tiled = paged_attention_native(queries, kv, plan_attention_native(ends, ends[1:], block_table, kv, window))
+    torch.testing.assert_close(one_by_one, tiled)
+    for cuts in ([0, context], [0, 1, 8, 8 + 6, 100, SPLIT, SPLIT + 7, context], [0, SPLIT - 3, context]):
+        for beside in (0, 40):
+            assert torch.equal(attend(cuts, beside), one_by_one), (cuts, beside)
+
+
+@needs_native
+def test_many_split_contexts_are_attended_as_each_of_them_alone() -> None:
+    """Together their partial results exceed the room for them, so they are attended and merged in turns."""
+    batch = Batch([(SPLIT + 1, 1)], heads=64, kv_heads=1, head_dim=256)
+    query, kv, block_table, _ = batch.build()
+    count = 140
+    assert count * 2 * 64 * (256 + 2) > 4 << 20
+    queries = torch.randn(count, *query.shape[1:])
+    context_len = np.full(count, SPLIT + 1, dtype=np.int32)
+
+    def attend(first: int, end: int) -> Tensor:
+        rows = slice(first, end)
+        tables = np.repeat(block_table, end - first, axis=0)
+        plan = plan_attention_native(np.arange(end - first + 1, dtype=np.int32), context_len[rows], tables, kv, None)
+        return paged_attention_native(queries[rows], kv, plan)
+
+    together = attend(0, count)
+    for seq in (0, 1, count // 2, count - 2, count - 1):
+        assert torch.equal(together[seq], attend(seq, seq + 1)[0])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagoda_server.kernels import Draws, noise_key
 from pagoda_server.kernels.backend import CPU, REFERENCE, Backend
+from pagoda_server.kernels.sample import row_sums
 from pagoda_server.kernels.sample_cpu import LEADING_TOKENS
 from tests.kernels.backends import BACKENDS
 
@@ -201,3 +202,10 @@ def test_banned_tokens_are_never_drawn_and_a_row_of_them_has_no_token(backend: B
     logits = torch.full((2, 9), -torch.inf)
     logits[0, 3] = -50.0
     assert backend.sample(logits, draws(Draw(0, temperature=100.0), Draw(1))).tolist() == [3, -1]
+
+
+def test_a_row_has_the_same_sum_alone_and_in_a_batch() -> None:
+    torch.set_num_threads(2)
+    rows = torch.randn(3, 100_000, dtype=torch.float64)
+    together = row_sums(rows)
+    assert [row_sums(row[None]).item() for row in rows] == together.tolist()

@@ -10,6 +10,7 @@ from pagoda.v1 import inference_pb2
 from pagoda.v1.inference_pb2 import GenerateRequest
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.request.beam_search import BeamSearchStream
+from pagoda_server.router.request.caller import Caller
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.validation import GenerateParams, to_submit, validate_generate
 
@@ -72,7 +73,7 @@ def test_the_engine_is_asked_for_one_token_of_the_prompt_and_then_of_each_beam()
 
     asked = params_of(**search(n=2, seed=3, temperature=0, topP=1), stopping={"minTokens": 3}, priority=7)
     assert asked.num_sequences == 4, "what admission reserves room for"
-    submit = to_submit(asked, [1, 2], 5, (8, 9), timeout_s=3.0, tenant="a")
+    submit = to_submit(asked, [1, 2], 5, (8, 9), timeout_s=3.0, caller=Caller("a", frozenset(), is_proven=False))
     assert submit.sampling.beam_search.length_penalty == 1
     channel = Channel()
     stream = BeamSearchStream(channel, submit)  # type: ignore[arg-type]

@@ -111,7 +111,7 @@ def test_tokens_are_shared_too_and_several_requests_may_give_way_to_one() -> Non
     large.grow(250)
     assert [each.eviction is None for each in held] == [True] * 6 + [False] * 3
     assert (admission.requests, admission.tokens) == (7, 950)
-    with pytest.raises(ResourceExhausted, match="200 more exceed"):
+    with pytest.raises(ResourceExhausted, match="no room for 200 more"):
         large.grow(200)
     assert num_left(held) == 6, "none gives way in vain"
     assert (admission.requests, admission.tokens) == (7, 950)

@@ -52,8 +52,13 @@ def test_a_token_that_travels_in_the_clear_is_warned_of(tmp_path: Path, caplog: 
         check_exposure(ServeConfig(listen="0.0.0.0:0", auth_token_file=token, tls_cert="c", tls_key="k"))
         check_exposure(ServeConfig(listen="0.0.0.0:0", auth_token_file=token, allow_insecure=True))
     assert not caplog.records
-    check_exposure(ServeConfig(listen="0.0.0.0:0", auth_token_file=token))
-    assert "the token travels in the clear" in caplog.text
+    check_exposure(ServeConfig(listen="0.0.0.0:0", tenants_file=token))
+    assert "tokens travel in the clear" in caplog.text
+
+
+def test_one_token_and_tokens_of_tenants_are_not_both_taken() -> None:
+    with pytest.raises(ConfigError, match="--auth-token-file and --tenants-file cannot be given together"):
+        check_exposure(ServeConfig(auth_token_file="a", tenants_file="b"))
 
 
 async def test_a_certificate_that_cannot_be_used_is_named_and_not_the_address(tmp_path: Path) -> None:

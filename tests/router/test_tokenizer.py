@@ -273,11 +273,66 @@ def test_broken_file_is_one_clear_error(tmp_path: Path, file: str) -> None:
         Tokenizer(folder)
 
 
+def _without_the_unknown_token(file: dict[str, Any]) -> None:
+    file["model"] = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+
+
+def _around_a_token_that_is_missing(file: dict[str, Any]) -> None:
+    file["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {},
+    }
+
+
+def _around_an_id_of_no_token(file: dict[str, Any]) -> None:
+    _around_a_token_that_is_missing(file)
+    file["post_processor"]["special_tokens"] = {"<s>": {"id": "<s>", "ids": [5000], "tokens": ["<s>"]}}
+
+
+def _with_a_gap(file: dict[str, Any]) -> None:
+    file["model"]["vocab"]["far"] = 100_000
+
+
+def _with_control_characters(file: dict[str, Any]) -> None:
+    file["version"] = "\033[31m\n" * 1000
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (_without_the_unknown_token, "UNK"),
+        (_around_a_token_that_is_missing, "special_tokens|no entry"),
+        (_around_an_id_of_no_token, "the id 5000, which no token has"),
+        (_with_a_gap, "at most 16384 are supported"),
+        (_with_control_characters, "…"),
+    ],
+)
+def test_a_tokenizer_that_contradicts_itself_is_one_clear_error(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], complaint: str
+) -> None:
+    folder = model_folder(tmp_path, byte_level())
+    file = json.loads(byte_level())
+    change(file)
+    (folder / "tokenizer.json").write_text(json.dumps(file))
+    with pytest.raises(ConfigError, match=rf"^tokenizer\.json .*({complaint})") as error:
+        Tokenizer(folder)
+    assert len(str(error.value)) < 400
+    assert str(error.value).isprintable()
+
+
 @pytest.mark.parametrize("told", ["x", [1, "x"], [[2]], -1, 1.5, True, 1 << 32])
 def test_an_end_of_sequence_that_is_no_id_is_one_clear_error(tmp_path: Path, told: Any) -> None:
     folder = model_folder(tmp_path, byte_level())
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
     with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is "):
+        Tokenizer(folder)
+
+
+def test_half_a_character_as_a_special_token_is_one_clear_error(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, byte_level(), eos_token="\ud800")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: eos_token holds half a character"):
         Tokenizer(folder)
 
 

@@ -73,6 +73,21 @@ def test_a_message_in_pieces_counts_as_one() -> None:
     check_entries(pieces[: len(pieces) // 17 * 16], GenerateRequest.DESCRIPTOR, LIMITS)
 
 
+def test_what_is_inside_a_group_is_no_field_of_the_request() -> None:
+    """The parser keeps a group as unknown bytes, whatever the numbers in it mean outside."""
+    group = bytes([0x7B]) + b"%s" + bytes([0x7C])
+    stops = GenerateRequest(stopping={"stop": ["x"] * 17}).SerializeToString()
+    broken = GenerateRequest(stopping={"stop": ["x"]}).SerializeToString().replace(b"\x0a\x01x", b"\x0a\x09x")
+    for inside in (stops, broken, group % stops):
+        assert not GenerateRequest.FromString(group % inside).HasField("stopping")
+        check_entries(group % inside, GenerateRequest.DESCRIPTOR, LIMITS)
+    for unbalanced in (group[:1], group[-1:], group % group[:1]):
+        with pytest.raises(DecodeError):
+            GenerateRequest.FromString(unbalanced)
+        with pytest.raises(Malformed):
+            check_entries(unbalanced, GenerateRequest.DESCRIPTOR, LIMITS)
+
+
 @pytest.mark.parametrize(
     "raw",
     [b"\xf8\x07\x00" * 500_000, b"\x3a\x00" * 700_000, b"\x2a\x04\x2a\x02\x0a\x00" * 200_000],

@@ -142,9 +142,12 @@ class AsyncClient:
         request = watch_load_request(interval_s)
         return self._stream(self._control.WatchLoad, request, Attempts(self._retries, None), lambda load: load)
 
-    async def abort(self, request_id: str) -> None:
-        """End a live request; its stream finishes as CANCELLED."""
-        await self._call(self._admin.Abort, abort_request(request_id))
+    async def abort(self, request_id: str, *, tenant: str | None = None) -> None:
+        """End a live request; its stream finishes as CANCELLED.
+
+        tenant  whose request it is; None: this client's
+        """
+        await self._call(self._admin.Abort, abort_request(request_id, tenant))
 
     async def drain(self, *, timeout_s: float | None = None) -> None:
         """Make the server refuse new requests, and return when none is live."""

@@ -43,7 +43,8 @@ class Client:
 
     address    HOST:PORT or unix:PATH
     token      sent as `authorization: Bearer …`
-    tenant     the tenant that the calls are for, sent as `x-pagoda-tenant`; it matters to a server with a fair policy
+    tenant     the tenant that the calls are for, sent as `x-pagoda-tenant`. A server that knows tenants by their tokens
+               needs no name, and refuses one that is not the token's unless the token may act for tenants
     tls        True: TLS with the system's authorities; a path: TLS with the authorities in that PEM file
     timeout_s  default deadline of a call, all its attempts included; None: no deadline
     retries    further attempts of a call that failed before its first message because the server was unavailable or
@@ -150,9 +151,12 @@ class Client:
         request = watch_load_request(interval_s)
         return self._stream(self._control.WatchLoad, request, Attempts(self._retries, None), lambda load: load)
 
-    def abort(self, request_id: str) -> None:
-        """End a live request; its stream finishes as CANCELLED."""
-        self._call(self._admin.Abort, abort_request(request_id))
+    def abort(self, request_id: str, *, tenant: str | None = None) -> None:
+        """End a live request; its stream finishes as CANCELLED.
+
+        tenant  whose request it is; None: this client's
+        """
+        self._call(self._admin.Abort, abort_request(request_id, tenant))
 
     def drain(self, *, timeout_s: float | None = None) -> None:
         """Make the server refuse new requests, and return when none is live."""

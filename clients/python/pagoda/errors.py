@@ -39,28 +39,36 @@ class Unauthenticated(PagodaError):
 
 
 class PermissionDenied(PagodaError):
-    """The token does not allow this call."""
+    """The token does not have a right that the call needs; the message names it."""
 
 
 class NotFound(PagodaError):
-    """There is no such model, or no live request with this id."""
+    """There is no such model, or the tenant has no live request with this id."""
 
 
 class AlreadyExists(PagodaError):
-    """A live request has this id."""
+    """A live request of the tenant has this id."""
 
 
 class Overloaded(PagodaError):
-    """The queue is full, the message too large, or this client has stopped reading.
+    """The queue is full, a quota is used up, the message too large, or this client has stopped reading.
 
     Under a fair policy it may also mean that the request waited, and another tenant's was admitted in its place.
 
     queue_depth  requests that the server has admitted, if it says so
+    reason       QUEUE_FULL, QUOTA_EXCEEDED or another constant of the server; empty if it gives none
     """
 
-    def __init__(self, message: str, retry_after_s: float | None = None, queue_depth: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        retry_after_s: float | None = None,
+        queue_depth: int | None = None,
+        reason: str = "",
+    ) -> None:
         super().__init__(message, grpc.StatusCode.RESOURCE_EXHAUSTED, retry_after_s)
         self.queue_depth = queue_depth
+        self.reason = reason
 
 
 class DeadlineExceeded(PagodaError):
@@ -105,8 +113,9 @@ def error_from(failure: grpc.RpcError) -> PagodaError:
     has_delay = retry_info.HasField("retry_delay")
     retry_after_s = retry_info.retry_delay.ToTimedelta().total_seconds() if has_delay else None
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
-        queue_depth = _detail(status, error_details_pb2.ErrorInfo()).metadata.get("queue_depth", "")
-        return Overloaded(message, retry_after_s, int(queue_depth) if queue_depth.isdecimal() else None)
+        info = _detail(status, error_details_pb2.ErrorInfo())
+        queue_depth = info.metadata.get("queue_depth", "")
+        return Overloaded(message, retry_after_s, int(queue_depth) if queue_depth.isdecimal() else None, info.reason)
     return _PLAIN.get(code, PagodaError)(message or code.name, code, retry_after_s)
 
 

@@ -173,9 +173,11 @@ def watch_load_request(interval_s: float) -> control_pb2.WatchLoadRequest:
     return request
 
 
-def abort_request(request_id: str) -> admin_pb2.AbortRequest:
+def abort_request(request_id: str, tenant: str | None) -> admin_pb2.AbortRequest:
     request = admin_pb2.AbortRequest()
     assign(request, "request_id", request_id)
+    if tenant is not None:
+        assign(request, "tenant", tenant)
     return request
 
 

@@ -50,6 +50,8 @@ class ModelRunner:
         num_blocks = count_blocks(loaded.spec, budget)
         with enough_memory("the KV cache", "--kv-cache-gb"):
             self._cache = loaded.allocate_cache(num_blocks)
+        if config.deterministic and not loaded.ops.can_record(self._cache[0]):
+            raise ConfigError(f"--deterministic: there is no compiled attention for heads of {loaded.spec.head_dim}")
         self._recorded: RecordedSteps | None = None
         if loaded.ops.can_record(self._cache[0]):
             self._recorded = RecordedSteps(

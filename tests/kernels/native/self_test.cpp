@@ -1,6 +1,7 @@
 // Checks every op of every instruction set that this processor can run against plain loops in double precision. Needs
 // neither Python nor a framework, so that it can be cross-compiled and run in an emulator. Prints one line for each
 // instruction set, op and dtype; exits with 1 if an error exceeds its bound.
+#include <chrono>
 #include <cstdio>
 
 #include "self_test.h"
@@ -11,6 +12,22 @@ struct NamedTest {
     const char* name;
     Test* run;
 };
+
+// Every part of every job runs once, however many there are, and whether the workers spin or sleep when it comes.
+bool thread_pool_is_right() {
+    bool is_right = true;
+    ThreadPool pool;
+    for (int num_threads : {1, 2, 5, 3}) {
+        pool.resize(num_threads);
+        for (int job = 0; job < 300; job++) {
+            std::vector<int> runs(job % 40, 0);  // not atomic: the pool orders its parts before and after the caller
+            pool.run(job % 40, [&](int part) { runs[part] += job; });
+            for (int count : runs) is_right &= count == job;
+            if (job % 50 == 0) std::this_thread::sleep_for(std::chrono::nanoseconds(4 * ThreadPool::SPIN_NS));
+        }
+    }
+    return is_right;
+}
 
 const NamedTest TESTS[] = {
     {"rms_norm", test_rms_norm},
@@ -49,7 +66,8 @@ int main(int num_arguments, char** arguments) {
     }
     ThreadPool alone, pool;
     pool.resize(3);
-    bool passed = true;
+    bool passed = thread_pool_is_right();
+    std::printf("thread pool %s\n", passed ? "ok" : "FAILED");
     for (const Ops* ops : usable)
         for (const NamedTest& test : TESTS)
             for (Dtype dtype : {Dtype::float32, Dtype::bfloat16}) {

@@ -11,6 +11,13 @@
 
 #include "../../../kernels/native/ops.h"
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(FIRST, SIZE)
+#define ASAN_UNPOISON_MEMORY_REGION(FIRST, SIZE)
+#endif
+
 using namespace pagoda;
 
 // Deterministic: xorshift64*.
@@ -37,7 +44,8 @@ private:
     uint64_t state_;
 };
 
-// Elements of one type between two guards. Everything starts as poison, which is NaN in either dtype.
+// Elements of one type between two guards. Everything starts as poison, which is NaN in either dtype. AddressSanitizer lets
+// nothing read or write the guards.
 template <typename Element>
 class Room {
 public:
@@ -45,7 +53,11 @@ public:
     Room(int64_t size, int64_t offset) : size_(size), bytes_(2 * GUARD + 128 + (size + offset) * sizeof(Element), POISON) {
         auto address = reinterpret_cast<uintptr_t>(bytes_.data());
         first_ = GUARD + (64 - address % 64) % 64 + offset * sizeof(Element);
+        close_guards();
     }
+    ~Room() { open_guards(); }
+    Room(Room&&) = default;
+    Room& operator=(Room&&) = default;
 
     Element* data() { return reinterpret_cast<Element*>(bytes_.data() + first_); }
     const Element* data() const { return reinterpret_cast<const Element*>(bytes_.data() + first_); }
@@ -58,15 +70,24 @@ public:
     }
 
     bool has_whole_guards() const {
-        size_t end = first_ + size_ * sizeof(Element);
-        for (size_t i = 0; i < bytes_.size(); i++)
-            if ((i < first_ || i >= end) && bytes_[i] != POISON) return false;
-        return true;
+        open_guards();
+        bool is_whole = true;
+        for (size_t i = 0; i < bytes_.size(); i++) is_whole &= (i >= first_ && i < end()) || bytes_[i] == POISON;
+        close_guards();
+        return is_whole;
     }
 
 private:
     static constexpr size_t GUARD = 512;
     static constexpr unsigned char POISON = 0xff;
+
+    size_t end() const { return first_ + size_ * sizeof(Element); }
+    void close_guards() const {
+        ASAN_POISON_MEMORY_REGION(bytes_.data(), first_);
+        ASAN_POISON_MEMORY_REGION(bytes_.data() + end(), bytes_.size() - end());
+    }
+    void open_guards() const { ASAN_UNPOISON_MEMORY_REGION(bytes_.data(), bytes_.size()); }
+
     int64_t size_;
     size_t first_;
     std::vector<unsigned char> bytes_;

@@ -61,7 +61,7 @@ def test_products_are_those_of_the_reference(
 def test_defaults_occupy_the_gpu_and_leave_every_split_enough_to_read(
     rows: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda_server.kernels.triton.linear_quantized._processors", lambda _: 132)
+    monkeypatch.setattr("pagoda_server.kernels.triton.linear_quantized.num_processors", lambda _: 132)
     config = kernel_config(rows, sizes, torch.device("cuda"))
     tiles = -(-sizes[1] // config.inputs)
     programs = -(-rows // config.rows) * -(-sizes[0] // config.outputs) * config.splits

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from pagoda_server.kernels import AttentionPlan, PagedKV
 from pagoda_server.kernels.backend import REFERENCE
-from pagoda_server.kernels.triton import paged_decode, paged_prefill
+from pagoda_server.kernels.triton import attention_tile, paged_decode
 from pagoda_server.kernels.triton.attention_tile import SEQS
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.kernels.triton.paged_attention import paged_attention_triton, plan_attention_triton
@@ -65,13 +65,13 @@ def test_more_heads_that_share_a_kv_head_than_a_tile_has_rows() -> None:
 
 
 def test_a_context_of_more_parts_than_are_merged_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_decode, "_num_sms", lambda device: 10)
+    monkeypatch.setattr(paged_decode, "num_processors", lambda device: 10)
     monkeypatch.setattr(paged_decode, "MERGED", 4 * 4 * 16)  # 4 parts of 3 heads
     check(Batch([(35, 1), (4500, 1)], heads=3, kv_heads=1, head_dim=16, block_size=64))
 
 
 def test_a_divided_context_gives_the_same_bits_whichever_part_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_decode, "_num_sms", lambda device: 10)
+    monkeypatch.setattr(paged_decode, "num_processors", lambda device: 10)
     queries, kv, block_table, _ = Batch([(1100, 1), (700, 1)], heads=4, kv_heads=2, head_dim=16).build(DEVICE)
     query_start, context_len = np.arange(3, dtype=np.int32), np.array([1100, 700], dtype=np.int32)
     plan = plan_attention_triton(query_start, context_len, block_table, kv, None)
@@ -152,7 +152,7 @@ def test_a_batch_of_more_sequences_than_a_program_looks_at_together(
     empty = SEQS.value  # sequences without tokens, and without queries where the others have several
     if IS_INTERPRETED:  # a program takes milliseconds, and reads its module's constants when it runs
         empty = 4
-        for module in (paged_decode, paged_prefill):
+        for module in (paged_decode, attention_tile):
             monkeypatch.setattr(module, "SEQS", tl.constexpr(empty))
     batch = Batch([(300, num_queries), (6, num_queries)], heads=1, kv_heads=1)
     queries, kv, block_table, expected = batch.build(DEVICE)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pagoda/v1/admin.proto\x12\tpagoda.v1\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x13\n\x11\x46lushCacheRequest\"*\n\x12\x46lushCacheResponse\x12\x14\n\x0c\x66reed_blocks\x18\x01 \x01(\r2\xca\x01\n\x05\x41\x64min\x12:\n\x05\x41\x62ort\x12\x17.pagoda.v1.AbortRequest\x1a\x18.pagoda.v1.AbortResponse\x12:\n\x05\x44rain\x12\x17.pagoda.v1.DrainRequest\x1a\x18.pagoda.v1.DrainResponse\x12I\n\nFlushCache\x12\x1c.pagoda.v1.FlushCacheRequest\x1a\x1d.pagoda.v1.FlushCacheResponseB?\n\tpagoda.v1P\x01Z$pagoda/clients/go/pagoda/v1;pagodav1\xaa\x02\tPagoda.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pagoda/v1/admin.proto\x12\tpagoda.v1\"B\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06tenant\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"\x0f\n\rAbortResponse\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x13\n\x11\x46lushCacheRequest\"*\n\x12\x46lushCacheResponse\x12\x14\n\x0c\x66reed_blocks\x18\x01 \x01(\r2\xca\x01\n\x05\x41\x64min\x12:\n\x05\x41\x62ort\x12\x17.pagoda.v1.AbortRequest\x1a\x18.pagoda.v1.AbortResponse\x12:\n\x05\x44rain\x12\x17.pagoda.v1.DrainRequest\x1a\x18.pagoda.v1.DrainResponse\x12I\n\nFlushCache\x12\x1c.pagoda.v1.FlushCacheRequest\x1a\x1d.pagoda.v1.FlushCacheResponseB?\n\tpagoda.v1P\x01Z$pagoda/clients/go/pagoda/v1;pagodav1\xaa\x02\tPagoda.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\tpagoda.v1P\001Z$pagoda/clients/go/pagoda/v1;pagodav1\252\002\tPagoda.V1'
   _globals['_ABORTREQUEST']._serialized_start=36
-  _globals['_ABORTREQUEST']._serialized_end=70
-  _globals['_ABORTRESPONSE']._serialized_start=72
-  _globals['_ABORTRESPONSE']._serialized_end=87
-  _globals['_DRAINREQUEST']._serialized_start=89
-  _globals['_DRAINREQUEST']._serialized_end=103
-  _globals['_DRAINRESPONSE']._serialized_start=105
-  _globals['_DRAINRESPONSE']._serialized_end=120
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=122
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=141
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=143
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=185
-  _globals['_ADMIN']._serialized_start=188
-  _globals['_ADMIN']._serialized_end=390
+  _globals['_ABORTREQUEST']._serialized_end=102
+  _globals['_ABORTRESPONSE']._serialized_start=104
+  _globals['_ABORTRESPONSE']._serialized_end=119
+  _globals['_DRAINREQUEST']._serialized_start=121
+  _globals['_DRAINREQUEST']._serialized_end=135
+  _globals['_DRAINRESPONSE']._serialized_start=137
+  _globals['_DRAINRESPONSE']._serialized_end=152
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=154
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=173
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=175
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=217
+  _globals['_ADMIN']._serialized_start=220
+  _globals['_ADMIN']._serialized_end=422
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class AdminStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Where tokens name tenants, a call without the right that it needs ends PERMISSION_DENIED; google.rpc.ErrorInfo names
+    the right.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -52,10 +54,12 @@ class AdminStub(object):
 
 
 class AdminServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Where tokens name tenants, a call without the right that it needs ends PERMISSION_DENIED; google.rpc.ErrorInfo names
+    the right.
+    """
 
     def Abort(self, request, context):
-        """Ends a live request; its stream finishes with CANCELLED. NOT_FOUND if no live request has that id.
+        """Ends a live request; its stream finishes with CANCELLED. NOT_FOUND if no live request of the tenant has that id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -63,7 +67,7 @@ class AdminServicer(object):
 
     def Drain(self, request, context):
         """Stops admitting requests and answers when none is live. The server keeps running and reports NOT_SERVING; only a
-        restart makes it serve again.
+        restart makes it serve again. Needs the right `admin`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,6 +75,7 @@ class AdminServicer(object):
 
     def FlushCache(self, request, context):
         """Forgets every cached prefix that no running sequence uses, in all engines. UNAVAILABLE while none is ready.
+        Needs the right `admin`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,7 +108,9 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin(object):
-    """Missing associated documentation comment in .proto file."""
+    """Where tokens name tenants, a call without the right that it needs ends PERMISSION_DENIED; google.rpc.ErrorInfo names
+    the right.
+    """
 
     @staticmethod
     def Abort(request,

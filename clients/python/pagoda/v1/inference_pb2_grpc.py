@@ -57,7 +57,8 @@ class InferenceServicer(object):
     def Generate(self, request, context):
         """Generates one or more sequences and streams their tokens as they are computed. The metadata `x-pagoda-tenant` (1 to
         64 letters, digits or ._:@/-) names the tenant that the call is for; where the server's policy is `fair`, tenants
-        share its places and its computing time.
+        share its places and its computing time. Where tokens name tenants, the token's is the default, and any other needs
+        the right `act_for_tenants`.
 
         The stream carries, for each sequence, any number of `tokens` events and then exactly one `finished` event. The
         last message of the call carries `usage` and `timing`. Cancelling the call frees everything it holds.
@@ -66,16 +67,19 @@ class InferenceServicer(object):
         is malformed, missing, sent twice, or has too many fields (Limits.max_fields)
         UNIMPLEMENTED       the server does not support a field that is set; google.rpc.BadRequest names it
         NOT_FOUND           `model` is not the model served here
-        ALREADY_EXISTS      `request_id` is live
+        ALREADY_EXISTS      the tenant has a live request with this `request_id`
         RESOURCE_EXHAUSTED  google.rpc.ErrorInfo says why, by its reason. QUEUE_FULL: no room for this tenant's request.
         EVICTED: the request waited and gave way to a tenant that holds less, before any message; only
         where the policy is `fair`. For both, google.rpc.RetryInfo and the trailer
         `grpc-retry-pushback-ms` say when to retry, and ErrorInfo's metadata `queue_depth` how many
-        requests are admitted. READER_STALLED, SENDER_STALLED: the client has stopped reading, or takes
-        too long to send its request. Without ErrorInfo: more than Limits.max_message_bytes
+        requests are admitted. QUOTA_EXCEEDED: the tenant has used up the quota that the metadata `quota`
+        and `limit` tell; they say when to retry unless the request alone exceeds it. READER_STALLED,
+        SENDER_STALLED: the client has stopped reading, or takes too long to send its request. Without
+        ErrorInfo: more than Limits.max_message_bytes
         DEADLINE_EXCEEDED   the call's deadline passed or can no longer be met: queued work is dropped, not computed
         UNAVAILABLE         the server is draining, or the engine is loading, dead or restarting
-        UNAUTHENTICATED     the server requires a token, and the metadata `authorization` is not `Bearer` and that token
+        UNAUTHENTICATED     the server requires a token, and the metadata `authorization` is not `Bearer` and a valid token
+        PERMISSION_DENIED   the token does not have a right that the call needs; google.rpc.ErrorInfo names it
         INTERNAL            a fault of the server; its log has the details
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

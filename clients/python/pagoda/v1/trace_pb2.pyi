@@ -50,7 +50,7 @@ class GetStepTraceRequest(_message.Message):
     def __init__(self, last_s: _Optional[float] = ...) -> None: ...
 
 class StepTracePart(_message.Message):
-    __slots__ = ("engine", "taken_at_s", "token_budget", "max_num_seqs", "blocks_total", "steps", "moves")
+    __slots__ = ("engine", "taken_at_s", "token_budget", "max_num_seqs", "blocks_total", "steps", "moves", "is_partial")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     TAKEN_AT_S_FIELD_NUMBER: _ClassVar[int]
     TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class StepTracePart(_message.Message):
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
+    IS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
     engine: int
     taken_at_s: float
     token_budget: int
@@ -65,7 +66,8 @@ class StepTracePart(_message.Message):
     blocks_total: int
     steps: _containers.RepeatedCompositeFieldContainer[TracedStep]
     moves: _containers.RepeatedCompositeFieldContainer[TracedMove]
-    def __init__(self, engine: _Optional[int] = ..., taken_at_s: _Optional[float] = ..., token_budget: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., blocks_total: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TracedStep, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[TracedMove, _Mapping]]] = ...) -> None: ...
+    is_partial: bool
+    def __init__(self, engine: _Optional[int] = ..., taken_at_s: _Optional[float] = ..., token_budget: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., blocks_total: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TracedStep, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[TracedMove, _Mapping]]] = ..., is_partial: bool = ...) -> None: ...
 
 class TracedStep(_message.Message):
     __slots__ = ("start_s", "end_s", "sequences", "chunk_starts", "chunk_lengths", "idle", "idle_reasons", "waiting", "next_in_line", "hold", "running", "blocks_free", "blocks_evictable")
@@ -98,7 +100,7 @@ class TracedStep(_message.Message):
     def __init__(self, start_s: _Optional[float] = ..., end_s: _Optional[float] = ..., sequences: _Optional[_Iterable[int]] = ..., chunk_starts: _Optional[_Iterable[int]] = ..., chunk_lengths: _Optional[_Iterable[int]] = ..., idle: _Optional[_Iterable[int]] = ..., idle_reasons: _Optional[_Iterable[_Union[HoldReason, str]]] = ..., waiting: _Optional[int] = ..., next_in_line: _Optional[int] = ..., hold: _Optional[_Union[HoldReason, str]] = ..., running: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ...) -> None: ...
 
 class TracedMove(_message.Message):
-    __slots__ = ("at_s", "kind", "sequence", "request_id", "arrived_s", "prompt_tokens", "tokens", "computed_tokens")
+    __slots__ = ("at_s", "kind", "sequence", "request_id", "arrived_s", "prompt_tokens", "tokens", "computed_tokens", "tenant")
     AT_S_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +109,7 @@ class TracedMove(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     at_s: float
     kind: MoveKind
     sequence: int
@@ -115,4 +118,5 @@ class TracedMove(_message.Message):
     prompt_tokens: int
     tokens: int
     computed_tokens: int
-    def __init__(self, at_s: _Optional[float] = ..., kind: _Optional[_Union[MoveKind, str]] = ..., sequence: _Optional[int] = ..., request_id: _Optional[str] = ..., arrived_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, at_s: _Optional[float] = ..., kind: _Optional[_Union[MoveKind, str]] = ..., sequence: _Optional[int] = ..., request_id: _Optional[str] = ..., arrived_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,237 @@
+"""Which token is whose: one token for every call, or a file that names tenants, their tokens, rights and quotas.
+
+Tokens are found by their SHA-256. They are long and random, so a fast hash without salt keeps them secret: nobody can
+try them all. A lookup by this hash also tells nothing through the time that it takes, because nobody can choose a token
+whose hash begins like that of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pagoda_server.router.errors import ConfigError, InvalidArgument, Unauthenticated
+from pagoda_server.router.request.caller import ANYONE, EVERY_RIGHT, Caller, Right
+from pagoda_server.router.request.quotas import Quota
+from pagoda_server.settings.request import MAX_TENANT_LENGTH, TENANT_NAME
+
+log = logging.getLogger("pagoda.router")
+
+TENANT_KEY = "x-pagoda-tenant"
+POLL_S = 0.25
+MAX_FILE_BYTES = 8 << 20
+MAX_QUOTA = 1 << 53  # beyond it, a float does not count one by one
+_SCHEME = "Bearer "
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+class Identities:
+    """The callers that a server knows, by the digests of their tokens.
+
+    tokens  None: calls need no token
+    """
+
+    def __init__(self, tokens: Mapping[bytes, Caller] | None = None) -> None:
+        self.tokens = tokens
+
+    @classmethod
+    def of_one_token(cls, token: str | None) -> Identities:
+        """A server with one token, or none, for all calls: it trusts each of them with everything."""
+        return cls(None if token is None else {digest(token): ANYONE})
+
+    def caller_of(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller:
+        """The caller of a call with this metadata.
+
+        Raises Unauthenticated, InvalidArgument for a tenant's name, PermissionDenied to name a tenant.
+        """
+        authorizations, tenants = [], []
+        for key, value in metadata or ():
+            if key == "authorization":
+                authorizations.append(value)
+            elif key == TENANT_KEY:
+                tenants.append(value)
+        own = ANYONE if self.tokens is None else self._owner(authorizations)
+        if not tenants:
+            return own
+        tenant = _tenant_in(tenants)
+        if tenant == own.tenant:
+            return own
+        own.require(Right.ACT_FOR_TENANTS, f"{TENANT_KEY}: a call for another tenant")
+        return Caller(tenant, own.rights, own.is_proven)
+
+    def _owner(self, authorizations: list[str | bytes]) -> Caller:
+        """Raises Unauthenticated."""
+        assert self.tokens is not None
+        if len(authorizations) == 1:
+            given = authorizations[0]
+            if isinstance(given, str) and given.startswith(_SCHEME):
+                owner = self.tokens.get(digest(given[len(_SCHEME) :]))
+                if owner is not None:
+                    return owner
+        raise Unauthenticated
+
+
+def _tenant_in(names: list[str | bytes]) -> str:
+    if len(names) > 1:
+        raise InvalidArgument(TENANT_KEY, f"is given {len(names)} times")
+    name = names[0]
+    if not isinstance(name, str) or not TENANT_NAME.fullmatch(name):
+        raise InvalidArgument(TENANT_KEY, f"must be 1 to {MAX_TENANT_LENGTH} letters, digits or ._:@/-")
+    return name
+
+
+# -- the tenants file --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """The content of a tenants file."""
+
+    tokens: Mapping[bytes, Caller]
+    quotas: Mapping[str, Quota]
+
+
+def read_tenants(path: Path, parts: int = 1) -> Tenants:
+    """Read a tenants file.
+
+    parts  routers that share each quota
+
+    Raises ConfigError, in one line, with the file and the place in it.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ValueError(f"has more than {MAX_FILE_BYTES} bytes")
+        return _tenants_from(tomllib.loads(content.decode()), parts)
+    except OSError as error:
+        raise ConfigError(f"--tenants-file: cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # also those of TOML and UTF-8, which tell the place
+        raise ConfigError(f"--tenants-file: {path}: {' '.join(str(error).split())}") from None
+
+
+def _tenants_from(given: dict[str, Any], parts: int) -> Tenants:
+    """Raises ValueError, which names the entry and the key."""
+    _check_keys("the file", given, {"token", "tenant"})
+    entries, tables = given.get("token", []), given.get("tenant", {})
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError("token: must be tables, each under [[token]]")
+    if not isinstance(tables, dict):
+        raise ValueError("tenant: must be tables, each under [tenant.NAME]")
+    tokens: dict[bytes, Caller] = {}
+    for number, entry in enumerate(entries, start=1):
+        place = f"[[token]] number {number}"
+        hashed, caller = _token_from(place, entry)
+        if hashed in tokens:
+            raise ValueError(f"{place}: sha256 is that of another token")
+        tokens[hashed] = caller
+    return Tenants(tokens, {name: _quota_from(name, table, parts) for name, table in tables.items()})
+
+
+def _token_from(place: str, entry: dict[str, Any]) -> tuple[bytes, Caller]:
+    _check_keys(place, entry, {"sha256", "tenant", "rights"})
+    hashed = entry.get("sha256")
+    if not isinstance(hashed, str) or not _SHA256.fullmatch(hashed):
+        raise ValueError(f"{place}: sha256 must be a SHA-256 in 64 hexadecimal digits, in lower case")
+    tenant = entry.get("tenant")
+    if not isinstance(tenant, str):
+        raise ValueError(f"{place}: tenant must be a name")
+    check_tenant(f"{place}: tenant", tenant)
+    rights = entry.get("rights", [])
+    if not isinstance(rights, list) or not all(isinstance(right, str) for right in rights):
+        raise ValueError(f"{place}: rights must be a list of names")
+    if unknown := sorted(set(rights) - EVERY_RIGHT):
+        raise ValueError(f"{place}: rights: {unknown[0]!r} is none of {', '.join(Right)}")
+    return bytes.fromhex(hashed), Caller(tenant, frozenset(map(Right, rights)), is_proven=True)
+
+
+def _quota_from(name: str, table: object, parts: int) -> Quota:
+    place = f"[tenant.{name}]" if re.fullmatch(r"[\w-]+", name) else f'[tenant."{name}"]'
+    check_tenant(f"{place}: the name", name)
+    if not isinstance(table, dict):
+        raise ValueError(f"{place}: must be a table")
+    _check_keys(place, table, {field.name for field in fields(Quota)})
+    for key, value in table.items():
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_QUOTA:
+            raise ValueError(f"{place}: {key} must be a whole number from 1 to {MAX_QUOTA}, not {value!r}")
+    if (most := table.get("max_requests")) is not None and most < parts:
+        raise ValueError(f"{place}: max_requests {most} leaves nothing for some of the {parts} workers")
+    return Quota(**table)
+
+
+def check_tenant(place: str, name: str) -> None:
+    """Raise ValueError unless a tenant may have this name."""
+    if not TENANT_NAME.fullmatch(name):
+        raise ValueError(f"{place} must be 1 to {MAX_TENANT_LENGTH} letters, digits or ._:@/-, not {name!r}")
+
+
+def _check_keys(place: str, table: dict[str, Any], known: set[str]) -> None:
+    if unknown := sorted(table.keys() - known):
+        raise ValueError(f"{place}: {unknown[0]!r} is none of {', '.join(sorted(known))}")
+
+
+def wait_for_tenants(path: Path, parts: int) -> None:
+    """Return when the tenants file can be read: a router that starts late has no older tenants to go on with."""
+    while True:
+        seen = _stamp(path)
+        try:
+            read_tenants(path, parts)
+            return
+        except ConfigError as error:
+            log.error("this router waits for its tenants: %s", error)
+        while _stamp(path) == seen:
+            time.sleep(POLL_S)
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """What changes with a file; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+class TenantsFile:
+    """A tenants file that is read again when it changes.
+
+    adopt  takes the content over
+    """
+
+    def __init__(self, path: Path, parts: int, adopt: Callable[[Tenants], None]) -> None:
+        self._path = path
+        self._parts = parts
+        self._adopt = adopt
+        self._seen: tuple[int, ...] | None = None
+
+    def load(self) -> None:
+        """Read the file. Raises ConfigError."""
+        self._seen = _stamp(self._path)
+        self._adopt(read_tenants(self._path, self._parts))
+
+    async def follow(self) -> None:
+        """Read the file whenever it changes. What is wrong with it is logged, and the tenants stay as they were."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            seen = await asyncio.to_thread(_stamp, self._path)  # a remote folder may take its time
+            if seen == self._seen:
+                continue
+            self._seen = seen
+            try:
+                self._adopt(await asyncio.to_thread(read_tenants, self._path, self._parts))
+            except ConfigError as error:
+                log.error("the tenants stay as they were: %s", error)
+            else:
+                log.info("read the tenants again")

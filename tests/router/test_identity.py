@@ -1,0 +1,143 @@
+"""Whose a call is, by its metadata, and files of tenants."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from pagoda_server.router.errors import ConfigError, InvalidArgument, PermissionDenied, Unauthenticated
+from pagoda_server.router.process.identity import TENANT_KEY, Identities, digest, read_tenants
+from pagoda_server.router.request.caller import ANYONE, Caller, Right
+from pagoda_server.router.request.quotas import Quota
+from pagoda_server.settings.request import MAX_SALT_BYTES
+
+ACME = Caller("acme", frozenset(), is_proven=True)
+GATEWAY = Caller("gateway", frozenset({Right.ACT_FOR_TENANTS}), is_proven=True)
+NAMED = Identities({digest("of acme"): ACME, digest("of the gateway"): GATEWAY})
+SHA256 = hashlib.sha256(b"x").hexdigest()
+TOKEN = f'[[token]]\nsha256 = "{SHA256}"\ntenant = "acme"\n'
+
+
+def bearer(token: str) -> tuple[str, str]:
+    return "authorization", f"Bearer {token}"
+
+
+def test_without_tokens_a_header_names_the_tenant_and_everyone_may_do_everything() -> None:
+    anyone = Identities()
+    assert anyone.caller_of(None) == anyone.caller_of((("user-agent", "x"),)) == ANYONE
+    named = anyone.caller_of(((TENANT_KEY, "acme/eu-1"),))
+    assert (named.tenant, named.rights, named.is_proven) == ("acme/eu-1", frozenset(Right), False)
+
+
+@pytest.mark.parametrize("name", ["", "a" * 65, "a b", "a\n", "é", b"a"])
+def test_a_bad_name_is_refused_by_its_key(name: str | bytes) -> None:
+    with pytest.raises(InvalidArgument, match=TENANT_KEY):
+        Identities().caller_of(((TENANT_KEY, name),))
+
+
+def test_two_names_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="2 times"):
+        Identities().caller_of(((TENANT_KEY, "a"), (TENANT_KEY, "b")))
+
+
+def test_one_token_for_all_calls_leaves_the_tenant_to_the_header() -> None:
+    shared = Identities.of_one_token("s3cret")
+    assert shared.caller_of((bearer("s3cret"), (TENANT_KEY, "acme"))).tenant == "acme"
+    with pytest.raises(Unauthenticated):
+        shared.caller_of(((TENANT_KEY, "acme"),))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        (),
+        (bearer("of nobody"),),
+        (bearer(""),),
+        (("authorization", "of acme"),),
+        (("authorization", "Basic of acme"),),
+        (("authorization", b"Bearer of acme"),),
+        (bearer("of acme"), bearer("of acme")),
+        (bearer("of acme "),),
+        (bearer(digest("of acme").hex()),),
+    ],
+)
+def test_a_call_without_one_known_token_is_refused(metadata: tuple[tuple[str, str | bytes], ...]) -> None:
+    with pytest.raises(Unauthenticated):
+        NAMED.caller_of(metadata)
+
+
+def test_a_token_names_the_tenant_and_a_header_may_only_repeat_it() -> None:
+    assert NAMED.caller_of((bearer("of acme"),)) == ACME
+    assert NAMED.caller_of((bearer("of acme"), (TENANT_KEY, "acme"))) == ACME
+    with pytest.raises(PermissionDenied, match="act_for_tenants"):
+        NAMED.caller_of((bearer("of acme"), (TENANT_KEY, "other")))
+
+
+def test_a_gateway_acts_for_the_tenant_that_it_names_and_the_cache_knows() -> None:
+    own = NAMED.caller_of((bearer("of the gateway"),))
+    acting = NAMED.caller_of((bearer("of the gateway"), (TENANT_KEY, "acme")))
+    assert (own.tenant, acting.tenant) == ("gateway", "acme")
+    assert acting.cache_salt("s") == ACME.cache_salt("s") != own.cache_salt("s")
+
+
+def test_salts_of_proven_tenants_never_meet_and_fit() -> None:
+    pairs = [("a", ""), ("a", "b"), ("ab", ""), ("a", "b\0"), ("b", "a"), ("a", "x" * MAX_SALT_BYTES)]
+    salts = {Caller(tenant, frozenset(), is_proven=True).cache_salt(given) for tenant, given in pairs}
+    assert len(salts) == len(pairs)
+    assert all(len(salt.encode()) <= MAX_SALT_BYTES for salt in salts)
+    assert ANYONE.cache_salt("given") == "given"
+
+
+def written(tmp_path: Path, text: str | bytes) -> Path:
+    path = tmp_path / "tenants.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_a_file_tells_tokens_rights_and_quotas(tmp_path: Path) -> None:
+    more = 'rights = ["admin", "observe"]\n[tenant."a/b"]\nmax_requests = 3\ntokens_per_minute = 9\n[tenant.c]\n'
+    tenants = read_tenants(written(tmp_path, TOKEN + more))
+    assert tenants.tokens == {bytes.fromhex(SHA256): Caller("acme", frozenset({Right.ADMIN, Right.OBSERVE}), True)}
+    assert tenants.quotas == {"a/b": Quota(max_requests=3, tokens_per_minute=9), "c": Quota()}
+    assert not read_tenants(written(tmp_path, "")).tokens, "a file without a token lets nobody in"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[[token]\n", r"at line 1, column 8"),
+        (b"\xff", "invalid start byte"),
+        ("tokens = 1", "the file: 'tokens' is none of tenant, token"),
+        ("token = 1", r"each under \[\[token\]\]"),
+        ("token = [1]", r"each under \[\[token\]\]"),
+        ("tenant = 1", r"each under \[tenant\.NAME\]"),
+        ("[[token]]\ntenant = 'a'", r"\[\[token\]\] number 1: sha256 must be"),
+        (TOKEN.replace(SHA256, SHA256[1:]), "number 1: sha256 must be"),
+        (TOKEN + TOKEN, "number 2: sha256 is that of another token"),
+        (TOKEN.replace('"acme"', '"a b"'), "number 1: tenant must be 1 to 64 letters"),
+        (TOKEN.replace('"acme"', "5"), "number 1: tenant must be a name"),
+        (TOKEN + "rights = 'admin'", "number 1: rights must be a list of names"),
+        (TOKEN + "rights = [['admin']]", "number 1: rights must be a list of names"),
+        (TOKEN + "rights = ['root']", "number 1: rights: 'root' is none of admin, observe, act_for_tenants"),
+        (TOKEN + "right = ['admin']", "number 1: 'right' is none of rights, sha256, tenant"),
+        ("[tenant.'a b']", r"\[tenant\.\"a b\"\]: the name must be 1 to 64"),
+        ("[tenant]\na = 5", r"\[tenant\.a\]: must be a table"),
+        ("[tenant.a]\ntokens = 5", r"\[tenant\.a\]: 'tokens' is none of max_requests"),
+        ("[tenant.a]\nmax_requests = 0", "max_requests must be a whole number from 1"),
+        ("[tenant.a]\nmax_requests = true", "max_requests must be a whole number from 1"),
+        ("[tenant.a]\ntokens_per_minute = 1.5", "tokens_per_minute must be a whole number from 1"),
+        ("[tenant.a]\nmax_requests = 2", "max_requests 2 leaves nothing for some of the 3 workers"),
+        ("x = " + "[" * 100_000, "nested|recursion"),
+    ],
+)
+def test_a_wrong_file_is_told_in_one_line_with_the_place(tmp_path: Path, text: str | bytes, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^--tenants-file: .*tenants\.toml: .*({complaint})") as caught:
+        read_tenants(written(tmp_path, text), parts=3)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--tenants-file: cannot read .*missing\.toml: No such file"):
+        read_tenants(tmp_path / "missing.toml")
