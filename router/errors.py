@@ -14,6 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 logger = logging.getLogger(__name__)
 
 ERROR_DOMAIN = "pagoda"
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
 INTERNAL_MESSAGE = "internal error; the server's log has the details"
 
 
@@ -74,6 +75,12 @@ class NotFound(PagodaError):
 
 class AlreadyExists(PagodaError):
     code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class Aborted(PagodaError):
+    """Another call has taken over."""
+
+    code = grpc.StatusCode.ABORTED
 
 
 class ResourceExhausted(PagodaError):
@@ -156,6 +163,14 @@ class Internal(PagodaError):
         self.story = story
 
 
+class Passed(Exception):
+    """The status of another router's call, passed on as it is."""
+
+    def __init__(self, error: grpc.aio.AioRpcError) -> None:
+        super().__init__(error.details())
+        self.status = Status(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+
+
 class Status(NamedTuple):
     """The status that ends a call, as `context.abort` takes it."""
 
@@ -171,6 +186,8 @@ def to_status(error: Exception) -> Status:
     stock clients honour (gRFC A6). Internal errors, and exceptions other than PagodaError, are logged in full and
     become INTERNAL with a fixed text. CancelledError is not an Exception and must not be passed here.
     """
+    if isinstance(error, Passed):
+        return error.status
     if isinstance(error, Internal):
         logger.error("internal error: %s", error.story, exc_info=error)
     elif not isinstance(error, PagodaError):
@@ -178,7 +195,7 @@ def to_status(error: Exception) -> Status:
         error = PagodaError(INTERNAL_MESSAGE)
     code, details = error.code, [_packed(detail) for detail in error.details]
     status = status_pb2.Status(code=code.value[0], message=error.message, details=details)
-    metadata: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", status.SerializeToString())]
+    metadata: list[tuple[str, str | bytes]] = [(STATUS_DETAILS_KEY, status.SerializeToString())]
     if error.retry_after_s is not None:
         metadata.append(("grpc-retry-pushback-ms", str(math.ceil(1e3 * error.retry_after_s))))
     return Status(code, error.message, tuple(metadata))

@@ -107,6 +107,12 @@ class RouterSettings(CommonSettings):
         panel=LIMITS, unit="seconds", at_least=SHORTEST_TIMEOUT_S,
     )  # fmt: skip
 
+    resume_s: float = setting(
+        120.0,
+        "Seconds that a resumable stream is kept after its call has ended, in 64 MiB at most. 0: none is resumable.",
+        panel=LIMITS, unit="seconds", at_least=0,
+    )  # fmt: skip
+
     reflection: bool | None = setting(
         None,
         "Describe the services to clients that have no proto files, such as grpcurl.",

@@ -44,6 +44,9 @@ def generate(
     length_penalty: Annotated[
         float | None, typer.Option(help="With --beams: above 0 favours long answers.", show_default=False)
     ] = None,
+    resumable: Annotated[
+        bool, typer.Option("--resumable", help="Go on after the engine or the connection broke.")
+    ] = False,
     priority: Annotated[int, typer.Option(help="Higher runs earlier.")] = 0,
     ttft_ms: Annotated[float | None, typer.Option(help="Target for the first token.", show_default=False)] = None,
     tpot_ms: Annotated[float | None, typer.Option(help="Target for each token after it.", show_default=False)] = None,
@@ -66,6 +69,7 @@ def generate(
         "stop": stop,
         "beams": beams,
         "length_penalty": length_penalty,
+        "resumable": resumable,
         "priority": priority,
         "ttft_s": None if ttft_ms is None else ttft_ms / 1e3,
         "tpot_s": None if tpot_ms is None else tpot_ms / 1e3,

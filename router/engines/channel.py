@@ -23,6 +23,7 @@ log = logging.getLogger("pagoda.router")
 
 WRONG_ENGINE_PAUSE_S = 5.0  # the engine answers, so each attempt costs both ends a connection
 WOKEN_AT_ONCE = 8  # streams, which then write their tokens in one turn of the event loop
+RETRY_AFTER_S = (0.1, 30.0)  # what a client is told at least and at most when an engine is away
 RECONNECT_S = 0.1  # an attempt is cheap on one host or to a near one, and finds a restarted engine at once
 
 
@@ -71,11 +72,22 @@ class EngineChannel:
         self._traces: dict[int, asyncio.Queue[engine_pb2.Trace | None]] = {}  # None: the engine is lost
         self._last_word = time.monotonic()
         self._away_since = time.monotonic()
+        self._last_absence_s = 0.0
         self._told = ""  # the last reason logged for its absence
 
     @property
     def is_ready(self) -> bool:
         return self.info is not None
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """When a lost engine may be back: it stays away for as long as the last time, or else for as long again."""
+        if not self.has_been_ready:
+            return None
+        absent_s = time.monotonic() - self._away_since
+        rest_s = self._last_absence_s - absent_s if absent_s < self._last_absence_s else absent_s
+        low, high = RETRY_AFTER_S
+        return round(min(max(rest_s, low), high), 1)  # few values: see CallGuard
 
     @property
     def num_live_sequences(self) -> int:
@@ -196,6 +208,7 @@ class EngineChannel:
                         self._check(message.hello)
                         self._tell_ready(message.hello)
                         self.info = message.hello
+                        self._last_absence_s = time.monotonic() - self._away_since
                         self.has_been_ready = True
                         self._link = link
                         self._outgoing = asyncio.Queue()
@@ -311,8 +324,21 @@ class Dispatcher:
     def ready(self) -> list[EngineChannel]:
         return [channel for channel in self.channels if channel.is_ready]
 
+    def refusal(self) -> Unavailable | None:
+        """Why no engine can be picked now; None: one is ready."""
+        if self.ready:
+            return None
+        return Unavailable("the engine is loading or being restarted", retry_after_s=self.retry_after_s)
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """How long a client that has lost its engine should wait; None: unknown."""
+        if self.ready:
+            return RETRY_AFTER_S[0]
+        return min((at for channel in self.channels if (at := channel.retry_after_s) is not None), default=None)
+
     def pick(self) -> EngineChannel:
         """Pick an engine. Raises Unavailable if none is ready."""
-        if not (ready := self.ready):
-            raise Unavailable("the engine is loading or being restarted")
-        return min(ready, key=lambda channel: channel.num_live_sequences)
+        if (error := self.refusal()) is not None:
+            raise error
+        return min(self.ready, key=lambda channel: channel.num_live_sequences)

@@ -30,7 +30,7 @@ from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress
 from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.process.calls import GRPC_LOGGER, CallGuard, is_worth_logging
+from pagoda_server.router.process.calls import GRPC_LOGGER, CallGuard, Refusal, is_worth_logging
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
 from pagoda_server.router.process.identity import Identities, Tenants, TenantsFile, read_tenants, wait_for_tenants
 from pagoda_server.router.process.listen import (
@@ -246,6 +246,7 @@ class Router:
             dispatcher=self._dispatcher,
             live=self._live,
             stall_timeout_s=config.stall_timeout_s,
+            resume_s=config.resume_s,
         )
         control = ControlServicer(
             model=self._name,
@@ -259,7 +260,10 @@ class Router:
             settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
         )
         admin = AdminServicer(dispatcher=self._dispatcher, live=self._live, state=self._state)
-        guard = CallGuard(messages, self._identities, {f"/{SERVICE}/Generate": self._inference.refusal})
+        refusals: dict[str, Refusal] = {
+            f"/{SERVICE}/{method}": self._inference.refusal for method in ("Generate", "Resume")
+        }
+        guard = CallGuard(messages, self._identities, refusals)
         server = grpc.aio.server(options=server_options(bool(self._sockets), max_bytes), interceptors=[guard])
         inference = grpc.method_handlers_generic_handler(SERVICE, self._inference.handlers())
         server.add_generic_rpc_handlers((inference,))
@@ -292,7 +296,7 @@ class Router:
 
     async def _join(self, control: ControlServicer, admin: AdminServicer) -> RouterGroup:
         """Join the routers that share the port: answer for all of them, and drain if they are draining."""
-        self._group = RouterGroup(control, admin, self._sockets)
+        self._group = RouterGroup(control, admin, self._inference, self._sockets)
         await self._group.start()
         if await self._group.are_others_draining():
             await self._state.drain()

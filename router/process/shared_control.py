@@ -1,4 +1,4 @@
-"""Control and Admin of several routers that share a port: the router that is asked answers for all.
+"""Several routers that share a port: the router that is asked answers Control, Admin and Resume for all.
 
 Each router also serves its own services on a private socket. A router that does not answer there is dead and holds no
 requests.
@@ -12,19 +12,30 @@ from typing import TypeVar
 
 import grpc
 
-from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, trace_pb2
-from pagoda_server.router.errors import NotFound
+from pagoda.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    control_pb2,
+    control_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    trace_pb2,
+)
+from pagoda_server.router.errors import STATUS_DETAILS_KEY, NotFound, Passed
 from pagoda_server.router.process.calls import CallGuard
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, tenant_to_abort_for
-from pagoda_server.router.process.identity import Identities
+from pagoda_server.router.process.identity import TENANT_KEY, Identities
 from pagoda_server.router.process.listen import server_options
 from pagoda_server.router.process.load_feed import LoadFeed
 from pagoda_server.router.process.own_view import seen_load
+from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
 
 ASK_TIMEOUT_S = 2.0
 _NEW_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 _DEAD = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+_ANY_SIZE = ("grpc.max_receive_message_length", -1)
 
 Answer = TypeVar("Answer")
 
@@ -35,10 +46,12 @@ class RouterGroup:
     control, admin  services that answer for all routers
     """
 
-    def __init__(self, control: ControlServicer, admin: AdminServicer, sockets: Sequence[str]) -> None:
+    def __init__(
+        self, control: ControlServicer, admin: AdminServicer, inference: InferenceServicer, sockets: Sequence[str]
+    ) -> None:
         """
-        control, admin  this router's own services
-        sockets         addresses of all routers' private services, this one's first
+        control, admin, inference  this router's own services
+        sockets                    addresses of all routers' private services, this one's first
         """
         self._socket = sockets[0]
         self._others = sockets[1:]
@@ -46,6 +59,11 @@ class RouterGroup:
         self._private = grpc.aio.server(options=server_options(False, SMALL_BYTES), interceptors=[guard])
         control_pb2_grpc.add_ControlServicer_to_server(control, self._private)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._private)
+        resume = grpc.stream_stream_rpc_method_handler(
+            inference.resume_here, None, inference_pb2.GenerateResponse.SerializeToString
+        )
+        self._private.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Resume": resume}),))
+        inference.resume_elsewhere = self.resume
         self.control = SharedControl(control, self)
         self.admin = SharedAdmin(admin, self)
 
@@ -63,6 +81,29 @@ class RouterGroup:
         request = control_pb2.GetServerInfoRequest()
         infos = await self.ask_control(lambda stub: stub.GetServerInfo(request, timeout=ASK_TIMEOUT_S))
         return any(info.state == control_pb2.SERVER_STATE_DRAINING for info in infos)
+
+    async def resume(
+        self,
+        request: inference_pb2.ResumeRequest,
+        tenant: str,
+        timeout_s: float | None,
+        write: Callable[[inference_pb2.GenerateResponse], Awaitable[None]],
+    ) -> bool:
+        """Write a stream that another router keeps; return False if none does. Raises the error that ends it there."""
+        for socket in self._others:
+            has_begun = False
+            try:
+                async with grpc.aio.insecure_channel(socket, options=[*_NEW_CONNECTION, _ANY_SIZE]) as channel:
+                    stub = inference_pb2_grpc.InferenceStub(channel)
+                    metadata = ((TENANT_KEY, tenant),) if tenant else ()
+                    async for response in stub.Resume(request, timeout=timeout_s, metadata=metadata):
+                        has_begun = True
+                        await write(response)
+                    return True
+            except grpc.aio.AioRpcError as error:
+                if has_begun or not (error.code() is grpc.StatusCode.NOT_FOUND or _is_dead(error)):
+                    raise Passed(error) from None
+        return False
 
     async def ask_control(self, call: Callable[[control_pb2_grpc.ControlStub], Awaitable[Answer]]) -> list[Answer]:
         """The answers of the other routers that are alive."""
@@ -85,6 +126,11 @@ class RouterGroup:
 
         answers = await asyncio.gather(*(ask(socket) for socket in self._others))
         return [answer for answer in answers if answer is not None]
+
+
+def _is_dead(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a router did not answer. One that is alive adds details to each status."""
+    return error.code() in _DEAD and STATUS_DETAILS_KEY not in dict(error.trailing_metadata() or ())
 
 
 class SharedControl(control_pb2_grpc.ControlServicer):

@@ -11,6 +11,7 @@ from typing import Protocol
 from pagoda_server.router.engines.stream import EngineStream
 from pagoda_server.router.errors import AlreadyExists, NotFound, PagodaError, ResourceExhausted, Unavailable
 from pagoda_server.router.request.beam_search import BeamSearchStream
+from pagoda_server.router.request.resuming import ResumedStream
 from pagoda_server.router.request.shares import Shares
 
 _SMOOTHING = 0.1
@@ -226,7 +227,8 @@ class LiveRequest:
     """An admitted request that has not ended."""
 
     def __init__(self) -> None:
-        self.stream: EngineStream | BeamSearchStream | None = None  # None while the prompt is being tokenized
+        # None while the prompt is being tokenized
+        self.stream: EngineStream | BeamSearchStream | ResumedStream | None = None
         self.is_aborted = False
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -13,28 +16,62 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.engines.channel import Dispatcher
 from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, time_in_engine
-from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument, PagodaError, Unavailable
+from pagoda_server.router.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    PagodaError,
+    Unavailable,
+    Unimplemented,
+)
 from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests, Reservation
 from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.caller import caller
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.output import ClientWriter, GenerateContext, SequenceOutput, write_records
 from pagoda_server.router.request.quotas import Quotas, Spending
-from pagoda_server.router.request.receiving import Messages, Received
+from pagoda_server.router.request.receiving import SMALL_BYTES, Messages, Received
+from pagoda_server.router.request.resuming import (
+    KeepingOutput,
+    KeptStream,
+    KeptStreams,
+    ResumedStream,
+    not_kept,
+    resumed,
+)
 from pagoda_server.router.request.validation import (
     GenerateParams,
     check_prompt,
     to_submit,
     validate_detokenize,
     validate_generate,
+    validate_resume,
     validate_tokenize,
 )
 from pagoda_server.router.text.tokenizer import Tokenizer
 
+# Writes a stream that another router keeps for this tenant, within so many seconds. Returns False if none does.
+ResumeElsewhere: TypeAlias = Callable[
+    [inference_pb2.ResumeRequest, str, float | None, Callable[[inference_pb2.GenerateResponse], Awaitable[None]]],
+    Awaitable[bool],
+]
+Stream: TypeAlias = EngineStream | BeamSearchStream | ResumedStream
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SERVICE = "pagoda.v1.Inference"
 MAX_CONVERSIONS = 64  # calls of Tokenize and Detokenize at once
+_NOT_KEPT = contextlib.nullcontext()
 _IDS_AT_ONCE = 4096  # the interpreter can change threads between two chunks of a list, not within one
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    """A call of Generate or Resume: what it holds, and the context that its answer goes to."""
+
+    context: GenerateContext
+    reservation: Reservation
+    spending: Spending
+    message: Received
+    live: LiveRequest
 
 
 class InferenceServicer:
@@ -52,6 +89,7 @@ class InferenceServicer:
         dispatcher: Dispatcher,
         live: LiveRequests,
         stall_timeout_s: float,
+        resume_s: float,
     ) -> None:
         self.limits = limits  # replaced when an engine reports its own
         self._model = model
@@ -63,12 +101,17 @@ class InferenceServicer:
         self._dispatcher = dispatcher
         self._live = live
         self._stall_timeout_s = stall_timeout_s
+        self.resume_elsewhere: ResumeElsewhere | None = None  # set if several routers share the port
+        self._kept = KeptStreams(resume_s)
 
     def handlers(self) -> Mapping[str, grpc.RpcMethodHandler[Any, Any]]:
         """The methods' handlers by name. They take streams of bytes, whatever the protocol says: see receiving.py."""
         return {
             "Generate": grpc.stream_stream_rpc_method_handler(
                 self._generate, None, inference_pb2.GenerateResponse.SerializeToString
+            ),
+            "Resume": grpc.stream_stream_rpc_method_handler(
+                self._resume, None, inference_pb2.GenerateResponse.SerializeToString
             ),
             "Tokenize": grpc.stream_unary_rpc_method_handler(self._tokenize),
             "Detokenize": grpc.stream_unary_rpc_method_handler(
@@ -82,10 +125,8 @@ class InferenceServicer:
         self._conversions.share(weights)
 
     def refusal(self, tenant: str) -> PagodaError | None:
-        """Why a tenant's Generate call would be refused now, whatever it asks for."""
-        if not self._dispatcher.ready:
-            return Unavailable("the engine is loading or being restarted")
-        return self._admission.refusal(tenant) or self._quotas.refusal(tenant)
+        """Why a tenant's call of Generate or Resume would be refused now, whatever it asks for."""
+        return self._dispatcher.refusal() or self._admission.refusal(tenant) or self._quotas.refusal(tenant)
 
     async def _generate(self, _: object, context: GenerateContext) -> None:
         received = time.monotonic()
@@ -106,52 +147,122 @@ class InferenceServicer:
             reservation.grow(params.num_sequences * (params.max_tokens or 1))
             live = self._live.add(asker.tenant, params.request_id)
             try:
-                prompt = await self._tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
-                max_tokens = check_prompt(params, len(prompt), self.limits)
-                reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
-                spending.reserve(len(prompt) + params.num_sequences * max_tokens)
-                remaining_s = context.time_remaining()
-                if remaining_s is not None and remaining_s <= 0:
-                    raise DeadlineExceeded("the deadline passed before the request was scheduled")
-                submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, remaining_s, asker)
-                await self._stream(submit, params, live, reservation, spending, message, context, received)
+                async with self._keeping(asker.tenant, params, received) as kept:
+                    prompt = await self._tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
+                    max_tokens = check_prompt(params, len(prompt), self.limits)
+                    reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
+                    spending.reserve(len(prompt) + params.num_sequences * max_tokens)
+                    timeout_s = _time_left(context)
+                    submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, timeout_s, asker)
+                    if kept is not None:
+                        kept.submitted(submit)
+                    call = _Admitted(context, reservation, spending, message, live)
+                    await self._stream(submit, params, call, received, kept)
             finally:
                 self._live.remove(asker.tenant, params.request_id)
+
+    def _keeping(
+        self, tenant: str, params: GenerateParams, received: float
+    ) -> contextlib.AbstractAsyncContextManager[KeptStream | None]:
+        """Keep a stream that its client may resume. Raises Unimplemented if this server keeps none."""
+        if not params.is_resumable:
+            return _NOT_KEPT
+        if not self._kept.keep_s:
+            raise Unimplemented("resumable")
+        return self._kept.add(tenant, params, received)
+
+    async def _resume(self, _: object, context: GenerateContext) -> None:
+        await self._resume_from(context, self.resume_elsewhere)
+
+    async def resume_here(self, _: object, context: GenerateContext) -> None:
+        """The Resume method for other routers, which have asked themselves before."""
+        await self._resume_from(context, None)
+
+    async def _resume_from(self, context: GenerateContext, elsewhere: ResumeElsewhere | None) -> None:
+        tenant = caller().tenant
+        self._dispatcher.pick()  # fail before anything is read if no engine is ready
+        with (
+            self._admission.reserve(tenant) as reservation,
+            self._quotas.enter(tenant) as spending,
+            await self._messages.read(context, most=SMALL_BYTES) as message,
+        ):
+            request = await message.parsed(
+                inference_pb2.ResumeRequest, self.limits, lambda request: validate_resume(request, self.limits)
+            )
+            kept = self._kept.find(tenant, request.request_id)
+            if kept is None:
+                await self._messages.check_end(context)
+                async with ClientWriter(context, self._stall_timeout_s) as writer:
+                    if elsewhere and await elsewhere(request, tenant, _time_left(context), writer.write):
+                        return
+                raise not_kept()
+            counts = kept.check(request.received)
+            if self._admission.is_draining:  # since this call was admitted
+                raise Unavailable("the server is draining")
+            async with kept:  # no refusal above has ended the call that still writes it
+                submit = kept.submit
+                assert submit is not None, "a stream without it is not kept once its call has ended"
+                reservation.grow(kept.num_unfinished * (len(submit.prompt) + submit.max_tokens))
+                spending.reserve(kept.num_unfinished * submit.max_tokens)
+                live = self._live.add(tenant, request.request_id)
+                try:
+                    call = _Admitted(context, reservation, spending, message, live)
+                    await self._stream(submit, kept.params, call, kept.received, kept, counts)
+                finally:
+                    self._live.remove(tenant, request.request_id)
 
     async def _stream(
         self,
         submit: engine_pb2.Submit,
         params: GenerateParams,
-        live: LiveRequest,
-        reservation: Reservation,
-        spending: Spending,
-        message: Received,
-        context: GenerateContext,
+        call: _Admitted,
         received: float,
+        kept: KeptStream | None,
+        counts: Sequence[int] = (),
     ) -> None:
-        engine = self._dispatcher.pick()
-        call: GenerateCall | None = None
+        """Stream a request to its end.
+
+        kept    what is kept of the stream, if it is resumable
+        counts  of a stream that is resumed: the tokens that the client has of each sequence
+        """
 
         def starts() -> None:
-            reservation.starts()
-            spending.used = len(submit.prompt)
+            call.reservation.starts()
+            call.spending.used = 0 if counts else len(submit.prompt)  # a stream that is resumed has paid for it
 
-        # Before all else, so that the engine can start.
-        submitted = partial(BeamSearchStream, engine) if params.is_search else engine.submit
-        stream = live.stream = submitted(submit, starts)
         try:
-            if live.is_aborted:  # during tokenization
-                stream.abort()
-            await self._messages.check_end(context)  # while the engine computes
-            message.release()
-            async with ClientWriter(context, self._stall_timeout_s) as writer:
-                call = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received)
-                reservation.follow(call, params.n * submit.max_tokens)
-                await call.run(stream, submit.prompt if params.has_prompt else ())
-        finally:
-            stream.close()
-            if call is not None:
-                spending.used += call.num_computed
+            engine = self._dispatcher.pick()
+            # Before all else, so that the engine can start.
+            stream: Stream
+            if kept is not None:
+                stream = resumed(engine, kept, _time_left(call.context), starts)
+            else:
+                submitted = partial(BeamSearchStream, engine) if params.is_search else engine.submit
+                stream = submitted(submit, starts)
+            call.live.stream = stream
+            num_before = kept.num_tokens if kept is not None else 0
+            answer: GenerateCall | None = None
+            try:
+                if call.live.is_aborted:  # during tokenization
+                    stream.abort()
+                await self._messages.check_end(call.context)  # while the engine computes
+                call.message.release()
+                async with ClientWriter(call.context, self._stall_timeout_s) as writer:
+                    answer = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received, kept)
+                    call.reservation.follow(answer, params.n * submit.max_tokens)
+                    prompt = submit.prompt if params.has_prompt else ()
+                    if kept is not None and kept.has_begun:
+                        await answer.replay(kept, counts, prompt)
+                        prompt = ()
+                    await answer.run(stream, prompt)
+            finally:
+                stream.close()
+                if answer is not None:
+                    call.spending.used += max(0, answer.num_computed - num_before)  # it may break during the replay
+        except Unavailable as error:
+            if kept is None or not kept.is_kept:
+                raise
+            raise kept.resumable(error, self._dispatcher.retry_after_s) from error
 
     async def _tokenize(self, _: object, context: Context) -> bytes:
         tenant = caller().tenant
@@ -192,6 +303,14 @@ class InferenceServicer:
             return inference_pb2.DetokenizeResponse(text=text)
 
 
+def _time_left(context: GenerateContext) -> float | None:
+    """Seconds until the client's deadline; None: there is none. Raises DeadlineExceeded."""
+    remaining_s: float | None = context.time_remaining()
+    if remaining_s is not None and remaining_s <= 0:
+        raise DeadlineExceeded("the deadline passed before the request was scheduled")
+    return remaining_s
+
+
 def _serialized(ids: Sequence[int]) -> bytes:
     response = inference_pb2.TokenizeResponse()
     for at in range(0, len(ids), _IDS_AT_ONCE):
@@ -209,15 +328,17 @@ class GenerateCall:
         tokenizer: Tokenizer,
         writer: ClientWriter,
         received: float,
+        kept: KeptStream | None = None,
     ) -> None:
         self._prompt_len = prompt_len
         self._writer = writer
         self._received = received
-        self.first_written: float | None = None
+        self.first_written = None if kept is None else kept.first_written
         self._token_bytes = tokenizer.token_bytes if params.has_token_bytes else None
         skips_special_tokens = not params.keeps_special_tokens
+        output = SequenceOutput if kept is None else partial(KeepingOutput, kept)
         self._outputs = [
-            SequenceOutput(
+            output(
                 index,
                 tokenizer.detokenizer(skips_special_tokens) if params.has_text else None,
                 params.stop,
@@ -245,7 +366,26 @@ class GenerateCall:
         write_records(response.prompt.tokens, ids, token_bytes=self._token_bytes)
         await self._writer.write(response)
 
-    async def run(self, stream: EngineStream | BeamSearchStream, prompt: Sequence[int] = ()) -> None:
+    async def replay(self, kept: KeptStream, counts: Sequence[int], prompt: Sequence[int]) -> None:
+        """Write what the client of a kept stream lacks, and every end.
+
+        counts  tokens that the client has of each sequence
+        prompt  token ids to write before all else
+        """
+        if prompt:
+            await self._write_prompt(prompt)
+        for output, sequence, count in zip(self._outputs, kept.sequences, counts, strict=True):
+            assert isinstance(output, KeepingOutput), "this call knows that its stream is kept"
+            for inbox, is_lacking in sequence.inboxes(count):
+                if output.replay(inbox, self._response.tokens) and is_lacking:
+                    await self._writer.write(self._response)
+                else:
+                    await asyncio.sleep(0)  # other streams write between two parts
+            if output.ended is not None:
+                self._unfinished -= 1
+                await self._write_finished(output, is_last=not self._unfinished)
+
+    async def run(self, stream: Stream, prompt: Sequence[int] = ()) -> None:
         """Stream until every sequence has ended. Raises an error if the engine ended one irregularly.
 
         prompt  token ids to write before all else. Nothing is written while the request waits: it may be evicted then
@@ -259,9 +399,7 @@ class GenerateCall:
                 if inbox.tokens or inbox.ended is not None:
                     await self._advance(output, inbox, stream)
 
-    async def _advance(
-        self, output: SequenceOutput, inbox: SequenceInbox, stream: EngineStream | BeamSearchStream
-    ) -> None:
+    async def _advance(self, output: SequenceOutput, inbox: SequenceInbox, stream: Stream) -> None:
         if output.take(inbox, self._response.tokens):
             if self.first_written is None:
                 self.first_written = time.monotonic()
@@ -284,7 +422,10 @@ class GenerateCall:
         return inference_pb2.Usage(
             prompt_tokens=self._prompt_len,
             completion_tokens=self.num_tokens,
-            cached_tokens=max(output.ended.cached_tokens for output in self._outputs if output.ended),
+            # A sequence that was resumed may have found some of its own output in the cache.
+            cached_tokens=min(
+                max(output.ended.cached_tokens for output in self._outputs if output.ended), self._prompt_len
+            ),
         )
 
     def _timing(self) -> inference_pb2.Timing:

@@ -43,6 +43,7 @@ class GenerateParams:
     has_token_bytes       whether each token carries its bytes
     keeps_special_tokens  whether the text keeps special tokens
     includes_stop         whether the text includes the stop string or token that ended it
+    is_resumable          whether the stream is kept, so that Resume can continue it
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class GenerateParams:
     bypasses_cache: bool
     priority: int
     slo: inference_pb2.Slo
+    is_resumable: bool
 
     @property
     def n(self) -> int:
@@ -97,6 +99,8 @@ def validate_generate(request: inference_pb2.GenerateRequest, limits: Limits, se
         raise InvalidArgument("stopping.stop", "needs output.text, which is off")
     if request.sampling.HasField("beam_search"):
         check_stopping(stopping, output)
+        if request.resumable:
+            raise InvalidArgument("resumable", "is set; a beam search sends nothing before it ends: send it again")
     return GenerateParams(
         request_id=_request_id(request.request_id, limits),
         prompt=_prompt(request, limits),
@@ -117,6 +121,7 @@ def validate_generate(request: inference_pb2.GenerateRequest, limits: Limits, se
         bypasses_cache=request.cache.bypass,
         priority=request.priority,
         slo=_slo(request.slo),
+        is_resumable=request.resumable,
     )
 
 
@@ -180,6 +185,14 @@ def to_submit(
         slo=params.slo,
         request_id=params.request_id,
     )
+
+
+def validate_resume(request: inference_pb2.ResumeRequest, limits: Limits) -> inference_pb2.ResumeRequest:
+    """Check what can be checked before the kept stream is found. Raises InvalidArgument."""
+    if not request.request_id:
+        raise InvalidArgument("request_id", "is empty")
+    check_count(len(request.received), "received", limits.max_n)
+    return request
 
 
 @dataclass(frozen=True, slots=True)

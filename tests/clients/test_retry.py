@@ -21,10 +21,11 @@ def test_backoff_doubles_up_to_two_seconds_and_jitter_only_shortens_it() -> None
     assert shortest.delay_after(unavailable(), has_begun=False) == pytest.approx(0.05)
 
 
-def test_a_suggested_delay_replaces_the_backoff() -> None:
-    attempts = Attempts(2, None)
-    assert attempts.delay_after(unavailable(1.25), has_begun=False) == 1.25
-    assert attempts.delay_after(Overloaded("full", 2.5), has_begun=False) == 2.5
+@pytest.mark.parametrize(("jitter", "factor"), [(0.0, 1.0), (1.0, 1.25)])
+def test_a_suggested_delay_replaces_the_backoff_and_is_spread(jitter: float, factor: float) -> None:
+    attempts = Attempts(3, None, jitter=lambda: jitter)
+    assert attempts.delay_after(unavailable(1.25), has_begun=False) == factor * 1.25
+    assert attempts.delay_after(Overloaded("full", 2.5), has_begun=False) == factor * 2.5
 
 
 def test_a_suggested_delay_of_more_than_30_s_is_left_to_the_caller() -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, inference_pb2_grpc
+from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from pagoda_server.router.text.chat_template import NUM_PROCESSES
 from tests.end_to_end.asking import Answer, ask, request
@@ -245,3 +245,28 @@ def test_a_port_that_another_server_shares_among_its_routers_is_refused(server: 
 
 def stub_of(server: Server) -> inference_pb2_grpc.InferenceStub:
     return inference_pb2_grpc.InferenceStub(grpc.insecure_channel(server.address))
+
+
+def test_a_stream_is_resumed_whichever_router_is_asked(server: Server) -> None:
+    resumable = request("kept", max_tokens=200)
+    resumable.request_id, resumable.resumable = "kept", True
+    expected = expected_tokens(b"kept", 200, 258)
+    with connections(server, 6) as channels:
+        inference = [inference_pb2_grpc.InferenceStub(channel) for channel in channels]
+        live = inference[0].Generate(resumable)
+        seen = Answer([next(live) for _ in range(20)]).ids()
+        for count, stub in enumerate(inference, start=1):
+            resume = inference_pb2.ResumeRequest(request_id="kept", received=[count])
+            part = stub.Resume(resume, timeout=60)
+            assert next(part).tokens.tokens[0].id == expected[count]
+        assert all(held_by(server)), "some of these calls reached another router"
+        rest = Answer(list(inference[-1].Resume(inference_pb2.ResumeRequest(request_id="kept", received=[len(seen)]))))
+        assert seen + rest.ids() == expected
+        with pytest.raises(grpc.RpcError) as caught:
+            list(live)
+        assert caught.value.code() is grpc.StatusCode.ABORTED
+        for stub in inference:
+            for wrong, code in (("kept", grpc.StatusCode.INVALID_ARGUMENT), ("x", grpc.StatusCode.NOT_FOUND)):
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(stub.Resume(inference_pb2.ResumeRequest(request_id=wrong, received=[999])))
+                assert caught.value.code() is code

@@ -25,6 +25,7 @@ from pagoda.request import (
     tokenize_request,
     watch_load_request,
 )
+from pagoda.resume import Resumption
 from pagoda.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -88,7 +89,10 @@ class AsyncClient:
         token_ids  token ids to continue as they are
         """
         request = generate_request(Input(message, prompt, chat, token_ids), options)
-        return self._stream(self._inference.Generate, request, self._attempts(timeout_s), chunk_from)
+        attempts = self._attempts(timeout_s)
+        if request.resumable:
+            return self._resumable(Resumption(request, attempts), attempts)
+        return self._stream(self._inference.Generate, request, attempts, chunk_from)
 
     def chat(
         self,
@@ -213,4 +217,21 @@ class AsyncClient:
                 delay_s = attempts.delay_after(error_from(failure), has_begun=has_begun)
             finally:
                 call.cancel()
+            await asyncio.sleep(delay_s)
+
+    async def _resumable(self, stream: Resumption, attempts: Attempts) -> AsyncGenerator[Chunk, None]:
+        while True:
+            method = self._inference.Resume if stream.resumes else self._inference.Generate
+            call = self._begin(method, stream.request(), attempts)
+            try:
+                async for response in call:
+                    if stream.takes(response):
+                        yield chunk_from(response)
+                return
+            except grpc.RpcError as failure:
+                delay_s = stream.delay_after(error_from(failure))
+            finally:
+                call.cancel()
+            if delay_s is None:
+                return
             await asyncio.sleep(delay_s)

@@ -25,6 +25,7 @@ from pagoda.request import (
     tokenize_request,
     watch_load_request,
 )
+from pagoda.resume import Resumption
 from pagoda.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -48,7 +49,7 @@ class Client:
     tls        True: TLS with the system's authorities; a path: TLS with the authorities in that PEM file
     timeout_s  default deadline of a call, all its attempts included; None: no deadline
     retries    further attempts of a call that failed before its first message because the server was unavailable or
-               overloaded
+               overloaded; of a resumable stream, each time that it breaks
 
     A call that fails raises PagodaError. A wrong argument raises InvalidArgument, an unknown option TypeError. The
     constructor raises OSError if it cannot read the PEM file. A stream starts when it is first read. Closing its
@@ -97,7 +98,10 @@ class Client:
         token_ids  token ids to continue as they are
         """
         request = generate_request(Input(message, prompt, chat, token_ids), options)
-        return self._stream(self._inference.Generate, request, self._attempts(timeout_s), chunk_from)
+        attempts = self._attempts(timeout_s)
+        if request.resumable:
+            return self._resumable(Resumption(request, attempts), attempts)
+        return self._stream(self._inference.Generate, request, attempts, chunk_from)
 
     def chat(
         self,
@@ -222,4 +226,21 @@ class Client:
                 delay_s = attempts.delay_after(error_from(failure), has_begun=has_begun)
             finally:
                 call.cancel()
+            time.sleep(delay_s)
+
+    def _resumable(self, stream: Resumption, attempts: Attempts) -> Generator[Chunk, None, None]:
+        while True:
+            method = self._inference.Resume if stream.resumes else self._inference.Generate
+            call = self._begin(method, stream.request(), attempts)
+            try:
+                for response in call:
+                    if stream.takes(response):
+                        yield chunk_from(response)
+                return
+            except grpc.RpcError as failure:
+                delay_s = stream.delay_after(error_from(failure))
+            finally:
+                call.cancel()
+            if delay_s is None:
+                return
             time.sleep(delay_s)

@@ -52,6 +52,7 @@ def call_metadata(token: str | None, tenant: str | None) -> list[tuple[str, str]
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 MAX_SUGGESTED_S = 30.0
+SPREAD = 0.25  # of a suggested delay
 MAX_TIMEOUT_S = 1e9  # gRPC treats a deadline centuries away as one that has passed
 
 
@@ -59,9 +60,10 @@ class Attempts:
     """The attempts of one call, which share its retries and its deadline.
 
     A call is retried if the server was unavailable, after an exponential backoff with jitter, or if the server was
-    overloaded and suggested a delay, after that delay. A call is not retried once a message has arrived, because what
-    the caller has seen cannot be taken back; nor if the wait would outlast the deadline or exceed 30 s. Nothing here
-    waits: both clients sleep in their own way.
+    overloaded and suggested a delay, after that delay and up to a quarter more. A call is not retried once a message
+    has arrived, because what the caller has seen cannot be taken back (a resumable one goes on: see pagoda/resume.py);
+    nor if the wait would outlast the deadline, or the server suggests more than 30 s. Nothing here waits: both clients
+    sleep in their own way.
 
     timeout_s  deadline of all attempts together; None or infinity: no deadline
 
@@ -78,11 +80,16 @@ class Attempts:
     ) -> None:
         if timeout_s is not None and (not isinstance(timeout_s, int | float) or math.isnan(timeout_s)):
             raise wrong("timeout_s", f"is {timeout_s!r}, must be a number of seconds")
-        self._retries_left = retries
-        self._backoff_s = FIRST_BACKOFF_S
+        self._retries = retries
+        self.renew()
         self._clock = clock
         self._jitter = jitter
         self._deadline = None if timeout_s is None or timeout_s > MAX_TIMEOUT_S else clock() + timeout_s
+
+    def renew(self) -> None:
+        """Count retries from zero: the last attempt was of use. The deadline stays."""
+        self._retries_left = self._retries
+        self._backoff_s = FIRST_BACKOFF_S
 
     def remaining_s(self) -> float | None:
         """Time left for the next attempt; None without a deadline."""
@@ -100,7 +107,9 @@ class Attempts:
 
     def _delay_after(self, error: PagodaError) -> float | None:
         if isinstance(error, Unavailable | Overloaded) and error.retry_after_s is not None:
-            return error.retry_after_s if error.retry_after_s <= MAX_SUGGESTED_S else None
+            # The server tells all that it refuses at once the same delay: they must not come back at once.
+            spread = 1 + SPREAD * self._jitter()
+            return spread * error.retry_after_s if error.retry_after_s <= MAX_SUGGESTED_S else None
         if isinstance(error, Unavailable):
             backoff_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, MAX_BACKOFF_S)
             return backoff_s * (0.5 + 0.5 * self._jitter())

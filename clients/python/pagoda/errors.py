@@ -43,7 +43,7 @@ class PermissionDenied(PagodaError):
 
 
 class NotFound(PagodaError):
-    """There is no such model, or the tenant has no live request with this id."""
+    """There is no such model, or the tenant has no live request, or no kept stream, with this id."""
 
 
 class AlreadyExists(PagodaError):

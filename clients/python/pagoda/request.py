@@ -29,7 +29,8 @@ class ChatOptions(TypedDict, total=False):
 class GenerateOptions(ChatOptions, total=False):
     """Options of `generate` and `chat`. An option that is None or left out has the server's default.
 
-    protos/pagoda/v1/inference.proto gives meanings and ranges.
+    protos/pagoda/v1/inference.proto gives meanings and ranges. With `resumable`, the iterator goes on by itself after
+    the server, its engine or the connection broke, and yields each token once.
     """
 
     max_tokens: int | None
@@ -65,6 +66,7 @@ class GenerateOptions(ChatOptions, total=False):
     tpot_s: float | None
     model: str | None
     request_id: str | None
+    resumable: bool | None
 
 
 # Option → field of GenerateRequest.
@@ -91,6 +93,7 @@ _FIELDS = {
     "tpot_s": "slo.tpot_s",
     "model": "model",
     "request_id": "request_id",
+    "resumable": "resumable",
 }
 
 _CHAT_OPTIONS = ("continue_last", "tools", "tool_choice", "template_kwargs")

@@ -39,6 +39,11 @@ class InferenceStub(object):
                 request_serializer=pagoda_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=pagoda_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/pagoda.v1.Inference/Resume',
+                request_serializer=pagoda_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=pagoda_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/pagoda.v1.Inference/Tokenize',
                 request_serializer=pagoda_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -77,10 +82,41 @@ class InferenceServicer(object):
         SENDER_STALLED: the client has stopped reading, or takes too long to send its request. Without
         ErrorInfo: more than Limits.max_message_bytes
         DEADLINE_EXCEEDED   the call's deadline passed or can no longer be met: queued work is dropped, not computed
-        UNAVAILABLE         the server is draining, or the engine is loading, dead or restarting
+        UNAVAILABLE         the server is draining, or the engine is loading, dead or restarting. google.rpc.RetryInfo says
+        when a lost engine may be back. If Resume can continue the stream, google.rpc.ErrorInfo has the
+        reason RESUMABLE and the `request_id`
+        ABORTED             another call has resumed the stream
         UNAUTHENTICATED     the server requires a token, and the metadata `authorization` is not `Bearer` and a valid token
         PERMISSION_DENIED   the token does not have a right that the call needs; google.rpc.ErrorInfo names it
         INTERNAL            a fault of the server; its log has the details
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Continues a stream of Generate that broke: the engine died, or the connection. The request must have been
+        `resumable`. The server keeps what it has sent for a while (--resume-s), computes the prefix again where the cache
+        no longer holds it, and goes on with the same parameters, seed and counts.
+
+        The stream is the one that Generate would have sent, without the tokens that the client has and without their text.
+        It begins with the `prompt` event if that was requested. Each sequence has its one `finished` event, even if the
+        client has it already; so does text that came in a `tokens` event without tokens, which only an end adds. `usage`
+        counts every token once. `time_to_first_token_s` and `total_s` count from the first call; the other times and
+        counts are those since the stream was last continued.
+
+        In float32, and on a server with --deterministic in every number format, the tokens are those of a stream that never
+        broke. Otherwise the prefix may be rounded otherwise, and where two tokens are nearly equally likely another one may
+        follow; tokens that were sent never change.
+
+        A call counts as a new request, with its own deadline. If another call still receives the stream, that one ends
+        ABORTED: the server need not have noticed that its connection is lost. A stream may be resumed any number of times.
+
+        INVALID_ARGUMENT    `received` is more than was sent
+        NOT_FOUND           no stream of this tenant is kept under the id: it was not resumable, its time has passed, others
+        needed its memory, or the router was restarted
+
+        All other statuses are those of Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,6 +142,11 @@ def add_InferenceServicer_to_server(servicer, server):
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=pagoda_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=pagoda_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=pagoda_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
                     response_serializer=pagoda_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
@@ -145,6 +186,33 @@ class Inference(object):
             target,
             '/pagoda.v1.Inference/Generate',
             pagoda_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            pagoda_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pagoda.v1.Inference/Resume',
+            pagoda_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
             pagoda_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
