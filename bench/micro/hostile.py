@@ -5,8 +5,10 @@ own reads them, and its gaps between tokens show how long the router was held up
 has 64 places, so that it refuses every further call; another one has room, so that it reads what it gets.
 
 Refusals are timed from the call's last byte sent to its status, for calls one after another, at a fixed rate, and in
-bursts on one connection. docs/operations.md says what is promised. Large messages are those which cost the most to
-parse: each is sent by several calls at once.
+bursts on one connection. docs/operations.md says what is promised. A server of grpc.aio alone, which has no streams and
+refuses every call, is timed in the same way: it shows the least that a refusal takes on this machine.
+
+Large messages are those which cost the most to parse: each is sent by several calls at once.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +33,7 @@ import grpc
 import numpy as np
 import psutil
 import typer
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
@@ -38,6 +42,7 @@ from bench.micro.lean_client import LeanConnection
 from bench.micro.router_clients import GENERATE, Arrivals, read_streams, run_client
 from bench.processes import spawned
 from bench.systems import becomes_ready
+from pagoda_server.router.process.listen import SERVER_OPTIONS
 
 STREAMS = 64
 STEP_MS = 20.0
@@ -127,6 +132,7 @@ def attacks() -> list[Attack]:
     prompt = b"\x1a\x01x"
     fits = 1_500_000  # bytes that a server with the default limits accepts
     deep = json.dumps({"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(7_000)}}).encode()
+    one = _field(8, b"\x08\x01")  # stopping.max_tokens, so that what is read is measured, not what is generated
     tool = _field(3, _field(1, b"f") + _field(3, deep))
     user = _field(1, b"\x08\x02\x12\x02Hi")
     many = _field(5, b"".join(_field(1, b"\x08\x02\x12\xf0\x01" + b"word " * 48) for _ in range(4000)))
@@ -141,11 +147,11 @@ def attacks() -> list[Attack]:
         Attack("1.3 MB of logit_bias", prompt + _field(7, _biases(120_000)), 40),
         Attack("15 MB of unknown fields", prompt + b"\xf8\x07\x00" * 5_000_000, 8),
         Attack("1.5 MB of unknown fields", prompt + b"\xf8\x07\x00" * (fits // 3), 40),
-        Attack("60,000 unknown fields", prompt + b"\xf8\x07\x00" * 60_000, 40),
+        Attack("60,000 unknown fields", prompt + one + b"\xf8\x07\x00" * 60_000, 40),
         Attack("gzip: 1 MB that unpacks to 1 GB", b"\x1a" + b"\x00" * (1 << 30), 4, GENERATE, True),
         Attack("gzip: 2 kB that unpack to 1.5 MB", _field(6, _field(1, b"\x01" * fits)), 40, GENERATE, True),
         Attack("1 MB of chat in 4000 messages", many, 40),
-        Attack("250 kB of JSON", _field(5, user + tool), 64),
+        Attack("250 kB of JSON", _field(5, user + tool) + one, 64),
         Attack("Tokenize 1 MiB", _field(2, b"hello world, " * 80_000), 24, TOKENIZE),
         Attack("Tokenize 1 MiB of digits", _field(2, b"0123456789" * 100_000), 24, TOKENIZE),
         Attack("Detokenize 1 M ids", _field(2, b"\x41" * 1_000_000), 24, "/pagoda.v1.Inference/Detokenize"),
@@ -207,6 +213,38 @@ def _server(max_requests: int) -> Iterator[tuple[str, psutil.Process]]:
         yield address, psutil.Process(process.pid)
 
 
+def _refuse_all(parent: Connection) -> None:
+    """Serve with grpc.aio alone, and refuse every call with a status of the router's size; send the address."""
+
+    async def refuse(_: object, context: Any) -> None:
+        details = "the queue is full: 64 requests are admitted, the limit is 64"
+        metadata = (("grpc-status-details-bin", bytes(200)), ("grpc-retry-pushback-ms", "1000"))
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, details, metadata)
+
+    async def serve() -> None:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        service, _, method = GENERATE.removeprefix("/").partition("/")
+        handlers = {method: grpc.stream_stream_rpc_method_handler(refuse)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        parent.send(f"127.0.0.1:{port}")
+        await server.wait_for_termination()
+
+    uvloop.run(serve())
+
+
+@contextlib.contextmanager
+def _bare_server() -> Iterator[str]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_refuse_all, args=(theirs,), daemon=True)
+    process.start()
+    yield ours.recv()
+    process.kill()
+    process.join()
+
+
 @contextlib.contextmanager
 def _streams(address: str) -> Iterator[Arrivals]:
     """Read the streams meanwhile; what arrived is there after the block."""
@@ -246,20 +284,25 @@ def main(
     only: Annotated[str, typer.Option(help="Send only the large messages whose names contain this.")] = "",
 ) -> None:
     console = Console(width=160)
-    refusals = Table("refusals", "p50 ms", "p99 ms", "last ms", "promised", "ITL p99 / max ms", box=None)
+    refusals = Table(
+        "refusals", "p50 ms", "p99 ms", "last ms", "promised", "grpc.aio alone", "ITL p99 / max ms", box=None
+    )
     ways: list[tuple[str, str, Any, tuple[Any, ...]]] = [
         ("one after another", "p99 10", one_after_another, (seconds,)),
         (f"{rate:g} a second", "p99 10", at_a_rate, (seconds, rate)),
         *((f"{count} at once", f"last {10 + 0.2 * count:g}", at_once, (count,)) for count in bursts),
     ]
-    with _server(STREAMS) as (address, _):
+    with _server(STREAMS) as (address, _), _bare_server() as bare:
         for name, promised, way, arguments in ways:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                of_bare_ms = 1e3 * np.array(pool.apply(_timed, (way, bare, *arguments)))
             with _streams(address) as arrivals, multiprocessing.get_context("spawn").Pool(1) as pool:
                 pool.apply(time.time)
                 delays, start, end = _measured(pool.apply, _timed, (way, address, *arguments))
             delays_ms, gaps = 1e3 * np.array(delays), _gaps_ms(arrivals, start - 0.1, end + 0.1)
             refusals.add_row(
                 name, *(f"{value:.1f}" for value in (*np.percentile(delays_ms, (50, 99)), delays_ms.max())), promised,
+                f"p99 {np.percentile(of_bare_ms, 99):.1f}, last {of_bare_ms.max():.1f}",
                 f"{np.percentile(gaps, 99):.1f} / {gaps.max():.1f}",
             )  # fmt: skip
             time.sleep(0.5)

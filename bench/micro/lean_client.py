@@ -58,6 +58,9 @@ class LeanConnection:
         if self._streams.pop(number, None):
             self._socket.sendall(_frame(_RST_STREAM, 0, number, struct.pack(">I", _CANCEL)))
 
+    def close(self) -> None:
+        self._socket.close()
+
     def fileno(self) -> int:
         return self._socket.fileno()
 

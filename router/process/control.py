@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -15,10 +14,11 @@ from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, 
 from pagoda_server import installed_version
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel
 from pagoda_server.router.errors import InvalidArgument, Unavailable
+from pagoda_server.router.process.load_feed import MAX_TRACES, LoadFeed, Places
 from pagoda_server.router.process.own_view import seen_info, seen_load, seen_trace
 from pagoda_server.router.request.admission import Admission, LiveRequests
 from pagoda_server.router.request.caller import Right, caller
-from pagoda_server.router.request.fields import Limits, check_number
+from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.validation import sampling_from
 from pagoda_server.router.request.wire import MAX_FIELDS
 from pagoda_server.router.text.tokenizer import Tokenizer
@@ -93,6 +93,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._max_message_bytes = max_message_bytes
         self._settings = settings
         self._started = time.monotonic()
+        self._feed = LoadFeed(self._current_load)
+        self._traces = Places("GetStepTrace", MAX_TRACES)
 
     async def GetServerInfo(
         self,
@@ -161,10 +163,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         request: control_pb2.WatchLoadRequest,
         context: grpc.aio.ServicerContext[control_pb2.WatchLoadRequest, control_pb2.Load],
     ) -> None:
-        interval_s = watch_interval_s(request)
-        while True:
-            await context.write(seen_load(self.load()))
-            await asyncio.sleep(interval_s)
+        await self._feed.watch(request, context)
 
     async def GetStepTrace(
         self,
@@ -174,12 +173,16 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         if request.HasField("last_s") and not request.last_s > 0:
             raise InvalidArgument("last_s", f"is {request.last_s:g}, must be above 0")
         self._dispatcher.pick()
-        for at, channel in enumerate(self._dispatcher.channels):
-            if channel.is_ready:
-                parts = await channel.trace(request.last_s if request.HasField("last_s") else None)
-                async for part in seen_trace(parts):
-                    part.engine = at
-                    await context.write(part)
+        with self._traces:
+            for at, channel in enumerate(self._dispatcher.channels):
+                if channel.is_ready:
+                    parts = await channel.trace(request.last_s if request.HasField("last_s") else None)
+                    async for part in seen_trace(parts):
+                        part.engine = at
+                        await context.write(part)
+
+    async def _current_load(self) -> control_pb2.Load:
+        return self.load()
 
     def load(self) -> control_pb2.Load:
         """The load as of each ready engine's last step."""
@@ -239,13 +242,6 @@ def tenant_to_abort_for(request: admin_pb2.AbortRequest) -> str:
         return caller().tenant
     caller().require(Right.ADMIN, "tenant: to abort another tenant's request")
     return request.tenant
-
-
-def watch_interval_s(request: control_pb2.WatchLoadRequest) -> float:
-    """The interval of a WatchLoad call, checked. Raises InvalidArgument."""
-    interval_s = request.interval_s if request.HasField("interval_s") else 1.0
-    check_number(interval_s, "interval_s", 0.05, 3600)
-    return interval_s
 
 
 def add_tenants(load: control_pb2.Load, engines: Iterable[engine_pb2.Tenants]) -> None:

@@ -23,14 +23,10 @@ from pagoda.v1 import (
 )
 from pagoda_server.router.errors import STATUS_DETAILS_KEY, NotFound, Passed
 from pagoda_server.router.process.calls import CallGuard
-from pagoda_server.router.process.control import (
-    AdminServicer,
-    ControlServicer,
-    tenant_to_abort_for,
-    watch_interval_s,
-)
+from pagoda_server.router.process.control import AdminServicer, ControlServicer, tenant_to_abort_for
 from pagoda_server.router.process.identity import TENANT_KEY, Identities
 from pagoda_server.router.process.listen import server_options
+from pagoda_server.router.process.load_feed import LoadFeed
 from pagoda_server.router.process.own_view import seen_load
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
@@ -141,6 +137,7 @@ class SharedControl(control_pb2_grpc.ControlServicer):
     def __init__(self, own: ControlServicer, group: RouterGroup) -> None:
         self._own = own
         self._group = group
+        self._feed = LoadFeed(self._load)
 
     async def GetServerInfo(
         self,
@@ -174,10 +171,7 @@ class SharedControl(control_pb2_grpc.ControlServicer):
         request: control_pb2.WatchLoadRequest,
         context: grpc.aio.ServicerContext[control_pb2.WatchLoadRequest, control_pb2.Load],
     ) -> None:
-        interval_s = watch_interval_s(request)
-        while True:
-            await context.write(seen_load(await self._load()))
-            await asyncio.sleep(interval_s)
+        await self._feed.watch(request, context)
 
     async def GetStepTrace(
         self,

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError, Message
 from pagoda_server.router.errors import InvalidArgument, ResourceExhausted
 from pagoda_server.router.request.fields import Limits, check_size
 from pagoda_server.router.request.wire import Malformed, check_entries
+from pagoda_server.router.text.turns import turn
 
 log = logging.getLogger("pagoda.router")
 
@@ -145,7 +146,12 @@ class Messages:
         """Run work on a message of that size: here if it is small, else in the thread, one after another."""
         if num_bytes <= SMALL_BYTES:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+        def in_turn() -> Result:
+            with turn(True):
+                return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, in_turn)
 
 
 class Received:

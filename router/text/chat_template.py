@@ -20,6 +20,7 @@ from pagoda_server.checkpoints.folder import quoted
 from pagoda_server.router.errors import ConfigError, InvalidArgument, ResourceExhausted
 from pagoda_server.router.text import template_process
 from pagoda_server.router.text.template_process import FAILED, TOO_LONG, read_frame, write_frame
+from pagoda_server.router.text.turns import turn
 from pagoda_server.settings.router import environment_without_secrets
 
 logger = logging.getLogger(__name__)
@@ -154,20 +155,21 @@ class ChatTemplate:
         self.reads_tools = "tools" in names
         self.kwargs = tuple(sorted(names - self._reserved))
 
-    def render(self, chat: Chat) -> str:
-        """Render a conversation. Call it from a thread: it waits for a free process.
+    def render(self, chat: Chat, is_large: bool = False) -> str:
+        """Render a conversation. Call it from a thread: it waits for a free process, and for its turn if it is large.
 
         Raises InvalidArgument if the template fails, takes too much time or memory, or if its text is too long.
         """
         if taken := sorted(self._reserved.intersection(chat.template_kwargs)):
             raise InvalidArgument(f"chat.template_kwargs.{taken[0]}", "is set by the server")
         if not chat.continue_last:
-            return self._run(chat, chat.messages, add_generation_prompt=True)
+            return self._run(chat, chat.messages, is_large, add_generation_prompt=True)
         *earlier, last = chat.messages
         # A mark that no client can have typed shows where the last message ends.
         mark = f"{secrets.randbits(128)} "
         marked = replace(last, content=last.content + mark)
-        text, found, rest = self._run(chat, (*earlier, marked), add_generation_prompt=False).rpartition(mark.rstrip())
+        rendered = self._run(chat, (*earlier, marked), is_large, add_generation_prompt=False)
+        text, found, rest = rendered.rpartition(mark.rstrip())
         if not found:
             raise InvalidArgument("chat.continue_last", "the model's chat template does not end with the last message")
         keeps_spaces = rest.startswith(" ")
@@ -178,17 +180,19 @@ class ChatTemplate:
         for process in self._processes:
             process.kill()
 
-    def _run(self, chat: Chat, messages: Iterable[Message], add_generation_prompt: bool) -> str:
-        given = {
-            "messages": [message.for_template() for message in messages],
-            "tools": list(chat.tools) or None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **chat.template_kwargs,
-        }
+    def _run(self, chat: Chat, messages: Iterable[Message], is_large: bool, add_generation_prompt: bool) -> str:
+        with turn(is_large):
+            given = {
+                "messages": [message.for_template() for message in messages],
+                "tools": list(chat.tools) or None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+                **chat.template_kwargs,
+            }
+            request = json.dumps(given).encode()
         process = self._idle.get()
         try:
-            answer = process.ask(json.dumps(given).encode())
+            answer = process.ask(request)
         except _LimitExceeded as error:
             logger.warning("the chat template %s with a conversation; its process was ended", error)
             raise InvalidArgument("chat", f"the model's chat template {error} with this conversation") from error

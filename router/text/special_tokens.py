@@ -22,6 +22,8 @@ import secrets
 
 from tokenizers import AddedToken, Tokenizer
 
+from pagoda_server.router.text.turns import turn
+
 _MAX_GAPS = 1 << 14  # each takes the library 80 µs
 _OUTSIDE_ANY_VOCABULARY = "\U0010ffff"
 
@@ -57,11 +59,13 @@ class SpecialTokens:
             typed = disarmed
         return self._disarm_end(typed)
 
-    def encode_rendered(self, rendered: str) -> list[int]:
+    def encode_rendered(self, rendered: str, is_large: bool = False) -> list[int]:
         """Encode a template's output whose messages were disarmed."""
-        aliased = self._pattern.sub(lambda match: self._alias[match[0]], rendered)
-        ids = self.encode(aliased.replace(self._mark, ""), add_special_tokens=False)
-        return [self._id_of_alias.get(id, id) for id in ids]
+        with turn(is_large):
+            aliased = self._pattern.sub(lambda match: self._alias[match[0]], rendered).replace(self._mark, "")
+        ids = self.encode(aliased, add_special_tokens=False)
+        with turn(is_large):
+            return [self._id_of_alias.get(id, id) for id in ids]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Encode text in which nothing is a special token; `add_special_tokens` puts the tokenizer's own around it."""

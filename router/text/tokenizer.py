@@ -19,6 +19,7 @@ from pagoda_server.router.text.chat_template import NUM_PROCESSES, Chat, ChatTem
 from pagoda_server.router.text.detokenizer import Detokenization, Detokenizer
 from pagoda_server.router.text.special_tokens import SpecialTokens
 from pagoda_server.router.text.tokenizer_files import TokenizerFiles
+from pagoda_server.router.text.turns import turn
 from pagoda_server.settings.request import MAX_EOS_IDS
 
 # Parallelism comes from this file's threads; the library's own would compete with the engine for cores.
@@ -82,9 +83,11 @@ class Tokenizer:
         """
         return self._special_tokens.encode_rendered(self._render(chat))
 
-    def _render(self, chat: Chat) -> str:
+    def _render(self, chat: Chat, is_large: bool = False) -> str:
         assert self.chat_template, "validation refuses a chat where there is no template"
-        return self.chat_template.render(chat.with_texts(self._special_tokens.disarm))
+        with turn(is_large):
+            disarmed = chat.with_texts(self._special_tokens.disarm)
+        return self.chat_template.render(disarmed, is_large)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode all ids at once; ids outside the vocabulary add nothing."""
@@ -107,8 +110,8 @@ class Tokenizer:
                 return await self._in_thread(lambda: self.encode(prompt, add_special_tokens), is_large)
             case Chat():
                 # In threads of their own: a template that takes long delays no text.
-                rendered = await _run_in(self._template_threads, lambda: self._render(prompt))
-                return await self._in_thread(lambda: self._special_tokens.encode_rendered(rendered), is_large)
+                rendered = await _run_in(self._template_threads, lambda: self._render(prompt, is_large))
+                return await self._in_thread(lambda: self._special_tokens.encode_rendered(rendered, is_large), is_large)
             case _:
                 return list(prompt)
 

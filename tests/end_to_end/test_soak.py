@@ -20,15 +20,16 @@ SOAK_S = float(os.environ.get("SOAK_S", "600"))
 MODEL = os.environ.get("SOAK_MODEL", "synthetic")
 NUM_CLIENTS = 16
 MB_A_MINUTE = 0.3  # more in the last third of the time is a leak
-# grpc.aio 1.85 loses up to 300 bytes when a call is cancelled during a write (measured on a server of gRPC's alone).
+# grpc.aio 1.85 never frees the operations of a write that fails: grpc/grpc#43360. A server of gRPC's alone shows it.
 LOST_BYTES_A_CANCEL = 400
+# A fixed set, because the tokenizer keeps the ids of up to 10,000 words: with ever new ones that takes many minutes.
+TEXTS = ["".join(random.Random(at).choices("abcdefgh ", k=(5, 50, 500)[at % 3])) for at in range(300)]
 
 
 @pytest.mark.nightly
-@pytest.mark.xfail(reason="the router's memory outside Python grows by a few MB a minute; the cause is not found")
 def test_memory_stops_growing_under_a_steady_load() -> None:
     # A small cache: an engine's memory grows until each of its blocks has been used.
-    with running_server("--model", MODEL, "--max-requests", "64", "--kv-cache-gb", "0.0003") as server:
+    with running_server("--model", MODEL, "--max-requests", "64", "--kv-cache-gb", "0.0001") as server:
         stop = threading.Event()
         cancels: list[int] = []
         clients = [threading.Thread(target=load, args=(server, seed, stop, cancels)) for seed in range(NUM_CLIENTS)]
@@ -57,8 +58,7 @@ def load(server: Server, seed: int, stop: threading.Event, cancels: list[int]) -
     with grpc.insecure_channel(server.address) as channel:
         inference = inference_pb2_grpc.InferenceStub(channel)
         while not stop.is_set():
-            text = "".join(chance.choices("abcdefgh ", k=chance.choice((5, 50, 500))))
-            message = request(text, chance.choice((1, 20, 200)), sampling={"temperature": 1.0})
+            message = request(chance.choice(TEXTS), chance.choice((1, 20, 200)), sampling={"temperature": 1.0})
             message.sampling.n = chance.choice((1, 1, 1, 4))
             message.output.logprobs = chance.choice((0, 0, 5))
             call = inference.Generate(message)

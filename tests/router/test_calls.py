@@ -12,6 +12,7 @@ import pytest
 
 from pagoda_server.router.errors import InvalidArgument, ResourceExhausted
 from pagoda_server.router.process.calls import GRPC_LOGGER, CallGuard, is_worth_logging
+from pagoda_server.router.process.identity import Identities
 from pagoda_server.router.request.receiving import Messages
 
 REFUSED, FULL = "/pagoda.v1.Test/Refused", "/pagoda.v1.Test/Full"
@@ -29,8 +30,8 @@ async def test_a_refused_call_leaves_nothing_to_the_garbage_collector() -> None:
         prompts.append(weakref.ref(prompt))
         raise InvalidArgument("prompt", "is too long")
 
-    full = {FULL: lambda: ResourceExhausted("the queue is full", retry_after_s=1.0, queue_depth=1)}
-    server = grpc.aio.server(interceptors=[CallGuard(Messages(1000, 10.0), refusals=full)])
+    full = {FULL: lambda tenant: ResourceExhausted("the queue is full", retry_after_s=1.0, queue_depth=1)}
+    server = grpc.aio.server(interceptors=[CallGuard(Messages(1000, 10.0), Identities(), full)])
     handler = grpc.stream_stream_rpc_method_handler(refused)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("pagoda.v1.Test", {"Refused": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,14 @@ import pytest
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2, trace_pb2
 from pagoda_server.router.engines.channel import Dispatcher
-from pagoda_server.router.errors import InvalidArgument, Unavailable
+from pagoda_server.router.errors import InvalidArgument, ResourceExhausted, Unavailable
 from pagoda_server.router.process.control import (
     MAX_TENANTS_LISTED,
     ControlServicer,
     ServingState,
     add_tenants,
-    watch_interval_s,
 )
+from pagoda_server.router.process.load_feed import MAX_TRACES, LoadFeed, watch_interval_s
 from pagoda_server.router.request.admission import Admission
 from pagoda_server.router.request.caller import ANYONE, set_caller
 from pagoda_server.router.request.fields import Limits
@@ -143,6 +144,57 @@ async def test_a_trace_names_engines_by_their_place_among_the_addresses() -> Non
     context: Any = Context()
     await control(engine(), engine(False), engine()).GetStepTrace(trace_pb2.GetStepTraceRequest(), context)
     assert written == [0, 2]
+
+
+async def test_few_step_traces_are_taken_at_once() -> None:
+    taken = asyncio.Event()
+
+    async def trace(last_s: float | None) -> list[trace_pb2.StepTracePart]:
+        await taken.wait()
+        return []
+
+    slow = engine()
+    slow.trace = trace
+    servicer, request = control(slow), trace_pb2.GetStepTraceRequest()
+    calls = [asyncio.create_task(servicer.GetStepTrace(request, UNUSED)) for _ in range(MAX_TRACES)]
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceExhausted, match=r"^4 calls of GetStepTrace are running, the limit is 4$"):
+        await servicer.GetStepTrace(request, UNUSED)
+    calls[0].cancel()
+    taken.set()
+    await asyncio.gather(*calls, return_exceptions=True)
+    await servicer.GetStepTrace(request, UNUSED)
+
+
+async def test_watchers_share_one_load_which_outlives_the_first_of_them() -> None:
+    made: list[control_pb2.Load] = []
+    written: list[control_pb2.Load] = []
+    asked = asyncio.Event()
+
+    async def make() -> control_pb2.Load:
+        made.append(control_pb2.Load())
+        await asked.wait()
+        return made[-1]
+
+    class Context:
+        async def write(self, load: control_pb2.Load) -> None:
+            written.append(load)
+
+    feed, context = LoadFeed(make), Context()
+    watchers = [
+        asyncio.create_task(feed.watch(control_pb2.WatchLoadRequest(), context))  # type: ignore[arg-type]
+        for _ in range(5)
+    ]
+    await asyncio.sleep(0.01)
+    watchers[0].cancel()
+    asked.set()
+    await asyncio.sleep(0.01)
+    assert len(made) == 1
+    assert len(written) == 4
+    assert all(load is made[0] for load in written)
+    for watcher in watchers:
+        watcher.cancel()
+    await asyncio.gather(*watchers, return_exceptions=True)
 
 
 @pytest.mark.parametrize("seconds", [1e15, -1e15, 3600.5, 0, 0.049, math.nan, math.inf])

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -358,6 +359,29 @@ async def test_event_loop_turns_while_a_long_prompt_is_encoded(served: dict[str,
         await asyncio.sleep(0.001)
         turns += 1
     assert turns > 10, "the loop stood still"
+
+
+async def test_threads_take_turns_on_large_chats_alone(
+    served: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = served["ChatML"]
+    running: list[str] = []
+    most: dict[str, int] = {"large": 0, "small": 0}
+
+    def disarm(typed: str) -> str:
+        running.append(typed)
+        if typed in most:
+            most[typed] = max(most[typed], running.count(typed))
+            time.sleep(0.002)
+        running.remove(typed)
+        return typed
+
+    monkeypatch.setattr(tokenizer._special_tokens, "disarm", disarm)
+    for name in most:
+        await asyncio.gather(
+            *(tokenizer.encode_prompt(chat_of(*[name] * 9), is_large=name == "large") for _ in range(2))
+        )
+    assert most == {"large": 1, "small": 2}
 
 
 async def test_prompts_of_every_kind_are_encoded(served: dict[str, Tokenizer]) -> None:

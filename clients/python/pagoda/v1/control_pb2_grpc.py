@@ -87,7 +87,9 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """GetLoad at regular intervals, until the client cancels. INVALID_ARGUMENT for an interval out of range.
+        """GetLoad at regular intervals, until the client cancels. INVALID_ARGUMENT for an interval out of range. A router
+        serves 256 calls at once and refuses further ones with RESOURCE_EXHAUSTED. Intervals become longer where all calls
+        together would get more than 500 messages a second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,7 +99,7 @@ class ControlServicer(object):
         """What the engines' last steps did: which sequences ran, with how many tokens, which were preempted, and why the
         others did not run. Engines always record it. The stream carries each engine's trace in parts, in order, because it
         may exceed a message. INVALID_ARGUMENT for a time that is not positive; UNAVAILABLE while no engine is ready, or if
-        one is lost.
+        one is lost; RESOURCE_EXHAUSTED while four such calls run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
