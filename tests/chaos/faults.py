@@ -85,12 +85,18 @@ class Victim:
 
     def _held(self, process: psutil.Process) -> Held:
         return Held(
-            descriptors=process.num_fds(),
+            descriptors=process.num_fds() - self._num_kept_by_clients(process),
             threads=process.num_threads(),
             children=len([child for child in process.children() if child.status() != psutil.STATUS_ZOMBIE]),
             tasks=sum(self.tasks(process).values()),
             memory_bytes=process.memory_full_info().uss,
         )
+
+    def _num_kept_by_clients(self, process: psutil.Process) -> int:
+        """Connections that this test's clients have not closed yet: the server must keep them."""
+        port = int(self.server.address.rpartition(":")[2])
+        ours = {link.laddr.port for link in psutil.Process().net_connections("tcp") if link.raddr[1:] == (port,)}
+        return sum(link.raddr[1] in ours for link in process.net_connections("tcp") if link.raddr)
 
     def tasks(self, process: psutil.Process) -> Counter[str]:
         """The asyncio tasks of a process, by their coroutine."""

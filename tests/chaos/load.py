@@ -421,6 +421,7 @@ def take(response: inference_pb2.GenerateResponse, outcome: Outcome) -> None:
     outcome.num_after_last += outcome.usage is not None
     if response.HasField("usage"):
         outcome.usage = response.usage.completion_tokens
+        outcome.completed_s = time.monotonic()
     event = response.tokens if response.HasField("tokens") else response.finished
     output = outcome.outputs.setdefault(event.index, Output())
     output.num_after_end += bool(output.reasons)

@@ -139,6 +139,7 @@ class Seed:
         self._cancelled: Counter[str] = Counter()
         self._statuses: Counter[str] = Counter()
         self._aborts: dict[str, Counter[int]] = {}
+        self._longest_end_s = 0.0
 
     async def run(self) -> None:
         began = time.monotonic()
@@ -264,6 +265,8 @@ class Seed:
         self._violations += run.violations
         self._violations += check_log(run.victim.server.log.read_text(), run.explained_lines)
         self._cancelled += clients.cancelled
+        ends = [each.ended_s - each.completed_s for each in clients.outcomes if each.completed_s]
+        self._longest_end_s = max(self._longest_end_s, *ends)
         self._statuses += Counter(f"{each.status} {each.error_reason}".strip() for each in clients.outcomes)
         for stage, by_steps in run.victim.aborts().items():
             self._violations += check_cancels(by_steps, MOST_STEPS)
@@ -272,6 +275,7 @@ class Seed:
     def _tell(self) -> None:
         print(f"  calls by status: {dict(self._statuses.most_common())}")
         print(f"  {self._cancelled.total()} cancels, by aim: {dict(self._cancelled.most_common())}")
+        print(f"  at most {self._longest_end_s:.2f} s from a call's last message to its status")
         print("  sequences that the engine aborted, by what they did, with steps until their blocks were free:")
         for stage, by_steps in self._aborts.items():
             print(f"    {stage:26} {by_steps.total():6}  {dict(sorted(by_steps.items()))}")
