@@ -204,7 +204,7 @@ def _percentiles_ms(times_s: list[float]) -> tuple[float, float]:
 
 
 def stall(pipe: multiprocessing.connection.Connection, address: str, count: float, arrivals: Arrivals) -> None:
-    """Open streams, each on a connection of its own, and let the server send them nothing."""
+    """Open streams, each on a connection of its own, and let the server send them nothing but pings."""
     connections = [LeanConnection(address, GENERATE, window=0) for _ in range(int(count))]
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=range(1, PROMPT_LEN + 1)),
@@ -213,7 +213,10 @@ def stall(pipe: multiprocessing.connection.Connection, address: str, count: floa
     for connection in connections:
         connection.call(request, lambda message: None, lambda: None)
     pipe.send("started")
-    pipe.poll(None)
+    readable: list[Any] = [pipe, *connections]
+    while pipe not in (ready := multiprocessing.connection.wait(readable)):
+        for connection in [each for each in connections if each in ready]:
+            connection.receive()  # a server closes a connection on which a ping is not answered
 
 
 @contextlib.contextmanager
