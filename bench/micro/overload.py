@@ -214,9 +214,11 @@ def stall(pipe: multiprocessing.connection.Connection, address: str, count: floa
         connection.call(request, lambda message: None, lambda: None)
     pipe.send("started")
     readable: list[Any] = [pipe, *connections]
-    while pipe not in (ready := multiprocessing.connection.wait(readable)):
-        for connection in [each for each in connections if each in ready]:
+    ready: list[Any] = []
+    while pipe not in ready:
+        for connection in ready:
             connection.receive()  # a server closes a connection on which a ping is not answered
+        ready = multiprocessing.connection.wait(readable)
 
 
 @contextlib.contextmanager
