@@ -27,8 +27,8 @@ def token(
 ) -> None:
     """Make a token for a tenant, and print it to standard output: the server keeps only its hash."""
     from pagoda_server.router.errors import ConfigError
-    from pagoda_server.router.process.identity import check_tenant, read_tenants
-    from pagoda_server.router.request.caller import Right
+    from pagoda_server.router.tenants.caller import Right
+    from pagoda_server.router.tenants.identity import check_tenant, read_tenants
 
     try:
         check_tenant("TENANT", tenant)

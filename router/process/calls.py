@@ -20,9 +20,9 @@ from pagoda_server.router.errors import (
     Unauthenticated,
     to_status,
 )
-from pagoda_server.router.process.identity import Identities
-from pagoda_server.router.request.caller import Right, set_caller
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
+from pagoda_server.router.tenants.caller import Right, set_caller
+from pagoda_server.router.tenants.identity import Identities
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]"

@@ -15,12 +15,12 @@ from pagoda_server import installed_version
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel
 from pagoda_server.router.errors import InvalidArgument, Unavailable
 from pagoda_server.router.process.load_feed import MAX_TRACES, LoadFeed, Places
-from pagoda_server.router.process.own_view import seen_info, seen_load, seen_trace
 from pagoda_server.router.request.admission import Admission, LiveRequests
-from pagoda_server.router.request.caller import Right, caller
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.validation import sampling_from
 from pagoda_server.router.request.wire import MAX_FIELDS
+from pagoda_server.router.tenants.caller import Right, caller
+from pagoda_server.router.tenants.own_view import seen_info, seen_load, seen_trace
 from pagoda_server.router.text.tokenizer import Tokenizer
 
 log = logging.getLogger("pagoda.router")

@@ -32,7 +32,6 @@ from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, Wron
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.process.calls import GRPC_LOGGER, CallGuard, Refusal, is_worth_logging
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
-from pagoda_server.router.process.identity import Identities, Tenants, TenantsFile, read_tenants, wait_for_tenants
 from pagoda_server.router.process.listen import (
     auth_token,
     bind,
@@ -52,8 +51,9 @@ from pagoda_server.router.process.workers import ParentLink, WorkerConfig, Worke
 from pagoda_server.router.request.admission import Admission, LiveRequests
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
-from pagoda_server.router.request.quotas import Quotas
 from pagoda_server.router.request.receiving import Messages
+from pagoda_server.router.tenants.identity import Identities, Tenants, TenantsFile, read_tenants, wait_for_tenants
+from pagoda_server.router.tenants.quotas import Quotas
 from pagoda_server.router.text.tokenizer import Tokenizer
 from pagoda_server.settings import EXIT_CONFIG, RouterSettings, ServeConfig, SettingError
 from pagoda_server.settings.engine import weights_of_tenants

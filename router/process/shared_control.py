@@ -24,12 +24,12 @@ from pagoda.v1 import (
 from pagoda_server.router.errors import STATUS_DETAILS_KEY, NotFound, Passed
 from pagoda_server.router.process.calls import CallGuard
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, tenant_to_abort_for
-from pagoda_server.router.process.identity import TENANT_KEY, Identities
 from pagoda_server.router.process.listen import server_options
 from pagoda_server.router.process.load_feed import LoadFeed
-from pagoda_server.router.process.own_view import seen_load
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
+from pagoda_server.router.tenants.identity import TENANT_KEY, Identities
+from pagoda_server.router.tenants.own_view import seen_load
 
 ASK_TIMEOUT_S = 2.0
 _NEW_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]

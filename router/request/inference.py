@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,27 +14,21 @@ import grpc
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.engines.channel import Dispatcher
-from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, time_in_engine
 from pagoda_server.router.errors import (
     DeadlineExceeded,
-    Internal,
-    InvalidArgument,
     PagodaError,
     Unavailable,
     Unimplemented,
 )
 from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests, Reservation
 from pagoda_server.router.request.beam_search import BeamSearchStream
-from pagoda_server.router.request.caller import caller
 from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.output import ClientWriter, GenerateContext, SequenceOutput, write_records
-from pagoda_server.router.request.quotas import Quotas, Spending
+from pagoda_server.router.request.generate_call import GenerateCall, Stream
+from pagoda_server.router.request.output import ClientWriter, GenerateContext
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages, Received
 from pagoda_server.router.request.resuming import (
-    KeepingOutput,
     KeptStream,
     KeptStreams,
-    ResumedStream,
     not_kept,
     resumed,
 )
@@ -48,6 +41,8 @@ from pagoda_server.router.request.validation import (
     validate_resume,
     validate_tokenize,
 )
+from pagoda_server.router.tenants.caller import caller
+from pagoda_server.router.tenants.quotas import Quotas, Spending
 from pagoda_server.router.text.tokenizer import Tokenizer
 
 # Writes a stream that another router keeps for this tenant, within so many seconds. Returns False if none does.
@@ -55,7 +50,6 @@ ResumeElsewhere: TypeAlias = Callable[
     [inference_pb2.ResumeRequest, str, float | None, Callable[[inference_pb2.GenerateResponse], Awaitable[None]]],
     Awaitable[bool],
 ]
-Stream: TypeAlias = EngineStream | BeamSearchStream | ResumedStream
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SERVICE = "pagoda.v1.Inference"
 MAX_CONVERSIONS = 64  # calls of Tokenize and Detokenize at once
@@ -316,143 +310,3 @@ def _serialized(ids: Sequence[int]) -> bytes:
     for at in range(0, len(ids), _IDS_AT_ONCE):
         response.token_ids.extend(ids[at : at + _IDS_AT_ONCE])
     return response.SerializeToString()
-
-
-class GenerateCall:
-    """One Generate call after submission: takes the engine's output and writes what the client asked for."""
-
-    def __init__(
-        self,
-        params: GenerateParams,
-        prompt_len: int,
-        tokenizer: Tokenizer,
-        writer: ClientWriter,
-        received: float,
-        kept: KeptStream | None = None,
-    ) -> None:
-        self._prompt_len = prompt_len
-        self._writer = writer
-        self._received = received
-        self.first_written = None if kept is None else kept.first_written
-        self._token_bytes = tokenizer.token_bytes if params.has_token_bytes else None
-        skips_special_tokens = not params.keeps_special_tokens
-        output = SequenceOutput if kept is None else partial(KeepingOutput, kept)
-        self._outputs = [
-            output(
-                index,
-                tokenizer.detokenizer(skips_special_tokens) if params.has_text else None,
-                params.stop,
-                params.min_tokens,
-                params.includes_stop,
-                self._token_bytes,
-            )
-            for index in range(params.n)
-        ]
-        self._unfinished = params.n
-        self._num_beams = params.num_sequences if params.is_search else 0
-        self._response = inference_pb2.GenerateResponse(request_id=params.request_id)  # reused
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(output.num_tokens for output in self._outputs)
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens computed for the output so far, those of beams that are not returned included."""
-        return self._num_beams * max(output.num_tokens for output in self._outputs) or self.num_tokens
-
-    async def _write_prompt(self, ids: Sequence[int]) -> None:
-        response = inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt={})
-        write_records(response.prompt.tokens, ids, token_bytes=self._token_bytes)
-        await self._writer.write(response)
-
-    async def replay(self, kept: KeptStream, counts: Sequence[int], prompt: Sequence[int]) -> None:
-        """Write what the client of a kept stream lacks, and every end.
-
-        counts  tokens that the client has of each sequence
-        prompt  token ids to write before all else
-        """
-        if prompt:
-            await self._write_prompt(prompt)
-        for output, sequence, count in zip(self._outputs, kept.sequences, counts, strict=True):
-            assert isinstance(output, KeepingOutput), "this call knows that its stream is kept"
-            for inbox, is_lacking in sequence.inboxes(count):
-                if output.replay(inbox, self._response.tokens) and is_lacking:
-                    await self._writer.write(self._response)
-                else:
-                    await asyncio.sleep(0)  # other streams write between two parts
-            if output.ended is not None:
-                self._unfinished -= 1
-                await self._write_finished(output, is_last=not self._unfinished)
-
-    async def run(self, stream: Stream, prompt: Sequence[int] = ()) -> None:
-        """Stream until every sequence has ended. Raises an error if the engine ended one irregularly.
-
-        prompt  token ids to write before all else. Nothing is written while the request waits: it may be evicted then
-        """
-        while self._unfinished:
-            await stream.wait()
-            if prompt:
-                await self._write_prompt(prompt)
-                prompt = ()
-            for output, inbox in zip(self._outputs, stream.inboxes, strict=True):
-                if inbox.tokens or inbox.ended is not None:
-                    await self._advance(output, inbox, stream)
-
-    async def _advance(self, output: SequenceOutput, inbox: SequenceInbox, stream: Stream) -> None:
-        if output.take(inbox, self._response.tokens):
-            if self.first_written is None:
-                self.first_written = time.monotonic()
-            await self._writer.write(self._response)
-        if output.ended is not None:
-            raise_if_failed(output.ended)
-            self._unfinished -= 1
-            await self._write_finished(output, is_last=not self._unfinished)
-        elif output.stop is not None:
-            stream.abort(output.index)  # only the router knows stop strings; tokens arrive until the engine reads this
-
-    async def _write_finished(self, output: SequenceOutput, *, is_last: bool) -> None:
-        response = inference_pb2.GenerateResponse(request_id=self._response.request_id, finished=output.finished())
-        if is_last:
-            response.usage.CopyFrom(self._usage())
-            response.timing.CopyFrom(self._timing())
-        await self._writer.write(response)
-
-    def _usage(self) -> inference_pb2.Usage:
-        return inference_pb2.Usage(
-            prompt_tokens=self._prompt_len,
-            completion_tokens=self.num_tokens,
-            # A sequence that was resumed may have found some of its own output in the cache.
-            cached_tokens=min(
-                max(output.ended.cached_tokens for output in self._outputs if output.ended), self._prompt_len
-            ),
-        )
-
-    def _timing(self) -> inference_pb2.Timing:
-        ends = [output.ended for output in self._outputs if output.ended]
-        slowest = max(ends, key=time_in_engine)
-        now = time.monotonic()
-        return inference_pb2.Timing(
-            queue_s=slowest.queue_s,
-            prefill_s=slowest.prefill_s,
-            decode_s=slowest.decode_s,
-            preempted_s=slowest.preempted_s,
-            preemptions=slowest.preemptions,
-            preempted_tokens=slowest.preempted_tokens,
-            recomputed_tokens=slowest.recomputed_tokens,
-            saved_tokens=slowest.saved_tokens,
-            loaded_tokens=slowest.loaded_tokens,
-            time_to_first_token_s=(self.first_written or now) - self._received,
-            total_s=now - self._received,
-        )
-
-
-def raise_if_failed(ended: engine_pb2.Ended) -> None:
-    """Raise the error that ends the whole call, if the engine ended a sequence irregularly."""
-    match ended.reason:
-        case engine_pb2.END_REASON_DEADLINE:
-            raise DeadlineExceeded("the deadline passed or can no longer be met")
-        case engine_pb2.END_REASON_REJECTED:
-            raise InvalidArgument("input", ended.detail)
-        case engine_pb2.END_REASON_FAILED:
-            raise Internal(f"sequence failed in the engine: {ended.detail}")

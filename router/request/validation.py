@@ -11,7 +11,6 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument, NotFound, Unimplemented
 from pagoda_server.router.request.beam_search import check_beam_search, check_stop_ids, check_stopping
-from pagoda_server.router.request.caller import ANYONE, Caller
 from pagoda_server.router.request.chat import chat_from
 from pagoda_server.router.request.fields import (
     Limits,
@@ -22,6 +21,7 @@ from pagoda_server.router.request.fields import (
     check_integer,
     check_number,
 )
+from pagoda_server.router.tenants.caller import ANYONE, Caller
 from pagoda_server.router.text.chat_template import Chat, Message
 from pagoda_server.router.text.tokenizer import Prompt
 from pagoda_server.settings.request import MAX_SLO_S

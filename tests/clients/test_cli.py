@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server import installed_version
 from pagoda_server.cli.__main__ import app
-from pagoda_server.router.process.identity import Identities, read_tenants
+from pagoda_server.router.tenants.identity import Identities, read_tenants
 from pagoda_server.settings import ServeConfig
 from pagoda_server.settings.sampling import PARAMETERS
 from tests.clients.fake_server import FakeServer, answer, answer_without_end, fail

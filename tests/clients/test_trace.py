@@ -17,8 +17,8 @@ from pagoda.v1 import control_pb2_grpc, inference_pb2_grpc, trace_pb2
 from pagoda_server.cli.__main__ import app
 from pagoda_server.cli.trace_timeline import Doing, Timeline, timelines, trace_document
 from pagoda_server.engine.serving.codec import trace_messages
-from pagoda_server.router.process.own_view import seen_trace
-from pagoda_server.router.request.caller import Caller, set_caller
+from pagoda_server.router.tenants.caller import Caller, set_caller
+from pagoda_server.router.tenants.own_view import seen_trace
 from tests.end_to_end.asking import ask, request
 from tests.engine.harness import SteppedEngine
 from tests.servers import Server, running_server

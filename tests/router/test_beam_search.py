@@ -10,9 +10,9 @@ from pagoda.v1 import inference_pb2
 from pagoda.v1.inference_pb2 import GenerateRequest
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.request.beam_search import BeamSearchStream
-from pagoda_server.router.request.caller import Caller
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.validation import GenerateParams, to_submit, validate_generate
+from pagoda_server.router.tenants.caller import Caller
 
 LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)
 

@@ -12,8 +12,8 @@ import pytest
 
 from pagoda_server.router.errors import InvalidArgument, ResourceExhausted
 from pagoda_server.router.process.calls import GRPC_LOGGER, CallGuard, is_worth_logging
-from pagoda_server.router.process.identity import Identities
 from pagoda_server.router.request.receiving import Messages
+from pagoda_server.router.tenants.identity import Identities
 
 REFUSED, FULL = "/pagoda.v1.Test/Refused", "/pagoda.v1.Test/Full"
 

@@ -21,8 +21,8 @@ from pagoda_server.router.process.control import (
 )
 from pagoda_server.router.process.load_feed import MAX_TRACES, LoadFeed, watch_interval_s
 from pagoda_server.router.request.admission import Admission
-from pagoda_server.router.request.caller import ANYONE, set_caller
 from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.tenants.caller import ANYONE, set_caller
 from pagoda_server.router.text.chat_template import ChatTemplate
 
 LIMITS = Limits(max_model_len=100, vocab_size=50, kv_token_capacity=1000)

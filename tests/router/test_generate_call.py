@@ -9,7 +9,7 @@ from pagoda.v1.inference_pb2 import GenerateRequest, GenerateResponse, Sampling
 from pagoda_server.router.engines.stream import SequenceInbox
 from pagoda_server.router.errors import DeadlineExceeded
 from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.inference import GenerateCall
+from pagoda_server.router.request.generate_call import GenerateCall
 from pagoda_server.router.request.validation import validate_generate
 
 LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)

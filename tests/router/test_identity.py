@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pagoda_server.router.errors import ConfigError, InvalidArgument, PermissionDenied, Unauthenticated
-from pagoda_server.router.process.identity import TENANT_KEY, Identities, digest, read_tenants
-from pagoda_server.router.request.caller import ANYONE, Caller, Right
-from pagoda_server.router.request.quotas import Quota
+from pagoda_server.router.tenants.caller import ANYONE, Caller, Right
+from pagoda_server.router.tenants.identity import TENANT_KEY, Identities, digest, read_tenants
+from pagoda_server.router.tenants.quotas import Quota
 from pagoda_server.settings.request import MAX_SALT_BYTES
 
 ACME = Caller("acme", frozenset(), is_proven=True)

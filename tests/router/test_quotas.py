@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda_server.router.errors import QuotaExceeded
-from pagoda_server.router.request.quotas import Quota, Quotas
+from pagoda_server.router.tenants.quotas import Quota, Quotas
 
 
 class Minutes:

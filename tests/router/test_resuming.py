@@ -11,7 +11,7 @@ import pytest
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1.inference_pb2 import GenerateRequest, GenerateResponse, Sampling
 from pagoda_server.router.errors import Aborted, NotFound
-from pagoda_server.router.request.inference import GenerateCall
+from pagoda_server.router.request.generate_call import GenerateCall
 from pagoda_server.router.request.resuming import KeptSequence, KeptStream, KeptStreams
 from pagoda_server.router.request.validation import to_submit, validate_generate
 from tests.router.test_generate_call import LENGTH, LIMITS, Engine, Letters, Writer, said

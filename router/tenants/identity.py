@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from pagoda_server.router.errors import ConfigError, InvalidArgument, Unauthenticated
-from pagoda_server.router.request.caller import ANYONE, EVERY_RIGHT, Caller, Right
-from pagoda_server.router.request.quotas import Quota
+from pagoda_server.router.tenants.caller import ANYONE, EVERY_RIGHT, Caller, Right
+from pagoda_server.router.tenants.quotas import Quota
 from pagoda_server.settings.request import MAX_TENANT_LENGTH, TENANT_NAME
 
 log = logging.getLogger("pagoda.router")
