@@ -84,11 +84,12 @@ class Supervisor:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix=name)  # many children would fill the loop's own
         self._failed_starts = 0
         self._has_been_ready = False
+        self._has_ever_been_ready = False
 
     def mark_ready(self) -> None:
         """Record that the child has started: a later death is not a failed start."""
         self._failed_starts = 0
-        self._has_been_ready = True
+        self._has_been_ready = self._has_ever_been_ready = True
 
     async def run(self) -> None:
         """Run the child until cancelled, which stops it. Raises ChildFailedError when a restart cannot help."""
@@ -152,7 +153,8 @@ class Supervisor:
         return process
 
     def _judge(self, code: int) -> None:
-        if code == EXIT_CONFIG:
+        # One that has served with these settings lacks something now, such as descriptors, that may soon be back.
+        if code == EXIT_CONFIG and not self._has_ever_been_ready:
             raise ChildFailedError(f"{self._name} cannot serve this model with these settings", EXIT_CONFIG)
         if self._has_been_ready:
             return
