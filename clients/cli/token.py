@@ -12,7 +12,7 @@ import typer
 
 from pagoda_server.cli.terminal import print_error
 
-TOKEN_BYTES = 32  # nobody can try them all, so the file may hold a plain hash
+TOKEN_BYTES = 32  # too many values to try, so the file may hold a plain hash
 
 
 def token(

@@ -84,8 +84,9 @@ class Admission:
     max_requests  requests at once, queued and running
     max_tokens    prompt + max_tokens of all admitted requests
 
-    Whoever comes first is admitted, unless tenants share the limits (see `share` and shares.py): a request then also
-    needs to be within its tenant's share, or evicts requests that wait. An evicted request leaves its places at once.
+    Requests are admitted in the order of their arrival, unless tenants share the limits (see `share` and shares.py):
+    a request then also needs to be within its tenant's share, or evicts requests that wait. An evicted request leaves
+    its places at once.
 
     The retry delay is an estimate of when the next running request ends: the least, over all requests whose output has
     begun, of the tokens that it likely still generates times the time that its tokens have taken so far. Of the tokens
@@ -124,7 +125,7 @@ class Admission:
         return self._tokens.total
 
     def share(self, weights: Mapping[str, float] | None) -> None:
-        """Share both limits between tenants by these weights from now on; None: admit whoever comes first."""
+        """Share both limits between tenants by these weights from now on; None: in order of arrival."""
         self._places.share(weights)
         self._tokens.share(weights)
 

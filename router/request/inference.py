@@ -114,7 +114,7 @@ class InferenceServicer:
         }
 
     def share(self, weights: Mapping[str, float] | None) -> None:
-        """Share the places between tenants by these weights from now on; None: admit whoever comes first."""
+        """Share the places between tenants by these weights from now on; None: admit in order of arrival."""
         self._admission.share(weights)
         self._conversions.share(weights)
 

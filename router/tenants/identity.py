@@ -1,8 +1,8 @@
 """Which token is whose: one token for every call, or a file that names tenants, their tokens, rights and quotas.
 
-Tokens are found by their SHA-256. They are long and random, so a fast hash without salt keeps them secret: nobody can
-try them all. A lookup by this hash also tells nothing through the time that it takes, because nobody can choose a token
-whose hash begins like that of another.
+Tokens are found by their SHA-256. They are long and random, so a fast hash without salt keeps them secret: there are
+too many to try. The time of a lookup by this hash tells nothing either, because a client cannot choose a token whose
+hash begins like that of another.
 """
 
 from __future__ import annotations
