@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -29,6 +32,20 @@ def test_a_row_of_a_bfloat16_product_does_not_depend_on_the_rows_beside_it() -> 
     together = product(x)
     for rows in (1, 2, 8, 17):
         assert torch.equal(product(x[:rows]), together[:rows])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's account of memory")
+def test_products_of_all_numbers_of_rows_keep_little_memory() -> None:
+    product = CPU.linear(torch.randn(61, 67), None)
+    before = _anonymous_bytes()
+    for rows in range(1, 257):
+        product(torch.randn(rows, 67))
+    assert _anonymous_bytes() - before < 60e6  # 120 MB if oneDNN compiles code for each number of rows
+
+
+def _anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon:")))
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
