@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from pagoda_server.channel.address import check_address, is_local
+from pagoda_server.channel.address import check_address, is_local, is_unix
 from pagoda_server.settings.engine import CommonSettings, EngineSettings
 from pagoda_server.settings.setting import (
     EXPOSURE,
@@ -39,6 +39,12 @@ def _check_listen(address: str) -> None:
     check_address(address, can_be_shm=False, lowest_port=0)
 
 
+def _check_http(address: str) -> None:
+    if is_unix(address):
+        raise ValueError(f"must be HOST:PORT, not {address}")
+    check_address(address, can_be_shm=False, lowest_port=0)
+
+
 def _check_engine(engine: str) -> None:
     if engine != SPAWN:
         for address in engine.split(","):
@@ -56,6 +62,11 @@ class RouterSettings(CommonSettings):
         "127.0.0.1:50051",
         "Address for clients to connect to: HOST:PORT (port 0 takes a free one) or unix:PATH.",
         check=_check_listen, is_private=True,
+    )  # fmt: skip
+    http: str | None = setting(
+        None,
+        "Address for HTTP clients: HOST:PORT (port 0 takes a free one). Without it the server speaks gRPC alone.",
+        check=_check_http, is_private=True,
     )  # fmt: skip
     engine: str = setting(
         SPAWN,

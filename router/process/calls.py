@@ -110,7 +110,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
         async def read_first(messages: object, context: Context) -> Any:
             with await self._messages.read(context, most=SMALL_BYTES) as message:
-                request = await message.parsed(kind, None, lambda request: request)
+                request = await message.parsed(kind.FromString)
                 await self._messages.check_end(context)
             return await behaviour(request, context)
 

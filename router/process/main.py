@@ -19,6 +19,7 @@ import grpc
 import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from starlette.routing import BaseRoute
 
 from pagoda.v1 import (
     admin_pb2,
@@ -30,6 +31,8 @@ from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress
 from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.http import health
+from pagoda_server.router.http.server import HttpPort
 from pagoda_server.router.process.calls import GRPC_LOGGER, CallGuard, Refusal, is_worth_logging
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
 from pagoda_server.router.process.listen import (
@@ -52,6 +55,7 @@ from pagoda_server.router.request.admission import Admission, LiveRequests
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import Messages
+from pagoda_server.router.request.record import Observers
 from pagoda_server.router.tenants.identity import Identities, Tenants, TenantsFile, read_tenants, wait_for_tenants
 from pagoda_server.router.tenants.quotas import Quotas
 from pagoda_server.router.text.tokenizer import Tokenizer
@@ -167,12 +171,14 @@ class Router:
         self._keeper: EngineKeeper | None = parent
         self._group: RouterGroup | None = None  # set if several routers share the port
         self._live = LiveRequests()
+        self._observers = Observers()
         self._admission = Admission(config.max_requests, config.max_queued_tokens or (1 << 62) // config.workers)
         self._quotas = Quotas(config.workers)
         self._identities = Identities({}) if config.tenants_file else Identities.of_one_token(auth_token(config))
         self._tenants: TenantsFile | None = None
         if config.tenants_file:
             self._tenants = TenantsFile(Path(config.tenants_file), config.workers, self._adopt_tenants)
+        self._http: HttpPort | None = None  # set with --http
         self._has_served = False  # an engine has been ready
         self._stop = asyncio.Event()
         self._failure: Exception | None = None
@@ -204,11 +210,15 @@ class Router:
                 parts.append(self._supervisor.run)
             if self._tenants:
                 parts.append(self._tenants.follow)
+            if self._http:
+                parts.append(self._http.run)
             async with self._running(parts):
                 await self._stop.wait()
                 if self._failure is None:
                     await self._drain()
                 self._port.close()
+                if self._http:
+                    self._http.stop()
                 await server.stop(grace=0.5)
         if self._failure is not None:
             raise self._failure
@@ -245,6 +255,7 @@ class Router:
             messages=messages,
             dispatcher=self._dispatcher,
             live=self._live,
+            observers=self._observers,
             stall_timeout_s=config.stall_timeout_s,
             resume_s=config.resume_s,
         )
@@ -287,8 +298,14 @@ class Router:
         await self._state.refresh()
         self._port = bind(server, config)
         await server.start()
+        if config.http:
+            self._http = HttpPort(config.http, self._http_routes(), bool(self._sockets))
+            print(f"HTTP on http://{self._http.address}", flush=True)
         print(f"listening on {self._port.address}", flush=True)
         return server
+
+    def _http_routes(self) -> list[BaseRoute]:
+        return [*health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING)]
 
     def _adopt_tenants(self, tenants: Tenants) -> None:
         self._identities.tokens = tenants.tokens

@@ -64,6 +64,11 @@ class GenerateCall:
         """Tokens computed for the output so far, those of beams that are not returned included."""
         return self._num_beams * max(output.num_tokens for output in self._outputs) or self.num_tokens
 
+    @property
+    def reasons(self) -> list[inference_pb2.FinishReason]:
+        """Why each sequence that has ended did."""
+        return [output.finished().reason for output in self._outputs if output.ended is not None]
+
     async def _write_prompt(self, ids: Sequence[int]) -> None:
         response = inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt={})
         write_records(response.prompt.tokens, ids, token_bytes=self._token_bytes)
@@ -117,23 +122,26 @@ class GenerateCall:
     async def _write_finished(self, output: SequenceOutput, *, is_last: bool) -> None:
         response = inference_pb2.GenerateResponse(request_id=self._response.request_id, finished=output.finished())
         if is_last:
-            response.usage.CopyFrom(self._usage())
-            response.timing.CopyFrom(self._timing())
+            response.usage.CopyFrom(self.usage())
+            response.timing.CopyFrom(self.timing())
         await self._writer.write(response)
 
-    def _usage(self) -> inference_pb2.Usage:
+    def usage(self) -> inference_pb2.Usage:
+        """The tokens so far. `cached_tokens` is 0 until a sequence has ended."""
         return inference_pb2.Usage(
             prompt_tokens=self._prompt_len,
             completion_tokens=self.num_tokens,
             # A sequence that was resumed may have found some of its own output in the cache.
             cached_tokens=min(
-                max(output.ended.cached_tokens for output in self._outputs if output.ended), self._prompt_len
+                max((output.ended.cached_tokens for output in self._outputs if output.ended), default=0),
+                self._prompt_len,
             ),
         )
 
-    def _timing(self) -> inference_pb2.Timing:
+    def timing(self) -> inference_pb2.Timing:
+        """The times so far. Those in the engine are 0 until a sequence has ended."""
         ends = [output.ended for output in self._outputs if output.ended]
-        slowest = max(ends, key=time_in_engine)
+        slowest = max(ends, key=time_in_engine, default=engine_pb2.Ended())
         now = time.monotonic()
         return inference_pb2.Timing(
             queue_s=slowest.queue_s,

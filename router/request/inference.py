@@ -22,10 +22,12 @@ from pagoda_server.router.errors import (
 )
 from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests, Reservation
 from pagoda_server.router.request.beam_search import BeamSearchStream
+from pagoda_server.router.request.client_call import ClientCall
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.generate_call import GenerateCall, Stream
-from pagoda_server.router.request.output import ClientWriter, GenerateContext
-from pagoda_server.router.request.receiving import SMALL_BYTES, Messages, Received
+from pagoda_server.router.request.output import ClientWriter
+from pagoda_server.router.request.receiving import SMALL_BYTES, Messages, Parse, Received, from_protobuf
+from pagoda_server.router.request.record import Observers, Record
 from pagoda_server.router.request.resuming import (
     KeptStream,
     KeptStreams,
@@ -50,22 +52,26 @@ ResumeElsewhere: TypeAlias = Callable[
     [inference_pb2.ResumeRequest, str, float | None, Callable[[inference_pb2.GenerateResponse], Awaitable[None]]],
     Awaitable[bool],
 ]
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SERVICE = "pagoda.v1.Inference"
 MAX_CONVERSIONS = 64  # calls of Tokenize and Detokenize at once
+_GENERATE = from_protobuf(inference_pb2.GenerateRequest)
+_RESUME = from_protobuf(inference_pb2.ResumeRequest)
+_TOKENIZE = from_protobuf(inference_pb2.TokenizeRequest)
+_DETOKENIZE = from_protobuf(inference_pb2.DetokenizeRequest)
 _NOT_KEPT = contextlib.nullcontext()
 _IDS_AT_ONCE = 4096  # the interpreter can change threads between two chunks of a list, not within one
 
 
 @dataclass(frozen=True, slots=True)
 class _Admitted:
-    """A call of Generate or Resume: what it holds, and the context that its answer goes to."""
+    """A call of Generate or Resume: what it holds."""
 
-    context: GenerateContext
+    call: ClientCall
     reservation: Reservation
     spending: Spending
     message: Received
     live: LiveRequest
+    record: Record
 
 
 class InferenceServicer:
@@ -82,6 +88,7 @@ class InferenceServicer:
         messages: Messages,
         dispatcher: Dispatcher,
         live: LiveRequests,
+        observers: Observers,
         stall_timeout_s: float,
         resume_s: float,
     ) -> None:
@@ -94,6 +101,7 @@ class InferenceServicer:
         self._messages = messages
         self._dispatcher = dispatcher
         self._live = live
+        self._observers = observers
         self._stall_timeout_s = stall_timeout_s
         self.resume_elsewhere: ResumeElsewhere | None = None  # set if several routers share the port
         self._kept = KeptStreams(resume_s)
@@ -122,36 +130,43 @@ class InferenceServicer:
         """Why a tenant's call of Generate or Resume would be refused now, whatever it asks for."""
         return self._dispatcher.refusal() or self._admission.refusal(tenant) or self._quotas.refusal(tenant)
 
-    async def _generate(self, _: object, context: GenerateContext) -> None:
+    async def _generate(self, _: object, call: ClientCall) -> None:
+        await self.generate(call, _GENERATE)
+
+    async def generate(self, call: ClientCall, parse: Parse[inference_pb2.GenerateRequest]) -> None:
+        """Serve a call of Generate that came by any protocol: `parse` makes its request from its message.
+
+        The task's caller is set. Raises the PagodaError that ends the call.
+        """
         received = time.monotonic()
         asker = caller()
-        self._dispatcher.pick()  # fail before anything is read if no engine is ready
+        record = Record("Generate", asker.tenant, call.invocation_metadata() or ())
         with (
+            self._observers.recording(record),
             self._admission.reserve(asker.tenant) as reservation,
             self._quotas.enter(asker.tenant) as spending,
-            await self._messages.read(context) as message,
+            await self._messages.read(call) as message,
         ):
-            params = await message.parsed(
-                inference_pb2.GenerateRequest,
-                self.limits,
-                lambda request: validate_generate(request, self.limits, self._model),
-            )
+            limits = self.limits
+            params = await message.parsed(lambda raw: validate_generate(parse(raw, limits), limits, self._model))
             if self._admission.is_draining:  # since this call was admitted
                 raise Unavailable("the server is draining")
+            record.request_id = params.request_id
             reservation.grow(params.num_sequences * (params.max_tokens or 1))
             live = self._live.add(asker.tenant, params.request_id)
             try:
                 async with self._keeping(asker.tenant, params, received) as kept:
                     prompt = await self._tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
+                    record.prompt_len = len(prompt)
                     max_tokens = check_prompt(params, len(prompt), self.limits)
                     reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
                     spending.reserve(len(prompt) + params.num_sequences * max_tokens)
-                    timeout_s = _time_left(context)
+                    timeout_s = _time_left(call)
                     submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, timeout_s, asker)
                     if kept is not None:
                         kept.submitted(submit)
-                    call = _Admitted(context, reservation, spending, message, live)
-                    await self._stream(submit, params, call, received, kept)
+                    admitted = _Admitted(call, reservation, spending, message, live, record)
+                    await self._stream(submit, params, admitted, received, kept)
             finally:
                 self._live.remove(asker.tenant, params.request_id)
 
@@ -165,29 +180,30 @@ class InferenceServicer:
             raise Unimplemented("resumable")
         return self._kept.add(tenant, params, received)
 
-    async def _resume(self, _: object, context: GenerateContext) -> None:
-        await self._resume_from(context, self.resume_elsewhere)
+    async def _resume(self, _: object, call: ClientCall) -> None:
+        await self._resume_from(call, self.resume_elsewhere)
 
-    async def resume_here(self, _: object, context: GenerateContext) -> None:
+    async def resume_here(self, _: object, call: ClientCall) -> None:
         """The Resume method for other routers, which have asked themselves before."""
-        await self._resume_from(context, None)
+        await self._resume_from(call, None)
 
-    async def _resume_from(self, context: GenerateContext, elsewhere: ResumeElsewhere | None) -> None:
+    async def _resume_from(self, call: ClientCall, elsewhere: ResumeElsewhere | None) -> None:
         tenant = caller().tenant
-        self._dispatcher.pick()  # fail before anything is read if no engine is ready
+        record = Record("Resume", tenant, call.invocation_metadata() or ())
         with (
+            self._observers.recording(record),
             self._admission.reserve(tenant) as reservation,
             self._quotas.enter(tenant) as spending,
-            await self._messages.read(context, most=SMALL_BYTES) as message,
+            await self._messages.read(call, most=SMALL_BYTES) as message,
         ):
-            request = await message.parsed(
-                inference_pb2.ResumeRequest, self.limits, lambda request: validate_resume(request, self.limits)
-            )
+            limits = self.limits
+            request = await message.parsed(lambda raw: validate_resume(_RESUME(raw, limits), limits))
+            record.request_id = request.request_id
             kept = self._kept.find(tenant, request.request_id)
             if kept is None:
-                await self._messages.check_end(context)
-                async with ClientWriter(context, self._stall_timeout_s) as writer:
-                    if elsewhere and await elsewhere(request, tenant, _time_left(context), writer.write):
+                await self._messages.check_end(call)
+                async with ClientWriter(call, self._stall_timeout_s) as writer:
+                    if elsewhere and await elsewhere(request, tenant, _time_left(call), writer.write):
                         return
                 raise not_kept()
             counts = kept.check(request.received)
@@ -196,12 +212,13 @@ class InferenceServicer:
             async with kept:  # no refusal above has ended the call that still writes it
                 submit = kept.submit
                 assert submit is not None, "a stream without it is not kept once its call has ended"
+                record.prompt_len = len(submit.prompt)
                 reservation.grow(kept.num_unfinished * (len(submit.prompt) + submit.max_tokens))
                 spending.reserve(kept.num_unfinished * submit.max_tokens)
                 live = self._live.add(tenant, request.request_id)
                 try:
-                    call = _Admitted(context, reservation, spending, message, live)
-                    await self._stream(submit, kept.params, call, kept.received, kept, counts)
+                    admitted = _Admitted(call, reservation, spending, message, live, record)
+                    await self._stream(submit, kept.params, admitted, kept.received, kept, counts)
                 finally:
                     self._live.remove(tenant, request.request_id)
 
@@ -209,7 +226,7 @@ class InferenceServicer:
         self,
         submit: engine_pb2.Submit,
         params: GenerateParams,
-        call: _Admitted,
+        admitted: _Admitted,
         received: float,
         kept: KeptStream | None,
         counts: Sequence[int] = (),
@@ -221,29 +238,30 @@ class InferenceServicer:
         """
 
         def starts() -> None:
-            call.reservation.starts()
-            call.spending.used = 0 if counts else len(submit.prompt)  # a stream that is resumed has paid for it
+            admitted.reservation.starts()
+            admitted.spending.used = 0 if counts else len(submit.prompt)  # a stream that is resumed has paid for it
 
         try:
             engine = self._dispatcher.pick()
             # Before all else, so that the engine can start.
             stream: Stream
             if kept is not None:
-                stream = resumed(engine, kept, _time_left(call.context), starts)
+                stream = resumed(engine, kept, _time_left(admitted.call), starts)
             else:
                 submitted = partial(BeamSearchStream, engine) if params.is_search else engine.submit
                 stream = submitted(submit, starts)
-            call.live.stream = stream
+            admitted.live.stream = stream
             num_before = kept.num_tokens if kept is not None else 0
             answer: GenerateCall | None = None
             try:
-                if call.live.is_aborted:  # during tokenization
+                if admitted.live.is_aborted:  # during tokenization
                     stream.abort()
-                await self._messages.check_end(call.context)  # while the engine computes
-                call.message.release()
-                async with ClientWriter(call.context, self._stall_timeout_s) as writer:
+                await self._messages.check_end(admitted.call)  # while the engine computes
+                admitted.message.release()
+                async with ClientWriter(admitted.call, self._stall_timeout_s) as writer:
                     answer = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received, kept)
-                    call.reservation.follow(answer, params.n * submit.max_tokens)
+                    admitted.record.answer = answer
+                    admitted.reservation.follow(answer, params.n * submit.max_tokens)
                     prompt = submit.prompt if params.has_prompt else ()
                     if kept is not None and kept.has_begun:
                         await answer.replay(kept, counts, prompt)
@@ -252,44 +270,43 @@ class InferenceServicer:
             finally:
                 stream.close()
                 if answer is not None:
-                    call.spending.used += max(0, answer.num_computed - num_before)  # it may break during the replay
+                    admitted.spending.used += max(0, answer.num_computed - num_before)  # it may break during the replay
         except Unavailable as error:
             if kept is None or not kept.is_kept:
                 raise
             raise kept.resumable(error, self._dispatcher.retry_after_s) from error
 
-    async def _tokenize(self, _: object, context: Context) -> bytes:
+    async def _tokenize(self, _: object, call: ClientCall) -> bytes:
         tenant = caller().tenant
         with (
             self._conversions.reserve(tenant) as reservation,
             self._quotas.enter(tenant),
-            await self._messages.read(context) as message,
+            await self._messages.read(call) as message,
         ):
-            params = await message.parsed(
-                inference_pb2.TokenizeRequest,
-                self.limits,
-                lambda request: validate_tokenize(request, self.limits, self._model),
-            )
-            await self._messages.check_end(context)
+            limits = self.limits
+            params = await message.parsed(lambda raw: validate_tokenize(_TOKENIZE(raw, limits), limits, self._model))
+            await self._messages.check_end(call)
             reservation.starts()
             ids = await self._tokenizer.encode_prompt(
                 params.prompt, params.add_special_tokens, is_large=message.is_large
             )
             return await self._messages.run(lambda: _serialized(ids), 4 * len(ids))
 
-    async def _detokenize(self, _: object, context: Context) -> inference_pb2.DetokenizeResponse:
+    async def _detokenize(self, _: object, call: ClientCall) -> inference_pb2.DetokenizeResponse:
         tenant = caller().tenant
         with (
             self._conversions.reserve(tenant) as reservation,
             self._quotas.enter(tenant),
-            await self._messages.read(context) as message,
+            await self._messages.read(call) as message,
         ):
-            ids, keeps_special_tokens = await message.parsed(
-                inference_pb2.DetokenizeRequest,
-                self.limits,
-                lambda request: (validate_detokenize(request, self.limits, self._model), request.special_tokens),
-            )
-            await self._messages.check_end(context)
+            limits = self.limits
+
+            def ids_of(raw: bytes) -> tuple[Sequence[int], bool]:
+                request = _DETOKENIZE(raw, limits)
+                return validate_detokenize(request, limits, self._model), request.special_tokens
+
+            ids, keeps_special_tokens = await message.parsed(ids_of)
+            await self._messages.check_end(call)
             reservation.starts()
             text = await self._tokenizer.decode_ids(
                 ids, skip_special_tokens=not keeps_special_tokens, is_large=message.is_large
@@ -297,9 +314,9 @@ class InferenceServicer:
             return inference_pb2.DetokenizeResponse(text=text)
 
 
-def _time_left(context: GenerateContext) -> float | None:
+def _time_left(call: ClientCall) -> float | None:
     """Seconds until the client's deadline; None: there is none. Raises DeadlineExceeded."""
-    remaining_s: float | None = context.time_remaining()
+    remaining_s: float | None = call.time_remaining()
     if remaining_s is not None and remaining_s <= 0:
         raise DeadlineExceeded("the deadline passed before the request was scheduled")
     return remaining_s

@@ -9,17 +9,16 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TypeAlias
 
-import grpc
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.engines.stream import SequenceInbox
 from pagoda_server.router.errors import ResourceExhausted
+from pagoda_server.router.request.client_call import ClientCall
 from pagoda_server.router.text.detokenizer import Detokenizer
 from pagoda_server.router.text.stop_strings import StopMatcher
 
-GenerateContext: TypeAlias = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 TokenBytes: TypeAlias = Callable[[int], bytes]
 FinishReason = inference_pb2.FinishReason
 _FINISH_REASONS = {
@@ -90,7 +89,7 @@ class SequenceOutput:
             return inference_pb2.Finished(index=self.index, reason=reason, stop_string=self.stop)
         return inference_pb2.Finished(
             index=self.index,
-            reason=_FINISH_REASONS[self.ended.reason],
+            reason=_FINISH_REASONS.get(self.ended.reason, FinishReason.FINISH_REASON_UNSPECIFIED),
             stop_token_id=self.ended.matched if self.ended.HasField("matched") else None,
             score=self._score,
         )
@@ -162,8 +161,8 @@ class ClientWriter:
     One timer per call watches its writes: a timeout for each write would cost as much as building its message.
     """
 
-    def __init__(self, context: GenerateContext, stall_timeout_s: float) -> None:
-        self._context = context
+    def __init__(self, call: ClientCall, stall_timeout_s: float) -> None:
+        self._call = call
         self._stall_timeout_s = stall_timeout_s
         self._write_began = math.inf  # inf: none is under way
         self._timeout = asyncio.timeout(None)
@@ -177,7 +176,7 @@ class ClientWriter:
     async def write(self, response: inference_pb2.GenerateResponse) -> None:
         """Write a response, which may be reused afterwards."""
         self._write_began = time.monotonic()
-        await self._context.write(response)
+        await self._call.write(response)
         self._write_began = math.inf
 
     async def __aexit__(

@@ -18,6 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from pagoda_server.router.errors import InvalidArgument, ResourceExhausted
+from pagoda_server.router.request.client_call import ClientCall
 from pagoda_server.router.request.fields import Limits, check_size
 from pagoda_server.router.request.wire import Malformed, check_entries
 from pagoda_server.router.text.turns import turn
@@ -32,9 +33,20 @@ FEWEST = 4  # messages of the largest size that both totals admit, whatever that
 CONTENDED_S = 1.0  # to send a message in, while others wait for their turn
 RETRY_LARGE_S = 1.0
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Parse: TypeAlias = Callable[[bytes, Limits], "M"]  # raises InvalidArgument, DecodeError or Malformed
 M = TypeVar("M", bound=Message)
 Result = TypeVar("Result")
+
+
+def from_protobuf(kind: type[M]) -> Parse[M]:
+    """What parses a message of the protocol from its bytes."""
+
+    def parse(raw: bytes, limits: Limits) -> M:
+        if len(raw) > SMALL_BYTES:
+            check_entries(raw, kind.DESCRIPTOR, limits)  # type: ignore[arg-type]  # the C extension's
+        return kind.FromString(raw)
+
+    return parse
 
 
 class Messages:
@@ -55,7 +67,7 @@ class Messages:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="messages")
         self._malformed = _RareLog("%d malformed messages refused")
 
-    async def read(self, context: Context, *, most: int | None = None) -> Received:
+    async def read(self, call: ClientCall, *, most: int | None = None) -> Received:
         """Read a call's message. Close the result with `release` or a `with` block, and await `check_end` before that.
 
         most  its bytes, at most; None: as many as gRPC accepts
@@ -63,19 +75,19 @@ class Messages:
         Raises InvalidArgument if there is none or it is longer; ResourceExhausted if the client takes too long to send
         it, or too many large messages are in flight.
         """
-        raw = await self._next(context)
+        raw = await self._next(call)
         if raw is grpc.aio.EOF:
             raise InvalidArgument("request", "is missing")
         if most is not None:
             check_size(len(raw), "request", most)
         return Received(self, raw)
 
-    async def check_end(self, context: Context) -> None:
+    async def check_end(self, call: ClientCall) -> None:
         """Raise InvalidArgument if the client sends another message, ResourceExhausted if it does not end its side."""
-        if await self._next(context) is not grpc.aio.EOF:
+        if await self._next(call) is not grpc.aio.EOF:
             raise InvalidArgument("request", "is followed by another message; send one")
 
-    async def _next(self, context: Context) -> Any:
+    async def _next(self, call: ClientCall) -> Any:
         """The client's next message in bytes, or EOF."""
         while len(self._reads) >= self._room:
             await self._turn()
@@ -84,7 +96,7 @@ class Messages:
             async with asyncio.timeout(limit_s) as timeout:
                 self._reads[timeout] = asyncio.get_running_loop().time()
                 try:
-                    return await context.read()
+                    return await call.read()
                 finally:
                     del self._reads[timeout]
                     self._admit()
@@ -123,21 +135,13 @@ class Messages:
     def give_back(self, num_bytes: int) -> None:
         self._large_bytes -= num_bytes
 
-    async def parse(self, raw: bytes, kind: type[M], limits: Limits | None, convert: Callable[[M], Result]) -> Result:
-        """Parse a message and convert it, in a thread if it is not small; the conversion also checks its fields.
+    async def parse(self, raw: bytes, work: Callable[[bytes], Result]) -> Result:
+        """Parse a message, check it and convert it, in a thread if it is not small.
 
-        limits  None: count no entries, because the message is small
-
-        Raises InvalidArgument for bytes that are no such message.
+        Raises InvalidArgument for bytes that are no such message, and what `work` raises.
         """
-
-        def work() -> Result:
-            if limits is not None and len(raw) > SMALL_BYTES:
-                check_entries(raw, kind.DESCRIPTOR, limits)  # type: ignore[arg-type]  # the C extension's
-            return convert(kind.FromString(raw))
-
         try:
-            return await self.run(work, len(raw))
+            return await self.run(lambda: work(raw), len(raw))
         except (DecodeError, Malformed):
             self._malformed.add()
             raise InvalidArgument("request", "is malformed: not the protobuf message of this call") from None
@@ -166,10 +170,10 @@ class Received:
             messages.take(len(raw))
             self._num_bytes = len(raw)
 
-    async def parsed(self, kind: type[M], limits: Limits | None, convert: Callable[[M], Result]) -> Result:
+    async def parsed(self, work: Callable[[bytes], Result]) -> Result:
         """`Messages.parse` of this message, once."""
         raw, self._raw = self._raw, b""
-        return await self._messages.parse(raw, kind, limits, convert)
+        return await self._messages.parse(raw, work)
 
     def release(self) -> None:
         self._messages.give_back(self._num_bytes)

@@ -9,7 +9,8 @@ import pytest
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import ResourceExhausted
-from pagoda_server.router.request.output import ClientWriter, GenerateContext
+from pagoda_server.router.request.client_call import ClientCall
+from pagoda_server.router.request.output import ClientWriter
 
 RESPONSE = inference_pb2.GenerateResponse()
 
@@ -25,7 +26,7 @@ class SlowContext:
 
 
 def writer(write_s: float, stall_timeout_s: float) -> ClientWriter:
-    return ClientWriter(cast(GenerateContext, SlowContext(write_s)), stall_timeout_s)
+    return ClientWriter(cast(ClientCall, SlowContext(write_s)), stall_timeout_s)
 
 
 async def test_a_write_that_is_not_read_ends_the_call_after_the_stall_timeout() -> None:

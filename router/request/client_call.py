@@ -1,0 +1,24 @@
+"""A client's call, whatever protocol brought it. A gRPC call's context is one; so is what another protocol wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from pagoda.v1 import inference_pb2
+
+
+class ClientCall(Protocol):
+    """What the Inference service needs of a call."""
+
+    async def read(self) -> Any:
+        """The next message in bytes; grpc.aio.EOF after the last one."""
+
+    async def write(self, message: inference_pb2.GenerateResponse, /) -> None:
+        """Send a response, which may be reused when this returns. Waits while the client does not read."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the client's deadline; None: there is none."""
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]] | None:
+        """What came with the call, by lower-case names: gRPC's metadata, or HTTP's headers."""
