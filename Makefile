@@ -32,9 +32,9 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 	tests/bench/test_gpu_batches.py::test_on_a_gpu_batches_change_no_token_in_float32_and_few_in_bfloat16
 
 help:                     ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
+.PHONY: help demo serve test test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
 
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -43,7 +43,7 @@ serve: $(SERVE)           ## run a server on 127.0.0.1:50051 until Ctrl-C; ARGS=
 	@$(BIN)/pagoda serve $(ARGS)
 
 test: $(DEV)              ## run the tests, except slow, nightly and GPU ones; about 7 minutes on 2 cores
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not nightly and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not nightly and not gpu and not counterpart" $(ARGS)
 
 test-native:              ## test every CPU kernel in C++, in every instruction set of this processor
 	@$(MAKE) --no-print-directory -j$$(nproc) build/host/self_test
@@ -72,7 +72,7 @@ test-gpu: $(DEV)          ## test kernels, runner and server on the GPU of this 
 	@TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "not slow" -n 1 --max-worker-restart 100 -p bench.gpu.device_faults $(GPU_TESTS) $(ARGS)
 
 test-all: $(DEV)          ## run the tests and the slow ones
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly and not gpu" --timeout=1800 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly and not gpu and not counterpart" --timeout=1800 $(ARGS)
 
 test-nightly: $(DEV)      ## a million random operations, ten minutes of load, a seed of chaos; half an hour, ARGS="-n 2" uses two cores
 	@$(BIN)/python -m pytest -m nightly --durations=0 $(ARGS)
@@ -80,6 +80,10 @@ test-nightly: $(DEV)      ## a million random operations, ten minutes of load, a
 # make hands SEED, SEEDS and CANCELS on as environment variables.
 test-chaos: $(DEV)        ## random faults under load, and a judge; SEED=7 repeats a seed, SEEDS=10 runs ten
 	@$(BIN)/python -m pytest -s -m nightly tests/chaos $(ARGS)
+
+test-counterparts: $(DEV) ## test beside the programs that others use with it; installs Debian packages if it is root
+	@tests/counterparts/install
+	@$(BIN)/python -m pytest -v -rs -m counterpart tests/counterparts $(ARGS)
 
 test-wheels: $(DEV)       ## install both wheels beside Hugging Face's `kernels`, and call the installed server
 	@$(BIN)/python -m pytest -v tests/test_wheels.py $(ARGS)
