@@ -9,7 +9,7 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress
 from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.http import health
+from pagoda_server.router.http import health, metrics
 from pagoda_server.router.http.server import HttpPort
 from pagoda_server.router.process.calls import GRPC_LOGGER, CallGuard, Refusal, is_worth_logging
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
@@ -56,6 +56,7 @@ from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.request.record import Observers
+from pagoda_server.router.telemetry.metrics import Metrics, Sample, Tally, engine_samples
 from pagoda_server.router.tenants.identity import Identities, Tenants, TenantsFile, read_tenants, wait_for_tenants
 from pagoda_server.router.tenants.quotas import Quotas
 from pagoda_server.router.text.tokenizer import Tokenizer
@@ -108,7 +109,7 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
     def run() -> None:
         if config.serve.tenants_file:
             wait_for_tenants(Path(config.serve.tenants_file), config.serve.workers)
-        _run(Router(config.serve, folder, Tokenizer(folder), parent, config.sockets, config.spawned))
+        _run(Router(config.serve, folder, Tokenizer(folder), parent, config.index, config.sockets, config.spawned))
 
     return _exit_code_of(run, config.serve)
 
@@ -148,6 +149,7 @@ class Router:
 
     config   its served_model_name is set
     parent   with several routers: the link to the process that started this one
+    index    with several routers: this one's number
     sockets  with several routers: addresses of all routers' private services, this one's first
     spawned  with several routers: address of the engine that the parent has spawned, if it has
     """
@@ -158,6 +160,7 @@ class Router:
         folder: Path,
         tokenizer: Tokenizer,
         parent: ParentLink | None = None,
+        index: int = 0,
         sockets: Sequence[str] = (),
         spawned: str | None = None,
     ) -> None:
@@ -165,6 +168,7 @@ class Router:
         self._name = config.served_model_name or folder.name
         self._folder = folder
         self._tokenizer = tokenizer
+        self._index = index
         self._sockets = sockets
         self._spawned = spawned
         self._supervisor: Supervisor | None = None  # set if this process spawns the engine
@@ -179,6 +183,7 @@ class Router:
         if config.tenants_file:
             self._tenants = TenantsFile(Path(config.tenants_file), config.workers, self._adopt_tenants)
         self._http: HttpPort | None = None  # set with --http
+        self._tally: Tally | None = None  # set with --http, which alone shows it
         self._has_served = False  # an engine has been ready
         self._stop = asyncio.Event()
         self._failure: Exception | None = None
@@ -204,6 +209,10 @@ class Router:
             ]
             self._dispatcher = Dispatcher(channels)
             self._state = ServingState(self._dispatcher, self._admission)
+            if self._config.http:
+                self._tally = Tally(len(channels), self._admission, self._index)
+                self._observers.append(self._tally)
+                self._observers.on_refusal.append(self._tally.refused)
             server = await self._start_server()
             parts: list[Callable[[], Awaitable[None]]] = [channel.run for channel in channels]
             if self._supervisor:
@@ -212,6 +221,8 @@ class Router:
                 parts.append(self._tenants.follow)
             if self._http:
                 parts.append(self._http.run)
+            if self._tally:
+                parts.append(self._tally.watch_loop)
             async with self._running(parts):
                 await self._stop.wait()
                 if self._failure is None:
@@ -258,15 +269,16 @@ class Router:
             observers=self._observers,
             stall_timeout_s=config.stall_timeout_s,
             resume_s=config.resume_s,
+            times=self._tally.times if self._tally else (),
         )
-        control = ControlServicer(
+        self._control = control = ControlServicer(
             model=self._name,
             tokenizer=self._tokenizer,
             limits=lambda: self._inference.limits,
             admission=self._admission,
             dispatcher=self._dispatcher,
             state=self._state,
-            engine_restarts=lambda: self._keeper.restarts if self._keeper else 0,
+            engine_restarts=self._engine_restarts,
             max_message_bytes=max_bytes,
             settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
         )
@@ -274,7 +286,7 @@ class Router:
         refusals: dict[str, Refusal] = {
             f"/{SERVICE}/{method}": self._inference.refusal for method in ("Generate", "Resume")
         }
-        guard = CallGuard(messages, self._identities, refusals)
+        guard = CallGuard(messages, self._identities, refusals, self._observers.refused)
         server = grpc.aio.server(options=server_options(bool(self._sockets), max_bytes), interceptors=[guard])
         inference = grpc.method_handlers_generic_handler(SERVICE, self._inference.handlers())
         server.add_generic_rpc_handlers((inference,))
@@ -305,7 +317,27 @@ class Router:
         return server
 
     def _http_routes(self) -> list[BaseRoute]:
-        return [*health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING)]
+        assert self._tally is not None, "there is one with --http"
+        page = Metrics(self._name, self._tally, self._known_of_engines, self._other_tallies).page
+        return [
+            *health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING),
+            *metrics.routes(page, self._identities),
+        ]
+
+    def _known_of_engines(self) -> Iterator[Sample]:
+        return engine_samples(
+            self._dispatcher,
+            self._control.load(),
+            self._engine_restarts(),
+            self._admission.is_draining,
+            self._config.metrics_tenants,
+        )
+
+    async def _other_tallies(self) -> list[bytes]:
+        return await self._group.ask_tallies() if self._group else []
+
+    def _engine_restarts(self) -> int:
+        return self._keeper.restarts if self._keeper else 0
 
     def _adopt_tenants(self, tenants: Tenants) -> None:
         self._identities.tokens = tenants.tokens
@@ -313,7 +345,7 @@ class Router:
 
     async def _join(self, control: ControlServicer, admin: AdminServicer) -> RouterGroup:
         """Join the routers that share the port: answer for all of them, and drain if they are draining."""
-        self._group = RouterGroup(control, admin, self._inference, self._sockets)
+        self._group = RouterGroup(control, admin, self._inference, self._tally, self._sockets)
         await self._group.start()
         if await self._group.are_others_draining():
             await self._state.drain()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc
 
-from pagoda_server.router.errors import PagodaError
+from pagoda_server.router.errors import PagodaError, Passed
 from pagoda_server.router.request.generate_call import GenerateCall
 
 
@@ -25,6 +25,7 @@ class Record:
     request_id   "" until the request is read
     prompt_len   tokens; 0 until the prompt is tokenized
     answer       None until the request is submitted
+    engine       index of the engine that has the request, once it is submitted
     code         the status that ends the call
     error        the error of that status; None for one that completed or was cancelled
     """
@@ -36,6 +37,7 @@ class Record:
     request_id: str = ""
     prompt_len: int = 0
     answer: GenerateCall | None = None
+    engine: int = 0
     code: grpc.StatusCode = grpc.StatusCode.OK
     error: Exception | None = None
 
@@ -47,15 +49,30 @@ class Observer(Protocol):
 
 
 class Observers(list[Observer]):
-    """All observers of a router's calls."""
+    """All observers of a router's calls.
+
+    on_refusal  are told of calls that were refused before a handler took them up: the full name of the method, and why.
+                A flood of calls causes as many refusals, so only what is very cheap belongs here
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_refusal: list[Callable[[str, PagodaError], None]] = []
+
+    def refused(self, method: str, error: PagodaError) -> None:
+        for tell in self.on_refusal:
+            tell(method, error)
 
     @contextlib.contextmanager
     def recording(self, record: Record) -> Iterator[Record]:
         """Around a call: find out how it ends, and tell the observers."""
         try:
             yield record
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, grpc.aio.InternalError):  # the second one: the client has gone during a write
             record.code = grpc.StatusCode.CANCELLED
+            raise
+        except Passed as passed:
+            record.error, record.code = passed, passed.status.code
             raise
         except Exception as error:
             record.error = error
@@ -64,3 +81,4 @@ class Observers(list[Observer]):
         finally:
             for observer in self:
                 observer.ended(record)
+            record.error = None  # its traceback holds the frame that holds the record
