@@ -279,7 +279,7 @@ def test_tls_and_tokens_guard_http_as_they_do_grpc(tmp_path: Path) -> None:
 
 def test_sigterm_lets_streams_finish_and_refuses_others() -> None:
     with running_server(*SYNTHETIC, "--grace-s", "20") as server:
-        stream = Posted(server, COMPLETIONS, LONG | {"max_tokens": 200})
+        stream = Posted(server, COMPLETIONS, LONG | {"max_tokens": 120})
         stream.response.readline()
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
