@@ -22,7 +22,7 @@ from pagoda.v1 import (
     inference_pb2_grpc,
     trace_pb2,
 )
-from pagoda_server.router.errors import STATUS_DETAILS_KEY, NotFound, Passed
+from pagoda_server.router.errors import STATUS_DETAILS_KEY, NotFound, Passed, Unavailable
 from pagoda_server.router.process.calls import CallGuard
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, tenant_to_abort_for
 from pagoda_server.router.process.listen import server_options
@@ -126,7 +126,10 @@ class RouterGroup:
         return await self._ask(lambda channel: call(admin_pb2_grpc.AdminStub(channel)))
 
     async def ask_tallies(self) -> list[bytes]:
-        """The serialized tallies of the other routers. Raises TimeoutError if one that lives does not answer."""
+        """The serialized tallies of the other routers. Raises Unavailable if one that lives does not answer.
+
+        Without its part the sums would look as if counts had started over.
+        """
 
         async def ask(channel: grpc.aio.Channel) -> bytes:
             try:
@@ -134,7 +137,7 @@ class RouterGroup:
                 return answer
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    raise TimeoutError from None
+                    raise Unavailable("a router does not answer") from None
                 raise
 
         return await self._ask(ask)

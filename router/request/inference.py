@@ -106,7 +106,7 @@ class InferenceServicer:
         self._messages = messages
         self._dispatcher = dispatcher
         self._live = live
-        self._observers = observers
+        self.observers = observers
         self._times = times
         self._stall_timeout_s = stall_timeout_s
         self.resume_elsewhere: ResumeElsewhere | None = None  # set if several routers share the port
@@ -148,7 +148,7 @@ class InferenceServicer:
         asker = caller()
         record = Record("Generate", asker.tenant, call.invocation_metadata() or ())
         with (
-            self._observers.recording(record),
+            self.observers.recording(record),
             self._admission.reserve(asker.tenant) as reservation,
             self._quotas.enter(asker.tenant) as spending,
             await self._messages.read(call) as message,
@@ -197,7 +197,7 @@ class InferenceServicer:
         tenant = caller().tenant
         record = Record("Resume", tenant, call.invocation_metadata() or ())
         with (
-            self._observers.recording(record),
+            self.observers.recording(record),
             self._admission.reserve(tenant) as reservation,
             self._quotas.enter(tenant) as spending,
             await self._messages.read(call, most=SMALL_BYTES) as message,

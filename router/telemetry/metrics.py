@@ -261,7 +261,7 @@ class Metrics:
 
     tally   what this router counts
     known   what it knows of the engines
-    others  the other routers' serialized tallies. Raises TimeoutError if one that lives does not answer
+    others  the other routers' serialized tallies. Raises Unavailable if one that lives does not answer
     """
 
     def __init__(
