@@ -150,7 +150,7 @@ def test_several_sequences_are_several_values(model: Model) -> None:
 def test_a_stream_answers_its_requests_side_by_side(model: Model) -> None:
     requests = Requests()
     requests.put(
-        inferring("steady", "long", parameters=GREEDY | {"max_tokens": 600}, stream=True, return_finish_reason=True),
+        inferring("steady", "long", parameters=GREEDY | {"max_tokens": 200}, stream=True, return_finish_reason=True),
         inferring("other", "whole"),
         inferring("steady", "bad", parameters={"temperature": 1000}),
         inferring("again", "long", stream=True, raw=True),
@@ -170,7 +170,7 @@ def test_a_stream_answers_its_requests_side_by_side(model: Model) -> None:
         if inferred.parameters["triton_final_response"].bool_param:
             finals.append(key)
     assert texts == {
-        "long": text_of("steady", 600),
+        "long": text_of("steady", 200),
         "whole+": "other" + text_of("other", 20),
         "long+": text_of("again", 20),
     }
