@@ -72,7 +72,7 @@ def test_buf_describes_and_calls_with_no_proto_file(synthetic_server: Server, pa
     assert set(listed.stdout.split()) == SERVICES, listed.stderr
     assert f"POST /{package}.ServerReflection/ServerReflectionInfo" in listed.stderr
     called = run(
-        "buf", *curl, "-d", '{"prompt": "hello", "stopping": {"maxTokens": 2}}',
+        "buf", *curl, "-d", '{"prompt": "asked by buf", "stopping": {"maxTokens": 2}}',
         f"http://{synthetic_server.address}/pagoda.v1.Inference/Generate",
     )  # fmt: skip
     assert '"completionTokens": 2' in called.stdout, called.stderr
