@@ -28,7 +28,6 @@ from pagoda_server.router.engines.channel import Dispatcher
 from pagoda_server.router.errors import PagodaError, Passed
 from pagoda_server.router.request.admission import Admission
 from pagoda_server.router.request.generate_call import GenerateCall
-from pagoda_server.router.request.inference import SERVICE
 from pagoda_server.router.request.record import Record
 from pagoda_server.router.request.token_times import TOKEN_BOUNDS, Histogram, TokenTimes
 from pagoda_server.router.telemetry.families import FAMILIES, OF_REQUESTS, Family
@@ -37,7 +36,8 @@ from pagoda_server.router.telemetry.families import FAMILIES, OF_REQUESTS, Famil
 Sample: TypeAlias = tuple[str, tuple[str, ...], "float | list[float]"]
 
 _LAG_EVERY_S = 0.1
-_METHODS = {f"/{SERVICE}/{method}": method for method in ("Generate", "Resume", "Tokenize", "Detokenize")}
+_METHODS = {method: method for method in ("Generate", "Resume", "Tokenize", "Detokenize")}
+_METHODS |= dict.fromkeys(("ModelInfer", "ModelStreamInfer"), "Generate")  # of KServe's protocol
 _FINISHED = {
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
@@ -86,7 +86,7 @@ class Tally:
 
     def refused(self, method: str, error: PagodaError) -> None:
         """Count a call that was refused before a handler took it up."""
-        self._calls[_METHODS.get(method, "other"), error.code.name, error.reason] += 1
+        self._calls[_METHODS.get(method.rpartition("/")[2], "other"), error.code.name, error.reason] += 1
 
     async def watch_loop(self) -> None:
         """Measure the event loop's lag until cancelled."""

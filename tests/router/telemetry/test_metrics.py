@@ -222,12 +222,13 @@ def test_calls_that_no_handler_took_up_count_with_bounded_labels() -> None:
     observers = counting(counts)
     for _ in range(3):
         observers.refused("/pagoda.v1.Inference/Generate", ResourceExhausted("the queue is full"))
+    observers.refused("/inference.GRPCInferenceService/ModelInfer", ResourceExhausted("full"))
     observers.refused("/pagoda.v1.Inference/Resume", QuotaExceeded("max_requests", 1, "it is used up"))
     for at in range(100):
         observers.refused(f"/pagoda.guessed/{at}", Unauthenticated())
     observers.refused("/pagoda.v1.Inference/Generate", Unavailable("the server is draining"))
     page = page_of(counts)
-    assert page("pagoda_calls_total", method="Generate", code="RESOURCE_EXHAUSTED", reason="QUEUE_FULL") == 3
+    assert page("pagoda_calls_total", method="Generate", code="RESOURCE_EXHAUSTED", reason="QUEUE_FULL") == 4
     assert page("pagoda_calls_total", method="Resume", code="RESOURCE_EXHAUSTED", reason="QUOTA_EXCEEDED") == 1
     assert page("pagoda_calls_total", method="other", code="UNAUTHENTICATED", reason="") == 100
     assert page("pagoda_calls_total", method="Generate", code="UNAVAILABLE", reason="") == 1
