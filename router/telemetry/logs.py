@@ -62,7 +62,7 @@ class RequestLog:
     def _refuse(self, code: str, reason: str, fields: Callable[[], dict[str, Any]]) -> None:
         if not self._refused:
             self._single = fields()
-        kind = re.sub(r"\[\d+\]", "[]", f"{code} {reason}".rstrip())
+        kind = f"{code} {reason}".rstrip()
         self._refused[kind if kind in self._refused or len(self._refused) < MOST_KINDS else "others"] += 1
         if self._timer is None:
             self._end_second()
@@ -119,7 +119,8 @@ def reason_of(error: Exception | None) -> str:
     """Why a call failed, in words of the server's own: errors' messages may quote values of the request."""
     match error:
         case InvalidArgument() | Unimplemented():
-            return error.field if _FIELD.fullmatch(error.field) else "a field"
+            field = re.sub(r"\[\d+\]", "[]", error.field)  # which entry it is may be a token's id
+            return field if _FIELD.fullmatch(field) else "a field"
         case Unavailable() | DeadlineExceeded() | Aborted():
             return error.message
         case PagodaError():
