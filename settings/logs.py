@@ -119,12 +119,14 @@ class LineWriter(logging.Handler):
                     lines += self._waiting.popleft()  # one write; a pipe takes so much without another's bytes between
             self._write(lines)
             with self._changed:
-                self._num_bytes -= len(lines)
                 dropped, self._num_dropped = self._num_dropped, 0
-                self._changed.notify_all()
             if dropped:
-                told = "%d lines were dropped here: standard error was not read"
-                self.handle(log.makeRecord(log.name, logging.WARNING, __file__, 0, told, (dropped,), None))
+                told = f"{dropped} lines were dropped here: standard error was not read"
+                record = log.makeRecord(log.name, logging.WARNING, __file__, 0, told, (), None)
+                self._write(self.format(record).encode() + b"\n")
+            with self._changed:
+                self._num_bytes -= len(lines)
+                self._changed.notify_all()
 
     def _write(self, lines: bytes) -> None:
         with contextlib.suppress(OSError):  # no room on the disk, or no reader any more: there is nothing to tell

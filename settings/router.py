@@ -50,7 +50,8 @@ def _check_http(address: str) -> None:
 
 def _check_otlp_endpoint(url: str) -> None:
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    is_whole = parts.hostname and parts.port != 0  # raises ValueError for a port that is none
+    if parts.scheme not in ("http", "https") or not is_whole or parts.query or parts.fragment:
         raise ValueError(f"must be http://HOST:PORT or https://HOST:PORT, not {url}")
 
 

@@ -133,7 +133,7 @@ class Traces:
             assert record.answer is not None
             later = record.answer.num_tokens / max(1, len(record.answer.reasons)) - 1
             if later > 0:
-                self._later_tokens.record((duration_s - first_s) / later, about)
+                self._later_tokens.record(max(0.0, duration_s - first_s) / later, about)
 
 
 def _of_call(record: Record) -> Attributes:
