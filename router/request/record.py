@@ -83,7 +83,7 @@ class Observers(list[Observer]):
         """Around a call: find out how it ends, and tell the observers."""
         try:
             yield record
-        except (asyncio.CancelledError, grpc.aio.InternalError):  # or a write failed, because the client has gone
+        except (asyncio.CancelledError, grpc.aio.InternalError):  # the second one: the client has gone during a write
             record.code = grpc.StatusCode.CANCELLED
             raise
         except Passed as passed:
