@@ -105,7 +105,7 @@ def fields_of(record: Record) -> dict[str, Any]:
                 "preempted_s": round(timing.preempted_s, 6),
                 "preemptions": timing.preemptions,
             }
-        if answer.first_written is not None:
+        if answer.first_written is not None and record.method == "Generate":  # Resume goes on after it
             told["ttft_s"] = round(timing.time_to_first_token_s, 6)
     told["total_s"] = round(record.duration_s, 6)
     return told

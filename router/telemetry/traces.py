@@ -100,11 +100,12 @@ class Traces:
         start = int(1e9 * record.received_s)
         end = start + int(1e9 * duration_s)
         server = self._tracer.start_span(record.route, parent, SpanKind.SERVER, _of_call(record), start_time=start)
-        record.trace_id = format_trace_id(server.get_span_context().trace_id)
+        if (context := server.get_span_context()).is_valid:  # not with OTEL_SDK_DISABLED
+            record.trace_id = format_trace_id(context.trace_id)
         if record.answer is not None:
             about = self._about | {"gen_ai.operation.name": "chat" if record.is_chat else "text_completion"}
             told = _of_request(record, record.answer, duration_s)
-            self._observe(record, about, told, duration_s)
+            self._observe(record, record.answer, about, told, duration_s)
             if server.is_recording():
                 below = set_span_in_context(server, Context())
                 request = self._tracer.start_span("llm_request", below, attributes=about | told, start_time=start)
@@ -123,15 +124,16 @@ class Traces:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _observe(self, record: Record, about: Attributes, told: Attributes, duration_s: float) -> None:
+    def _observe(
+        self, record: Record, answer: GenerateCall, about: Attributes, told: Attributes, duration_s: float
+    ) -> None:
         if record.code is not grpc.StatusCode.OK:
             about = about | {"error.type": record.code.name}
         self._duration.record(duration_s, about)
         first_s = told.get(FIRST_TOKEN)
-        if record.method == "Generate" and isinstance(first_s, float):
+        if isinstance(first_s, float):
             self._first_token.record(first_s, about)
-            assert record.answer is not None
-            later = record.answer.num_tokens / max(1, len(record.answer.reasons)) - 1
+            later = answer.num_tokens / max(1, len(answer.reasons)) - 1  # of each sequence
             if later > 0:
                 self._later_tokens.record(max(0.0, duration_s - first_s) / later, about)
 
@@ -157,7 +159,7 @@ def _of_request(record: Record, answer: GenerateCall, duration_s: float) -> Attr
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.latency.e2e": duration_s,
     }
-    if answer.first_written is not None:
+    if answer.first_written is not None and record.method == "Generate":
         told[FIRST_TOKEN] = timing.time_to_first_token_s
     if reasons := answer.reasons:  # before the first end, the engine has told nothing
         told |= {
