@@ -130,6 +130,12 @@ class InferenceServicer:
         """Why a tenant's call of Generate or Resume would be refused now, whatever it asks for."""
         return self._dispatcher.refusal() or self._admission.refusal(tenant) or self._quotas.refusal(tenant)
 
+    def refused(self, call: ClientCall, why: PagodaError, route: str) -> None:
+        """Tell the observers that a call of Generate by another protocol has been refused, before it was read."""
+        record = Record("Generate", caller().tenant, call.invocation_metadata() or (), route)
+        with contextlib.suppress(PagodaError), self._observers.recording(record):
+            raise why
+
     async def _generate(self, _: object, call: ClientCall) -> None:
         await self.generate(call, _GENERATE)
 

@@ -51,7 +51,7 @@ class RequestLog:
     def refused(self, method: str, error: PagodaError) -> None:
         """Count a call that was refused before a handler took it up."""
         code, reason = error.code.name, reason_of(error)
-        self._refuse(code, reason, lambda: {"method": method[1:100], "code": code, "reason": reason})
+        self._refuse(code, reason, lambda: {"method": method.lstrip("/")[:100], "code": code, "reason": reason})
 
     def close(self) -> None:
         """Log what has been counted."""

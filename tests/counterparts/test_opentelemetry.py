@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -132,7 +134,10 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def server(collector: Collector) -> Iterator[Server]:
     headers = {"OTEL_EXPORTER_OTLP_HEADERS": "x-api-key=secret-of-the-collector"}
-    with environment(**FAST, **headers), running_server(*MODEL, "--otlp-endpoint", collector.endpoint) as server:
+    with (
+        environment(**FAST, **headers),
+        running_server(*MODEL, "--http", "127.0.0.1:0", "--otlp-endpoint", collector.endpoint) as server,
+    ):
         yield server
 
 
@@ -188,6 +193,20 @@ def test_a_call_is_two_spans_below_its_clients(collector: Collector, stub: infer
     for span in (above, below):
         assert began - 1e7 < span.start_time_unix_nano < span.end_time_unix_nano < ended + 1e7
         assert span.status.code == Status.STATUS_CODE_UNSET
+
+
+def test_a_call_by_http_is_named_by_its_route(collector: Collector, server: Server) -> None:
+    body = {"model": "synthetic", "messages": [{"role": "user", "content": CANARY}], "max_tokens": 3, "stream": True}
+    headers = {"traceparent": parent("01")[1], "x-request-id": "by-http", "content-type": "application/json"}
+    request = urllib.request.Request(f"{server.http}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        answer.read()
+    above, below = collector.call("by-http")
+    assert (above.name, above.kind) == ("POST /v1/chat/completions", Span.SPAN_KIND_SERVER)
+    assert (above.trace_id.hex(), above.parent_span_id.hex()) == (TRACE, PARENT)
+    assert attributes(above) == {"http.request.method": "POST", "http.route": "/v1/chat/completions"}
+    assert attributes(below)["gen_ai.operation.name"] == "chat"
+    assert attributes(below)["gen_ai.usage.output_tokens"] == 3
 
 
 def test_the_process_is_named_and_the_environment_overrules_it(collector: Collector) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import http.client
 import json
 import logging
 import os
@@ -52,8 +53,11 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(token_file: Path) -> Iterator[Server]:
-    arguments = ("--model", "synthetic", "--step-ms", "1", "--log-format", "json", "--log-level", "debug")
-    with running_server(*arguments, "--auth-token-file", str(token_file)) as server:
+    arguments = (
+        "--model", "synthetic", "--step-ms", "1", "--http", "127.0.0.1:0",
+        "--log-format", "json", "--log-level", "debug", "--auth-token-file", str(token_file),
+    )  # fmt: skip
+    with running_server(*arguments) as server:
         yield server
 
 
@@ -124,6 +128,38 @@ def test_a_cancelled_request_is_a_line_with_the_tokens_so_far(
     assert line["code"] == "CANCELLED"
     assert 1 <= line["output_tokens"] < 5000
     assert "decode_s" not in line, "the engine has not told"
+
+
+def post(server: Server, path: str, body: str, **headers: str) -> int:
+    """The status of an HTTP request."""
+    connection = http.client.HTTPConnection(server.http.removeprefix("http://"), timeout=60)
+    connection.request("POST", path, body, {"authorization": f"Bearer {TOKEN}", **headers})
+    response = connection.getresponse()
+    response.read()
+    connection.close()
+    return response.status
+
+
+def test_a_request_by_http_is_a_line_too(server: Server) -> None:
+    body = json.dumps({"model": "synthetic", "prompt": CANARY, "max_tokens": 3})
+    names = {PARENT[0]: PARENT[1], "x-request-id": "by-http"}
+    assert post(server, "/v1/completions", body, **names) == 200
+    line = line_of(server, trace_id=TRACE, method="POST /v1/completions")
+    assert (line["code"], line["prompt_tokens"], line["request_id"]) == ("OK", len(CANARY), "by-http")
+    for wrong in (
+        f'{{"{CANARY}": 1}}',
+        f'{{"prompt": ["{CANARY}", {{}}]}}',
+        f"{{{CANARY}",
+        json.dumps({"model": CANARY, "prompt": CANARY}),
+        json.dumps({"model": "synthetic", "prompt": "x", "temperature": CANARY}),
+    ):
+        assert post(server, "/v1/completions", wrong) >= 400
+        assert post(server, "/v1/chat/completions", wrong) >= 400
+    assert post(server, "/v1/completions", body, authorization=f"Bearer {CANARY}") == 401
+    time.sleep(1.2)
+    assert CANARY not in server.log.read_text()
+    counted = [line["refused"] for line in lines(server) if "refused" in line]
+    assert any("UNAUTHENTICATED" in kinds for kinds in counted)
 
 
 def test_every_line_of_both_processes_is_an_object(server: Server) -> None:
