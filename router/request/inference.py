@@ -132,9 +132,8 @@ class InferenceServicer:
 
     def refused(self, call: ClientCall, why: PagodaError, route: str) -> None:
         """Tell the observers that a call of Generate by another protocol has been refused, before it was read."""
-        record = Record("Generate", caller().tenant, call.invocation_metadata() or (), route)
-        with contextlib.suppress(PagodaError), self._observers.recording(record):
-            raise why
+        metadata = call.invocation_metadata() or ()
+        self._observers.tell(Record("Generate", caller().tenant, metadata, route, code=why.code, error=why))
 
     async def _generate(self, _: object, call: ClientCall) -> None:
         await self.generate(call, _GENERATE)

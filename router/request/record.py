@@ -78,6 +78,14 @@ class Observers(list[Observer]):
         for tell in self.on_refusal:
             tell(method, error)
 
+    def tell(self, record: Record) -> None:
+        """Tell all of a call that has ended."""
+        for observer in self:
+            try:
+                observer.ended(record)
+            except Exception:  # a fault of telemetry must not end a call
+                log.exception("an observer of calls failed")
+
     @contextlib.contextmanager
     def recording(self, record: Record) -> Iterator[Record]:
         """Around a call: find out how it ends, and tell the observers."""
@@ -94,9 +102,5 @@ class Observers(list[Observer]):
             record.code = error.code if isinstance(error, PagodaError) else grpc.StatusCode.INTERNAL
             raise
         finally:
-            for observer in self:
-                try:
-                    observer.ended(record)
-                except Exception:  # a fault of telemetry must not end a call
-                    log.exception("an observer of calls failed")
+            self.tell(record)
             record.error = None  # its traceback holds the frame that holds the record

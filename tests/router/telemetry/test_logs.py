@@ -54,7 +54,7 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(token_file: Path) -> Iterator[Server]:
     arguments = (
-        "--model", "synthetic", "--step-ms", "1", "--http", "127.0.0.1:0",
+        "--model", "synthetic", "--step-ms", "1", "--http", "127.0.0.1:0", "--max-requests", "2",
         "--log-format", "json", "--log-level", "debug", "--auth-token-file", str(token_file),
     )  # fmt: skip
     with running_server(*arguments) as server:
@@ -160,6 +160,21 @@ def test_a_request_by_http_is_a_line_too(server: Server) -> None:
     assert CANARY not in server.log.read_text()
     counted = [line["refused"] for line in lines(server) if "refused" in line]
     assert any("UNAUTHENTICATED" in kinds for kinds in counted)
+
+
+def test_calls_for_which_there_is_no_place_are_counted(server: Server, stub: inference_pb2_grpc.InferenceStub) -> None:
+    running = [generate(stub, request("hello", 5000)) for _ in range(2)]
+    for call in running:
+        next(call)
+    time.sleep(1.2)  # no second of counting runs
+    assert post(server, "/v1/completions", json.dumps({"model": "synthetic", "prompt": "x"})) == 429
+    for _ in range(3):
+        with pytest.raises(grpc.RpcError):
+            list(generate(stub, Request(prompt="x")))
+    for call in running:
+        call.cancel()
+    line_of(server, method="POST /v1/completions", code="RESOURCE_EXHAUSTED", reason="QUEUE_FULL")
+    line_of(server, message="requests refused", count=3, refused={"RESOURCE_EXHAUSTED QUEUE_FULL": 3})
 
 
 def test_every_line_of_both_processes_is_an_object(server: Server) -> None:
