@@ -27,11 +27,13 @@ from pagoda.v1 import (
     control_pb2,
     control_pb2_grpc,
 )
+from pagoda_server import installed_version
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress, find_model
 from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.http import health
+from pagoda_server.router.http import health, page
+from pagoda_server.router.http.live import LiveFeed
 from pagoda_server.router.http.server import HttpPort
 from pagoda_server.router.process.calls import GRPC_LOGGER, CallGuard, Refusal, is_worth_logging
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
@@ -299,13 +301,18 @@ class Router:
         self._port = bind(server, config)
         await server.start()
         if config.http:
-            self._http = HttpPort(config.http, self._http_routes(), bool(self._sockets))
+            load = self._group.control.current_load if self._group else control.current_load
+            self._http = HttpPort(config.http, self._http_routes(load), bool(self._sockets))
             print(f"HTTP on http://{self._http.address}", flush=True)
         print(f"listening on {self._port.address}", flush=True)
         return server
 
-    def _http_routes(self) -> list[BaseRoute]:
-        return [*health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING)]
+    def _http_routes(self, load: Callable[[], Awaitable[control_pb2.Load]]) -> list[BaseRoute]:
+        about = {"model": self._name, "version": installed_version()}
+        return [
+            *health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING),
+            *page.routes(LiveFeed(self._dispatcher.channels, load), self._identities, about),
+        ]
 
     def _adopt_tenants(self, tenants: Tenants) -> None:
         self._identities.tokens = tenants.tokens
