@@ -170,13 +170,14 @@ class TraceReader:
         for move in current:
             row = self._rows[move.sequence]
             row.tokens, row.computed = move.tokens, move.computed_tokens
-        rows = [[id, *self._told(id), "".join(column.get(id, ".") * times for column, times in columns)] for id in shown]
+        rows = [self._told(id, columns) for id in shown]
         self._drop_ended()
         return {"columns": num_columns, "rows": rows}
 
-    def _told(self, id: int) -> list[Any]:
+    def _told(self, id: int, columns: Iterable[tuple[dict[int, str], int]]) -> list[Any]:
         row = self._rows[id]
-        return [row.state, row.prompt_tokens, row.tokens, row.computed, row.tenant, row.request_id]
+        cells = "".join(column.get(id, ".") * times for column, times in columns)
+        return [id, row.state, row.prompt_tokens, row.tokens, row.computed, row.tenant, row.request_id, cells]
 
     def _forget_all_but(self, ids: set[int]) -> None:
         """Forget sequences that the trace no longer has: they ended while nothing watched."""
@@ -212,7 +213,9 @@ class TraceReader:
 
     def _column(self, step: trace_pb2.TracedStep, ids: tuple[int, ...], shown: list[int]) -> dict[int, str]:
         column = {
-            id: row.idle_cell for id in shown if (row := self._rows[id]).arrived <= step.end_s and row.ended > step.end_s
+            id: row.idle_cell
+            for id in shown
+            if (row := self._rows[id]).arrived <= step.end_s and row.ended > step.end_s
         }
         num_decodes = len(ids) - len(step.chunk_lengths)
         for cell, some in (("d", ids[:num_decodes]), ("p", ids[num_decodes:])):
@@ -325,9 +328,7 @@ class LiveFeed:
     load      makes the load of all routers
     """
 
-    def __init__(
-        self, channels: Sequence[EngineChannel], load: Callable[[], Awaitable[control_pb2.Load]]
-    ) -> None:
+    def __init__(self, channels: Sequence[EngineChannel], load: Callable[[], Awaitable[control_pb2.Load]]) -> None:
         self._channels = channels
         self._load = load
         self._places = Places("live", MAX_WATCHERS)
@@ -335,7 +336,9 @@ class LiveFeed:
         self._number = 0  # of the last tick
         self._made: asyncio.Future[None] | None = None  # ends with the next tick
         self._task: asyncio.Task[None] | None = None
-        self._read: dict[int, tuple[tuple[int, int], float]] = {}  # each engine's epoch and steps at its last trace, and when
+        self._read: dict[
+            int, tuple[tuple[int, int], float]
+        ] = {}  # each engine's epoch and steps at its last trace, and when
 
     @property
     def place(self) -> Places:
@@ -396,7 +399,7 @@ class LiveFeed:
                 view.read_at = now
 
     async def _trace(self, at: int, channel: EngineChannel, now: float, read_at: float) -> Trace | None:
-        """An engine's trace since `read_at`: empty if there is nothing new in it, None if the engine does not answer."""
+        """An engine's trace since `read_at`: empty if nothing is new in it, None if the engine does not answer."""
         load, info = channel.load, channel.info
         if info is None:
             return ()
@@ -412,9 +415,7 @@ class LiveFeed:
         self._read[at] = (state, now)
         return parts
 
-    async def _tick_of(
-        self, view: _View, load: control_pb2.Load, traces: Sequence[Trace | None], now: float
-    ) -> Tick:
+    async def _tick_of(self, view: _View, load: control_pb2.Load, traces: Sequence[Trace | None], now: float) -> Tick:
         set_caller(view.caller)
         seen, rates = seen_load(load), Rates()
         engines = []

@@ -4,51 +4,45 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from pagoda_server.router.errors import PagodaError, ResourceExhausted, Unauthenticated
 from pagoda_server.router.http.live import LiveFeed
-from pagoda_server.router.tenants.caller import Caller, Right
-from pagoda_server.router.tenants.identity import Identities
+from pagoda_server.router.tenants.caller import Caller, Right, caller
 
 ASSETS = Path(__file__).parent / "assets"
+_FILES = [path for path in sorted(ASSETS.iterdir()) if path.suffix != ".html"]
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",  # the next version of the server has other files under the same names
 }
 
 
-def routes(feed: LiveFeed, identities: Identities, about: dict[str, str]) -> list[BaseRoute]:
+PUBLIC_PATHS = ("/", *(f"/assets/{path.name}" for path in _FILES))
+
+
+def routes(feed: LiveFeed, about: dict[str, str]) -> list[BaseRoute]:
     """The page, its files, and the feed that it watches.
 
     about  what the page says of the server
     """
 
     async def live(request: Request) -> Response:
-        try:
-            caller = identities.caller_of(request.headers.items())
-        except PagodaError as error:
-            return _refusal(error)
-        return _Live(feed, caller, about)
+        return _Live(feed, caller(), about)
 
     return [
         Route("/", _File(ASSETS / "index.html").serve),
         Route("/live", live, methods=["GET"]),
-        *(Route(f"/assets/{path.name}", _File(path).serve) for path in sorted(ASSETS.iterdir())),
+        *(Route(f"/assets/{path.name}", _File(path).serve) for path in _FILES),
     ]
 
 
@@ -75,21 +69,13 @@ class _Live(Response):
         self._hello = {**about, "tenant": caller.tenant, "observes": caller.may(Right.OBSERVE)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
-        try:
-            with self._feed.place:
-                response = StreamingResponse(self._events(), headers=headers, media_type="text/event-stream")
-                await response(scope, receive, send)
-        except ResourceExhausted as error:
-            await _refusal(error)(scope, receive, send)
+        """Raises ResourceExhausted before anything is sent."""
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        with self._feed.place:
+            response = StreamingResponse(self._events(), headers=headers, media_type="text/event-stream")
+            await response(scope, receive, send)
 
     async def _events(self) -> AsyncIterator[str]:
         yield f"event: hello\ndata: {json.dumps(self._hello)}\n\n"
         async for message in self._feed.watch(self._caller):
             yield f"data: {message}\n\n"
-
-
-def _refusal(error: PagodaError) -> Response:
-    status = 401 if isinstance(error, Unauthenticated) else 429 if isinstance(error, ResourceExhausted) else 403
-    headers = {} if error.retry_after_s is None else {"Retry-After": str(math.ceil(error.retry_after_s))}
-    return JSONResponse({"error": {"message": error.message, "code": status}}, status, headers)

@@ -14,13 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Scope
+
+from pagoda_server.router.errors import INTERNAL_MESSAGE, InvalidArgument
+from pagoda_server.router.http.errors import BodyTooLarge
+
+log = logging.getLogger("pagoda.router")
 
 COMPLETIONS = "/v1/chat/completions"
 MAX_REQUESTS = 16
@@ -35,35 +41,33 @@ def routes() -> list[BaseRoute]:
 
 
 async def _together(request: Request) -> Response:
-    try:
-        bodies = _bodies(await _read(request))
-    except ValueError as error:
-        return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, 400)
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
+    bodies = _bodies(await _read(request))
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(_events(request, bodies), headers=headers, media_type="text/event-stream")
 
 
 async def _read(request: Request) -> bytes:
-    """Raises ValueError."""
+    """Raises BodyTooLarge."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > MAX_BYTES:
-            raise ValueError(f"the body has more than {MAX_BYTES} bytes")
+            raise BodyTooLarge(MAX_BYTES)
     return bytes(body)
 
 
 def _bodies(raw: bytes) -> list[dict[str, Any]]:
-    """Raises ValueError."""
+    """Raises InvalidArgument."""
     try:
         given = json.loads(raw)
-        requests = given["requests"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        raise ValueError("the body must be a JSON object with requests") from None
+    except (ValueError, RecursionError):
+        raise InvalidArgument("body", "is not JSON") from None
+    requests = given.get("requests") if isinstance(given, dict) else None
     if not isinstance(requests, list) or not 1 <= len(requests) <= MAX_REQUESTS:
-        raise ValueError(f"requests: must be a list of 1 to {MAX_REQUESTS}")
-    if not all(isinstance(each, dict) and each.get("stream") is True for each in requests):
-        raise ValueError('requests: each must be an object with "stream": true')
+        raise InvalidArgument("requests", f"must be a list of 1 to {MAX_REQUESTS} requests")
+    for at, each in enumerate(requests):
+        if not isinstance(each, dict) or each.get("stream") is not True:
+            raise InvalidArgument(f"requests[{at}]", 'must be an object with "stream": true')
     return requests
 
 
@@ -111,10 +115,10 @@ class _Call:
     async def run(self) -> None:
         try:
             await self._app(self._scope, self._receive, self._send)
-        except ClientDisconnect:
-            pass
-        except Exception:  # the server has logged it
-            await self._tell(500, {"error": {"message": "internal error; the server's log has the details"}})
+        except Exception:
+            log.exception("a call of /together failed")
+            self._status = 500
+            await self._tell(json.dumps({"error": {"message": INTERNAL_MESSAGE}}))
         finally:
             await self._events.put(None)
 
@@ -137,12 +141,10 @@ class _Call:
                 for event in events:
                     data = event.removeprefix(b"data: ")
                     if data.startswith(b"{"):
-                        await self._tell(200, json.loads(data))
+                        await self._tell(data.decode())
             elif not message.get("more_body", False):
-                await self._tell(self._status, json.loads(self._rest or b"null"))
+                await self._tell(self._rest.decode() or "null")
 
-    async def _tell(self, status: int, body: object) -> None:
-        event = {"index": self._index, "status": status, "body": body}
-        if self._retry_after is not None:
-            event["retry_after"] = self._retry_after
-        await self._events.put(json.dumps(event, separators=(",", ":"), ensure_ascii=False))
+    async def _tell(self, body: str) -> None:
+        delay = "" if self._retry_after is None else f'"retry_after":{json.dumps(self._retry_after)},'
+        await self._events.put(f'{{"index":{self._index},"status":{self._status},{delay}"body":{body}}}')

@@ -85,3 +85,10 @@ export function refusal(status, message, retryAfter) {
     : message ? `The server refused this: ${message}.` : `The server refused this (${status}).`;
   return new ServerError(status, words, Number.isFinite(seconds) ? seconds : undefined);
 }
+
+// An error that came after the answer had begun, which then has no status.
+export function lateRefusal({ message, type, code }) {
+  if (code === "unavailable") return new ServerError(503, "The engine was lost while it answered. Try again in a moment.");
+  const status = { rate_limit_error: 429, authentication_error: 401, permission_error: 403, timeout_error: 504 }[type];
+  return refusal(status ?? 500, message);
+}

@@ -1,6 +1,6 @@
 // The chat: a conversation that is sent as a whole with each turn, and eight prompts at once.
 
-import { events, refusal } from "./api.js";
+import { events, lateRefusal, refusal } from "./api.js";
 
 const $ = (id) => document.getElementById(id);
 
@@ -113,11 +113,11 @@ export function startChat({ model, onUnauthenticated }) {
     const clock = meter();
     const paint = () => show(words, content, log);
     try {
-      const body = { model: model(), messages: conversation, stream: true, stream_options: { include_usage: true } };
+      const body = { model: model(), messages: conversation, stream: true, temperature: 0, stream_options: { include_usage: true } };
       for await (const { data } of events("/v1/chat/completions", { body, signal: controller.signal })) {
         if (data === "[DONE]") break;
         const chunk = JSON.parse(data);
-        if (chunk.error) throw refusal(Number(chunk.error.code) || 500, chunk.error.message);
+        if (chunk.error) throw lateRefusal(chunk.error);
         if (chunk.id) named(chunk.id, question);
         const [choice] = chunk.choices ?? [];
         if (choice?.delta?.content) {
@@ -209,9 +209,10 @@ export function startChat({ model, onUnauthenticated }) {
       for await (const { data } of events("/together", { body: { requests } })) {
         const { index, status, retry_after: retryAfter, body } = JSON.parse(data);
         const part = parts[index];
-        if (status !== 200) {
-          const error = refusal(status, body?.error?.message, retryAfter);
-          part.count.textContent = error.message;
+        if (status !== 200 || body.error) {
+          part.count.textContent = "refused";
+          part.text.textContent = (body.error && status === 200 ? lateRefusal(body.error) : refusal(status, body?.error?.message, retryAfter)).message;
+          part.tail.textContent = part.text.textContent;
           continue;
         }
         if (body.id) named(body.id, part.question);
