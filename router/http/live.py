@@ -67,7 +67,8 @@ _ENDS = {
 class _Row:
     """A sequence.
 
-    state    what it does, or how it ended
+    state    what it does, or did last
+    end      how it ended; "" while it is live
     emitted  the end of the step that computed its last token; 0 if that step was not read
     """
 
@@ -78,13 +79,14 @@ class _Row:
     tokens: int
     computed: int
     state: str = "w"
+    end: str = ""
     ended: float = math.inf
     emitted: float = 0.0
 
     @property
     def idle_cell(self) -> str:
         """The cell of a step in which it took no part."""
-        return "h" if self.state in "dp" else self.state if self.state in "wxh" else "."
+        return "h" if self.state in "dp" else self.state
 
 
 @dataclass(slots=True)
@@ -177,7 +179,16 @@ class TraceReader:
     def _told(self, id: int, columns: Iterable[tuple[dict[int, str], int]]) -> list[Any]:
         row = self._rows[id]
         cells = "".join(column.get(id, ".") * times for column, times in columns)
-        return [id, row.state, row.prompt_tokens, row.tokens, row.computed, row.tenant, row.request_id, cells]
+        return [
+            id,
+            row.end or row.state,
+            row.prompt_tokens,
+            row.tokens,
+            row.computed,
+            row.tenant,
+            row.request_id,
+            cells,
+        ]
 
     def _forget_all_but(self, ids: set[int]) -> None:
         """Forget sequences that the trace no longer has: they ended while nothing watched."""
@@ -199,17 +210,17 @@ class TraceReader:
         return list(self._shown)
 
     def _apply(self, move: trace_pb2.TracedMove, current: list[trace_pb2.TracedMove]) -> None:
+        """Note a move. Moves that tell a sequence's numbers as they are after the last step are added to `current`."""
         row = self._rows[move.sequence]
-        if move.kind == MoveKind.MOVE_KIND_STARTED:
-            if row.state in "dph":  # it has no new move: this one tells its numbers as the trace was taken
-                current.append(move)
-                return
-            row.state, row.tokens, row.computed = "h", move.tokens, move.computed_tokens
-        elif move.kind == MoveKind.MOVE_KIND_PREEMPTED:
+        if move.kind == MoveKind.MOVE_KIND_STARTED and row.state in "wx":
+            row.state, row.computed = "h", move.computed_tokens
+            return
+        if move.kind == MoveKind.MOVE_KIND_PREEMPTED:
             row.state, row.computed = "x", 0
-        elif move.kind != MoveKind.MOVE_KIND_WAITS:
-            row.state, row.ended, row.tokens = _ENDS.get(move.kind, "ended"), move.at_s, move.tokens
-            row.computed = move.computed_tokens
+        elif move.kind in _ENDS:
+            row.end, row.ended = _ENDS[move.kind], move.at_s
+        if move.kind != MoveKind.MOVE_KIND_PREEMPTED:
+            current.append(move)
 
     def _column(self, step: trace_pb2.TracedStep, ids: tuple[int, ...], shown: list[int]) -> dict[int, str]:
         column = {
@@ -275,7 +286,9 @@ class TraceReader:
 
 
 def _row_of(move: trace_pb2.TracedMove) -> _Row:
-    row = _Row(move.request_id, move.tenant, move.arrived_s, move.prompt_tokens, move.tokens, move.computed_tokens)
+    # A move is noted after its step: the first token of a sequence that starts with it is counted already.
+    tokens = move.tokens if move.tokens > move.prompt_tokens + 1 else move.prompt_tokens
+    row = _Row(move.request_id, move.tenant, move.arrived_s, move.prompt_tokens, tokens, move.computed_tokens)
     if move.kind == MoveKind.MOVE_KIND_PREEMPTED:
         row.state = "x"
     return row

@@ -16,14 +16,14 @@ pagodas have no floors inside, since they were built to be walked around and loo
 
 // A prompt and the most tokens of its answer: of different lengths, so that the sequences leave one after another.
 const EIGHT = [
-  ["What is the capital of Sweden?", 24],
-  ["Name three colours of the rainbow.", 48],
+  ["What is the capital of Sweden?", 40],
   ["Why is the sky blue? Answer in two sentences.", 80],
-  ["What is the difference between a river and a lake?", 112],
-  ["Give me three tips for learning a language.", 144],
-  [`Summarize this text in three sentences:\n\n${TEXT}`, 176],
-  ["Write a short poem about the sea.", 208],
-  ["Explain to a child how rain is made.", 240],
+  ["Give me three tips for learning a language.", 140],
+  ["What is the difference between a river and a lake?", 200],
+  [`Summarize this text in three sentences:\n\n${TEXT}`, 260],
+  ["Write a short poem about the sea.", 320],
+  ["Explain step by step how to bake bread.", 380],
+  ["Tell me a story about a lighthouse keeper.", 440],
 ];
 
 let conversation = [];
@@ -194,7 +194,7 @@ export function startChat({ model, onUnauthenticated }) {
       list.append(made("li", "", made("details", "", made("summary", "", question, count, tail), text)));
       const part = { count, question: prompt, content: "", clock: meter() };
       part.paint = () => {
-        text.textContent = part.content;
+        text.textContent = `${part.content.trim()}\n\n${part.clock.text()}`;
         tail.textContent = part.content.slice(-160).replace(/\s+/g, " ");
       };
       return part;
@@ -223,7 +223,7 @@ export function startChat({ model, onUnauthenticated }) {
           later(part.paint);
         }
         if (body.usage) part.clock.tokens = body.usage.completion_tokens;
-        part.count.textContent = part.clock.text();
+        part.count.textContent = `${part.clock.tokens} tokens`;
       }
       announce("The eight prompts are answered.");
     } catch (error) {

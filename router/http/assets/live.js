@@ -5,10 +5,9 @@ import { nameOf } from "./chat.js";
 
 const $ = (id) => document.getElementById(id);
 const MINUTE = 60;
-const CELL = 5; // pixels of a step, with the gap to the next
+const CELLS = [3, 7]; // pixels of a step, with the gap to the next: at least and at most
 const MAX_COLUMNS = 480; // that are kept
-const MAX_ENDED = 12; // rows of sequences that have ended, while their steps are still in sight
-const BLOCKS_DRAWN = 24;
+const MAX_ENDED = 8; // rows of sequences that have ended, while their steps are still in sight
 const STATES = {
   d: "decode", p: "prefill", w: "waiting", x: "preempted", h: "held back",
 };
@@ -66,7 +65,6 @@ export function startLive({ hello, onUnauthenticated }) {
   document.addEventListener("visibilitychange", () => (document.hidden ? stop() : watch()));
   $("pause").addEventListener("click", () => {
     isPaused = !isPaused;
-    $("pause").setAttribute("aria-pressed", String(isPaused));
     $("pause").textContent = isPaused ? "Resume" : "Pause";
     if (isPaused) stop();
     else watch();
@@ -155,8 +153,8 @@ function drawEngines() {
 
 function drawBatch(engine) {
   const rows = engine ? [...engine.rows.values()] : [];
-  const lane = $("rows").querySelector(".lane");
-  const inSight = lane ? Math.floor(lane.clientWidth / CELL) : 60;
+  const width = $("rows").querySelector(".lane")?.clientWidth || 400;
+  const inSight = Math.floor(width / CELLS[0]);
   const ended = rows.filter((row) => !isLive(row));
   for (const [at, row] of ended.entries()) {
     const isOut = row.start + row.cells.length <= engine.columns - inSight || at < ended.length - MAX_ENDED;
@@ -165,7 +163,10 @@ function drawBatch(engine) {
       row.node?.remove();
     }
   }
-  for (const row of rows) if (engine.rows.has(row.id)) drawRow(engine, row);
+  // Steps are as wide as lets all rows be seen from their first step on.
+  const steps = engine ? engine.columns - Math.min(...[...engine.rows.values()].map((row) => row.start)) : 0;
+  const cell = Math.max(CELLS[0], Math.min(CELLS[1], Math.floor(width / steps)));
+  for (const row of rows) if (engine.rows.has(row.id)) drawRow(engine, row, cell);
   const live = rows.filter(isLive).length;
   const all = engine ? engine.running + engine.waiting : 0;
   $("batch").hidden = !engine?.rows.size;
@@ -186,7 +187,7 @@ const HOLDS = {
   late: "its deadline can no longer be met",
 };
 
-function drawRow(engine, row) {
+function drawRow(engine, row, cell) {
   if (!row.node?.isConnected) {
     row.node = made("div", "row", "");
     row.node.setAttribute("role", "row");
@@ -219,30 +220,31 @@ function drawRow(engine, row) {
     : `${number(row.prompt)} + ${number(output)} tokens`;
   const about = `${state} · ${tokens}${name && row.tenant ? ` · ${row.tenant}` : ""}`;
   if (row.about.textContent !== about) row.about.textContent = about;
-  drawLane(engine, row, state);
+  drawLane(engine, row, cell, state);
   drawBlocks(engine, row);
 }
 
-function drawLane(engine, row, state) {
+function drawLane(engine, row, cell, state) {
   const [pen, width, height] = canvas(row.lane);
-  const visible = Math.floor(width / CELL);
+  const visible = Math.floor(width / cell);
   const first = engine.columns - visible;
-  const left = width - visible * CELL;
+  const left = width - visible * cell;
   for (let column = Math.max(first, row.start); column < engine.columns; column += 1) {
-    const cell = row.cells[column - row.start];
-    const x = left + (column - first) * CELL;
-    if (cell === "d" || cell === "p") {
-      pen.fillStyle = cell === "d" ? colours.decode : colours.prefill;
-      pen.fillRect(x, 0, CELL - 1, height);
-    } else if (cell === "w") {
+    const doing = row.cells[column - row.start];
+    const x = left + (column - first) * cell;
+    if (doing === "d" || doing === "p") {
+      pen.fillStyle = doing === "d" ? colours.decode : colours.prefill;
+      pen.fillRect(x, 0, cell - 1, height);
+    } else if (doing === "w") {
       pen.fillStyle = colours.waiting;
-      pen.fillRect(x, height / 2 - 1, CELL - 2, 2);
-    } else if (cell === "x") {
-      pen.strokeStyle = colours.preempted;
-      pen.strokeRect(x + 0.5, 2.5, CELL - 2, height - 5);
-    } else if (cell === "h") {
+      pen.fillRect(x, height / 2 - 1, cell, 2);
+    } else if (doing === "x") {
+      pen.fillStyle = colours.preempted;
+      pen.fillRect(x, 2, cell, 2);
+      pen.fillRect(x, height - 4, cell, 2);
+    } else if (doing === "h") {
       pen.fillStyle = colours.decode;
-      pen.fillRect(x, height - 2, CELL - 1, 2);
+      pen.fillRect(x, height - 2, cell, 2);
     }
   }
   const label = `${row.cells.length} steps, now ${state}`;
@@ -258,18 +260,19 @@ function drawBlocks(engine, row) {
   const holds = isLive(row) && row.state !== "w" && row.state !== "x";
   const count = holds ? Math.max(1, Math.ceil(row.computed / size)) : 0;
   const [pen, width] = canvas(row.blocks);
-  const across = Math.max(1, Math.floor((width + 2) / 9));
-  const drawn = Math.min(count, BLOCKS_DRAWN, 3 * across);
-  const top = 15 - 4.5 * Math.ceil(drawn / across) + 1;
+  const across = Math.max(1, Math.floor((width + 1) / 6));
+  const each = Math.ceil(count / (5 * across)); // blocks that a square stands for
+  const drawn = Math.ceil(count / each);
+  const top = Math.round((30 - 6 * Math.ceil(drawn / across)) / 2);
   for (let at = 0; at < drawn; at += 1) {
-    const x = (at % across) * 9;
-    const y = top + Math.floor(at / across) * 9;
-    const isLast = at === count - 1;
-    const fill = isLast ? Math.max(1, Math.round((7 * (row.computed - (count - 1) * size)) / size)) : 7;
+    const x = (at % across) * 6;
+    const y = top + Math.floor(at / across) * 6;
+    const isLast = at === drawn - 1 && each === 1;
+    const fill = isLast ? Math.max(1, Math.round((5 * (row.computed - (count - 1) * size)) / size)) : 5;
     pen.fillStyle = colours.evictable;
-    pen.fillRect(x, y, 7, 7);
+    pen.fillRect(x, y, 5, 5);
     pen.fillStyle = colours.referenced;
-    pen.fillRect(x, y, fill, 7);
+    pen.fillRect(x, y, fill, 5);
   }
   const label = count ? `${count} blocks` : "no blocks";
   if (row.blocks.getAttribute("aria-label") !== label) row.blocks.setAttribute("aria-label", label);
@@ -358,7 +361,7 @@ function drawRates() {
     if (rate.at > now - 2) [recent, prompts] = [recent + rate.tokens, prompts + rate.prompt];
   }
   setText("rate", number(Math.round(recent / 2)));
-  setText("rate-more", prompts ? `and ${number(Math.round(prompts / 2))} of prompts` : "of answers");
+  setText("rate-more", prompts ? `and ${number(Math.round(prompts / 2))} prompt tokens` : "of answers");
   bars($("rate-chart"), tokens);
 
   const ttft = percentiles(dots.map(([, ms]) => [ms, 1]));

@@ -26,7 +26,10 @@ showTheme();
 let model = "";
 const dialog = $("token-dialog");
 
+$("token-button").hidden = !token(); // until the server asks for one
+
 function askForToken() {
+  $("token-button").hidden = false;
   if (dialog.open) return;
   $("token").value = token();
   dialog.showModal();
