@@ -171,9 +171,8 @@ class RouterSettings(CommonSettings):
     )
     http_allowed_hosts: str | None = setting(
         None,
-        "Names of hosts, separated by commas, by which HTTP requests may call this server, besides localhost, IP "
-        "addresses and the host of --http. Where other machines can reach --http and TLS or tokens guard it, other names "
-        "are refused only with this setting.",
+        "Names, separated by commas, by which HTTP requests may call this server, besides localhost, IP addresses and "
+        "the host of --http. Where others can reach --http and TLS or tokens guard it, none is refused without this.",
         panel=EXPOSURE, check=_check_hosts, is_private=True,
     )  # fmt: skip
     http_allowed_origins: str | None = setting(

@@ -69,7 +69,10 @@ class Guard:
             await self._app({**scope, "app": self}, receive, send)
         except HTTPException as error:
             where = f"{scope['method']} {ascii(scope['path'])[1:-1]}"
-            await _refuse(HttpError(error.status_code, f"{where}: {error.detail}", "unknown_url"), send)
+            told = HttpError(error.status_code, f"{where}: {error.detail}", "unknown_url")
+            await _refuse(
+                told, send, *((name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items())
+            )
         except Exception as error:
             await _refuse(error, send)
 
@@ -119,8 +122,8 @@ async def _answer_preflight(send: Send) -> None:
     await send({"type": "http.response.body"})
 
 
-async def _refuse(error: Exception, send: Send) -> None:
+async def _refuse(error: Exception, send: Send, *headers: tuple[bytes, bytes]) -> None:
     try:
-        await send_refusal(refusal(error), send)
+        await send_refusal(refusal(error), send, *headers)
     except RuntimeError:  # the answer has begun: only the end of the connection can tell that it failed
         raise error from None

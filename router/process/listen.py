@@ -46,8 +46,11 @@ def server_options(shares_port: bool, max_message_bytes: int) -> list[tuple[str,
 
 
 @contextlib.contextmanager
-def reserved_port(listen: str) -> Iterator[str]:
-    """Reserve HOST:PORT for processes that will share it, and yield it with the actual port. Raises ConfigError."""
+def reserved_port(listen: str, name: str = "--listen") -> Iterator[str]:
+    """Reserve HOST:PORT for processes that will share it, and yield it with the actual port.
+
+    Raises ConfigError, which names the setting.
+    """
     host, _, port = listen.rpartition(":")
     if is_unix(listen):
         raise ConfigError(f"--workers: processes can share HOST:PORT, not {listen}")
@@ -66,7 +69,7 @@ def reserved_port(listen: str) -> Iterator[str]:
                 shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 shared.bind((address[0], taken))
         except OSError as error:
-            raise ConfigError(f"--listen: cannot bind {listen}: {error.strerror or error}") from error
+            raise ConfigError(f"{name}: cannot bind {listen}: {error.strerror or error}") from error
         yield f"{host}:{taken}"
 
 
