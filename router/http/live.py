@@ -148,10 +148,10 @@ class TraceReader:
                     continue
                 self._read_until = step.end_s
                 is_like_before = len(columns) > 0
-                while arrivals and arrivals[-1] <= step.end_s:
+                while arrivals and arrivals[-1] < step.end_s:
                     arrivals.pop()
                     is_like_before = False
-                while moves and moves[-1].at_s <= step.end_s:
+                while moves and moves[-1].at_s < step.end_s:
                     self._apply(moves.pop(), current)
                     is_like_before = False
                 rate = rates.setdefault(int((part.taken_at_s - step.end_s) / INTERVAL_S), _Rate())
