@@ -1,6 +1,6 @@
 // The chat: a conversation that is sent as a whole with each turn, and eight prompts at once.
 
-import { events, lateRefusal, refusal } from "./api.js";
+import { events, lateRefusal, refusal, ServerError } from "./api.js";
 
 const $ = (id) => document.getElementById(id);
 
@@ -157,15 +157,23 @@ export function startChat({ model, onUnauthenticated }) {
   function explain(error, question) {
     const again = made("button", "", "Try again");
     again.type = "button";
-    const words = error.status === undefined ? "Something in this page failed. Reload it." : error.message;
-    if (error.status === undefined) console.error(error);
-    const note = add(made("div", "trouble", made("p", "", words), again));
-    note.setAttribute("role", "alert");
+    const note = complain(error);
+    note.append(again);
     again.addEventListener("click", () => {
       if (asking) return;
       note.remove();
       answer(question);
     });
+  }
+
+  // Say in words what went wrong.
+  function complain(error) {
+    const isOurs = !(error instanceof ServerError);
+    if (isOurs) console.error(error);
+    const words = isOurs ? "Something in this page failed. Reload it." : error.message;
+    const note = add(made("div", "trouble", made("p", "", words)));
+    note.setAttribute("role", "alert");
+    return note;
   }
 
   function busy(is) {
@@ -197,6 +205,10 @@ export function startChat({ model, onUnauthenticated }) {
         text.textContent = `${part.content.trim()}\n\n${part.clock.text()}`;
         tail.textContent = part.content.slice(-160).replace(/\s+/g, " ");
       };
+      part.refuse = (words) => {
+        count.textContent = "refused";
+        text.textContent = tail.textContent = words;
+      };
       return part;
     });
     add(made("article", "turn", made("h3", "", "Eight prompts at once"), list));
@@ -210,9 +222,8 @@ export function startChat({ model, onUnauthenticated }) {
         const { index, status, retry_after: retryAfter, body } = JSON.parse(data);
         const part = parts[index];
         if (status !== 200 || body.error) {
-          part.count.textContent = "refused";
-          part.text.textContent = (body.error && status === 200 ? lateRefusal(body.error) : refusal(status, body?.error?.message, retryAfter)).message;
-          part.tail.textContent = part.text.textContent;
+          const error = status === 200 ? lateRefusal(body.error) : refusal(status, body?.error?.message, retryAfter);
+          part.refuse(error.message);
           continue;
         }
         if (body.id) named(body.id, part.question);
@@ -222,13 +233,15 @@ export function startChat({ model, onUnauthenticated }) {
           part.content += choice.delta.content;
           later(part.paint);
         }
-        if (body.usage) part.clock.tokens = body.usage.completion_tokens;
+        if (body.usage) {
+          part.clock.tokens = body.usage.completion_tokens;
+          later(part.paint);
+        }
         part.count.textContent = `${part.clock.tokens} tokens`;
       }
       announce("The eight prompts are answered.");
     } catch (error) {
-      const note = add(made("div", "trouble", made("p", "", error.message)));
-      note.setAttribute("role", "alert");
+      complain(error);
       if (error.status === 401) onUnauthenticated();
     } finally {
       button.disabled = false;

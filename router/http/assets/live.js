@@ -320,10 +320,12 @@ function drawCache(engine) {
 function drawTenants(tick) {
   const list = $("tenants");
   const rows = tick.tenants.map(([name, running, waiting, share]) => {
-    const bar = document.createElement("meter");
-    bar.max = 1;
-    bar.value = share;
-    bar.setAttribute("aria-label", `Share of ${name || "calls without a tenant"}`);
+    const bar = made("span", "bar", document.createElement("i"));
+    bar.firstChild.style.width = `${100 * share}%`;
+    for (const [key, value] of [["role", "meter"], ["aria-valuemin", 0], ["aria-valuemax", 100],
+      ["aria-valuenow", Math.round(100 * share)], ["aria-label", `Share of ${name || "calls without a tenant"}`]]) {
+      bar.setAttribute(key, value);
+    }
     return made("li", "",
       made("span", "name", name || "without a tenant"), bar,
       made("span", "share", `${(100 * share).toFixed(0)} %`),
