@@ -69,6 +69,7 @@ class _Row:
 
     state    what it does, or did last
     end      how it ended; "" while it is live
+    moved    the time of its last start or preemption that was read
     emitted  the end of the step that computed its last token; 0 if that step was not read
     """
 
@@ -80,6 +81,7 @@ class _Row:
     computed: int
     state: str = "w"
     end: str = ""
+    moved: float = -math.inf
     ended: float = math.inf
     emitted: float = 0.0
 
@@ -118,6 +120,7 @@ class TraceReader:
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
         self._shown: dict[int, None] = {}
+        self._gone: set[int] = set()  # sequences whose ends were told, while a trace still has them
         self._read_until = -math.inf
         # A run: consecutive steps that each computed one token for the same sequences. They are counted at once.
         self._run: tuple[int, ...] = ()
@@ -126,7 +129,9 @@ class TraceReader:
 
     def read(self, parts: Sequence[trace_pb2.StepTracePart], rates: Rates) -> Tick:
         """The rows of a tick, with the cells of the steps that were not read before. Adds to `rates`."""
-        moves = sorted((move for part in parts for move in part.moves), key=lambda move: move.at_s)
+        told = [move for part in parts for move in part.moves]
+        self._gone &= {move.sequence for move in told}
+        moves = sorted((move for move in told if move.sequence not in self._gone), key=lambda move: move.at_s)
         arrivals = []
         for move in moves:
             if move.sequence not in self._rows:
@@ -171,7 +176,8 @@ class TraceReader:
             self._apply(move, current)
         for move in current:
             row = self._rows[move.sequence]
-            row.tokens, row.computed = move.tokens, move.computed_tokens
+            row.tokens = max(row.tokens, move.tokens)  # a start that is told again tells of that time
+            row.computed = max(row.computed, move.computed_tokens)
         rows = [self._told(id, columns) for id in shown]
         self._drop_ended()
         return {"columns": num_columns, "rows": rows}
@@ -200,6 +206,7 @@ class TraceReader:
         for id in [id for id, row in self._rows.items() if row.ended < math.inf]:
             del self._rows[id]
             self._shown.pop(id, None)
+            self._gone.add(id)
 
     def _choose(self) -> list[int]:
         """The sequences that are shown: those that were, and others in the order of their arrival."""
@@ -210,17 +217,19 @@ class TraceReader:
         return list(self._shown)
 
     def _apply(self, move: trace_pb2.TracedMove, current: list[trace_pb2.TracedMove]) -> None:
-        """Note a move. Moves that tell a sequence's numbers as they are after the last step are added to `current`."""
+        """Note a move, unless an earlier trace had it. Adds moves that tell the latest numbers to `current`."""
         row = self._rows[move.sequence]
-        if move.kind == MoveKind.MOVE_KIND_STARTED and row.state in "wx":
-            row.state, row.computed = "h", move.computed_tokens
-            return
-        if move.kind == MoveKind.MOVE_KIND_PREEMPTED:
-            row.state, row.computed = "x", 0
-        elif move.kind in _ENDS:
+        if move.kind in _ENDS:
             row.end, row.ended = _ENDS[move.kind], move.at_s
-        if move.kind != MoveKind.MOVE_KIND_PREEMPTED:
             current.append(move)
+        elif move.kind == MoveKind.MOVE_KIND_STARTED and (row.state not in "wx" or move.at_s <= row.moved):
+            current.append(move)
+        elif move.at_s > row.moved:
+            if move.kind == MoveKind.MOVE_KIND_STARTED:
+                row.state, row.computed = "h", move.computed_tokens
+            elif move.kind == MoveKind.MOVE_KIND_PREEMPTED:
+                row.state, row.computed = "x", 0
+            row.moved = move.at_s
 
     def _column(self, step: trace_pb2.TracedStep, ids: tuple[int, ...], shown: list[int]) -> dict[int, str]:
         column = {

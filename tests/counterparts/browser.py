@@ -2,7 +2,8 @@
 
     python browser.py URL FOLDER SCENARIO…
 
-Each scenario has a fresh page. What it finds is printed under its name, or the error that ended it.
+Each scenario has a fresh page. What it finds is printed under its name, or the error that ended it. `light` and `dark`
+take pictures into the folder; `accessibility` finds axe-core there.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ def sizes(watched: Watched) -> dict[str, Any]:
 
 
 def guarded(watched: Watched) -> dict[str, Any]:
-    """A server that asks for tokens: `small` may have one request at a time."""
+    """A server that asks for tokens, and on which the tenant `small` has used up its quota."""
     page = watched.open(is_serving=False)
     page.wait_for_selector("#token-dialog[open]")
     trouble = page.inner_text("#trouble")
@@ -224,39 +225,34 @@ def guarded(watched: Watched) -> dict[str, Any]:
     page.keyboard.press("Enter")
     page.wait_for_selector("header .is-serving")
     page.click("#eight")
-    page.wait_for_function("() => !document.querySelector('#eight').disabled", timeout=60_000)
+    page.wait_for_function("() => document.querySelectorAll('.eight li').length === 8")
+    page.wait_for_function("() => !document.querySelector('#eight').disabled")
     refused = page.locator(".eight li", has_text="refused").locator(".tail").all_inner_texts()
-    page.fill("#message", "First?")
+    page.fill("#message", "Me too?")
     page.keyboard.press("Enter")
-    page.wait_for_selector(".turn[aria-busy] .text:not(:empty)")
+    words = page.wait_for_selector("div.trouble p").inner_text()
     other = watched.context.new_page()
     other.goto(watched.url)
     is_asked_again = other.wait_for_selector("#token-dialog[open]") is not None
-    other.fill("#token", "token of small")
-    other.keyboard.press("Enter")
-    other.wait_for_selector("header .is-serving")
-    other.fill("#message", "Second?")
-    other.keyboard.press("Enter")
-    words = other.wait_for_selector("div.trouble p").inner_text()
     return {
         "trouble": trouble, "refused": refused, "state": page.inner_text("#state"), "words": words,
         "other tab asks again": is_asked_again,
         "kept for good": page.evaluate("JSON.stringify({...localStorage})"),
         "kept for the tab": page.evaluate("JSON.stringify({...sessionStorage})"),
-        "cache": page.inner_text("#cache-caption"),
+        "cache": page.inner_text("#cache-caption"), "rows": watched.states(),
     }  # fmt: skip
 
 
-def pictures(watched: Watched, folder: Path, theme: str) -> dict[str, Any]:
+def picture(watched: Watched, path: Path) -> dict[str, Any]:
     """The page at work on eight prompts."""
     page = watched.open()
     watched.ask("What is the capital of Sweden?")
     page.click("#eight")
     page.wait_for_function("() => document.querySelectorAll('.row:not(.ended)').length >= 7")
-    page.wait_for_timeout(900)
-    path = folder / f"page-{theme}.png"
+    page.wait_for_function("() => document.querySelectorAll('.row.ended').length >= 3")
+    page.wait_for_timeout(300)
     page.screenshot(path=path)
-    return {"path": str(path), "bytes": path.stat().st_size}
+    return {"path": str(path)}
 
 
 def accessibility(browser: Browser, url: str, axe: Path) -> dict[str, Any]:
@@ -309,11 +305,11 @@ def main(url: str, folder: str, *names: str) -> None:
                 if name == "accessibility":
                     found[name] = accessibility(browser, url, Path(folder) / "node_modules/axe-core/axe.min.js")
                     continue
-                scheme = "dark" if name == "picture-dark" else "light"
-                watched = Watched(browser, url, color_scheme=scheme)
-                if name.startswith("picture-"):
-                    found[name] = pictures(watched, Path(folder), scheme)
+                if name in ("light", "dark"):
+                    watched = Watched(browser, url, color_scheme=name, viewport={"width": 1440, "height": 1110})
+                    found[name] = picture(watched, Path(folder) / f"page-{name}.png")
                 else:
+                    watched = Watched(browser, url)
                     found[name] = SCENARIOS[name](watched)
                 watched.context.close()
             except Exception:

@@ -113,6 +113,11 @@ function take(tick) {
     const engine = engines.get(told.engine) ?? { columns: 0, rows: new Map() };
     engines.set(told.engine, engine);
     Object.assign(engine, { blocks: null, ...told, rows: engine.rows, columns: engine.columns });
+    // Sequences after a pause begin a new picture.
+    if ((told.rows ?? []).some(([id]) => !engine.rows.has(id)) && ![...engine.rows.values()].some(isLive)) {
+      for (const row of engine.rows.values()) row.node?.remove();
+      engine.rows.clear();
+    }
     for (const [id, state, prompt, tokens, computed, tenant, request, cells] of told.rows ?? []) {
       const row = engine.rows.get(id) ?? { id, start: engine.columns, cells: "" };
       Object.assign(row, { state, prompt, tokens, computed, tenant, request });

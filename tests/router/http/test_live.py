@@ -72,6 +72,25 @@ def test_traces_that_overlap_tell_each_step_once() -> None:
     assert sum(rate.prompt_tokens for rate in rates.values()) == 6 + 30
 
 
+def test_numbers_are_those_after_the_last_step_however_often_a_start_is_told() -> None:
+    engine = SteppedEngine(step_time=Seconds())
+    seq, reader = engine.add([1] * 20, max_tokens=30), TraceReader()
+    for _ in range(25):
+        engine.step()
+        [[_, state, prompt, tokens, computed, *_]] = reader.read(parts_of(engine, last_s=4.0), {})["rows"]
+        assert (prompt, tokens, computed) == (20, len(seq.tokens), seq.num_computed)
+    assert state == "d"
+
+
+def test_an_end_is_told_once() -> None:
+    engine = SteppedEngine(step_time=Seconds())
+    engine.add([1], max_tokens=2)
+    engine.run()
+    reader = TraceReader()
+    assert [row[1] for row in reader.read(parts_of(engine), {})["rows"]] == ["finished"]
+    assert reader.read(parts_of(engine), {})["rows"] == []
+
+
 def test_times_are_those_of_first_tokens_and_of_gaps_between_tokens() -> None:
     engine = SteppedEngine(step_time=Seconds(), max_num_seqs=1)
     engine.add([1] * 20, max_tokens=4)
