@@ -171,9 +171,10 @@ class GenerateEndpoint:
             call.answer = api.answer()
             return request
 
+        if (why := self._inference.refusal(caller().tenant)) is not None:
+            await call.fail(why)
+            return
         try:
-            if (why := self._inference.refusal(caller().tenant)) is not None:
-                raise why
             await self._inference.generate(call, parse)
             await call.finish()
         except asyncio.CancelledError:
