@@ -116,8 +116,7 @@ class StepTrace:
         for move in output.moves:
             kind: MoveKind = "started" if move.to is State.RUNNING else "preempted"
             noted.append(_move(move.seq, kind, move.at, move.num_computed))
-        for ended in output.ended:
-            noted.append(_move(ended.seq, ended.reason, ended.at, ended.seq.num_computed))
+        noted += [_move(ended.seq, ended.reason, ended.at, ended.seq.num_computed) for ended in output.ended]
         noted.sort(key=_at)
         self._moves.extend(noted)
 

@@ -6,6 +6,7 @@ import { nameOf } from "./chat.js";
 const $ = (id) => document.getElementById(id);
 const MINUTE = 60;
 const CELLS = [3, 7]; // pixels of a step, with the gap to the next: at least and at most
+const SQUARE = 5; // pixels of a sequence's block, with the gap to the next
 const MAX_COLUMNS = 480; // that are kept
 const MAX_ENDED = 8; // rows of sequences that have ended, while their steps are still in sight
 const STATES = {
@@ -264,20 +265,20 @@ function drawBlocks(engine, row) {
   const size = engine.block_size || 16;
   const holds = isLive(row) && row.state !== "w" && row.state !== "x";
   const count = holds ? Math.max(1, Math.ceil(row.computed / size)) : 0;
-  const [pen, width] = canvas(row.blocks);
-  const across = Math.max(1, Math.floor((width + 1) / 6));
-  const each = Math.ceil(count / (5 * across)); // blocks that a square stands for
+  const [pen, width, height] = canvas(row.blocks);
+  const [across, down] = [Math.floor((width + 1) / SQUARE), Math.floor((height + 1) / SQUARE)];
+  const each = Math.max(1, Math.ceil(count / (across * down))); // blocks that a square stands for
   const drawn = Math.ceil(count / each);
-  const top = Math.round((30 - 6 * Math.ceil(drawn / across)) / 2);
+  const top = Math.round((height - SQUARE * Math.ceil(drawn / across)) / 2);
+  const side = SQUARE - 1;
   for (let at = 0; at < drawn; at += 1) {
-    const x = (at % across) * 6;
-    const y = top + Math.floor(at / across) * 6;
+    const [x, y] = [(at % across) * SQUARE, top + Math.floor(at / across) * SQUARE];
     const isLast = at === drawn - 1 && each === 1;
-    const fill = isLast ? Math.max(1, Math.round((5 * (row.computed - (count - 1) * size)) / size)) : 5;
+    const slots = isLast ? row.computed - (count - 1) * size : size;
     pen.fillStyle = colours.evictable;
-    pen.fillRect(x, y, 5, 5);
+    pen.fillRect(x, y, side, side);
     pen.fillStyle = colours.referenced;
-    pen.fillRect(x, y, fill, 5);
+    pen.fillRect(x, y, Math.max(1, Math.round((side * slots) / size)), side);
   }
   const label = count ? `${count} blocks` : "no blocks";
   if (row.blocks.getAttribute("aria-label") !== label) row.blocks.setAttribute("aria-label", label);
