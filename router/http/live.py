@@ -8,7 +8,7 @@ A message is a list of ticks. A tick is made once for all callers that may see t
     {"at": seconds, "requests": …, "tenants": [[name, running, waiting, share], …], "num_tenants": …,
      "rates": [[age in seconds, output tokens, prompt tokens, [[ITL in ms, how often], …], [TTFT in ms, …]], …],
      "engines": [{"engine": 0, "running": …, "waiting": …, "hold": why the next in line waits,
-                  "blocks": [total, free, evictable], "block_size": …, "preemptions": …,
+                  "blocks": [total, free, evictable], "block_size": …, "preemptions": …, "epoch": …,
                   "columns": steps since the last tick,
                   "rows": [[sequence, state, prompt tokens, tokens, computed tokens, tenant, request id, cells], …]}]}
 
@@ -448,7 +448,7 @@ class LiveFeed:
                 told["preemptions"] = engine.preemptions
             info = self._channels[engine.engine].info
             if info is not None:
-                told["block_size"] = info.kv_cache.block_size
+                told |= {"epoch": f"{info.epoch:x}", "block_size": info.kv_cache.block_size}
                 if parts := traces[engine.engine]:
                     own = [part async for part in seen_trace(parts)]
                     told |= view.reader(engine.engine, info.epoch).read(own, rates)

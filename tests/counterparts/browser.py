@@ -96,9 +96,10 @@ def chat(watched: Watched) -> dict[str, Any]:
 def eight(watched: Watched) -> dict[str, Any]:
     page = watched.open()
     page.click("#eight")
+    page.wait_for_selector(".eight")
     most, seen, blocks, rate, colours = 0, set(), 0, 0, 0
     deadline = time.monotonic() + 120
-    while page.is_disabled("#eight") and time.monotonic() < deadline:
+    while page.get_attribute("#eight", "aria-disabled") == "true" and time.monotonic() < deadline:
         states = watched.states()
         seen |= set(states)
         most = max(most, sum(state in ("decode", "prefill") for state in states))
@@ -126,9 +127,9 @@ def stop(watched: Watched) -> dict[str, Any]:
         end()
         page.wait_for_selector("#send:visible")
         page.wait_for_function("() => document.querySelector('#batch-count').textContent.startsWith('0 running')")
-        found.append(page.locator(".stats").last.inner_text())
+        found.append({"stats": page.locator(".stats").last.inner_text(), "last": watched.states()[-1]})
         page.click("#new-chat")
-    return {"stats": found, "states": watched.states()}
+    return {"ends": found}
 
 
 def keyboard(watched: Watched) -> dict[str, Any]:
@@ -226,7 +227,7 @@ def guarded(watched: Watched) -> dict[str, Any]:
     page.wait_for_selector("header .is-serving")
     page.click("#eight")
     page.wait_for_function("() => document.querySelectorAll('.eight li').length === 8")
-    page.wait_for_function("() => !document.querySelector('#eight').disabled")
+    page.wait_for_function("() => document.querySelector('#eight').ariaDisabled === 'false'")
     refused = page.locator(".eight li", has_text="refused").locator(".tail").all_inner_texts()
     page.fill("#message", "Me too?")
     page.keyboard.press("Enter")

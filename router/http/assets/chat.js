@@ -26,6 +26,9 @@ const EIGHT = [
   ["Tell me a story about a lighthouse keeper.", 440],
 ];
 
+// Greedy: the same question has the same answer.
+const OPTIONS = { stream: true, temperature: 0, stream_options: { include_usage: true } };
+
 let conversation = [];
 let asking = null; // the AbortController of the turn that is being answered
 const names = new Map(); // request ids of this page's calls, with what to call them in the batch
@@ -36,7 +39,7 @@ export function nameOf(requestId) {
 }
 
 function named(id, name) {
-  names.set(id.replace(/^\w+-/, ""), name);
+  names.set(id.replace(/^\w+-/, ""), name.split("\n")[0]);
   if (names.size > 200) names.delete(names.keys().next().value);
 }
 
@@ -91,6 +94,7 @@ export function startChat({ model, onUnauthenticated }) {
   // -- a turn -----------------------------------------------------------------------------------------------------
 
   async function ask(text) {
+    if (conversation.at(-1)?.role === "user") conversation.pop(); // it had no answer
     conversation.push({ role: "user", content: text });
     add(made("article", "turn user", made("h3", "unseen", "You"), made("p", "text", text)));
     await answer(text);
@@ -108,12 +112,13 @@ export function startChat({ model, onUnauthenticated }) {
     const controller = asking;
     busy(true);
     announce("Answering.");
+    const messages = conversation;
     let content = "";
     let end = "";
     const clock = meter();
     const paint = () => show(words, content, log);
     try {
-      const body = { model: model(), messages: conversation, stream: true, temperature: 0, stream_options: { include_usage: true } };
+      const body = { ...OPTIONS, model: model(), messages };
       for await (const { data } of events("/v1/chat/completions", { body, signal: controller.signal })) {
         if (data === "[DONE]") break;
         const chunk = JSON.parse(data);
@@ -129,17 +134,16 @@ export function startChat({ model, onUnauthenticated }) {
         if (chunk.usage) clock.tokens = chunk.usage.completion_tokens;
         stats.textContent = clock.text();
       }
-      conversation.push({ role: "assistant", content });
+      messages.push({ role: "assistant", content });
       announce(content || "The answer is empty.");
       if (end === "length") stats.textContent += " · ended at the limit of tokens";
     } catch (error) {
       if (error.name === "AbortError") {
-        conversation.push({ role: "assistant", content });
+        if (content) messages.push({ role: "assistant", content });
         stats.textContent = `${clock.text()} · stopped`.replace(/^ · /, "");
         announce("Stopped.");
       } else {
-        if (content) conversation.push({ role: "assistant", content });
-        else turn.remove();
+        if (!content) turn.remove();
         explain(error, question);
         if (error.status === 401) onUnauthenticated();
       }
@@ -192,7 +196,8 @@ export function startChat({ model, onUnauthenticated }) {
   // Browsers open at most six connections to a server, so /together carries all answers on one.
   async function startEight() {
     const button = $("eight");
-    button.disabled = true;
+    if (button.ariaDisabled === "true") return;
+    button.ariaDisabled = "true"; // it stays in focus
     const list = made("ol", "eight");
     const parts = EIGHT.map(([prompt]) => {
       const count = made("span", "count", "waiting");
@@ -205,8 +210,8 @@ export function startChat({ model, onUnauthenticated }) {
         text.textContent = `${part.content.trim()}\n\n${part.clock.text()}`;
         tail.textContent = part.content.slice(-160).replace(/\s+/g, " ");
       };
-      part.refuse = (words) => {
-        count.textContent = "refused";
+      part.fail = (how, words) => {
+        count.textContent = how;
         text.textContent = tail.textContent = words;
       };
       return part;
@@ -214,8 +219,7 @@ export function startChat({ model, onUnauthenticated }) {
     add(made("article", "turn", made("h3", "", "Eight prompts at once"), list));
     announce("Eight prompts were started.");
     const requests = EIGHT.map(([prompt, most]) => ({
-      model: model(), messages: [{ role: "user", content: prompt }], stream: true, max_tokens: most,
-      temperature: 0, stream_options: { include_usage: true },
+      ...OPTIONS, model: model(), messages: [{ role: "user", content: prompt }], max_tokens: most,
     }));
     try {
       for await (const { data } of events("/together", { body: { requests } })) {
@@ -223,7 +227,7 @@ export function startChat({ model, onUnauthenticated }) {
         const part = parts[index];
         if (status !== 200 || body.error) {
           const error = status === 200 ? lateRefusal(body.error) : refusal(status, body?.error?.message, retryAfter);
-          part.refuse(error.message);
+          part.fail(status === 200 ? "lost" : "refused", error.message);
           continue;
         }
         if (body.id) named(body.id, part.question);
@@ -244,7 +248,7 @@ export function startChat({ model, onUnauthenticated }) {
       complain(error);
       if (error.status === 401) onUnauthenticated();
     } finally {
-      button.disabled = false;
+      button.ariaDisabled = "false";
     }
   }
 }

@@ -18,6 +18,8 @@ let rates = [];
 let clock = { at: 0, since: 0 }; // the last tick's time, and when it came
 let shown = 0; // the engine whose batch and cache are shown
 let colours = {};
+let drawn = 0; // when
+const isCalm = matchMedia("(prefers-reduced-motion: reduce)");
 
 // Watch until told otherwise. `hello` gets what the server tells of itself.
 export function startLive({ hello, onUnauthenticated }) {
@@ -38,7 +40,7 @@ export function startLive({ hello, onUnauthenticated }) {
           trouble("");
         } else {
           for (const tick of JSON.parse(data)) take(tick);
-          draw();
+          if (!isCalm.matches || performance.now() - drawn > 1000) draw();
         }
       }
       trouble("The server has ended the live view. Trying again.");
@@ -111,14 +113,17 @@ function take(tick) {
   if (!tick.engines) return;
   clock.tick = tick;
   for (const told of tick.engines) {
-    const engine = engines.get(told.engine) ?? { columns: 0, rows: new Map() };
-    engines.set(told.engine, engine);
-    Object.assign(engine, { blocks: null, ...told, rows: engine.rows, columns: engine.columns });
-    // Sequences after a pause begin a new picture.
-    if ((told.rows ?? []).some(([id]) => !engine.rows.has(id)) && ![...engine.rows.values()].some(isLive)) {
-      for (const row of engine.rows.values()) row.node?.remove();
-      engine.rows.clear();
+    let engine = engines.get(told.engine);
+    if (engine?.epoch !== told.epoch) {
+      drop(engine?.rows);
+      engine = { columns: 0, rows: new Map() };
+      engines.set(told.engine, engine);
     }
+    Object.assign(engine, { blocks: null, ...told, rows: engine.rows, columns: engine.columns });
+    const ids = new Set(told.rows?.map(([id]) => id));
+    if (told.rows) drop(engine.rows, (row) => isLive(row) && !ids.has(row.id)); // their ends were not seen
+    // Sequences after a pause begin a new picture.
+    if (![...engine.rows.values()].some(isLive) && [...ids].some((id) => !engine.rows.has(id))) drop(engine.rows);
     for (const [id, state, prompt, tokens, computed, tenant, request, cells] of told.rows ?? []) {
       const row = engine.rows.get(id) ?? { id, start: engine.columns, cells: "" };
       Object.assign(row, { state, prompt, tokens, computed, tenant, request });
@@ -129,7 +134,18 @@ function take(tick) {
     }
     engine.columns += told.columns ?? 0;
   }
-  for (const id of [...engines.keys()]) if (!tick.engines.some((told) => told.engine === id)) engines.delete(id);
+  for (const [id, engine] of [...engines]) {
+    if (tick.engines.some((told) => told.engine === id)) continue;
+    drop(engine.rows);
+    engines.delete(id);
+  }
+}
+
+function drop(rows = new Map(), isDropped = () => true) {
+  for (const row of [...rows.values()].filter(isDropped)) {
+    rows.delete(row.id);
+    row.node?.remove();
+  }
 }
 
 const isLive = (row) => row.state in STATES;
@@ -137,6 +153,7 @@ const isLive = (row) => row.state in STATES;
 // -- drawing ----------------------------------------------------------------------------------------------------------
 
 function draw() {
+  drawn = performance.now();
   drawRates();
   if (!clock.tick) return;
   drawEngines();
@@ -162,13 +179,8 @@ function drawBatch(engine) {
   const width = $("rows").querySelector(".lane")?.clientWidth || 400;
   const inSight = Math.floor(width / CELLS[0]);
   const ended = rows.filter((row) => !isLive(row));
-  for (const [at, row] of ended.entries()) {
-    const isOut = row.start + row.cells.length <= engine.columns - inSight || at < ended.length - MAX_ENDED;
-    if (isOut) {
-      engine.rows.delete(row.id);
-      row.node?.remove();
-    }
-  }
+  const isOut = (row) => row.start + row.cells.length <= engine.columns - inSight || ended.indexOf(row) < ended.length - MAX_ENDED;
+  drop(engine?.rows, (row) => !isLive(row) && isOut(row));
   // Steps are as wide as lets all rows be seen from their first step on.
   const steps = engine ? engine.columns - Math.min(...[...engine.rows.values()].map((row) => row.start)) : 0;
   const cell = Math.max(CELLS[0], Math.min(CELLS[1], Math.floor(width / steps)));

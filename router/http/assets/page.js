@@ -44,7 +44,7 @@ dialog.querySelector("form").addEventListener("submit", (event) => {
   live.restart();
 });
 
-startChat({ model: () => model, onUnauthenticated: askForToken });
+startChat({ model: () => model || undefined, onUnauthenticated: askForToken });
 const live = startLive({
   hello(told) {
     $("state").textContent = told ? (told.tenant ? `serving ${told.tenant}` : "serving") : "not connected";
