@@ -38,12 +38,11 @@ _INTERNAL = (500, "server_error", "internal_error")
 class HttpError(Exception):
     """An error that only HTTP has: a path that is not there, a body that is too large, a host that is not served."""
 
-    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
-        self.param = param
 
 
 class BodyTooLarge(PagodaError):
@@ -67,7 +66,7 @@ class Refusal:
 def refusal(error: Exception) -> Refusal:
     """Convert an exception; internal ones are logged in full and become a fixed text, as for gRPC."""
     if isinstance(error, HttpError):
-        return _refusal(error.status, error.message, "invalid_request_error", error.code, error.param)
+        return _refusal(error.status, error.message, "invalid_request_error", error.code)
     if isinstance(error, BodyTooLarge):
         return _refusal(413, error.message, "invalid_request_error", "body_too_large")
     if isinstance(error, Internal) or not isinstance(error, PagodaError) or error.code not in _STATUS:

@@ -24,6 +24,7 @@ from pagoda_server.settings.sampling import PARAMETERS
 
 DEFAULT_TEMPERATURE = 1.0  # these two are the API's own defaults, not the protocol's
 DEFAULT_COMPLETION_TOKENS = 16
+FEW_VALUES = 1 << 14  # which the fast decoder takes no more than a few milliseconds for
 MAX_WHOLE_LOGPROBS = 1 << 16  # in an answer that is not streamed: it is kept in memory until it is complete
 
 _MAX_UINT32 = (1 << 32) - 1
@@ -90,7 +91,7 @@ def json_object(raw: bytes, limits: Limits) -> dict[str, Json]:
     except UnicodeDecodeError:
         raise InvalidArgument("body", "is not UTF-8") from None
     decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
-    if sum(map(raw.count, (b",", b":", b"[", b"{"))) > MAX_FIELDS:
+    if sum(map(raw.count, (b",", b":", b"[", b"{"))) > FEW_VALUES:
         _make_countable(decoder, MAX_FIELDS + limits.max_model_len + limits.vocab_size)
     try:
         value = decoder.decode(text)

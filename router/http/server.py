@@ -58,8 +58,9 @@ class HttpPort:
             app, http=partial(Connection, stall_s=stall_s), lifespan="off", ws="none",  # type: ignore[arg-type]
             log_config=None, log_level="critical", access_log=False, server_header=False, headers=_HEADERS,
             proxy_headers=False, timeout_keep_alive=IDLE_S, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            ssl_context_factory=None if tls is None else lambda *_: tls, reset_contextvars=True,
         )  # fmt: skip
+        config.load()
+        config.ssl = tls
         self._server = _Server(config)
         self._has_ended = asyncio.Event()
 

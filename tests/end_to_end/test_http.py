@@ -82,10 +82,11 @@ class Posted:
 def wait_idle(control: control_pb2_grpc.ControlStub) -> control_pb2.EngineLoad:
     deadline = time.monotonic() + 20.0
     while True:
-        load = engine_load(control)
-        if not (load.blocks_referenced or load.running or load.waiting):
-            return load
-        assert time.monotonic() < deadline, f"{load.blocks_referenced} blocks are still held"
+        load = control.GetLoad(control_pb2.GetLoadRequest())
+        (engine,) = load.engines
+        if not (load.requests or engine.blocks_referenced or engine.running or engine.waiting):
+            return engine
+        assert time.monotonic() < deadline, f"{engine.blocks_referenced} blocks are still held"
         time.sleep(0.005)
 
 
@@ -164,17 +165,19 @@ def test_a_client_that_stops_reading_loses_its_place(server: Server, control: co
 def test_a_full_server_tells_when_to_come_back_before_it_has_read_the_body(
     server: Server, control: control_pb2_grpc.ControlStub
 ) -> None:
-    running = [Posted(server, COMPLETIONS, LONG) for _ in range(MAX_REQUESTS)]
     address = urlsplit(server.http)
-    with socket.create_connection((address.hostname, address.port), 20) as connection:  # type: ignore[arg-type]
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
-        head, _, body = connection.recv(1 << 16).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 429 ")
-    assert b"\r\nretry-after: " in head
-    assert b"\r\nretry-after-ms: " in head
-    assert json.loads(body)["error"]["code"] == "queue_full"
-    for posted in running:
-        posted.connection.close()
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_REQUESTS):
+            stack.callback(Posted(server, COMPLETIONS, LONG).connection.close)
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=20)
+        connection.putrequest("POST", COMPLETIONS)
+        connection.putheader("content-length", "1000")
+        connection.endheaders()
+        refused = connection.getresponse()
+        assert refused.status == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert int(refused.headers["retry-after-ms"]) > 0
+        assert json.loads(refused.read())["error"]["code"] == "queue_full"
     wait_idle(control)
 
 
@@ -276,7 +279,7 @@ def test_tls_and_tokens_guard_http_as_they_do_grpc(tmp_path: Path) -> None:
 
 def test_sigterm_lets_streams_finish_and_refuses_others() -> None:
     with running_server(*SYNTHETIC, "--grace-s", "20") as server:
-        stream = Posted(server, COMPLETIONS, LONG | {"max_tokens": 200})
+        stream = Posted(server, COMPLETIONS, LONG | {"max_tokens": 120})
         stream.response.readline()
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from typing import Any
@@ -37,11 +38,11 @@ def mutated(data: bytes, max_size: int, seed: int) -> bytes:
 def _changed(document: Any, chance: random.Random) -> Any:
     places = [(holder, key) for holder in _holders(document) for key in _keys(holder)]
     if not places:
-        return chance.choice(_VALUES)
+        return copy.deepcopy(chance.choice(_VALUES))
     (holder, key), (other, other_key) = chance.choice(places), chance.choice(places)
     match chance.randrange(4):
         case 0:
-            holder[key] = chance.choice(_VALUES)
+            holder[key] = copy.deepcopy(chance.choice(_VALUES))  # later changes must not reach the list
         case 1:
             holder[key] = json.loads(json.dumps(other[other_key]))  # a copy, so that nothing holds itself
         case 2 if isinstance(holder, dict):

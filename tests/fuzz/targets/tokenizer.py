@@ -34,6 +34,9 @@ def check_folder(folder: Path) -> bool:
     vocabulary = reference.get_vocab(with_added_tokens=True)
     if len(set(vocabulary.values())) < len(vocabulary):
         return True  # of two tokens with one id the library shows any
+    added = reference.get_added_tokens_decoder().values()
+    if reference.normalizer is not None and any(token.special and token.normalized for token in added):
+        return True  # the library shows the normalized name, and does not skip it, because no token is called so
     try:
         _check_decoding(tokenizer, reference, list(range(min(tokenizer.vocab_size, MOST_IDS))))
         for text, with_special in itertools.product(TEXTS, (True, False)):
