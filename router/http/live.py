@@ -10,7 +10,8 @@ A message is a list of ticks. A tick is made once for all callers that may see t
      "engines": [{"engine": 0, "running": …, "waiting": …, "hold": why the next in line waits,
                   "blocks": [total, free, evictable], "block_size": …, "preemptions": …, "epoch": …,
                   "columns": steps since the last tick,
-                  "rows": [[sequence, state, prompt tokens, tokens, computed tokens, tenant, request id, cells], …]}]}
+                  "rows": [[sequence, state, prompt tokens, tokens, computed tokens, tenant, request id, cells], …],
+                  "others": live sequences without a row}]}
 
 Cells tell what a sequence did in each of these steps, a letter a step: `d` decode, `p` prefill, `w` waiting,
 `x` preempted, `h` held (it runs, and computed nothing) and `.` for nothing. A state is one of these letters, or one of
@@ -180,7 +181,7 @@ class TraceReader:
             row.computed = max(row.computed, move.computed_tokens)
         rows = [self._told(id, columns) for id in shown]
         self._drop_ended()
-        return {"columns": num_columns, "rows": rows}
+        return {"columns": num_columns, "rows": rows, "others": len(self._rows) - len(self._shown)}
 
     def _told(self, id: int, columns: Iterable[tuple[dict[int, str], int]]) -> list[Any]:
         row = self._rows[id]

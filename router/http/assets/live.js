@@ -185,13 +185,11 @@ function drawBatch(engine) {
   const steps = engine ? engine.columns - Math.min(...[...engine.rows.values()].map((row) => row.start)) : 0;
   const cell = Math.max(CELLS[0], Math.min(CELLS[1], Math.floor(width / steps)));
   for (const row of rows) if (engine.rows.has(row.id)) drawRow(engine, row, cell);
-  const live = rows.filter(isLive).length;
-  const all = engine ? engine.running + engine.waiting : 0;
   $("batch").hidden = !engine?.rows.size;
   $("batch-empty").hidden = Boolean(engine?.rows.size);
   setText("batch-count", engine ? `${engine.running} running, ${engine.waiting} waiting` : "no engine is ready");
   const more = [];
-  if (all > live) more.push(`${all - live} more ${all - live === 1 ? "sequence is" : "sequences are"} not shown.`);
+  if (engine?.others) more.push(`${engine.others} more ${engine.others === 1 ? "sequence is" : "sequences are"} not shown.`);
   if (engine?.waiting && HOLDS[engine.hold]) more.push(`The next in line waits because ${HOLDS[engine.hold]}.`);
   if (engine?.preemptions) more.push(`${engine.preemptions} preemptions since the engine started.`);
   $("batch-more").hidden = !more.length;

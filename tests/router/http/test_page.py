@@ -211,6 +211,24 @@ def test_a_watcher_gets_about_four_messages_a_second(server: Server) -> None:
         assert 0.8 < time.monotonic() - started < 3.0
 
 
+@pytest.mark.slow
+def test_each_of_several_routers_shows_the_requests_of_all() -> None:
+    arguments = ("--model", "synthetic", "--step-ms", "5", "--workers", "2", "--http", "127.0.0.1:0")
+    with running_server(*arguments) as server, contextlib.ExitStack() as stack:
+        streams = 0
+        deadline = time.monotonic() + 60
+        while streams < 6:
+            assert time.monotonic() < deadline
+            response = stack.enter_context(requested(server, "/v1/chat/completions", None, chat("hello", 20_000)))
+            streams += response.status == 200  # a router that does not have the engine yet refuses
+        for _ in range(6):  # the kernel spreads connections over the routers
+            with requested(server, "/live") as response:
+                for tick in ticks(response):
+                    rows = [row for engine in tick.get("engines", ()) for row in engine.get("rows", ())]
+                    if tick.get("requests") == len(rows) == 6:
+                        break
+
+
 # -- several answers on one connection ---------------------------------------------------------------------------------
 
 
