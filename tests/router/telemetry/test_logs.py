@@ -162,6 +162,18 @@ def test_a_request_by_http_is_a_line_too(server: Server) -> None:
     assert any("UNAUTHENTICATED" in kinds for kinds in counted)
 
 
+@pytest.mark.parametrize(
+    "method", ["vllm.grpc.engine.VllmEngine/Generate", "inference.GRPCInferenceService/ModelInfer"]
+)
+def test_a_call_of_another_protocol_is_named_by_its_own_method(server: Server, method: str) -> None:
+    time.sleep(1.2)  # no second of counting runs
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.unary_stream(f"/{method}")
+        with pytest.raises(grpc.RpcError):
+            list(call(b"", metadata=[("authorization", f"Bearer {TOKEN}")], timeout=60))
+    line_of(server, method=method, code="INVALID_ARGUMENT")
+
+
 def test_calls_for_which_there_is_no_place_are_counted(server: Server, stub: inference_pb2_grpc.InferenceStub) -> None:
     running = [generate(stub, request("hello", 5000)) for _ in range(2)]
     for call in running:
