@@ -31,7 +31,9 @@ def generate(folder: Path) -> None:
             copy.write_text(proto.read_text().replace(" step_s = ", " step_z = "))
         files = sorted(str(path.relative_to(accepted)) for path in accepted.rglob("*.proto"))
         plugins = [
-            f"--{plugin}_{option}" for plugin in ("go", "go-grpc") for option in (f"out={folder}", f"opt=module={MODULE}")
+            f"--{plugin}_{option}"
+            for plugin in ("go", "go-grpc")
+            for option in (f"out={folder}", f"opt=module={MODULE}")
         ]
         subprocess.run(["protoc", f"-I{accepted}", *plugins, *files], check=True)
     stub = folder / "pagoda" / "v1" / "control.pb.go"
@@ -40,7 +42,9 @@ def generate(folder: Path) -> None:
         text = text.replace(wrong, right)
         # In the descriptor, which is an array of bytes over many lines.
         *same, last = [f"0x{byte:02x}" for byte in wrong.encode()]
-        text = re.sub("(" + "".join(byte + r",\s*" for byte in same) + ")" + last, rf"\g<1>0x{ord(right[-1]):02x}", text)
+        text = re.sub(
+            "(" + "".join(byte + r",\s*" for byte in same) + ")" + last, rf"\g<1>0x{ord(right[-1]):02x}", text
+        )
     stub.write_text(text)
 
 
