@@ -40,11 +40,12 @@ STREAMS = {
 def running() -> Iterator[dict[str, dict[str, str]]]:
     """Start them all. Yields how to connect to each: `address`, and for `guarded` also `token` and `ca`, a PEM file."""
     with (
-        running_server(*MODEL) as plain,
+        running_server(*MODEL, ready=False) as plain,  # it loads while the next one starts
         _guarded() as guarded,
         _faulty(plain.address) as faulty,
         _cut(plain.address) as cut,
     ):
+        plain.wait_ready()
         yield {"plain": {"address": plain.address}, "guarded": guarded, "faulty": faulty, "cut": cut}
 
 
