@@ -42,7 +42,7 @@ def typescript(folder: Path, text: str) -> tuple[list[str | Path], dict[str, str
     """The program has no types of its own, so Node runs it as it is."""
     client, node, npm = ROOT / "clients" / "typescript", program("node"), program("npm")
     if not (client / "node_modules").exists():
-        subprocess.run([npm, "ci", "--silent", "--no-fund", "--no-audit"], cwd=client, check=True)
+        subprocess.run([npm, "ci", "--silent", "--ignore-scripts", "--no-fund", "--no-audit"], cwd=client, check=True)
     subprocess.run([npm, "run", "--silent", "build"], cwd=client, check=True)
     (folder / "node_modules").mkdir(exist_ok=True)
     if not (link := folder / "node_modules" / "pagoda-client").exists():
