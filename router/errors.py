@@ -146,6 +146,7 @@ class PermissionDenied(PagodaError):
     def __init__(self, what: str, right: str) -> None:
         info = error_details_pb2.ErrorInfo(reason="RIGHT_MISSING", domain=ERROR_DOMAIN, metadata={"right": right})
         super().__init__(f"{what} needs the right {right}, which the token does not have", info)
+        self.reason = info.reason
 
 
 class DeadlineExceeded(PagodaError):

@@ -209,7 +209,7 @@ class _Stream:
         request = _Inference(self._context, self._respond, raw, can_stream=True)
         try:
             if (why := self._inference.refusal(caller().tenant)) is not None:
-                self._inference.observers.refused(f"/{SERVICE}/ModelStreamInfer", why)
+                self._inference.refused(request, why, f"{SERVICE}/ModelStreamInfer")
                 raise why
             await request.run(self._inference)
         except Exception as error:
@@ -262,7 +262,7 @@ class _Inference(Translation):
         *,
         can_stream: bool,
     ) -> None:
-        super().__init__(context, raw)
+        super().__init__(context, f"{SERVICE}/{'ModelStreamInfer' if can_stream else 'ModelInfer'}", raw)
         self.id = ""
         self._respond = respond
         self._can_stream = can_stream

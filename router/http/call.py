@@ -14,7 +14,7 @@ from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument, Unimplemented
 from pagoda_server.router.http.errors import BodyTooLarge, refusal, send_refusal
 from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.inference import SERVICE, InferenceServicer
+from pagoda_server.router.request.inference import InferenceServicer
 from pagoda_server.router.tenants.caller import caller
 
 REQUEST_ID = "x-request-id"
@@ -171,12 +171,13 @@ class GenerateEndpoint:
             call.answer = api.answer()
             return request
 
+        route = f"{scope['method']} {scope['path']}"
         if (why := self._inference.refusal(caller().tenant)) is not None:
-            self._inference.observers.refused(f"/{SERVICE}/Generate", why)
+            self._inference.refused(call, why, route)
             await call.fail(why)
             return
         try:
-            await self._inference.generate(call, parse)
+            await self._inference.generate(call, parse, route)
             await call.finish()
         except asyncio.CancelledError:
             if not call.is_gone:

@@ -8,7 +8,7 @@ nor read, because they name its host.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagoda_server.channel.address import host_of
 from pagoda_server.router.errors import PagodaError
 from pagoda_server.router.http.errors import HttpError, refusal, send_refusal
-from pagoda_server.router.tenants.caller import Caller, set_caller
+from pagoda_server.router.tenants.caller import set_caller
 from pagoda_server.router.tenants.identity import Identities
 
 ANY_ORIGIN = "*"
@@ -32,7 +32,7 @@ class Guard:
     checks_host      whether a foreign host is refused
     allowed_hosts    names that requests may call this server by, besides its address, localhost and IP addresses
     allowed_origins  origins of other hosts' pages that may send requests
-    on_refusal       told of each request whose caller is unknown, or may not call for its tenant
+    on_refusal       told of each request whose caller is unknown or lacks a right
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class Guard:
         checks_host: bool,
         allowed_hosts: Collection[str],
         allowed_origins: Collection[str],
-        on_refusal: Callable[[PagodaError], None] = lambda error: None,
+        on_refusal: Callable[[str, PagodaError], None] = lambda route, error: None,
     ) -> None:
         self._app = app
+        self._on_refusal = on_refusal
         self._identities = identities
         self._public_paths = frozenset(public_paths)
         self._checks_host = checks_host
         self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts) | {"localhost"}
         self._allowed_origins = frozenset(allowed_origins)
-        self._on_refusal = on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -69,7 +69,11 @@ class Guard:
                     return
             if scope["path"] not in self._public_paths:
                 metadata = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
-                set_caller(self._caller_of(metadata))
+                try:
+                    set_caller(self._identities.caller_of(metadata))
+                except PagodaError as error:
+                    self._on_refusal(f"{scope['method']} {scope['path']}", error)
+                    raise
             await self._app({**scope, "app": self}, receive, send)
         except HTTPException as error:
             where = f"{scope['method']} {ascii(scope['path'])[1:-1]}"
@@ -79,13 +83,6 @@ class Guard:
             )
         except Exception as error:
             await _refuse(error, send)
-
-    def _caller_of(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
-        try:
-            return self._identities.caller_of(metadata)
-        except PagodaError as error:
-            self._on_refusal(error)
-            raise
 
     def _is_own(self, host: str) -> bool:
         """Whether a host is this server's: an IP address is, because no other name leads a browser to it."""

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import uvloop
@@ -27,6 +27,7 @@ from pagoda.v1 import (
     control_pb2,
     control_pb2_grpc,
 )
+from pagoda_server import installed_version
 from pagoda_server.channel.address import host_of, is_local
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress, find_model
 from pagoda_server.checkpoints.folder import read_json_object
@@ -35,8 +36,9 @@ from pagoda_server.router.adapters.translation import Adapter
 from pagoda_server.router.adapters.vllm import VllmEngine
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.http import health, metrics, openai
+from pagoda_server.router.http import health, metrics, openai, page, together
 from pagoda_server.router.http.guards import Guard
+from pagoda_server.router.http.live import LiveFeed
 from pagoda_server.router.http.server import HttpPort
 from pagoda_server.router.process.calls import GRPC_LOGGER, CallGuard, Refusal, is_worth_logging
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
@@ -63,13 +65,18 @@ from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.request.record import Observers
+from pagoda_server.router.telemetry.logs import RequestLog
 from pagoda_server.router.telemetry.metrics import Metrics, Sample, Tally, engine_samples
 from pagoda_server.router.tenants.identity import Identities, Tenants, TenantsFile, read_tenants, wait_for_tenants
 from pagoda_server.router.tenants.quotas import Quotas
 from pagoda_server.router.text.tokenizer import Tokenizer
 from pagoda_server.settings import EXIT_CONFIG, RouterSettings, ServeConfig, SettingError
 from pagoda_server.settings.engine import weights_of_tenants
+from pagoda_server.settings.logs import start_logging
 from pagoda_server.settings.router import SPAWN, names_in
+
+if TYPE_CHECKING:
+    from pagoda_server.router.telemetry.traces import Traces
 
 log = logging.getLogger("pagoda.router")
 
@@ -92,12 +99,23 @@ def longest_context(folder: Path) -> int:
         return LONGEST_CONTEXT
 
 
+def import_traces() -> type[Traces]:
+    """The observer that sends traces, whose libraries not every installation has. Raises ConfigError."""
+    try:
+        from pagoda_server.router.telemetry.traces import Traces
+    except ModuleNotFoundError as error:
+        raise ConfigError("--otlp-endpoint needs more packages: pip install 'pagoda-server[tracing]'") from error
+    return Traces
+
+
 def serve(config: ServeConfig, progress: Progress | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the process's exit code: 0, 1 for a failure, 2 for a wrong setting."""
 
     def run() -> None:
         config.check_engine_is_ours()
         check_exposure(config)
+        if config.otlp_endpoint:
+            import_traces()
         if config.tenants_file:
             read_tenants(Path(config.tenants_file), config.workers)  # fail before a model is fetched
         model = find_model(config.model, progress or PrintedProgress())
@@ -123,9 +141,7 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
 
 
 def _exit_code_of(run: Callable[[], None], config: ServeConfig) -> int:
-    logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
+    start_logging(config)
     logging.getLogger(GRPC_LOGGER).addFilter(is_worth_logging)
     try:
         run()
@@ -184,6 +200,13 @@ class Router:
         self._group: RouterGroup | None = None  # set if several routers share the port
         self._live = LiveRequests()
         self._observers = Observers()
+        self._traces = import_traces()(config.otlp_endpoint, self._name) if config.otlp_endpoint else None
+        if self._traces:
+            self._observers.append(self._traces)  # before the log, which tells the trace's id
+        self._requests = RequestLog()
+        if config.log_requests:
+            self._observers.append(self._requests)
+            self._observers.on_refusal.append(self._requests.refused)
         self._admission = Admission(config.max_requests, config.max_queued_tokens or (1 << 62) // config.workers)
         self._quotas = Quotas(config.workers)
         self._identities = Identities({}) if config.tenants_file else Identities.of_one_token(auth_token(config))
@@ -238,6 +261,9 @@ class Router:
                 self._port.close()
                 http = (self._http.stop(STOP_S),) if self._http else ()
                 await asyncio.gather(server.stop(STOP_S), *http)
+            self._requests.close()
+            if self._traces:
+                await asyncio.to_thread(self._traces.close)
         if self._failure is not None:
             raise self._failure
 
@@ -325,7 +351,8 @@ class Router:
         self._port = bind(server, config)
         await server.start()
         if config.http:
-            self._http = self._http_port(config.http, max_bytes)
+            load = self._group.control.current_load if self._group else control.current_load
+            self._http = self._http_port(config.http, max_bytes, LiveFeed(self._dispatcher.channels, load))
             print(f"HTTP on {self._http.url}", flush=True)
         print(f"listening on {self._port.address}", flush=True)
         return server
@@ -352,16 +379,18 @@ class Router:
             ),
         ]
 
-    def _http_routes(self, max_bytes: int) -> list[BaseRoute]:
+    def _http_routes(self, max_bytes: int, feed: LiveFeed) -> list[BaseRoute]:
         assert self._tally is not None, "there is one with --http"
-        page = Metrics(self._name, self._tally, self._known_of_engines, self._other_tallies).page
+        shown = Metrics(self._name, self._tally, self._known_of_engines, self._other_tallies)
         return [
             *health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING),
             *openai.routes(self._inference, self._name, self._dispatcher.refusal, max_bytes),
-            *metrics.routes(page),
+            *page.routes(feed, {"model": self._name, "version": installed_version()}),
+            *together.routes(),
+            *metrics.routes(shown.page),
         ]
 
-    def _http_port(self, listen: str, max_bytes: int) -> HttpPort:
+    def _http_port(self, listen: str, max_bytes: int, feed: LiveFeed) -> HttpPort:
         """The HTTP port. Raises ConfigError.
 
         Where TLS or tokens guard an address that others can reach, they call the server by names that it does not know,
@@ -370,13 +399,13 @@ class Router:
         config = self._config
         is_guarded = config.tls_cert is not None or self._identities.tokens is not None
         guard = Guard(
-            Routes(self._http_routes(max_bytes), redirect_slashes=False),
+            Routes(self._http_routes(max_bytes, feed), redirect_slashes=False),
             self._identities,
-            public_paths=health.PUBLIC_PATHS,
+            public_paths=(*health.PUBLIC_PATHS, *page.PUBLIC_PATHS),
             checks_host=is_local(listen) or not is_guarded or config.http_allowed_hosts is not None,
             allowed_hosts=[host_of(listen), *names_in(config.http_allowed_hosts)],
             allowed_origins=names_in(config.http_allowed_origins),
-            on_refusal=partial(self._observers.refused, "HTTP"),
+            on_refusal=self._observers.refused,
         )
         tls = tls_context(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
         return HttpPort(listen, guard, shares_port=bool(self._sockets), tls=tls, stall_s=config.stall_timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ import grpc
 from pagoda_server.router.errors import PagodaError, Passed
 from pagoda_server.router.request.generate_call import GenerateCall
 
+log = logging.getLogger("pagoda.router")
+
 
 @dataclass(slots=True, eq=False)
 class Record:
@@ -21,7 +24,10 @@ class Record:
 
     method       Generate or Resume
     metadata     what came with the call
+    route        what the client called: a gRPC method such as pagoda.v1.Inference/Generate, or an HTTP method and path
     received_s   when it came, in seconds since 1970
+    is_chat      whether the prompt is a conversation
+    trace_id     of the trace that the call belongs to, in hexadecimal digits; "" if it belongs to none
     request_id   "" until the request is read
     prompt_len   tokens; 0 until the prompt is tokenized
     answer       None until the request is submitted
@@ -33,13 +39,22 @@ class Record:
     method: str
     tenant: str
     metadata: Sequence[tuple[str, str | bytes]]
+    route: str
     received_s: float = field(default_factory=time.time)
     request_id: str = ""
+    is_chat: bool = False
+    trace_id: str = ""
     prompt_len: int = 0
     answer: GenerateCall | None = None
     engine: int = 0
     code: grpc.StatusCode = grpc.StatusCode.OK
     error: Exception | None = None
+    _begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def duration_s(self) -> float:
+        """How long the call has lasted."""
+        return time.monotonic() - self._begun
 
 
 class Observer(Protocol):
@@ -63,6 +78,14 @@ class Observers(list[Observer]):
         for tell in self.on_refusal:
             tell(method, error)
 
+    def tell(self, record: Record) -> None:
+        """Tell all of a call that has ended."""
+        for observer in self:
+            try:
+                observer.ended(record)
+            except Exception:  # a fault of telemetry must not end a call
+                log.exception("an observer of calls failed")
+
     @contextlib.contextmanager
     def recording(self, record: Record) -> Iterator[Record]:
         """Around a call: find out how it ends, and tell the observers."""
@@ -79,6 +102,5 @@ class Observers(list[Observer]):
             record.code = error.code if isinstance(error, PagodaError) else grpc.StatusCode.INTERNAL
             raise
         finally:
-            for observer in self:
-                observer.ended(record)
+            self.tell(record)
             record.error = None  # its traceback holds the frame that holds the record

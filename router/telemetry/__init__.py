@@ -1,1 +1,1 @@
-"""What a router tells those who watch it, beside the answers of its own services."""
+"""What is told of calls: metrics, traces, one line of log a request."""

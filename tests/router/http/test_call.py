@@ -15,7 +15,6 @@ from pagoda_server.router.http.call import GenerateEndpoint
 from pagoda_server.router.http.guards import Guard
 from pagoda_server.router.http.server import HttpPort
 from pagoda_server.router.request.receiving import Messages
-from pagoda_server.router.request.record import Observers
 from pagoda_server.router.tenants.identity import Identities
 
 REQUEST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
@@ -46,13 +45,15 @@ class Inference:
 
     def __init__(self) -> None:
         self.is_full = False
-        self.observers = Observers()
         self._messages = Messages(1 << 20, 10.0)
 
     def refusal(self, tenant: str) -> ResourceExhausted | None:
         return ResourceExhausted("the queue is full", retry_after_s=1.0) if self.is_full else None
 
-    async def generate(self, call: Any, parse: Any) -> None:
+    def refused(self, call: Any, why: Exception, route: str) -> None:
+        pass
+
+    async def generate(self, call: Any, parse: Any, route: str) -> None:
         with await self._messages.read(call) as message:
             await message.parsed(lambda raw: parse(raw, None))
 

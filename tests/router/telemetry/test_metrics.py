@@ -91,7 +91,7 @@ def end(
     observers: Observers, error: BaseException | None = None, of: Any = None, method: str = "Generate", engine: int = 0
 ) -> None:
     """A call that ends like this."""
-    with contextlib.suppress(BaseException), observers.recording(Record(method, "", ())) as record:
+    with contextlib.suppress(BaseException), observers.recording(Record(method, "", (), method)) as record:
         record.answer, record.engine = of, engine
         if error is not None:
             raise error
