@@ -97,19 +97,21 @@ def main(
 def _measure(streams: int, step_ms: float, seconds: float, clients: int, workers: int, channel: str) -> Row:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         at = f"{'shm' if channel == 'shm' else 'unix'}:{folder}/engine.sock"
-        engine = stack.enter_context(_engine(at, 2 * streams + 1, step_ms))
-        router, address = stack.enter_context(_router(at, workers))
-        direct = _run([(read_channel, at, streams), (ask_channel_alone, at, PROBE_PAUSE_S)], seconds, {})
+        engine = stack.enter_context(running_engine(at, 2 * streams + 1, step_ms))
+        router, address, _ = stack.enter_context(running_router(at, workers))
+        direct = run_clients([(read_channel, at, streams), (ask_channel_alone, at, PROBE_PAUSE_S)], seconds, {})
         shares = [streams * (i + 1) // clients - streams * i // clients for i in range(clients)]
         work: list[Work] = [(read_streams, address, share) for share in shares]
-        steady = _run([*work, (ask_alone, address, PROBE_PAUSE_S)], seconds, {"router": router, "engine": engine})
+        steady = run_clients(
+            [*work, (ask_alone, address, PROBE_PAUSE_S)], seconds, {"router": router, "engine": engine}
+        )
         added = {"on the channel": direct.added_ttft_ms, "alone": steady.added_ttft_ms}
         if step_ms:
             interval_s = ARRIVING_TOKENS * step_ms / 1e3 / streams
-            added["evenly"] = _run([(ask_evenly, address, interval_s)], seconds, {}).added_ttft_ms
-            added["at once"] = _run([(ask_at_once, address, streams)], seconds, {}).added_ttft_ms
-    tokens, gaps = _within(steady.seen, steady.start, steady.end)
-    _, direct_gaps = _within(direct.seen, direct.start, direct.end)
+            added["evenly"] = run_clients([(ask_evenly, address, interval_s)], seconds, {}).added_ttft_ms
+            added["at once"] = run_clients([(ask_at_once, address, streams)], seconds, {}).added_ttft_ms
+    tokens, gaps = within(steady.seen, steady.start, steady.end)
+    _, direct_gaps = within(direct.seen, direct.start, direct.end)
     return Row(
         load=f"{streams} × {f'{step_ms:g} ms' if step_ms else 'unpaced'}",
         tokens_per_s=tokens.sum() / (steady.end - steady.start),
@@ -121,7 +123,7 @@ def _measure(streams: int, step_ms: float, seconds: float, clients: int, workers
     )
 
 
-def _within(seen: list[Arrivals], start: float, end: float) -> tuple[np.ndarray, np.ndarray]:
+def within(seen: list[Arrivals], start: float, end: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of each message, and the milliseconds between neighbours in a stream."""
     counts, gaps = [], []
     for arrivals in seen:
@@ -135,7 +137,7 @@ def _within(seen: list[Arrivals], start: float, end: float) -> tuple[np.ndarray,
 # -- clients ---------------------------------------------------------------------------------------------------------
 
 
-def _run(work: Sequence[Work], seconds: float, servers: dict[str, psutil.Process]) -> Window:
+def run_clients(work: Sequence[Work], seconds: float, servers: dict[str, psutil.Process]) -> Window:
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for client in work:
@@ -168,7 +170,7 @@ def _cpu_s(processes: list[psutil.Process]) -> float:
 
 
 @contextlib.contextmanager
-def _engine(listen: str, max_num_seqs: int, step_ms: float) -> Iterator[psutil.Process]:
+def running_engine(listen: str, max_num_seqs: int, step_ms: float) -> Iterator[psutil.Process]:
     sizes = ["--max-num-seqs", str(max_num_seqs), "--token-budget", str(max_num_seqs + 512)]
     room = ["--max-model-len", str(STEADY_TOKENS + 64), "--kv-cache-gb", "0.4"]
     pace = ["--step-ms", str(step_ms)] if step_ms else []
@@ -188,17 +190,21 @@ def _engine(listen: str, max_num_seqs: int, step_ms: float) -> Iterator[psutil.P
 
 
 @contextlib.contextmanager
-def _router(engine: str, workers: int) -> Iterator[tuple[psutil.Process, str]]:
+def running_router(engine: str, workers: int, *options: str) -> Iterator[tuple[psutil.Process, str, str]]:
+    """A router of this engine: its process, its address and, with --http among the options, its URL."""
     command = [sys.executable, "-m", "pagoda_server.cli", "serve", "--model", "synthetic", "--listen", "127.0.0.1:0"]
-    limits = ["--max-requests", "4096", "--max-queued-tokens", str(1 << 40), "--log-level", "warning"]
+    limits = ["--max-requests", "4096", "--max-queued-tokens", str(1 << 40), "--log-level", "warning", *options]
     spread = ["--workers", str(workers)] if workers > 1 else []
     process = subprocess.Popen([*command, "--engine", engine, *limits, *spread], stdout=subprocess.PIPE, text=True)
     with _stopped_at_end(process):
         assert process.stdout is not None
-        address = process.stdout.readline().split()[-1]
+        line, url = process.stdout.readline(), ""
+        if line.startswith("HTTP on "):
+            url, line = line.split()[-1], process.stdout.readline()
+        address = line.split()[-1]
         if not becomes_ready(address, process):
             raise BenchError("the router did not become ready")
-        yield psutil.Process(process.pid), address
+        yield psutil.Process(process.pid), address, url
 
 
 @contextlib.contextmanager

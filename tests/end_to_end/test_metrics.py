@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import time
 import urllib.error
 import urllib.request
@@ -87,18 +88,25 @@ def test_any_router_tells_what_all_have_counted(server: Server) -> None:
             generate(stack.enter_context(stub(server)), 20, "wrong")
         with pytest.raises(grpc.RpcError):
             generate(stack.enter_context(stub(server)), 0, "acme")
+    body = json.dumps({"prompt": "x", "max_tokens": 20, "ignore_eos": True}).encode()
+    asked = urllib.request.Request(f"{server.http}/v1/completions", body, dict(metadata("acme")))
+    with urllib.request.urlopen(asked, timeout=30) as answer:
+        assert json.load(answer)["usage"]["completion_tokens"] == 20
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"{server.http}/v1/models", timeout=30)
     seen = [scraped(server) for _ in range(6)]  # each over a connection of its own
 
     def grown(name: str, **labels: str) -> set[float]:
         return {value(page, name, **labels) - value(before, name, **labels) for page in seen}
 
-    assert grown("pagoda_calls_total", method="Generate", code="OK", reason="") == {CALLS}
+    assert grown("pagoda_calls_total", method="Generate", code="OK", reason="") == {CALLS + 1}
     assert grown("pagoda_calls_total", method="Generate", code="UNAUTHENTICATED", reason="") == {1}
+    assert grown("pagoda_calls_total", method="other", code="UNAUTHENTICATED", reason="") == {1}
     assert grown("pagoda_calls_total", method="Generate", code="INVALID_ARGUMENT", reason="") == {1}
-    assert grown("vllm:generation_tokens_total", engine="0") == {20 * CALLS}
-    assert grown("vllm:request_success_total", engine="0", finished_reason="length") == {CALLS}
-    assert grown("vllm:time_to_first_token_seconds_count", engine="0") == {CALLS}
-    assert grown("vllm:inter_token_latency_seconds_count", engine="0") == {19 * CALLS}
+    assert grown("vllm:generation_tokens_total", engine="0") == {20 * (CALLS + 1)}
+    assert grown("vllm:request_success_total", engine="0", finished_reason="length") == {CALLS + 1}
+    assert grown("vllm:time_to_first_token_seconds_count", engine="0") == {CALLS + 1}
+    assert grown("vllm:inter_token_latency_seconds_count", engine="0") == {19 * (CALLS + 1)}
     assert grown("pagoda_tenant_service_total", engine="0", tenant="acme") != {0.0}
     for page in seen:
         assert value(page, "pagoda_admitted_requests_limit") == 20
@@ -120,7 +128,7 @@ def test_a_router_that_dies_is_left_out_and_counts_from_0_when_it_is_back(server
             page = scraped(server)
             memory = [router for router in "01" if value(page, "process_resident_memory_bytes", router=router)]
             counted = value(page, "pagoda_calls_total", method="Generate", code="OK", reason="")
-            assert counted <= CALLS
+            assert counted <= CALLS + 1
             if len(memory) == 2 and value(page, "pagoda_engine_up", engine="0"):
                 break
         assert time.monotonic() < deadline
