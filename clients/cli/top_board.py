@@ -43,8 +43,9 @@ class Followed:
 
     cells         what it did, by time in units of CELL_S
     ending        how it ended; empty while it is live
-    is_whole      whether all of its tokens have been seen
+    is_whole      whether it was known before its first token
     prefilled_s   the end of the last chunk, whose token has not been counted
+    tokens_told   its output as of its last move; tokens_seen: those of the traces; tokens_missed: those before them
     """
 
     engine: int
@@ -54,7 +55,9 @@ class Followed:
     arrived_s: float
     prompt_tokens: int
     is_whole: bool
-    output_tokens: int = 0
+    tokens_told: int = 0
+    tokens_seen: int = 0
+    tokens_missed: int = 0
     doing: Doing = Doing.WAITING
     why: str = ""
     cells: dict[int, Doing] = field(default_factory=dict)
@@ -62,6 +65,10 @@ class Followed:
     ended_s: float = math.inf
     last_token_s: float | None = None
     prefilled_s: float | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        return max(self.tokens_told, self.tokens_missed + self.tokens_seen)
 
     def paint(self, doing: Doing, start_s: float, end_s: float) -> None:
         for cell in range(math.floor(start_s / CELL_S), math.ceil(end_s / CELL_S)):
@@ -250,7 +257,7 @@ class _Engine:
             self._seen = max(seen, origin + timeline.end_s)
         named = set()
         for track in (*timeline.tracks, *timeline.still):
-            sequence = self._followed(track, origin, since)
+            is_new, sequence = self._followed(track, origin, since)
             named.add(sequence.id)
             _move(sequence, track, origin, seen)
             for token_s, gap_s, is_first in _new_tokens(sequence, track, origin, seen):
@@ -258,7 +265,10 @@ class _Engine:
                 second.output_tokens += 1
                 if gap_s is not None:
                     (second.ttft if is_first else second.itl)[round(gap_s / LATENCY_UNIT_S)] += 1
-            sequence.output_tokens = max(sequence.output_tokens, track.tokens - track.prompt_tokens)
+            sequence.tokens_told = track.tokens - track.prompt_tokens
+            if is_new and not sequence.is_whole:
+                uncounted = sequence.prefilled_s is not None
+                sequence.tokens_missed = max(0, sequence.tokens_told - sequence.tokens_seen - uncounted)
         self.sequences = {
             id: each
             for id, each in self.sequences.items()
@@ -266,10 +276,12 @@ class _Engine:
         }
         return taken_at
 
-    def _followed(self, track: Track, origin: float, since: float) -> Followed:
+    def _followed(self, track: Track, origin: float, since: float) -> tuple[bool, Followed]:
+        """The track's sequence, and whether it is new."""
         arrived_s = origin + track.arrived_s
         sequence = self.sequences.get(track.sequence)
-        if sequence is None or abs(sequence.arrived_s - arrived_s) > SAME_ARRIVAL_S:
+        is_new = sequence is None or abs(sequence.arrived_s - arrived_s) > SAME_ARRIVAL_S
+        if sequence is None or is_new:
             sequence = self.sequences[track.sequence] = Followed(
                 engine=self._number,
                 id=track.sequence,
@@ -279,7 +291,7 @@ class _Engine:
                 prompt_tokens=track.prompt_tokens,
                 is_whole=arrived_s >= since or track.last_move == "waits",
             )
-        return sequence
+        return is_new, sequence
 
 
 def _second(seconds: dict[int, Second], at: float) -> Second:
@@ -319,6 +331,6 @@ def _new_tokens(
             if end_s is not None and end_s < math.inf:
                 last, sequence.last_token_s = sequence.last_token_s, end_s
                 begin = sequence.arrived_s if last is None and sequence.is_whole else last
-                sequence.output_tokens += 1
+                sequence.tokens_seen += 1
                 yield end_s, None if begin is None else end_s - begin, last is None
         sequence.prefilled_s = None

@@ -147,7 +147,7 @@ def _kv(board: Board, width: int, is_low: bool) -> Iterable[Text]:
     waste = f"{100 * total.kv_waste:.1f} %"
     legend = _legend(
         referenced=f"{total.blocks_referenced:,} referenced",
-        waste=f"{waste} of their slots unused",
+        waste=f"{waste} waste",
         evictable=f"{total.blocks_evictable:,} evictable",
         free=f"{total.blocks_free:,} free",
     )
@@ -205,10 +205,10 @@ def _prefix(board: Board, width: int) -> Iterable[Text]:
     since_start = f"{100 * total.prefix_hit_rate:.0f} %"
     preemptions = f"{total.preemptions:,} preemptions"
     if change is None or change.hit_rate is None:
-        facts = [f"{since_start} of prompts found in the cache"]
+        facts = [f"{since_start} of prompts cached"]
     else:
-        facts = [f"{100 * change.hit_rate:.0f} % of prompts found in the cache"]
-    facts += [preemptions + (f", {change.preemptions:,} of them lately" if change and change.preemptions else "")]
+        facts = [f"{100 * change.hit_rate:.0f} % of prompts cached"]
+    facts += [preemptions + (f" ({change.preemptions:,} in the last minute)" if change and change.preemptions else "")]
     facts += [f"{total.recomputed_tokens:,} tokens computed again"] if total.recomputed_tokens else []
     facts += [f"{since_start} since start"] if change is not None and change.hit_rate is not None else []
     yield _joined(_label("prefix"), facts, width)
@@ -337,10 +337,9 @@ def _history(sequence: Followed, now: float, width: int) -> Text:
     """What the sequence did, up to now at the right end."""
     newest = math.ceil(now / CELL_S) - 1
     history = Text()
-    for cell in range(newest - width + 1, newest + 1):
-        doing = sequence.cells.get(cell)
+    for doing, run in itertools.groupby(map(sequence.cells.get, range(newest - width + 1, newest + 1))):
         glyph, style = GLYPHS[doing] if doing is not None else (" ", "")
-        history.append(glyph, style)
+        history.append(glyph * len(list(run)), style)
     return history
 
 
@@ -394,9 +393,9 @@ def _time(seconds: float) -> str:
 
 def _age(seconds: float) -> str:
     seconds = max(0.0, seconds)
-    if seconds < 10:
+    if seconds < 9.95:
         return f"{seconds:.1f} s"
-    if seconds < 100:
+    if seconds < 99.5:
         return f"{seconds:.0f} s"
     minutes = int(seconds) // 60
     if minutes < 100:
