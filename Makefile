@@ -39,8 +39,8 @@ help:                     ## list the targets
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
 
-serve: $(SERVE)           ## run a server on 127.0.0.1:50051 until Ctrl-C; ARGS="--model …"
-	@$(BIN)/pagoda serve $(ARGS)
+serve: $(SERVE)           ## run a server until Ctrl-C: gRPC on 127.0.0.1:50051, HTTP on 127.0.0.1:8000; ARGS="--model …"
+	@$(BIN)/pagoda serve --http 127.0.0.1:8000 $(ARGS)
 
 test: $(DEV)              ## run the tests, except slow, nightly and GPU ones; about 7 minutes on 2 cores
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not nightly and not gpu and not counterpart" $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,8 @@ AUTH_TOKEN_VARIABLE = "PAGODA_AUTH_TOKEN"
 SPAWN = "spawn"
 MAX_QUEUED_TOKENS = 1 << 62
 _SECRETS = (AUTH_TOKEN_VARIABLE, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/,]+|\*")
 SHORTEST_TIMEOUT_S = 0.1  # the router checks a timeout several times before it expires
 
 
@@ -43,6 +46,25 @@ def _check_http(address: str) -> None:
     if is_unix(address):
         raise ValueError(f"must be HOST:PORT, not {address}")
     check_address(address, can_be_shm=False, lowest_port=0)
+
+
+def names_in(names: str | None) -> list[str]:
+    """The names of a setting that separates them by commas."""
+    return [] if names is None else [name.strip() for name in names.split(",")]
+
+
+def _check_hosts(hosts: str) -> None:
+    for host in names_in(hosts):
+        if not _HOST.fullmatch(host):
+            raise ValueError(f"must be names or addresses of hosts without a port, separated by commas, not {host!r}")
+
+
+def _check_origins(origins: str) -> None:
+    for origin in names_in(origins):
+        if not _ORIGIN.fullmatch(origin):
+            raise ValueError(
+                f"must be origins such as https://chat.example.org, separated by commas, or *, not {origin!r}"
+            )
 
 
 def _check_engine(engine: str) -> None:
@@ -147,6 +169,18 @@ class RouterSettings(CommonSettings):
     tls_key: str | None = setting(
         None, "PEM file with the certificate's private key. Needs --tls-cert.", panel=EXPOSURE, is_private=True
     )
+    http_allowed_hosts: str | None = setting(
+        None,
+        "Names, separated by commas, by which HTTP requests may call this server, besides localhost, IP addresses and "
+        "the host of --http. Where others can reach --http and TLS or tokens guard it, none is refused without this.",
+        panel=EXPOSURE, check=_check_hosts, is_private=True,
+    )  # fmt: skip
+    http_allowed_origins: str | None = setting(
+        None,
+        "Origins, separated by commas, whose pages may send HTTP requests from a browser besides this server's own; "
+        "* allows every page.",
+        panel=EXPOSURE, check=_check_origins, is_private=True,
+    )  # fmt: skip
     allow_insecure: bool = setting(
         False, "Listen at an address that other hosts can reach without TLS or a token.", panel=EXPOSURE
     )

@@ -25,6 +25,7 @@ class Server:
     process: subprocess.Popen[str]
     address: str
     log: Path
+    http: str = ""  # the URL of its HTTP port
 
     def engine(self) -> psutil.Process:
         """The engine that this router has spawned."""
@@ -77,9 +78,11 @@ def running_server(*arguments: str, ready: bool = True) -> Iterator[Server]:
         _spawned(Path(folder) / "log", "-m", "pagoda_server.cli", "serve", *listen, *arguments) as (process, log),
     ):
         assert process.stdout is not None
-        line = process.stdout.readline()
+        line, http = process.stdout.readline(), ""
+        if line.startswith("HTTP on "):
+            http, line = line.split()[-1], process.stdout.readline()
         assert line.startswith("listening on "), f"{line!r}\n{log.read_text()[-4000:]}"
-        server = Server(process, line.split()[-1], log)
+        server = Server(process, line.split()[-1], log, http)
         if ready:
             server.wait_ready()
         yield server

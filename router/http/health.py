@@ -8,6 +8,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
+PUBLIC_PATHS = ("/healthz",)
+
 
 def routes(is_serving: Callable[[], bool]) -> list[BaseRoute]:
     async def healthz(request: Request) -> Response:

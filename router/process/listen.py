@@ -46,8 +46,11 @@ def server_options(shares_port: bool, max_message_bytes: int) -> list[tuple[str,
 
 
 @contextlib.contextmanager
-def reserved_port(listen: str) -> Iterator[str]:
-    """Reserve HOST:PORT for processes that will share it, and yield it with the actual port. Raises ConfigError."""
+def reserved_port(listen: str, name: str = "--listen") -> Iterator[str]:
+    """Reserve HOST:PORT for processes that will share it, and yield it with the actual port.
+
+    Raises ConfigError, which names the setting.
+    """
     host, _, port = listen.rpartition(":")
     if is_unix(listen):
         raise ConfigError(f"--workers: processes can share HOST:PORT, not {listen}")
@@ -66,7 +69,7 @@ def reserved_port(listen: str) -> Iterator[str]:
                 shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 shared.bind((address[0], taken))
         except OSError as error:
-            raise ConfigError(f"--listen: cannot bind {listen}: {error.strerror or error}") from error
+            raise ConfigError(f"{name}: cannot bind {listen}: {error.strerror or error}") from error
         yield f"{host}:{taken}"
 
 
@@ -94,13 +97,16 @@ def check_exposure(config: ServeConfig) -> None:
     if config.auth_token_file is not None and config.tenants_file is not None:
         raise ConfigError("--auth-token-file and --tenants-file cannot be given together")
     is_guarded = config.tls_cert is not None or config.tenants_file is not None or auth_token(config) is not None
-    if not (is_local(config.listen) or is_guarded or config.allow_insecure):
-        raise ConfigError(
-            f"--listen {config.listen} is reachable from other hosts: give --tls-cert and --tls-key, "
-            "--auth-token-file or --tenants-file, or --allow-insecure if the network itself is protected"
-        )
-    if not (is_local(config.listen) or config.tls_cert or config.allow_insecure):
-        log.warning("--listen %s: without --tls-cert and --tls-key tokens travel in the clear", config.listen)
+    for name, address in (("--listen", config.listen), ("--http", config.http)):
+        if address is None or is_local(address):
+            continue
+        if not (is_guarded or config.allow_insecure):
+            raise ConfigError(
+                f"{name} {address} is reachable from other hosts: give --tls-cert and --tls-key, --auth-token-file or "
+                "--tenants-file, or --allow-insecure if the network itself is protected"
+            )
+        if not (config.tls_cert or config.allow_insecure):
+            log.warning("%s %s: without --tls-cert and --tls-key tokens travel in the clear", name, address)
 
 
 def bind(server: grpc.aio.Server, config: ServeConfig) -> GrpcPort:
@@ -116,11 +122,28 @@ def bind(server: grpc.aio.Server, config: ServeConfig) -> GrpcPort:
 
 def _credentials(certificate: str, key: str) -> grpc.ServerCredentials:
     """Read and check the files, because gRPC would only report that it cannot bind. Raises ConfigError."""
-    try:
+    with _readable(certificate, key):
         pair = (Path(key).read_bytes(), Path(certificate).read_bytes())
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.set_ciphers("ALL:@SECLEVEL=0")  # gRPC refuses weak keys itself
         context.load_cert_chain(certificate, key, password=lambda: "")
+    return grpc.ssl_server_credentials([pair])
+
+
+def tls_context(certificate: str, key: str) -> ssl.SSLContext:
+    """What a server of HTTP encrypts with. Raises ConfigError."""
+    with _readable(certificate, key):
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate, key, password=lambda: "")
+        context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+@contextlib.contextmanager
+def _readable(certificate: str, key: str) -> Iterator[None]:
+    """Raise ConfigError if the block cannot use these files."""
+    try:
+        yield
     except ssl.SSLError as error:
         raise ConfigError(
             f"--tls-cert {certificate}, --tls-key {key}: not a certificate and its own unencrypted key in PEM "
@@ -128,4 +151,3 @@ def _credentials(certificate: str, key: str) -> grpc.ServerCredentials:
         ) from error
     except OSError as error:
         raise ConfigError(f"--tls-cert, --tls-key: cannot read {error.filename}: {error.strerror}") from error
-    return grpc.ssl_server_credentials([pair])

@@ -20,6 +20,7 @@ import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from starlette.routing import BaseRoute
+from starlette.routing import Router as Routes
 
 from pagoda.v1 import (
     admin_pb2,
@@ -27,11 +28,13 @@ from pagoda.v1 import (
     control_pb2,
     control_pb2_grpc,
 )
+from pagoda_server.channel.address import host_of, is_local
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress, find_model
 from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.http import health
+from pagoda_server.router.http import health, openai
+from pagoda_server.router.http.guards import Guard
 from pagoda_server.router.http.server import HttpPort
 from pagoda_server.router.process.calls import GRPC_LOGGER, CallGuard, Refusal, is_worth_logging
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
@@ -41,6 +44,7 @@ from pagoda_server.router.process.listen import (
     check_exposure,
     max_message_bytes,
     server_options,
+    tls_context,
 )
 from pagoda_server.router.process.shared_control import RouterGroup
 from pagoda_server.router.process.supervisor import (
@@ -61,7 +65,7 @@ from pagoda_server.router.tenants.quotas import Quotas
 from pagoda_server.router.text.tokenizer import Tokenizer
 from pagoda_server.settings import EXIT_CONFIG, RouterSettings, ServeConfig, SettingError
 from pagoda_server.settings.engine import weights_of_tenants
-from pagoda_server.settings.router import SPAWN
+from pagoda_server.settings.router import SPAWN, names_in
 
 log = logging.getLogger("pagoda.router")
 
@@ -69,6 +73,7 @@ QUEUE_IN_CACHES = 8  # default of max_queued_tokens, as a multiple of all KV cac
 PATIENCE_S = 5.0  # an engine started at the same time may load for longer; then the log has one line more
 LONGEST_CONTEXT = 1 << 20  # tokens; a longer one needs --max-model-len
 SWITCH_INTERVAL_S = 0.001
+STOP_S = 0.5  # in which the answers of calls that have ended reach their clients
 GC_THRESHOLD = 20_000  # net new objects before a collection; a request in flight holds about a hundred
 
 
@@ -217,9 +222,8 @@ class Router:
                 if self._failure is None:
                     await self._drain()
                 self._port.close()
-                if self._http:
-                    self._http.stop()
-                await server.stop(grace=0.5)
+                http = (self._http.stop(STOP_S),) if self._http else ()
+                await asyncio.gather(server.stop(STOP_S), *http)
         if self._failure is not None:
             raise self._failure
 
@@ -299,13 +303,35 @@ class Router:
         self._port = bind(server, config)
         await server.start()
         if config.http:
-            self._http = HttpPort(config.http, self._http_routes(), bool(self._sockets))
-            print(f"HTTP on http://{self._http.address}", flush=True)
+            self._http = self._http_port(config.http, max_bytes)
+            print(f"HTTP on {self._http.url}", flush=True)
         print(f"listening on {self._port.address}", flush=True)
         return server
 
-    def _http_routes(self) -> list[BaseRoute]:
-        return [*health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING)]
+    def _http_routes(self, max_bytes: int) -> list[BaseRoute]:
+        return [
+            *health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING),
+            *openai.routes(self._inference, self._name, self._dispatcher.refusal, max_bytes),
+        ]
+
+    def _http_port(self, listen: str, max_bytes: int) -> HttpPort:
+        """The HTTP port. Raises ConfigError.
+
+        Where TLS or tokens guard an address that others can reach, they call the server by names that it does not know,
+        and no other page can use it: it has no certificate of that name, or no token.
+        """
+        config = self._config
+        is_guarded = config.tls_cert is not None or self._identities.tokens is not None
+        guard = Guard(
+            Routes(self._http_routes(max_bytes), redirect_slashes=False),
+            self._identities,
+            public_paths=health.PUBLIC_PATHS,
+            checks_host=is_local(listen) or not is_guarded or config.http_allowed_hosts is not None,
+            allowed_hosts=[host_of(listen), *names_in(config.http_allowed_hosts)],
+            allowed_origins=names_in(config.http_allowed_origins),
+        )
+        tls = tls_context(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
+        return HttpPort(listen, guard, shares_port=bool(self._sockets), tls=tls, stall_s=config.stall_timeout_s)
 
     def _adopt_tenants(self, tenants: Tenants) -> None:
         self._identities.tokens = tenants.tokens

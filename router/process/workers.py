@@ -63,6 +63,7 @@ class Workers:
         self._engine: Supervisor | None = None
         self._routers: list[Supervisor] = []
         self._listening: set[int] = set()
+        self._http_line = ""  # the same for all routers
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
@@ -75,13 +76,15 @@ class Workers:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         with contextlib.ExitStack() as stack:
-            listen = stack.enter_context(reserved_port(self._config.listen))
+            config = replace(self._config, listen=stack.enter_context(reserved_port(self._config.listen)))
+            if config.http:
+                config = replace(config, http=stack.enter_context(reserved_port(config.http, "--http")))
             private = stack.enter_context(tempfile.TemporaryDirectory(prefix="pagoda-"))
             spawned = None
             if self._config.engine == SPAWN:
                 spawned = stack.enter_context(spawn_address(self._config))
                 self._engine = engine_supervisor(self._config.engine_arguments(self._folder, spawned))
-            self._routers = [self._router(index, listen, spawned, private) for index in range(self._config.workers)]
+            self._routers = [self._router(index, config, spawned, private) for index in range(self._config.workers)]
             await self._run_until_stopped()
 
     async def _run_until_stopped(self) -> None:
@@ -100,12 +103,11 @@ class Workers:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _router(self, index: int, listen: str, spawned: str | None, private: str) -> Supervisor:
-        config, count = self._config, self._config.workers
+    def _router(self, index: int, config: ServeConfig, spawned: str | None, private: str) -> Supervisor:
+        count = config.workers
         sockets = [f"unix:{private}/router-{(index + at) % count}.sock" for at in range(count)]
         part = replace(
             config,
-            listen=listen,
             max_requests=_part(config.max_requests, index, count),
             max_queued_tokens=config.max_queued_tokens and _part(config.max_queued_tokens, index, count),
         )
@@ -124,12 +126,16 @@ class Workers:
             self._tell_restarts()
         elif line == ENGINE_HANGS and self._engine:
             self._engine.kill()
+        elif line.startswith("HTTP on "):
+            self._http_line = line
         elif line.startswith("listening on "):
             self._routers[index].mark_ready()
             self._tell_restarts()
             if index not in self._listening:
                 self._listening.add(index)
                 if len(self._listening) == len(self._routers):
+                    if self._http_line:
+                        print(self._http_line, flush=True)
                     print(line, flush=True)
 
     def _tell_restarts(self) -> None:
@@ -151,7 +157,7 @@ def _part(whole: int, index: int, count: int) -> int:
 # -- a worker's end of its pipes ---------------------------------------------------------------------------------------
 
 
-# Lines that a worker prints for its parent, besides "listening on ADDRESS".
+# Lines that a worker prints for its parent, besides "HTTP on URL" and "listening on ADDRESS".
 ENGINE_READY = "engine ready"
 ENGINE_HANGS = "engine hangs"
 

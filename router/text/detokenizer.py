@@ -17,6 +17,7 @@ from typing import Protocol, TypeAlias
 
 from tokenizers import Tokenizer, decoders
 
+from pagoda_server.router.text.panics import contained
 from pagoda_server.router.text.piece_detokenizer import PieceWise, PieceWiseKind, flat, piece_wise
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,9 @@ class _WholeKind:
         return _WholeDetokenizer(self._tokens, self._decoder)
 
     def token_bytes(self, id: int) -> bytes:
-        return self._decoder.decode([self._tokens[id]]).encode() if id in self._tokens else b""
+        if id not in self._tokens:
+            return b""
+        return contained(lambda: self._decoder.decode([self._tokens[id]])).encode()
 
 
 class _WholeDetokenizer:
@@ -162,4 +165,4 @@ class _WholeDetokenizer:
 
     def flush(self) -> str:
         pushed, self._pushed = self._pushed, []
-        return self._decoder.decode(pushed) if pushed else ""
+        return contained(lambda: self._decoder.decode(pushed)) if pushed else ""

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 from tokenizers import decoders
 
+from pagoda_server.router.text.panics import contained
+
 REPLACEMENT = "\ufffd"
 
 Step: TypeAlias = dict[str, Any]  # one decoder as tokenizer.json writes it
@@ -64,7 +66,7 @@ def flat(step: Step) -> list[Step]:
 def _joined_by(steps: list[Step]) -> Callable[[list[str]], str]:
     decoder = decoders.Fuse()
     decoder.__setstate__(json.dumps({"type": "Sequence", "decoders": steps}).encode())
-    return decoder.decode
+    return lambda tokens: contained(lambda: decoder.decode(tokens))
 
 
 class Pieces(dict[int, "str | int | None"]):

@@ -14,9 +14,10 @@ from typing import TypeAlias, TypeVar
 import tokenizers
 
 from pagoda_server.checkpoints.folder import quoted
-from pagoda_server.router.errors import ConfigError, Internal
+from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.text.chat_template import NUM_PROCESSES, Chat, ChatTemplate
 from pagoda_server.router.text.detokenizer import Detokenization, Detokenizer
+from pagoda_server.router.text.panics import contained
 from pagoda_server.router.text.special_tokens import SpecialTokens
 from pagoda_server.router.text.tokenizer_files import TokenizerFiles
 from pagoda_server.router.text.turns import turn
@@ -141,13 +142,4 @@ def _usable() -> Iterator[None]:
 
 
 async def _run_in(threads: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
-    return await asyncio.get_running_loop().run_in_executor(threads, _contained, work)
-
-
-def _contained(work: Callable[[], Result]) -> Result:
-    try:
-        return work()
-    except Exception:
-        raise
-    except BaseException as error:  # a panic in the library must fail one request, not the process
-        raise Internal("the tokenizer panicked") from error
+    return await asyncio.get_running_loop().run_in_executor(threads, contained, work)

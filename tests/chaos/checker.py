@@ -19,6 +19,7 @@ LONGEST_REPORT = 20
 
 OK, CANCELLED, UNAVAILABLE = "OK", "CANCELLED", "UNAVAILABLE"
 INVALID, EXHAUSTED, DEADLINE = "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"
+NOT_FOUND = "NOT_FOUND"
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Output:
     reasons: list[str] = field(default_factory=list)
     matched: str = ""
     num_after_end: int = 0  # events after the first `finished`
+    end: str = ""  # the part of the text that came after the last token
 
 
 @dataclass

@@ -7,22 +7,24 @@ of it, a tenant, a connection and a behaviour.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
 import string
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, chat_pb2, inference_pb2
-from tests.chaos.checker import DEADLINE, EXHAUSTED, INVALID, Outcome, Output
+from tests.chaos.checker import CANCELLED, DEADLINE, EXHAUSTED, INVALID, NOT_FOUND, UNAVAILABLE, Outcome, Output
 
 GENERATE = "/pagoda.v1.Inference/Generate"
+RESUME = "/pagoda.v1.Inference/Resume"
 TENANTS = ("ann", "bob", "eve")
 OPERATORS = "operators"  # who alone may see and administer the whole server
 MOST_OF_BOB = 12  # bob's requests at once
@@ -34,6 +36,7 @@ CALL_LIMIT_S = 300.0  # a call that takes longer counts as hanging
 SILENCE_S = 0.02  # a sequence that waits for blocks is silent for longer
 NEWEST = -1  # the connection that was opened last
 AWAY_S = 0.4  # a client's pause after UNAVAILABLE
+MOST_RESUMES = 20  # of a stream: a crash loop of the engine breaks it several times
 
 # Cancels, by what the client aims at, with their frequencies. What they hit is counted in the engine.
 CANCELS = {
@@ -50,7 +53,8 @@ CANCELS = {
     "several sequences": 8,
 }
 READS = {"read": 60, "read slowly": 8, "abort": 10, "another tenant's abort": 6, "a deadline": 6, "a bad request": 6,
-         "a big request": 4, "a stalled reader given up": 2}  # fmt: skip
+         "a big request": 4, "a stalled reader given up": 2, "break off and resume": 10,
+         "resume what breaks": 10}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,10 @@ class Call:
     cancels: bool = False
     after_s: float = 0.0
     tokens: int = 0
+
+    @property
+    def resumes(self) -> bool:
+        return "resume" in self.behaviour
 
 
 def token(tenant: str) -> str:
@@ -181,6 +189,7 @@ def calls(chance: random.Random, items: Sequence[Item], first: int, num_connecti
     by_kind: dict[str, list[int]] = {}
     for at, item in enumerate(items):
         by_kind.setdefault(item.kind, []).append(at)
+    resumable = [at for at, item in enumerate(items[:NUM_ITEMS]) if item.kind != "beam"]
     number = first
     while True:
         cancels = chance.random() < 0.9
@@ -191,7 +200,7 @@ def calls(chance: random.Random, items: Sequence[Item], first: int, num_connecti
                 "a stalled reader given up": "large output"}.get(behaviour)  # fmt: skip
         yield Call(
             number,
-            chance.choice(by_kind[kind]) if kind else chance.randrange(NUM_ITEMS),
+            chance.choice(by_kind[kind] if kind else resumable if "resume" in behaviour else range(NUM_ITEMS)),
             chance.choices(TENANTS, (6, 3, 1))[0],
             chance.randrange(num_connections),
             behaviour,
@@ -250,6 +259,7 @@ class Clients:
     begun: list[int] = field(default_factory=list)  # the calls that were made, by number
     outcomes: list[Outcome] = field(default_factory=list)
     cancelled: Counter[str] = field(default_factory=Counter)
+    resumed: Counter[int] = field(default_factory=Counter)  # streams that broke and completed, by attempts
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set when a call ends
     _channels: list[tuple[grpc.aio.Channel, bool]] = field(default_factory=list)
 
@@ -297,6 +307,7 @@ class Clients:
                 message = inference_pb2.GenerateRequest()
                 message.CopyFrom(self.items[call.item].message)
         message.request_id = f"chaos-{call.number}"
+        message.resumable = call.resumes
         if call.behaviour == "a deadline":
             allowed = {DEADLINE}
         elif call.behaviour == "a stalled reader given up":
@@ -359,6 +370,33 @@ class Clients:
         if aborting:
             await aborting
         await _take_status(stream, outcome)
+        if message.resumable and outcome.status in (CANCELLED, UNAVAILABLE):
+            await self._resume(call, channel, outcome)
+
+    async def _resume(self, call: Call, channel: grpc.aio.Channel, outcome: Outcome) -> None:
+        """Resume a stream that broke until it has ended."""
+        resume = channel.unary_stream(
+            RESUME,
+            request_serializer=inference_pb2.ResumeRequest.SerializeToString,
+            response_deserializer=inference_pb2.GenerateResponse.FromString,
+        )
+        num_attempts = 0
+        while num_attempts < MOST_RESUMES:
+            num_attempts += 1
+            await asyncio.sleep(outcome.retry_s or AWAY_S)
+            rewind(outcome)
+            received = [len(outcome.outputs[at].ids) for at in range(len(outcome.outputs))]
+            request = inference_pb2.ResumeRequest(request_id=f"chaos-{call.number}", received=received)
+            stream = resume(request, metadata=credentials(call.tenant))
+            with contextlib.suppress(grpc.RpcError):
+                await self._read(replace(call, behaviour="read"), stream, outcome, stream.cancel)
+            await _take_status(stream, outcome)
+            if outcome.status not in (UNAVAILABLE, EXHAUSTED):
+                break
+        if outcome.status == NOT_FOUND:
+            outcome.status = UNAVAILABLE  # what explains that explains a lost stream: its router has died
+        elif outcome.status == "OK":
+            self.resumed[num_attempts] += 1
 
     async def _read(self, call: Call, stream: Any, outcome: Outcome, cancel: Callable[[], None]) -> None:
         num_read = 0
@@ -379,6 +417,8 @@ class Clients:
             match call.behaviour:
                 case "decoding" if num_read >= call.tokens:
                     cancel()
+                case "break off and resume" if num_read == call.tokens:
+                    stream.cancel()
                 case "after the last token" if outcome.usage is not None:
                     cancel()
                 case "a stalled reader":
@@ -428,10 +468,21 @@ def take(response: inference_pb2.GenerateResponse, outcome: Outcome) -> None:
     if response.HasField("tokens"):
         output.ids += [token.id for token in response.tokens.tokens]
         output.text += response.tokens.text
+        output.end = "" if response.tokens.tokens else output.end + response.tokens.text
     else:
         reason = inference_pb2.FinishReason.Name(response.finished.reason).removeprefix("FINISH_REASON_")
         output.reasons.append(reason)
         output.matched = response.finished.stop_string or str(response.finished.stop_token_id)
+
+
+def rewind(outcome: Outcome) -> None:
+    """Forget what Resume sends again: the ends, and the text that only an end adds."""
+    outcome.usage, outcome.completed_s, outcome.retry_s, outcome.num_after_last = None, 0.0, None, 0
+    for index in range(max(outcome.outputs, default=-1)):
+        outcome.outputs.setdefault(index, Output())
+    for output in outcome.outputs.values():
+        output.text = output.text.removesuffix(output.end)
+        output.reasons, output.matched, output.num_after_end, output.end = [], "", 0, ""
 
 
 async def solo_runs(address: str, items: Sequence[Item]) -> dict[int, list[Output]]:

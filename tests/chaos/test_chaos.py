@@ -137,6 +137,7 @@ class Seed:
         self._solo: dict[int, list[Output]] = {}
         self._violations: list[str] = []
         self._cancelled: Counter[str] = Counter()
+        self._resumed: Counter[int] = Counter()
         self._statuses: Counter[str] = Counter()
         self._aborts: dict[str, Counter[int]] = {}
         self._longest_end_s = 0.0
@@ -265,6 +266,7 @@ class Seed:
         self._violations += run.violations
         self._violations += check_log(run.victim.server.log.read_text(), run.explained_lines)
         self._cancelled += clients.cancelled
+        self._resumed += clients.resumed
         ends = [each.ended_s - each.completed_s for each in clients.outcomes if each.completed_s]
         self._longest_end_s = max(self._longest_end_s, *ends)
         self._statuses += Counter(f"{each.status} {each.error_reason}".strip() for each in clients.outcomes)
@@ -275,6 +277,8 @@ class Seed:
     def _tell(self) -> None:
         print(f"  calls by status: {dict(self._statuses.most_common())}")
         print(f"  {self._cancelled.total()} cancels, by aim: {dict(self._cancelled.most_common())}")
+        attempts = dict(sorted(self._resumed.items()))
+        print(f"  {self._resumed.total()} streams broke and completed, by attempts to resume them: {attempts}")
         print(f"  at most {self._longest_end_s:.2f} s from a call's last message to its status")
         print("  sequences that the engine aborted, by what they did, with steps until their blocks were free:")
         for stage, by_steps in self._aborts.items():

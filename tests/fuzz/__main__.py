@@ -22,7 +22,7 @@ CORPUS = Path(__file__).parent / "corpus"
 FOUND = Path("build/fuzz")
 # Of the libraries, those in Python that read the input.
 INSTRUMENTED = ["pagoda_server", "gguf", "jinja2"]
-OF_JSON = ("config", "tokenizer")
+OF_JSON = ("config", "openai", "tokenizer")
 MEMORY_MB = 2048
 SLOW_S = 20  # for one input
 TARGETS = tuple(sorted(module.name for module in pkgutil.iter_modules(targets.__path__)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from typing import Any
@@ -25,20 +26,23 @@ def mutated(data: bytes, max_size: int, seed: int) -> bytes:
     if document is None or chance.random() < 0.1:
         start, end = sorted(chance.randrange(len(data) + 1) for _ in range(2))
         return (data[:start] + chance.randbytes(chance.randrange(4)) + data[chance.choice((start, end)) :])[:max_size]
-    for _ in range(chance.choice((1, 1, 1, 2, 4))):
-        document = _changed(document, chance)
-    documents[at] = json.dumps(document, separators=(",", ":")).encode()
+    try:
+        for _ in range(chance.choice((1, 1, 1, 2, 4))):
+            document = _changed(document, chance)
+        documents[at] = json.dumps(document, separators=(",", ":")).encode()
+    except RecursionError:  # it has become too deep to be written
+        return data[:max_size]
     return b"\0".join(documents)[:max_size]
 
 
 def _changed(document: Any, chance: random.Random) -> Any:
     places = [(holder, key) for holder in _holders(document) for key in _keys(holder)]
     if not places:
-        return chance.choice(_VALUES)
+        return copy.deepcopy(chance.choice(_VALUES))
     (holder, key), (other, other_key) = chance.choice(places), chance.choice(places)
     match chance.randrange(4):
         case 0:
-            holder[key] = chance.choice(_VALUES)
+            holder[key] = copy.deepcopy(chance.choice(_VALUES))  # later changes must not reach the list
         case 1:
             holder[key] = json.loads(json.dumps(other[other_key]))  # a copy, so that nothing holds itself
         case 2 if isinstance(holder, dict):
@@ -52,9 +56,12 @@ def _changed(document: Any, chance: random.Random) -> Any:
 
 def _holders(value: Any) -> list[Any]:
     """The objects and lists in a document."""
-    found = [value] if isinstance(value, dict | list) else []
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        found += _holders(each)
+    found, left = [], [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict | list):
+            found.append(each)
+            left += each.values() if isinstance(each, dict) else each
     return found
 
 

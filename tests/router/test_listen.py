@@ -42,6 +42,8 @@ def test_a_token_that_no_client_could_send_is_refused(tmp_path: Path, content: b
 def test_an_address_that_looks_local_and_is_not_is_guarded() -> None:
     with pytest.raises(ConfigError, match=r"--listen 127\.example\.com:50051 is reachable from other hosts"):
         check_exposure(ServeConfig(listen="127.example.com:50051"))
+    with pytest.raises(ConfigError, match=r"--http 0\.0\.0\.0:8000 is reachable from other hosts"):
+        check_exposure(ServeConfig(http="0.0.0.0:8000"))
 
 
 def test_a_token_that_travels_in_the_clear_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

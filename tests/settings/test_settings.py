@@ -86,6 +86,8 @@ def test_a_value_of_another_type_is_a_usage_error_that_names_the_option(text: st
 
 SPECIAL = {
     "listen": "unix:/s",
+    "http": "127.0.0.1:1",
+    "http_allowed_origins": "https://chat.example.org",
     "engine": "unix:/e",
     "block_size": 32,
     "token_budget": 3,

@@ -1,0 +1,195 @@
+"""A request of HTTP as a call of the Inference service."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import grpc
+from starlette.types import Receive, Scope, Send
+
+from pagoda.v1 import inference_pb2
+from pagoda_server.router.errors import InvalidArgument, Unimplemented
+from pagoda_server.router.http.errors import BodyTooLarge, refusal, send_refusal
+from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.request.inference import InferenceServicer
+from pagoda_server.router.tenants.caller import caller
+
+REQUEST_ID = "x-request-id"
+
+
+class Answer(Protocol):
+    """What becomes of a call's messages."""
+
+    media_type: str
+
+    def take(self, message: inference_pb2.GenerateResponse) -> bytes:
+        """The bytes to send now, which may be none. The message may change afterwards."""
+
+    def end(self) -> bytes:
+        """The last bytes, once the call has ended well. Raises PagodaError if the answer is not complete."""
+
+
+class Api(Protocol):
+    """How one kind of request and answer looks, whose parts a call needs in this order."""
+
+    def request(self, raw: bytes, limits: Limits, request_id: str) -> inference_pb2.GenerateRequest:
+        """Translate a body; runs in a thread if it is large. Raises InvalidArgument, Unimplemented."""
+
+    def answer(self) -> Answer:
+        """What the answer to the translated request is made by."""
+
+    def own_name(self, field: str) -> str:
+        """The client's name of a field that the protocol calls so."""
+
+
+class HttpCall:
+    """A ClientCall that HTTP has brought, and its answer.
+
+    The task that serves it is cancelled when the client goes: `is_gone` then tells it from other cancels.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_bytes: int) -> None:
+        self.is_gone = False
+        self.has_begun = False
+        self.answer: Answer | None = None  # once its request has been translated
+        self._metadata = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        self._receive = receive
+        self._send = send
+        self._max_bytes = max_bytes
+        self._has_body = True
+        self._watch: asyncio.Task[None] | None = None
+        self.request_id = self.header(REQUEST_ID) or secrets.token_hex(16)
+
+    def header(self, name: str) -> str:
+        return next((value for key, value in self._metadata if key == name), "")
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
+        return self._metadata
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    async def read(self) -> Any:
+        """The body, then grpc.aio.EOF. Raises BodyTooLarge."""
+        if not self._has_body:
+            return grpc.aio.EOF
+        self._has_body = False
+        if self.header("content-encoding") not in ("", "identity"):
+            raise InvalidArgument("content-encoding", "is not supported: send the body as it is")
+        length = self.header("content-length")
+        if length.isdecimal() and int(length[:20]) > self._max_bytes:
+            raise BodyTooLarge(self._max_bytes)
+        parts, size = [], 0
+        while True:
+            event = await self._receive()
+            if event["type"] == "http.disconnect":
+                self.is_gone = True
+                raise asyncio.CancelledError
+            part = event.get("body", b"")
+            size += len(part)
+            if size > self._max_bytes:
+                raise BodyTooLarge(self._max_bytes)
+            parts.append(part)
+            if not event.get("more_body", False):
+                break
+        task = asyncio.current_task()
+        assert task is not None, "a server runs each request in a task"
+        self._watch = asyncio.create_task(self._cancel_when_gone(task))
+        return b"".join(parts)
+
+    async def write(self, message: inference_pb2.GenerateResponse) -> None:
+        assert self.answer is not None, "nothing is written before the request is translated"
+        if part := self.answer.take(message):
+            if not self.has_begun:
+                await self._begin((b"x-accel-buffering", b"no"))  # a proxy must not hold events back
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+
+    async def finish(self) -> None:
+        """Send the rest of the answer. Raises PagodaError if it is not complete."""
+        assert self.answer is not None, "the call has ended well"
+        last = self.answer.end()
+        self.close()
+        if not self.has_begun:
+            await self._begin((b"content-length", str(len(last)).encode()))
+        await self._send({"type": "http.response.body", "body": last})
+
+    async def fail(self, error: Exception) -> None:
+        """Answer with an error; one that comes after the answer has begun is its last event."""
+        self.close()
+        refused = refusal(error)
+        if not self.has_begun:
+            await send_refusal(refused, self._send, (REQUEST_ID.encode(), self._told_id()))
+            return
+        await self._send({"type": "http.response.body", "body": b"data: " + refused.body + b"\n\n"})
+
+    def close(self) -> None:
+        """Stop watching for the client's end."""
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def _begin(self, header: tuple[bytes, bytes]) -> None:
+        assert self.answer is not None
+        self.has_begun = True
+        headers = [
+            (b"content-type", self.answer.media_type.encode()),
+            (b"cache-control", b"no-cache"),
+            (REQUEST_ID.encode(), self._told_id()),
+            header,
+        ]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def _told_id(self) -> bytes:
+        return self.request_id.encode("latin-1")
+
+    async def _cancel_when_gone(self, task: asyncio.Task[object]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.is_gone = True
+        task.cancel()
+
+
+class GenerateEndpoint:
+    """Serves requests of one API with Inference.Generate.
+
+    make_api   makes the API's side of a request
+    max_bytes  of a body
+    """
+
+    def __init__(self, inference: InferenceServicer, make_api: Callable[[], Api], max_bytes: int) -> None:
+        self._inference = inference
+        self._make_api = make_api
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call, api = HttpCall(scope, receive, send, self._max_bytes), self._make_api()
+
+        def parse(raw: bytes, limits: Limits) -> inference_pb2.GenerateRequest:
+            request = api.request(raw, limits, call.request_id)
+            call.answer = api.answer()
+            return request
+
+        if (why := self._inference.refusal(caller().tenant)) is not None:
+            await call.fail(why)
+            return
+        try:
+            await self._inference.generate(call, parse)
+            await call.finish()
+        except asyncio.CancelledError:
+            if not call.is_gone:
+                raise
+        except Exception as error:
+            await call.fail(_renamed(error, api))
+        finally:
+            call.close()
+
+
+def _renamed(error: Exception, api: Api) -> Exception:
+    """The error with the client's own name of the field."""
+    if not isinstance(error, InvalidArgument | Unimplemented) or (name := api.own_name(error.field)) == error.field:
+        return error
+    if isinstance(error, Unimplemented):
+        return Unimplemented(name)
+    return InvalidArgument(name, error.message.removeprefix(f"{error.field}: "))

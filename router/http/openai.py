@@ -1,0 +1,75 @@
+"""The OpenAI API: /v1/models, /v1/chat/completions, /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from pagoda.v1 import inference_pb2
+from pagoda_server.router.errors import NotFound, PagodaError
+from pagoda_server.router.http.call import Answer, GenerateEndpoint
+from pagoda_server.router.http.openai_answers import answer_to
+from pagoda_server.router.http.openai_requests import Asked, own_name, translated
+from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.request.inference import InferenceServicer
+
+
+class _Api:
+    """One request of the OpenAI API, and what its answer is made by."""
+
+    def __init__(self, model: str, is_chat: bool) -> None:
+        self._model = model
+        self._asked = Asked(is_chat)
+        self._request_id = ""
+
+    def request(self, raw: bytes, limits: Limits, request_id: str) -> inference_pb2.GenerateRequest:
+        request = translated(raw, limits, self._asked)
+        request.request_id = self._request_id = request_id
+        return request
+
+    def answer(self) -> Answer:
+        return answer_to(self._asked, self._request_id, self._model)
+
+    def own_name(self, field: str) -> str:
+        return own_name(field, self._asked)
+
+
+def routes(
+    inference: InferenceServicer, model: str, refusal: Callable[[], PagodaError | None], max_bytes: int
+) -> list[BaseRoute]:
+    """The API's routes.
+
+    model      the name of the model that is served
+    refusal    why no engine can serve it now
+    max_bytes  of a body
+    """
+    started = int(time.time())
+
+    def listed() -> dict[str, object]:
+        if (why := refusal()) is not None:
+            raise why
+        most = inference.limits.max_model_len
+        return {"id": model, "object": "model", "created": started, "owned_by": "pagoda", "max_model_len": most}
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [listed()]})
+
+    async def one_model(request: Request) -> Response:
+        if request.path_params["name"] != model:
+            raise NotFound(f"model: not served here; the served model is {model}")
+        return JSONResponse(listed())
+
+    chats, completions = (
+        GenerateEndpoint(inference, partial(_Api, model, is_chat), max_bytes) for is_chat in (True, False)
+    )
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", one_model),
+        Route("/v1/chat/completions", chats, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+    ]

@@ -1,0 +1,231 @@
+"""Answers of the OpenAI API: messages of the protocol as its JSON, at once or as server-sent events.
+
+A streamed answer has one event for each message with text, thousands a second in all: what every event of an answer has
+in common is put together once, and only the text is escaped.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Sequence
+from json.encoder import encode_basestring as quoted  # in C; leaves UTF-8 as it is
+from typing import Protocol
+
+from pagoda.v1 import inference_pb2
+from pagoda_server.router.errors import Aborted
+from pagoda_server.router.http.call import Answer
+from pagoda_server.router.http.openai_requests import Asked
+
+DONE = b"data: [DONE]\n\n"
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_REASONS = {
+    inference_pb2.FINISH_REASON_STOP: '"stop"',
+    inference_pb2.FINISH_REASON_LENGTH: '"length"',
+    inference_pb2.FINISH_REASON_CANCELLED: "null",
+}
+
+
+def answer_to(asked: Asked, request_id: str, model: str) -> Answer:
+    """What makes the answer that was asked for of a call's messages."""
+    return (_Stream if asked.is_stream else _Whole)(asked, request_id, model)
+
+
+class _Shape:
+    """What chats and completions spell differently."""
+
+    def __init__(self, asked: Asked, request_id: str, model: str, event: str) -> None:
+        kind, name = ("chatcmpl", "chat.completion") if asked.is_chat else ("cmpl", "text_completion")
+        name += event if asked.is_chat else ""
+        self.head = (
+            f'{{"id":{quoted(f"{kind}-{request_id}")},"object":"{name}","created":{asked.created},'
+            f'"model":{quoted(model)},"choices":['
+        )
+        self.logprobs: list[_Logprobs] | None = None
+        if asked.logprobs is not None:
+            self.logprobs = [(_ChatLogprobs if asked.is_chat else _CompletionLogprobs)() for _ in range(asked.n)]
+
+
+class _Stream:
+    media_type = "text/event-stream; charset=utf-8"
+
+    def __init__(self, asked: Asked, request_id: str, model: str) -> None:
+        shape = _Shape(asked, request_id, model, ".chunk")
+        self._head = f"data: {shape.head}"
+        self._logprobs = shape.logprobs
+        self._has_usage = asked.has_usage
+        self._end = '}],"usage":null}\n\n' if asked.has_usage else "}]}\n\n"
+        before, after = ('"delta":{"content":', "}") if asked.is_chat else ('"text":', "")
+        self._before = [f'{self._head}{{"index":{index},{before}' for index in range(asked.n)]
+        self._before_logprobs = f'{after},"logprobs":'
+        self._after = f'{self._before_logprobs}null,"finish_reason":null{self._end}'
+        self._is_chat = asked.is_chat
+        self._new = set(range(asked.n)) if asked.is_chat else set()
+        self._last = ""
+        self._is_cut = False
+
+    def take(self, message: inference_pb2.GenerateResponse) -> bytes:
+        if message.HasField("finished"):
+            return self._finished(message)
+        tokens = message.tokens
+        index, text = tokens.index, tokens.text
+        if self._logprobs is None:
+            if not text:
+                return b""
+            event = f"{self._before[index]}{quoted(text)}{self._after}"
+        else:
+            logprobs = self._logprobs[index]
+            told = logprobs.joined(logprobs.of(tokens.tokens))
+            event = f'{self._before[index]}{quoted(text)}{self._before_logprobs}{told},"finish_reason":null{self._end}'
+        return (self._first(index) + event if index in self._new else event).encode()
+
+    def _first(self, index: int) -> str:
+        self._new.discard(index)
+        return (
+            f'{self._head}{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,'
+            f'"finish_reason":null{self._end}'
+        )
+
+    def _finished(self, message: inference_pb2.GenerateResponse) -> bytes:
+        index, reason = message.finished.index, message.finished.reason
+        self._is_cut |= reason == inference_pb2.FINISH_REASON_CANCELLED
+        nothing = '"delta":{}' if self._is_chat else '"text":""'
+        event = f'{self._head}{{"index":{index},{nothing},"logprobs":null,"finish_reason":{_REASONS[reason]}{self._end}'
+        if index in self._new:
+            event = self._first(index) + event
+        if not message.HasField("usage"):
+            return event.encode()
+        if self._has_usage:
+            event += f'{self._head}],"usage":{_usage(message.usage)}}}\n\n'
+        self._last = event  # goes with the end, when the call has given back what it held
+        return b""
+
+    def end(self) -> bytes:
+        if self._is_cut:
+            raise _cut()
+        return self._last.encode() + DONE
+
+
+class _Whole:
+    media_type = "application/json"
+
+    def __init__(self, asked: Asked, request_id: str, model: str) -> None:
+        self._shape = _Shape(asked, request_id, model, "")
+        self._is_chat = asked.is_chat
+        self._texts: list[list[str]] = [[] for _ in range(asked.n)]
+        self._entries: list[list[tuple[str, ...]]] = [[] for _ in range(asked.n)]
+        self._reasons = ["null"] * asked.n
+        self._usage = ""
+        self._is_cut = False
+
+    def take(self, message: inference_pb2.GenerateResponse) -> bytes:
+        if message.HasField("finished"):
+            reason = message.finished.reason
+            self._is_cut |= reason == inference_pb2.FINISH_REASON_CANCELLED
+            self._reasons[message.finished.index] = _REASONS[reason]
+            if message.HasField("usage"):
+                self._usage = _usage(message.usage)
+            return b""
+        tokens = message.tokens
+        if text := tokens.text:
+            self._texts[tokens.index].append(text)
+        if self._shape.logprobs is not None:
+            self._entries[tokens.index] += self._shape.logprobs[tokens.index].of(tokens.tokens)
+        return b""
+
+    def end(self) -> bytes:
+        if self._is_cut:
+            raise _cut()
+        choices = ",".join(self._choice(index) for index in range(len(self._texts)))
+        return f'{self._shape.head}{choices}],"usage":{self._usage}}}'.encode()
+
+    def _choice(self, index: int) -> str:
+        logprobs = self._shape.logprobs
+        told = "null" if logprobs is None else logprobs[index].joined(self._entries[index])
+        text = quoted("".join(self._texts[index]))
+        if self._is_chat:
+            text = f'"message":{{"role":"assistant","content":{text},"refusal":null}}'
+        else:
+            text = f'"text":{text}'
+        return f'{{"index":{index},{text},"logprobs":{told},"finish_reason":{self._reasons[index]}}}'
+
+
+def _usage(usage: inference_pb2.Usage) -> str:
+    total = usage.prompt_tokens + usage.completion_tokens
+    return (
+        f'{{"prompt_tokens":{usage.prompt_tokens},"completion_tokens":{usage.completion_tokens},'
+        f'"total_tokens":{total},"prompt_tokens_details":{{"cached_tokens":{usage.cached_tokens}}}}}'
+    )
+
+
+def _cut() -> Aborted:
+    return Aborted("the server ended the request before its answer was complete")
+
+
+# -- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+class _Logprobs(Protocol):
+    """Log-probabilities of one sequence: an entry for each token, as pieces of JSON."""
+
+    def of(self, tokens: Sequence[inference_pb2.Token]) -> list[tuple[str, ...]]: ...
+
+    def joined(self, entries: Sequence[tuple[str, ...]]) -> str: ...
+
+
+class _ChatLogprobs:
+    def of(self, tokens: Sequence[inference_pb2.Token]) -> list[tuple[str, ...]]:
+        return [
+            (f'{{{_chat_token(each)},"top_logprobs":[{",".join(f"{{{_chat_token(top)}}}" for top in each.top)}]}}',)
+            for each in tokens
+        ]
+
+    def joined(self, entries: Sequence[tuple[str, ...]]) -> str:
+        return f'{{"content":[{",".join(entry for (entry,) in entries)}],"refusal":null}}'
+
+
+class _CompletionLogprobs:
+    def __init__(self) -> None:
+        self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+
+    def of(self, tokens: Sequence[inference_pb2.Token]) -> list[tuple[str, ...]]:
+        found: list[tuple[str, ...]] = []
+        for each in tokens:
+            token, logprob = quoted(_name(each.bytes)), _number(each.logprob)
+            tops = {quoted(_name(top.bytes)): _number(top.logprob) for top in each.top} | {token: logprob}
+            found.append(
+                (
+                    token,
+                    logprob,
+                    f"{{{','.join(f'{name}:{value}' for name, value in tops.items())}}}",
+                    str(self._offset),
+                )
+            )
+            self._offset += len(self._decoder.decode(each.bytes))
+        return found
+
+    def joined(self, entries: Sequence[tuple[str, ...]]) -> str:
+        lists = [",".join(column) for column in zip(*entries, strict=True)] or [""] * 4
+        return (
+            f'{{"tokens":[{lists[0]}],"token_logprobs":[{lists[1]}],"top_logprobs":[{lists[2]}],'
+            f'"text_offset":[{lists[3]}]}}'
+        )
+
+
+def _chat_token(token: inference_pb2.Token | inference_pb2.TopToken) -> str:
+    raw = token.bytes
+    text = quoted(raw.decode(errors="replace"))
+    return f'"token":{text},"logprob":{_number(token.logprob)},"bytes":{json.dumps([*raw])}'
+
+
+def _name(raw: bytes) -> str:
+    """A token's text; the bytes of one that is no whole characters, so that two of them differ."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _number(logprob: float) -> str:
+    return f"{max(logprob, _LEAST_LOGPROB):.7g}"

@@ -1,0 +1,59 @@
+"""A body of the OpenAI API, taken as that of a chat and as that of a completion."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from unittest.mock import patch
+
+from pagoda_server.router.errors import InvalidArgument, PagodaError, Unimplemented
+from pagoda_server.router.http import openai_requests
+from pagoda_server.router.http.openai_requests import Asked, json_object, own_name, translated
+from pagoda_server.router.request.validation import check_prompt, to_submit, validate_generate
+from tests.fuzz.common import check_line
+from tests.fuzz.targets.wire import EOS_IDS, LIMITS
+
+PATHS = ("sampling.", "stopping.", "output.", "chat.", "cache.", "token_ids.")  # the protocol's names
+
+
+def check(data: bytes) -> bool:
+    _check_decoders(data)
+    is_chat, is_completion = _is_taken(data, True), _is_taken(data, False)
+    return is_chat or is_completion
+
+
+def _check_decoders(data: bytes) -> None:
+    """The decoder in Python must take what the fast one takes, except what it finds too deep."""
+    fast = _decoded(data)
+    with patch.object(openai_requests, "FEW_VALUES", 0):
+        counting = _decoded(data)
+    assert repr(counting) == repr(fast) or counting == "body: is nested too deep", (fast, counting)
+    if not isinstance(fast, str):
+        assert repr(fast) == repr(json.loads(data.decode()))
+
+
+def _decoded(data: bytes) -> dict[str, Any] | str:
+    """The object, or the text of the error."""
+    try:
+        return json_object(data, LIMITS)
+    except InvalidArgument as error:
+        return error.message
+
+
+def _is_taken(data: bytes, is_chat: bool) -> bool:
+    asked = Asked(is_chat)
+    try:
+        params = validate_generate(translated(data, LIMITS, asked), LIMITS, "m")
+        ids = params.prompt if isinstance(params.prompt, tuple) else (1, 2, 3)
+        to_submit(params, ids, check_prompt(params, len(ids), LIMITS), EOS_IDS, 1.5)
+    except PagodaError as error:
+        check_line(error)
+        _check_name(error, asked)
+        return False
+    assert (asked.n, asked.logprobs) == (params.n, params.logprobs), "the answer would have another shape"
+    return True
+
+
+def _check_name(error: PagodaError, asked: Asked) -> None:
+    if isinstance(error, InvalidArgument | Unimplemented):
+        assert not own_name(error.field, asked).startswith(PATHS), error.field

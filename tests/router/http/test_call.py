@@ -1,0 +1,100 @@
+"""What a request of HTTP leaves behind after its end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import uvloop
+
+from pagoda_server.router.errors import InvalidArgument, ResourceExhausted
+from pagoda_server.router.http.call import GenerateEndpoint
+from pagoda_server.router.http.guards import Guard
+from pagoda_server.router.http.server import HttpPort
+from pagoda_server.router.request.receiving import Messages
+from pagoda_server.router.tenants.identity import Identities
+
+REQUEST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+
+
+class Prompt:
+    """Stands for a megabyte."""
+
+
+class Api:
+    def __init__(self, prompts: list[weakref.ref[Prompt]]) -> None:
+        self._prompts = prompts
+
+    def request(self, raw: bytes, limits: Any, request_id: str) -> Any:
+        prompt = Prompt()
+        self._prompts.append(weakref.ref(prompt))
+        raise InvalidArgument("prompt", "is too long")
+
+    def answer(self) -> Any:
+        raise NotImplementedError
+
+    def own_name(self, field: str) -> str:
+        return "input"
+
+
+class Inference:
+    """Reads and parses as the service does, and nothing more."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self._messages = Messages(1 << 20, 10.0)
+
+    def refusal(self, tenant: str) -> ResourceExhausted | None:
+        return ResourceExhausted("the queue is full", retry_after_s=1.0) if self.is_full else None
+
+    async def generate(self, call: Any, parse: Any) -> None:
+        with await self._messages.read(call) as message:
+            await message.parsed(lambda raw: parse(raw, None))
+
+
+async def status_of(port: HttpPort, body: bytes) -> bytes:
+    host, _, number = port.address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(number))
+    writer.write(REQUEST % len(body) + body)
+    line = await reader.readline()
+    writer.close()
+    return line.split()[1]
+
+
+@pytest.mark.parametrize("size", [10, 200_000])
+def test_a_refused_request_leaves_nothing_to_the_garbage_collector(size: int) -> None:
+    prompts: list[weakref.ref[Prompt]] = []
+
+    async def main() -> None:
+        inference = Inference()
+        endpoint = GenerateEndpoint(inference, lambda: Api(prompts), 1 << 20)  # type: ignore[arg-type]
+        guard = Guard(endpoint, Identities(), [], checks_host=True, allowed_hosts=[], allowed_origins=[])
+        port = HttpPort("127.0.0.1:0", guard, shares_port=False, tls=None, stall_s=10)
+        running = asyncio.create_task(port.run())
+        await status_of(port, b"x" * size)
+        prompts.clear()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(20):
+                assert await status_of(port, b"x" * size) == b"400"
+                inference.is_full = True
+                assert await status_of(port, b"") == b"429"
+                inference.is_full = False
+            await asyncio.sleep(0.05)
+            assert len(prompts) == 20
+            assert [each for each in prompts if each() is not None] == []
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            assert not [each for each in gc.garbage if isinstance(each, InvalidArgument | ResourceExhausted)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        await port.stop(1)
+        await running
+
+    uvloop.run(main())

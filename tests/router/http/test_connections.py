@@ -1,0 +1,240 @@
+"""Connections of the HTTP port: what clients get that send or read too slowly, or are too many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+import uvloop
+from starlette.types import Receive, Scope, Send
+
+from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.http import server
+from pagoda_server.router.http.server import HttpPort
+from pagoda_server.router.process.listen import tls_context
+
+REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
+LIMIT_S, STALL_S, LINGER_S, IDLE_S = 0.2, 0.4, 0.25, 8.0
+SOON_S = 2.0  # on a busy machine, after a limit
+
+
+@pytest.fixture(autouse=True)
+def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEADERS_S", LIMIT_S)
+    monkeypatch.setattr(server, "IDLE_S", IDLE_S)
+    monkeypatch.setattr(server, "LINGER_S", LINGER_S)
+
+
+class App:
+    """Answers at once with a body of `size` bytes, in parts."""
+
+    def __init__(self, size: int = 2) -> None:
+        self.size = size
+        self.written = 0
+        self.ended = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for at in range(0, self.size, 1000):
+            part = b"x" * min(1000, self.size - at)
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            self.written += len(part)
+        await send({"type": "http.response.body"})
+        self.ended.set()
+
+
+def run(app: App, client: Callable[[HttpPort], Awaitable[Any]], tls: ssl.SSLContext | None = None) -> Any:
+    async def main() -> Any:
+        port = HttpPort("127.0.0.1:0", app, shares_port=False, tls=tls, stall_s=STALL_S)
+        running = asyncio.create_task(port.run())
+        try:
+            return await asyncio.wait_for(client(port), 20)
+        finally:
+            await port.stop(0)
+            await asyncio.wait_for(running, 5)
+
+    return uvloop.run(main())
+
+
+async def opened(port: HttpPort, *parts: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, number = port.address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(number))
+    for part in parts:
+        writer.write(part)
+        await asyncio.sleep(0.01)
+    return reader, writer
+
+
+async def time_until_closed(reader: asyncio.StreamReader) -> float:
+    began = time.monotonic()
+    try:
+        while await reader.read(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("parts", [(), (b"G",), (REQUEST[:-2],), (REQUEST, REQUEST[:5])])
+def test_half_a_request_is_given_up(parts: tuple[bytes, ...]) -> None:
+    async def client(port: HttpPort) -> None:
+        reader, _ = await opened(port, *parts)
+        assert await time_until_closed(reader) < SOON_S
+
+    run(App(), client)
+
+
+def test_headers_that_come_byte_by_byte_get_no_more_time() -> None:
+    async def client(port: HttpPort) -> None:
+        reader, writer = await opened(port)
+        closing = asyncio.create_task(time_until_closed(reader))
+        while not closing.done():
+            writer.write(b"G")
+            await asyncio.sleep(0.02)
+        assert closing.result() < SOON_S
+
+    run(App(), client)
+
+
+def test_headers_without_end_are_refused() -> None:
+    async def client(port: HttpPort) -> bytes:
+        reader, _ = await opened(port, REQUEST[:-2], b"a: " + b"x" * 40_000)
+        return await reader.read()
+
+    assert run(App(), client).startswith(b"HTTP/1.1 400 ")
+
+
+def test_an_idle_connection_is_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "IDLE_S", 3 * LIMIT_S)
+
+    async def client(port: HttpPort) -> None:
+        reader, writer = await opened(port)
+        for at in range(3):
+            await asyncio.sleep(1.5 * LIMIT_S if at else 0)
+            writer.write(REQUEST)
+            assert await reader.readuntil(b"xx\r\n0\r\n\r\n")
+        assert 2 * LIMIT_S < await time_until_closed(reader) < SOON_S
+
+    run(App(), client)
+
+
+def test_a_body_whose_request_is_answered_already_gets_little_time() -> None:
+    async def client(port: HttpPort) -> None:
+        reader, writer = await opened(port, POST)
+        assert await reader.readuntil(b"xx\r\n0\r\n\r\n")
+        closing = asyncio.create_task(time_until_closed(reader))
+        while not closing.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.02)
+        assert closing.result() < SOON_S
+
+    run(App(), client)
+
+
+def test_a_connection_serves_on_after_a_body_that_was_not_wanted() -> None:
+    async def client(port: HttpPort) -> None:
+        reader, writer = await opened(port, POST)
+        assert await reader.readuntil(b"xx\r\n0\r\n\r\n")
+        writer.write(b"x" * 1_000_000)
+        await asyncio.sleep(1.5 * LINGER_S)
+        writer.write(REQUEST)
+        assert await reader.readuntil(b"xx\r\n0\r\n\r\n")
+
+    run(App(), client)
+
+
+@pytest.mark.parametrize(("size", "is_encrypted"), [(60_000_000, False), (300_000, False), (60_000_000, True)])
+def test_a_client_that_stops_reading_is_given_up(size: int, is_encrypted: bool, tmp_path: Path) -> None:
+    app, authority = App(size), trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1")
+    certificate.private_key_pem.write_to_path(str(tmp_path / "key"))
+    certificate.cert_chain_pems[0].write_to_path(str(tmp_path / "cert"))
+
+    async def client(port: HttpPort) -> None:
+        host, _, number = port.address.partition(":")
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+
+        def connect() -> socket.socket:
+            raw.connect((host, int(number)))
+            if not is_encrypted:
+                return raw
+            context = ssl.create_default_context()
+            authority.configure_trust(context)
+            return context.wrap_socket(raw, server_hostname=host)
+
+        reader = await asyncio.to_thread(connect)
+        with reader:
+            await asyncio.to_thread(reader.sendall, REQUEST)
+            await asyncio.wait_for(app.ended.wait(), 5)  # waits no longer for a client whose connection is closed
+            if size > 1_000_000:
+                assert app.written == size
+            await asyncio.sleep(3 * STALL_S)
+            received = 0
+            with contextlib.suppress(OSError):
+                while part := await asyncio.to_thread(reader.recv, 1 << 20):
+                    received += len(part)
+            assert received < size
+
+    tls = tls_context(str(tmp_path / "cert"), str(tmp_path / "key")) if is_encrypted else None
+    run(app, client, tls)
+
+
+def test_a_client_that_reads_slowly_gets_all() -> None:
+    app = App(500_000)
+
+    async def client(port: HttpPort) -> int:
+        reader, _ = await opened(port, REQUEST[:-2] + b"Connection: close\r\n\r\n")
+        received = 0
+        while part := await reader.read(50_000):
+            received += len(part)
+            await asyncio.sleep(0.1)  # in all for several times what it may read nothing
+        return received
+
+    assert run(app, client) > 500_000
+
+
+def test_too_many_connections_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
+
+    async def client(port: HttpPort) -> None:
+        kept = [await opened(port) for _ in range(3)]
+        reader, _ = await opened(port)
+        assert await time_until_closed(reader) < SOON_S
+        kept[0][1].write(REQUEST)
+        assert await kept[0][0].readuntil(b"xx\r\n0\r\n\r\n")
+
+    run(App(), client)
+
+
+def test_the_server_stops_in_spite_of_an_answer_without_end(caplog: pytest.LogCaptureFixture) -> None:
+    class Endless(App):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await asyncio.Event().wait()
+
+    async def client(port: HttpPort) -> None:
+        await opened(port, REQUEST)
+
+    began = time.monotonic()
+    run(Endless(), client)
+    assert time.monotonic() - began < 3
+    assert not caplog.records
+
+
+def test_a_port_that_is_taken_is_a_wrong_setting() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"--http: cannot bind {address}: Address already in use"):
+            HttpPort(address, App(), shares_port=False, tls=None, stall_s=1)

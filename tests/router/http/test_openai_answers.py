@@ -1,0 +1,185 @@
+"""Messages of the protocol as answers of the OpenAI API."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from pagoda.v1 import inference_pb2
+from pagoda_server.router.errors import Aborted
+from pagoda_server.router.http.openai_answers import DONE, answer_to
+from pagoda_server.router.http.openai_requests import Asked
+
+STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
+CANCELLED = inference_pb2.FINISH_REASON_CANCELLED
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}}
+
+
+def tokens(text: str, *records: inference_pb2.Token, index: int = 0) -> inference_pb2.GenerateResponse:
+    records = records or (inference_pb2.Token(id=1),)
+    return inference_pb2.GenerateResponse(tokens=inference_pb2.Tokens(index=index, text=text, tokens=records))
+
+
+def finished(reason: Any = STOP, index: int = 0, *, is_last: bool = True) -> inference_pb2.GenerateResponse:
+    usage = inference_pb2.Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4) if is_last else None
+    return inference_pb2.GenerateResponse(finished=inference_pb2.Finished(index=index, reason=reason), usage=usage)
+
+
+def answered(asked: Asked, *messages: inference_pb2.GenerateResponse) -> bytes:
+    answer = answer_to(asked, "r", 'the "model"')
+    return b"".join(answer.take(message) for message in messages) + answer.end()
+
+
+def events(raw: bytes) -> list[Any]:
+    """The JSON of a stream's events, without those in which every event must be equal."""
+    assert raw.endswith(DONE)
+    found = []
+    for line in raw.removesuffix(DONE).decode().split("\n\n")[:-1]:
+        event = json.loads(line.removeprefix("data: "))
+        assert (event.pop("created"), event.pop("model")) == (5, 'the "model"')
+        found.append((event.pop("id"), event.pop("object"), event))
+    assert len({(id, kind) for id, kind, _ in found}) == 1
+    return [event for _, _, event in found]
+
+
+def delta(content: dict[str, str], reason: str | None = None, index: int = 0) -> dict[str, Any]:
+    return {"choices": [{"index": index, "delta": content, "logprobs": None, "finish_reason": reason}]}
+
+
+def test_a_chat_is_streamed_with_its_role_first() -> None:
+    asked = Asked(is_chat=True, is_stream=True, created=5)
+    raw = answered(asked, tokens('say "é"\n'), tokens(""), tokens("\u2028"), finished())
+    assert b'"id":"chatcmpl-r","object":"chat.completion.chunk"' in raw
+    assert "é" in raw.decode()
+    assert events(raw) == [
+        delta({"role": "assistant", "content": ""}),
+        delta({"content": 'say "é"\n'}),
+        delta({"content": "\u2028"}),
+        delta({}, "stop"),
+    ]
+
+
+def test_an_answer_without_text_still_has_its_role_and_end() -> None:
+    assert events(answered(Asked(is_chat=True, is_stream=True, created=5), finished(LENGTH))) == [
+        delta({"role": "assistant", "content": ""}),
+        delta({}, "length"),
+    ]
+
+
+def test_usage_comes_last_in_an_event_without_choices() -> None:
+    raw = answered(Asked(is_chat=True, is_stream=True, has_usage=True, created=5), tokens("a"), finished())
+    *others, last = events(raw)
+    assert last == {"choices": [], "usage": USAGE}
+    assert all(event["usage"] is None for event in others)
+
+
+def test_several_sequences_are_told_apart() -> None:
+    asked = Asked(is_chat=True, is_stream=True, n=2, created=5)
+    raw = answered(asked, tokens("b", index=1), tokens("a"), finished(is_last=False), finished(LENGTH, index=1))
+    assert events(raw) == [
+        delta({"role": "assistant", "content": ""}, index=1),
+        delta({"content": "b"}, index=1),
+        delta({"role": "assistant", "content": ""}),
+        delta({"content": "a"}),
+        delta({}, "stop"),
+        delta({}, "length", index=1),
+    ]
+
+
+def test_a_completion_is_streamed() -> None:
+    raw = answered(Asked(is_chat=False, is_stream=True, created=5), tokens("a"), finished())
+    assert b'"id":"cmpl-r","object":"text_completion"' in raw
+    assert events(raw) == [
+        {"choices": [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None}]},
+        {"choices": [{"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}]},
+    ]
+
+
+def test_a_whole_chat() -> None:
+    raw = answered(
+        Asked(is_chat=True, n=2, created=5), tokens("a"), tokens("b", index=1), tokens("c"),
+        finished(is_last=False), finished(LENGTH, index=1),
+    )  # fmt: skip
+    assert json.loads(raw) == {
+        "id": "chatcmpl-r", "object": "chat.completion", "created": 5, "model": 'the "model"', "usage": USAGE,
+        "choices": [
+            {
+                "index": index, "logprobs": None, "finish_reason": reason,
+                "message": {"role": "assistant", "content": content, "refusal": None},
+            }
+            for index, reason, content in ((0, "stop", "ac"), (1, "length", "b"))
+        ],
+    }  # fmt: skip
+
+
+def test_a_whole_completion() -> None:
+    raw = answered(Asked(is_chat=False, created=5), tokens("a"), finished())
+    assert json.loads(raw) == {
+        "id": "cmpl-r", "object": "text_completion", "created": 5, "model": 'the "model"', "usage": USAGE,
+        "choices": [{"index": 0, "text": "a", "logprobs": None, "finish_reason": "stop"}],
+    }  # fmt: skip
+
+
+E, ACUTE = (
+    inference_pb2.TopToken(id=1, bytes=b"\xc3", logprob=-0.5),
+    inference_pb2.TopToken(id=2, bytes=b"x", logprob=-2),
+)
+RECORDS = (
+    inference_pb2.Token(id=1, bytes=b"\xc3", logprob=-0.5, top=[E, ACUTE]),
+    inference_pb2.Token(id=2, bytes=b"\xa9", logprob=-math.inf, top=[E]),
+    inference_pb2.Token(id=3, bytes=b" a", logprob=0, top=[E]),
+)
+CHAT_LOGPROBS = [
+    {
+        "token": "\ufffd", "logprob": -0.5, "bytes": [0xC3], "top_logprobs": [
+            {"token": "\ufffd", "logprob": -0.5, "bytes": [0xC3]}, {"token": "x", "logprob": -2, "bytes": [0x78]},
+        ],
+    },
+    {
+        "token": "\ufffd", "logprob": -9999, "bytes": [0xA9],
+        "top_logprobs": [{"token": "\ufffd", "logprob": -0.5, "bytes": [0xC3]}],
+    },
+    {
+        "token": " a", "logprob": 0, "bytes": [0x20, 0x61],
+        "top_logprobs": [{"token": "\ufffd", "logprob": -0.5, "bytes": [0xC3]}],
+    },
+]  # fmt: skip
+
+
+def test_log_probabilities_of_a_chat_have_the_tokens_bytes() -> None:
+    messages = (tokens("", RECORDS[0]), tokens("é a", *RECORDS[1:]), finished())
+    whole = json.loads(answered(Asked(is_chat=True, logprobs=2, created=5), *messages))
+    assert whole["choices"][0]["logprobs"] == {"content": CHAT_LOGPROBS, "refusal": None}
+    _, first, second, _ = events(answered(Asked(is_chat=True, is_stream=True, logprobs=2, created=5), *messages))
+    assert first["choices"][0]["logprobs"]["content"] == CHAT_LOGPROBS[:1]
+    assert second["choices"][0]["logprobs"]["content"] == CHAT_LOGPROBS[1:]
+
+
+def test_log_probabilities_of_a_completion_are_four_lists() -> None:
+    messages = (tokens("", RECORDS[0]), tokens("é a", *RECORDS[1:]), finished())
+    whole = json.loads(answered(Asked(is_chat=False, logprobs=2, created=5), *messages))
+    half, other = "bytes:\\xc3", "bytes:\\xa9"
+    assert whole["choices"][0]["logprobs"] == {
+        "tokens": [half, other, " a"],
+        "token_logprobs": [-0.5, -9999, 0],
+        "top_logprobs": [{half: -0.5, "x": -2}, {half: -0.5, other: -9999}, {half: -0.5, " a": 0}],
+        "text_offset": [0, 0, 1],
+    }
+
+
+def test_log_probabilities_of_an_answer_without_tokens_are_empty() -> None:
+    for is_chat, expected in (
+        (True, {"content": [], "refusal": None}),
+        (False, {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}),
+    ):
+        whole = json.loads(answered(Asked(is_chat, logprobs=0, created=5), finished()))
+        assert whole["choices"][0]["logprobs"] == expected
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_an_answer_that_the_server_cut_short_is_none(is_stream: bool) -> None:
+    with pytest.raises(Aborted):
+        answered(Asked(is_chat=True, is_stream=is_stream, created=5), tokens("a"), finished(CANCELLED))

@@ -1,0 +1,306 @@
+"""Bodies of the OpenAI API as requests of the protocol, and what is refused by which name."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+
+from pagoda.v1 import inference_pb2
+from pagoda_server.router.errors import InvalidArgument, Unimplemented
+from pagoda_server.router.http.openai_requests import MAX_WHOLE_LOGPROBS, Asked, json_object, own_name, translated
+from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.request.validation import validate_generate
+
+LIMITS = Limits(max_model_len=4096, vocab_size=1000, kv_token_capacity=1 << 20)
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def chat(**fields: Any) -> tuple[inference_pb2.GenerateRequest, Asked]:
+    asked = Asked(is_chat=True)
+    return translated(json.dumps({"messages": MESSAGES} | fields).encode(), LIMITS, asked), asked
+
+
+def completion(**fields: Any) -> tuple[inference_pb2.GenerateRequest, Asked]:
+    asked = Asked(is_chat=False)
+    return translated(json.dumps({"prompt": "Hi"} | fields).encode(), LIMITS, asked), asked
+
+
+def test_every_field_that_is_supported_arrives() -> None:
+    request, asked = chat(
+        model="m", temperature=0.5, top_p=0.9, n=2, stop=["a", "b"], seed=-1, max_completion_tokens=7, stream=True,
+        stream_options={"include_usage": True}, frequency_penalty=0.25, presence_penalty=-0.5, logit_bias={"5": -100},
+        logprobs=True, top_logprobs=3, top_k=4, min_p=0.125, top_n_sigma=1.5, repetition_penalty=1.5, min_tokens=2,
+        ignore_eos=True, stop_token_ids=[9], allowed_token_ids=[1, 2], include_stop_in_output=True, special_tokens=True,
+        priority=-3, cache_salt="s", chat_template_kwargs={"enable_thinking": False, "depth": [1, {"a": None}]},
+    )  # fmt: skip
+    assert json_format.MessageToDict(request, preserving_proto_field_name=True) == {
+        "model": "m",
+        "chat": {
+            "messages": [{"role": "ROLE_USER", "content": "Hi"}],
+            "template_kwargs": {"enable_thinking": False, "depth": [1.0, {"a": None}]},
+        },
+        "sampling": {
+            "temperature": 0.5, "top_p": 0.9, "n": 2, "seed": str((1 << 64) - 1), "frequency_penalty": 0.25,
+            "presence_penalty": -0.5, "logit_bias": {"5": -100.0}, "top_k": 4, "min_p": 0.125, "top_n_sigma": 1.5,
+            "repetition_penalty": 1.5, "allowed_token_ids": [1, 2],
+        },
+        "stopping": {
+            "max_tokens": 7, "min_tokens": 2, "stop": ["a", "b"], "stop_token_ids": [9], "ignore_eos": True,
+            "include_stop_in_output": True,
+        },
+        "output": {"special_tokens": True, "token_bytes": True, "logprobs": 3},
+        "cache": {"salt": "s"},
+        "priority": -3,
+    }  # fmt: skip
+    assert (asked.is_stream, asked.has_usage, asked.logprobs, asked.n) == (True, True, 3, 2)
+
+
+def test_defaults_are_those_of_the_api() -> None:
+    request, asked = completion()
+    assert (request.prompt, request.sampling.temperature, request.stopping.max_tokens) == ("Hi", 1.0, 16)
+    assert (asked.is_stream, asked.has_usage, asked.logprobs, asked.n) == (False, False, None, 1)
+    request, _ = chat()
+    assert not request.stopping.HasField("max_tokens")
+    assert not request.sampling.HasField("seed")
+
+
+def test_null_is_the_same_as_no_field() -> None:
+    absent = {"stop": None, "temperature": None, "tools": None, "logprobs": None, "stream_options": None, "what": None}
+    assert chat(**absent)[0] == chat()[0]
+
+
+def test_fields_that_change_no_answer_are_ignored() -> None:
+    ignored = {
+        "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True,
+        "response_format": {"type": "text"}, "modalities": ["text"], "tools": [], "best_of": 1, "echo": False,
+    }  # fmt: skip
+    assert chat(**ignored)[0] == chat()[0]
+
+
+def test_messages_of_every_role_and_form() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    request, _ = chat(
+        messages=[
+            {"role": "developer", "content": "d"},
+            {"role": "system", "content": "s", "name": "n"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
+            {"role": "tool", "content": "t", "tool_call_id": "c"},
+        ]
+    )
+    assert json_format.MessageToDict(request.chat, preserving_proto_field_name=True)["messages"] == [
+        {"role": "ROLE_SYSTEM", "content": "d"},
+        {"role": "ROLE_SYSTEM", "content": "s", "name": "n"},
+        {"role": "ROLE_USER", "parts": [{"text": "a"}, {"text": "b"}]},
+        {"role": "ROLE_ASSISTANT", "tool_calls": [{"id": "c", "name": "f", "arguments": "{}"}]},
+        {"role": "ROLE_TOOL", "content": "t", "tool_call_id": "c"},
+    ]
+
+
+@pytest.mark.parametrize(("prompt", "ids"), [([1, 2], [1, 2]), ([[3]], [3]), (["Hi"], None), ("Hi", None)])
+def test_a_prompt_is_a_text_or_token_ids(prompt: Any, ids: list[int] | None) -> None:
+    request, _ = completion(prompt=prompt)
+    assert (list(request.token_ids.ids) if ids else request.prompt) == (ids or "Hi")
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"tools": [{}]}, "tools"),
+        ({"tools": [{}], "tool_choice": "auto"}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"store": True}, "store"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"best_of": True}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_its_name(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(Unimplemented) as refused:
+        chat(**fields)
+    assert refused.value.field == name
+
+
+def test_tools_that_the_model_must_not_call_are_hidden() -> None:
+    assert chat(tools=[{}], tool_choice="none")[0] == chat()[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"tempersture": 1}, "tempersture: is not a field that this server knows"),
+        ({"x\n" + "y" * 100: 1}, "x\\n" + "y" * 61 + ": is not a field that this server knows"),
+        ({"temperature": "1"}, "temperature: must be a number"),
+        ({"temperature": True}, "temperature: must be a number"),
+        ({"top_k": 1.5}, "top_k: must be a whole number"),
+        ({"top_k": -1}, "top_k: is -1, must be from 0 to 4294967295"),
+        ({"max_tokens": 10**4000}, "max_tokens: must be from 0 to 4294967295"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens: is the older name of max_completion_tokens, "),
+        ({"stream": 1}, "stream: must be true or false"),
+        ({"stream_options": {"include_usage": True}}, "stream_options: needs stream to be true"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x: is not a field"),
+        ({"stop": [1]}, "stop[0]: must be a string"),
+        ({"stop": 1}, "stop: must be a string or a list of strings"),
+        ({"stop": ["a"] * 17}, "stop: has more than 16 entries"),
+        ({"logit_bias": {"a": 1}}, "logit_bias[a]: must be a token id"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias[5]: must be a number"),
+        ({"logit_bias": {"99999999999": 1}}, "logit_bias[99999999999]: must be a token id"),
+        ({"stop_token_ids": [1, "2"]}, "stop_token_ids[1]: must be a whole number"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]: is -1"),
+        ({"top_logprobs": 2}, "top_logprobs: needs logprobs to be true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: is 21, must be from 0 to 20"),
+        ({"chat_template_kwargs": {"a": 10**400}}, "chat_template_kwargs: holds a value that is out of range"),
+        ({"messages": []}, "messages: is missing or empty"),
+        ({"messages": "Hi"}, "messages: must be a list"),
+        ({"messages": ["Hi"]}, "messages[0]: must be an object"),
+        ({"messages": [{}] * 5000}, "messages: has more than 4096 entries"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content: is missing"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role: must be one of system, developer, user"),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content: must be a string or a list of parts"),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type: is missing"),
+        ({"messages": [{"role": "user", "content": "", "x": 1}]}, "messages[0].x: is not a field"),
+        ({"prompt": "Hi"}, "prompt: is not a field that this server knows"),
+        ({"user": "\ud800", "cache_salt": "\ud800"}, "body: holds half of a surrogate pair"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_its_name(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        chat(**fields)
+    assert refused.value.message.startswith(told)
+    assert len(refused.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        (None, "prompt: is missing"),
+        (["a", "b"], "prompt: holds several prompts"),
+        ([[1], [2]], "prompt: holds several prompts"),
+        ([1, True], "prompt[1]: must be a whole number"),
+        ([1] * 4096, "prompt: has more than 4095 entries"),
+        ({}, "prompt: must be a string or a list of token ids"),
+    ],
+)
+def test_a_wrong_prompt_is_refused(prompt: Any, told: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        completion(prompt=prompt)
+    assert refused.value.message.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"temperature": 101}, "temperature"),
+        ({"temperature": 1e300}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 5000}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"stop_token_ids": [1000]}, "stop_token_ids[0]"),
+        ({"logit_bias": {"1000": 1}}, "logit_bias[1000]"),
+        ({"cache_salt": "s" * 129}, "cache_salt"),
+        ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        ({"continue_last": True}, "continue_last"),
+        ({"messages": [{"role": "user", "content": "", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "", "arguments": ""}}]}]},
+            "messages[0].tool_calls[0].function.name",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_what_validation_refuses_has_the_clients_own_name(fields: dict[str, Any], name: str) -> None:
+    request, asked = chat(**fields)
+    with pytest.raises(InvalidArgument) as refused:
+        validate_generate(request, LIMITS, "m")
+    assert own_name(refused.value.field, asked) == name
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("token_ids.ids[3]", "prompt[3]"),
+        ("output.logprobs", "logprobs"),
+        ("input", "prompt"),
+        ("request", "body"),
+        ("request_id", "x-request-id"),
+    ],
+)
+def test_names_of_completions(path: str, name: str) -> None:
+    assert own_name(path, Asked(is_chat=False)) == name
+
+
+def test_an_answer_of_too_many_log_probabilities_must_be_a_stream() -> None:
+    most = MAX_WHOLE_LOGPROBS // 16
+    chat(logprobs=True, top_logprobs=15, max_tokens=most)
+    chat(logprobs=True, top_logprobs=15, max_tokens=most + 1, stream=True)
+    with pytest.raises(InvalidArgument, match="stream: must be true"):
+        chat(logprobs=True, top_logprobs=15, max_tokens=most + 1)
+
+
+def test_a_model_without_a_template_takes_no_chat() -> None:
+    limits = Limits(max_model_len=4096, vocab_size=1000, kv_token_capacity=1 << 20, has_chat_template=False)
+    with pytest.raises(InvalidArgument, match=r"messages: .* has no chat template; use /v1/completions"):
+        translated(json.dumps({"messages": MESSAGES}).encode(), limits, Asked(is_chat=True))
+
+
+# -- hostile bodies ---------------------------------------------------------------------------------------------------
+
+MANY = 400_000
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"", "body: is not JSON"),
+        (b"{", "body: is not JSON"),
+        (b"[]", "body: is not a JSON object"),
+        (b"null", "body: is not a JSON object"),
+        (b'{"a": \xff}', "body: is not UTF-8"),
+        ('{"a": 1}'.encode("utf-16"), "body: is not UTF-8"),
+        (b'{"temperature": NaN}', "body: is not JSON"),
+        (b'{"temperature": Infinity}', "body: is not JSON"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "body: is not JSON"),
+        (b'{"n": 1, "n": 2}', "n: is given twice"),
+        (b'{"a": {"b\\n": 1, "b\\n": 2}}', "b\\n: is given twice"),
+        (b"[" * MANY, "body: is nested too deep"),
+        (b'{"a":' * MANY, "body: is nested too deep"),
+        (b"[" * 2000 + b"]" * 2000, "body: is nested too deep"),
+        (b'{"a": [' + b"{}," * MANY + b"{}]}", "body: has too many values"),
+        (b'{"a": [' + b"0," * MANY + b"0]}", "body: has too many values"),
+        (b'{"a": {' + b",".join(b'"%d":0' % at for at in range(MANY)) + b"}}", "body: has too many values"),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused_soon_and_with_a_fixed_text(body: bytes, told: str) -> None:
+    began = time.thread_time()
+    with pytest.raises(InvalidArgument) as refused:
+        json_object(body, LIMITS)
+    assert refused.value.message == told
+    assert time.thread_time() - began < 2
+
+
+def test_a_text_full_of_commas_is_a_text() -> None:
+    text = ",[{:" * 250_000
+    assert json_object(json.dumps({"prompt": text}).encode(), LIMITS) == {"prompt": text}
+
+
+def test_many_token_ids_pass() -> None:
+    limits = Limits(max_model_len=1 << 17, vocab_size=1 << 17, kv_token_capacity=1 << 20)
+    ids = list(range(100_000))
+    asked = Asked(is_chat=False)
+    assert list(translated(json.dumps({"prompt": ids}).encode(), limits, asked).token_ids.ids) == ids
