@@ -129,6 +129,11 @@ def test_each_wheel_claims_one_import_name(wheels: dict[str, Path]) -> None:
     assert {name.partition("/")[0] for name in contents(wheels["server"])} == {"pagoda_server"}
 
 
+def test_the_server_carries_the_files_of_its_page(wheels: dict[str, Path]) -> None:
+    assets = {f"pagoda_server/router/http/assets/{path.name}" for path in (ROOT / "router/http/assets").iterdir()}
+    assert assets <= contents(wheels["server"])
+
+
 def test_the_client_is_typed_and_needs_three_packages(wheels: dict[str, Path]) -> None:
     names = contents(wheels["client"])
     assert "pagoda/py.typed" in names

@@ -244,6 +244,7 @@ class Log:
 
 
 MAX_TOKENS = 80
+PAGE = "http://127.0.0.1:8000"  # of `make serve`
 TIMEOUT_S = 300.0
 CHATS = [
     "What is the capital of Sweden?",
@@ -328,6 +329,7 @@ def _report(streams: list[Stream], console: Console) -> None:
     wall_s = max(stream.meter.last for stream in streams) - min(stream.meter.start for stream in streams)
     total = f"{num_tokens} tokens in {wall_s:.2f} s, {num_tokens / wall_s:.1f} tokens/s"
     console.print(f"{len(streams)} streams at once: {total}", style="bold")
+    console.print(f"\nA chat, and the engine at work in pictures: make serve, then open {PAGE}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import itemgetter
 from typing import Literal, TypeAlias
 
 from pagoda_server.engine.core.sequence import EndReason, Sequence, State
@@ -41,6 +43,7 @@ Sketch: TypeAlias = tuple[
 Step: TypeAlias = tuple[float, float, Sketch]
 # at, kind, id, request id, arrived, prompt length, tokens, computed tokens, tenant
 Move: TypeAlias = tuple[float, MoveKind, int, str, float, int, int, int, str]
+_at = itemgetter(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,25 +112,28 @@ class StepTrace:
 
     def note(self, output: StepOutput) -> None:
         """Record which sequences started, were preempted or ended."""
+        noted: list[Move] = []
         for move in output.moves:
             kind: MoveKind = "started" if move.to is State.RUNNING else "preempted"
-            self._moves.append(_move(move.seq, kind, move.at, move.num_computed))
-        for ended in output.ended:
-            self._moves.append(_move(ended.seq, ended.reason, ended.at, ended.seq.num_computed))
+            noted.append(_move(move.seq, kind, move.at, move.num_computed))
+        noted += [_move(ended.seq, ended.reason, ended.at, ended.seq.num_computed) for ended in output.ended]
+        noted.sort(key=_at)
+        self._moves.extend(noted)
 
     def take(self, last_s: float = math.inf) -> TraceSnapshot:
-        """Return what is kept of the last `last_s` seconds."""
+        """Return what is kept of the last `last_s` seconds. Costs what it returns, however much is kept."""
         scheduler = self._scheduler
         now = scheduler.clock()
         since = max(now - min(last_s, KEEP_S), self._forgotten_until)
-        recent = [move for move in self._moves if move[0] >= since]
+        recent = list(takewhile(lambda move: move[0] >= since, reversed(self._moves)))[::-1]
+        steps = list(takewhile(lambda step: step[1] >= since, reversed(self._steps)))[::-1]
         moved = {move[2] for move in recent}
         return TraceSnapshot(
             taken_at=now,
             token_budget=scheduler.token_budget,
             max_num_seqs=scheduler.max_num_seqs,
             blocks_total=scheduler.pool.num_blocks,
-            steps=[step for step in self._steps if step[1] >= since],
+            steps=steps,
             moves=[*self._standing(moved), *recent],
         )
 

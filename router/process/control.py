@@ -93,7 +93,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._max_message_bytes = max_message_bytes
         self._settings = settings
         self._started = time.monotonic()
-        self._feed = LoadFeed(self._current_load)
+        self._feed = LoadFeed(self.current_load)
         self._traces = Places("GetStepTrace", MAX_TRACES)
 
     async def GetServerInfo(
@@ -181,7 +181,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                         part.engine = at
                         await context.write(part)
 
-    async def _current_load(self) -> control_pb2.Load:
+    async def current_load(self) -> control_pb2.Load:
+        """The load of all routers: this one is alone."""
         return self.load()
 
     def load(self) -> control_pb2.Load:

@@ -28,13 +28,15 @@ from pagoda.v1 import (
     control_pb2,
     control_pb2_grpc,
 )
+from pagoda_server import installed_version
 from pagoda_server.channel.address import host_of, is_local
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress, find_model
 from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.http import health, openai
+from pagoda_server.router.http import health, openai, page, together
 from pagoda_server.router.http.guards import Guard
+from pagoda_server.router.http.live import LiveFeed
 from pagoda_server.router.http.server import HttpPort
 from pagoda_server.router.process.calls import GRPC_LOGGER, CallGuard, Refusal, is_worth_logging
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
@@ -303,18 +305,21 @@ class Router:
         self._port = bind(server, config)
         await server.start()
         if config.http:
-            self._http = self._http_port(config.http, max_bytes)
+            load = self._group.control.current_load if self._group else control.current_load
+            self._http = self._http_port(config.http, max_bytes, LiveFeed(self._dispatcher.channels, load))
             print(f"HTTP on {self._http.url}", flush=True)
         print(f"listening on {self._port.address}", flush=True)
         return server
 
-    def _http_routes(self, max_bytes: int) -> list[BaseRoute]:
+    def _http_routes(self, max_bytes: int, feed: LiveFeed) -> list[BaseRoute]:
         return [
             *health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING),
             *openai.routes(self._inference, self._name, self._dispatcher.refusal, max_bytes),
+            *page.routes(feed, {"model": self._name, "version": installed_version()}),
+            *together.routes(),
         ]
 
-    def _http_port(self, listen: str, max_bytes: int) -> HttpPort:
+    def _http_port(self, listen: str, max_bytes: int, feed: LiveFeed) -> HttpPort:
         """The HTTP port. Raises ConfigError.
 
         Where TLS or tokens guard an address that others can reach, they call the server by names that it does not know,
@@ -323,9 +328,9 @@ class Router:
         config = self._config
         is_guarded = config.tls_cert is not None or self._identities.tokens is not None
         guard = Guard(
-            Routes(self._http_routes(max_bytes), redirect_slashes=False),
+            Routes(self._http_routes(max_bytes, feed), redirect_slashes=False),
             self._identities,
-            public_paths=health.PUBLIC_PATHS,
+            public_paths=(*health.PUBLIC_PATHS, *page.PUBLIC_PATHS),
             checks_host=is_local(listen) or not is_guarded or config.http_allowed_hosts is not None,
             allowed_hosts=[host_of(listen), *names_in(config.http_allowed_hosts)],
             allowed_origins=names_in(config.http_allowed_origins),

@@ -137,7 +137,7 @@ class SharedControl(control_pb2_grpc.ControlServicer):
     def __init__(self, own: ControlServicer, group: RouterGroup) -> None:
         self._own = own
         self._group = group
-        self._feed = LoadFeed(self._load)
+        self._feed = LoadFeed(self.current_load)
 
     async def GetServerInfo(
         self,
@@ -164,7 +164,7 @@ class SharedControl(control_pb2_grpc.ControlServicer):
         request: control_pb2.GetLoadRequest,
         context: grpc.aio.ServicerContext[control_pb2.GetLoadRequest, control_pb2.Load],
     ) -> control_pb2.Load:
-        return seen_load(await self._load())
+        return seen_load(await self.current_load())
 
     async def WatchLoad(
         self,
@@ -180,7 +180,8 @@ class SharedControl(control_pb2_grpc.ControlServicer):
     ) -> None:
         await self._own.GetStepTrace(request, context)
 
-    async def _load(self) -> control_pb2.Load:
+    async def current_load(self) -> control_pb2.Load:
+        """The load of all routers."""
         request = control_pb2.GetLoadRequest()
         load = self._own.load()
         for other in await self._group.ask_control(lambda stub: stub.GetLoad(request, timeout=ASK_TIMEOUT_S)):

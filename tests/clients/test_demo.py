@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pagoda_server.cli.demo import CHATS, TEXTS
+from pagoda_server.cli.demo import CHATS, PAGE, TEXTS
+from tests.servers import ROOT
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -80,6 +81,8 @@ def test_demo_streams_eight_prompts_interleaved_and_reports_figures(start: Start
         assert stdout.count(f"› {prompt.strip()}") == 2
     assert len(re.findall(r"^\d+ tokens · TTFT \d+ ms · [\d.]+ tokens/s$", stdout, re.MULTILINE)) == 8
     assert re.search(r"^8 streams at once: \d+ tokens in [\d.]+ s, [\d.]+ tokens/s$", stdout, re.MULTILINE)
+    assert f"then open {PAGE}\n" in stdout
+    assert f"--http {PAGE.removeprefix('http://')} " in (ROOT / "Makefile").read_text()
     log = stdout[: stdout.rindex("8 streams")].split("\n\n")[2]
     order = re.findall(r"(\d)│", log)
     changes = sum(a != b for a, b in itertools.pairwise(order))

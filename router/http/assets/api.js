@@ -1,0 +1,94 @@
+// The server's HTTP: streams of events with the tab's token, and errors in words.
+
+const TOKEN = "pagoda-token";
+
+export function token() {
+  return sessionStorage.getItem(TOKEN) ?? "";
+}
+
+export function keepToken(value) {
+  if (value) sessionStorage.setItem(TOKEN, value);
+  else sessionStorage.removeItem(TOKEN);
+}
+
+export class ServerError extends Error {
+  constructor(status, message, retryAfter) {
+    super(message);
+    this.status = status;
+    this.retryAfter = retryAfter;
+  }
+}
+
+// The events of a stream, each {event, data}. Throws ServerError.
+export async function* events(path, { body, signal } = {}) {
+  const headers = {};
+  if (token()) headers.Authorization = `Bearer ${token()}`;
+  if (body) headers["Content-Type"] = "application/json";
+  let response;
+  try {
+    response = await fetch(path, {
+      method: body ? "POST" : "GET", headers, signal, body: body && JSON.stringify(body), cache: "no-store",
+    });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError(0, "The server does not answer. Is it still running?");
+  }
+  if (!response.ok) throw refusal(response.status, await told(response), response.headers.get("Retry-After"));
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      yield* parts.map(parsed).filter((event) => event.data);
+    }
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError(0, "The connection to the server was lost.");
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+function parsed(text) {
+  const event = { event: "message", data: "" };
+  for (const line of text.split("\n")) {
+    const [, name, value] = /^(\w+): ?(.*)$/.exec(line) ?? [];
+    if (name === "event") event.event = value;
+    else if (name === "data") event.data += value;
+  }
+  return event;
+}
+
+async function told(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return "";
+  }
+}
+
+// A refusal in words. `retryAfter` is the header, in seconds.
+export function refusal(status, message, retryAfter) {
+  const seconds = retryAfter === null || retryAfter === undefined ? NaN : Number(retryAfter);
+  const why = message ? ` The server says: ${message}.` : "";
+  const wait = Number.isFinite(seconds) ? ` Try again in ${Math.max(1, Math.ceil(seconds))} s.` : "";
+  const words =
+    status === 401 ? "The server asks for a token."
+    : status === 403 ? `Your token does not allow this.${why}`
+    : status === 429 ? `The server has too much to do.${wait || " Try again in a moment."}${why}`
+    : status === 503 ? `The engine is not ready.${wait || " Try again in a moment."}`
+    : status === 504 ? "The answer took longer than the server allows."
+    : status >= 500 ? "The server failed to answer. Its log has the details."
+    : message ? `The server refused this: ${message}.` : `The server refused this (${status}).`;
+  return new ServerError(status, words, Number.isFinite(seconds) ? seconds : undefined);
+}
+
+// An error that came after the answer had begun, which then has no status.
+export function lateRefusal({ message, type, code }) {
+  if (code === "unavailable") return new ServerError(503, "The engine was lost while it answered. Try again in a moment.");
+  const status = { rate_limit_error: 429, authentication_error: 401, permission_error: 403, timeout_error: 504 }[type];
+  return refusal(status ?? 500, message);
+}

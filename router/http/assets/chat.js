@@ -1,0 +1,327 @@
+// The chat: a conversation that is sent as a whole with each turn, and eight prompts at once.
+
+import { events, lateRefusal, refusal, ServerError } from "./api.js";
+
+const $ = (id) => document.getElementById(id);
+
+const TEXT = `A pagoda is a tower of many storeys, each with a roof of its own. The form came from the stupa, a mound \
+that held relics, and travelled with Buddhism from India to China, Korea, Japan and Vietnam. Builders in each country \
+changed it. Chinese masons built in brick and stone and gave their towers eight sides. Japanese carpenters built in \
+wood, around a central pillar that often does not carry the roofs at all. It hangs or stands free, and sways against \
+the storeys when the earth shakes, which may be why so few of these towers have ever fallen. The storeys are stacked \
+like boxes, without a nail that ties one to the next, so that each can slide a little on the one below. The wide eaves \
+balance the beams like the pole of a tightrope walker, keep the rain off the walls, and cast the shade that makes a \
+pagoda look lighter than it is. A finial of nine rings crowns the topmost roof. Visitors seldom climb to it: most \
+pagodas have no floors inside, since they were built to be walked around and looked at from the garden.`;
+
+// A prompt and the most tokens of its answer: of different lengths, so that the sequences leave one after another.
+const EIGHT = [
+  ["What is the capital of Sweden?", 40],
+  ["Why is the sky blue? Answer in two sentences.", 80],
+  ["Give me three tips for learning a language.", 140],
+  ["What is the difference between a river and a lake?", 200],
+  [`Summarize this text in three sentences:\n\n${TEXT}`, 260],
+  ["Write a short poem about the sea.", 320],
+  ["Explain step by step how to bake bread.", 380],
+  ["Tell me a story about a lighthouse keeper.", 440],
+];
+
+// Greedy: the same question has the same answer.
+const OPTIONS = { stream: true, temperature: 0, stream_options: { include_usage: true } };
+
+let conversation = [];
+let asking = null; // the AbortController of the turn that is being answered
+const names = new Map(); // request ids of this page's calls, with what to call them in the batch
+
+// What this page calls a request, if it has sent it.
+export function nameOf(requestId) {
+  return names.get(requestId);
+}
+
+function named(id, name) {
+  names.set(id.replace(/^\w+-/, ""), name.split("\n")[0]);
+  if (names.size > 200) names.delete(names.keys().next().value);
+}
+
+export function startChat({ model, onUnauthenticated }) {
+  const log = $("log");
+  const message = $("message");
+  const welcome = $("welcome");
+
+  $("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const text = message.value.trim();
+    if (!text || asking) return;
+    message.value = "";
+    fit();
+    ask(text);
+  });
+  message.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      $("composer").requestSubmit();
+    }
+  });
+  message.addEventListener("input", fit);
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !document.querySelector("dialog[open]")) asking?.abort();
+  });
+  $("stop").addEventListener("click", () => asking?.abort());
+  $("new-chat").addEventListener("click", () => {
+    asking?.abort();
+    conversation = [];
+    log.replaceChildren(welcome);
+    $("new-chat").hidden = true;
+    message.focus();
+  });
+  for (const button of document.querySelectorAll(".suggestions button")) {
+    button.addEventListener("click", () => !asking && ask(button.textContent));
+  }
+  $("eight").addEventListener("click", startEight);
+
+  function fit() {
+    message.rows = Math.min(6, message.value.split("\n").length + Math.floor(message.value.length / 60));
+  }
+
+  function add(node) {
+    welcome.remove();
+    $("new-chat").hidden = false;
+    log.append(node);
+    log.scrollTop = log.scrollHeight;
+    return node;
+  }
+
+  // -- a turn -----------------------------------------------------------------------------------------------------
+
+  async function ask(text) {
+    if (conversation.at(-1)?.role === "user") conversation.pop(); // it had no answer
+    conversation.push({ role: "user", content: text });
+    add(made("article", "turn user", made("h3", "unseen", "You"), made("p", "text", text)));
+    await answer(text);
+  }
+
+  async function answer(question) {
+    const words = made("div", "text");
+    const stats = made("p", "stats");
+    const turn = add(made("article", "turn", made("h3", "unseen", "Answer"), words, stats));
+    turn.setAttribute("aria-busy", "true");
+    const copy = made("button", "quiet", "Copy");
+    copy.type = "button";
+    copy.addEventListener("click", () => copyText(content, copy));
+    asking = new AbortController();
+    const controller = asking;
+    busy(true);
+    announce("Answering.");
+    const messages = conversation;
+    let content = "";
+    let end = "";
+    const clock = meter();
+    const paint = () => show(words, content, log);
+    try {
+      const body = { ...OPTIONS, model: model(), messages };
+      for await (const { data } of events("/v1/chat/completions", { body, signal: controller.signal })) {
+        if (data === "[DONE]") break;
+        const chunk = JSON.parse(data);
+        if (chunk.error) throw lateRefusal(chunk.error);
+        if (chunk.id) named(chunk.id, question);
+        const [choice] = chunk.choices ?? [];
+        if (choice?.delta?.content) {
+          clock.token();
+          content += choice.delta.content;
+          later(paint);
+        }
+        end = choice?.finish_reason ?? end;
+        if (chunk.usage) clock.tokens = chunk.usage.completion_tokens;
+        stats.textContent = clock.text();
+      }
+      messages.push({ role: "assistant", content });
+      announce(content || "The answer is empty.");
+      if (end === "length") stats.textContent += " · ended at the limit of tokens";
+    } catch (error) {
+      if (error.name === "AbortError") {
+        if (content) messages.push({ role: "assistant", content });
+        stats.textContent = `${clock.text()} · stopped`.replace(/^ · /, "");
+        announce("Stopped.");
+      } else {
+        if (!content) turn.remove();
+        explain(error, question);
+        if (error.status === 401) onUnauthenticated();
+      }
+    } finally {
+      turn.removeAttribute("aria-busy");
+      if (content) {
+        paint();
+        stats.append(copy);
+      }
+      if (asking === controller) asking = null;
+      busy(false);
+    }
+  }
+
+  function explain(error, question) {
+    const again = made("button", "", "Try again");
+    again.type = "button";
+    const note = complain(error);
+    note.append(again);
+    again.addEventListener("click", () => {
+      if (asking) return;
+      note.remove();
+      answer(question);
+    });
+  }
+
+  // Say in words what went wrong.
+  function complain(error) {
+    const isOurs = !(error instanceof ServerError);
+    if (isOurs) console.error(error);
+    const words = isOurs ? "Something in this page failed. Reload it." : error.message;
+    const note = add(made("div", "trouble", made("p", "", words)));
+    note.setAttribute("role", "alert");
+    return note;
+  }
+
+  function busy(is) {
+    $("stop").hidden = !is;
+    $("send").hidden = is;
+    if (is && document.activeElement === $("send")) $("stop").focus();
+    if (!is && document.activeElement === document.body) message.focus();
+  }
+
+  function announce(text) {
+    $("announcer").textContent = text;
+  }
+
+  // -- eight prompts ----------------------------------------------------------------------------------------------
+
+  // Browsers open at most six connections to a server, so /together carries all answers on one.
+  async function startEight() {
+    const button = $("eight");
+    if (button.ariaDisabled === "true") return;
+    button.ariaDisabled = "true"; // it stays in focus
+    const list = made("ol", "eight");
+    const parts = EIGHT.map(([prompt]) => {
+      const count = made("span", "count", "waiting");
+      const text = made("p", "text");
+      const tail = made("span", "tail");
+      const question = made("span", "question", prompt.split("\n")[0]);
+      list.append(made("li", "", made("details", "", made("summary", "", question, count, tail), text)));
+      const part = { count, question: prompt, content: "", clock: meter() };
+      part.paint = () => {
+        text.textContent = `${part.content.trim()}\n\n${part.clock.text()}`;
+        tail.textContent = part.content.slice(-160).replace(/\s+/g, " ");
+      };
+      part.fail = (how, words) => {
+        count.textContent = how;
+        text.textContent = tail.textContent = words;
+      };
+      return part;
+    });
+    add(made("article", "turn", made("h3", "", "Eight prompts at once"), list));
+    announce("Eight prompts were started.");
+    const requests = EIGHT.map(([prompt, most]) => ({
+      ...OPTIONS, model: model(), messages: [{ role: "user", content: prompt }], max_tokens: most,
+    }));
+    try {
+      for await (const { data } of events("/together", { body: { requests } })) {
+        const { index, status, retry_after: retryAfter, body } = JSON.parse(data);
+        const part = parts[index];
+        if (status !== 200 || body.error) {
+          const error = status === 200 ? lateRefusal(body.error) : refusal(status, body?.error?.message, retryAfter);
+          part.fail(status === 200 ? "lost" : "refused", error.message);
+          continue;
+        }
+        if (body.id) named(body.id, part.question);
+        const [choice] = body.choices ?? [];
+        if (choice?.delta?.content) {
+          part.clock.token();
+          part.content += choice.delta.content;
+          later(part.paint);
+        }
+        if (body.usage) {
+          part.clock.tokens = body.usage.completion_tokens;
+          later(part.paint);
+        }
+        part.count.textContent = `${part.clock.tokens} tokens`;
+      }
+      announce("The eight prompts are answered.");
+    } catch (error) {
+      complain(error);
+      if (error.status === 401) onUnauthenticated();
+    } finally {
+      button.ariaDisabled = "false";
+    }
+  }
+}
+
+// -- pieces -----------------------------------------------------------------------------------------------------------
+
+function made(tag, className, ...children) {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  node.append(...children);
+  return node;
+}
+
+// Counts tokens and times of an answer, as this page sees them.
+function meter() {
+  const start = performance.now();
+  let first = 0;
+  let last = 0;
+  return {
+    tokens: 0,
+    token() {
+      last = performance.now();
+      first ||= last;
+      this.tokens += 1;
+    },
+    text() {
+      if (!first) return "";
+      const words = [`${this.tokens} ${this.tokens === 1 ? "token" : "tokens"}`];
+      if (last > first) words.push(`${((1e3 * (this.tokens - 1)) / (last - first)).toFixed(0)} tokens/s`);
+      words.push(`TTFT ${(first - start).toFixed(0)} ms`);
+      return words.join(" · ");
+    },
+  };
+}
+
+const waiting = new Set();
+
+// Do this with the next picture, once however often it is asked for by then.
+function later(work) {
+  if (!waiting.size) {
+    requestAnimationFrame(() => {
+      const works = [...waiting];
+      waiting.clear();
+      for (const each of works) each();
+    });
+  }
+  waiting.add(work);
+}
+
+// Show a text with its code blocks, `code` and **strong** words. Everything else stays as the model wrote it.
+function show(node, content, log) {
+  const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+  const parts = content.trim().split(/^```[^\n]*\n?/m);
+  node.replaceChildren(...parts.map((part, at) => (at % 2 ? made("pre", "", made("code", "", part)) : inline(part))));
+  if (isAtEnd) log.scrollTop = log.scrollHeight;
+}
+
+function inline(text) {
+  const node = document.createDocumentFragment();
+  for (const piece of text.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*)/)) {
+    if (piece.length > 2 && piece.startsWith("`") && piece.endsWith("`")) node.append(made("code", "", piece.slice(1, -1)));
+    else if (piece.length > 4 && piece.startsWith("**") && piece.endsWith("**")) node.append(made("strong", "", piece.slice(2, -2)));
+    else node.append(piece);
+  }
+  return node;
+}
+
+async function copyText(text, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "The browser refused to copy";
+  }
+  setTimeout(() => (button.textContent = "Copy"), 2000);
+}

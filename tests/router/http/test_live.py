@@ -1,0 +1,235 @@
+"""The feed of the page: what it makes of an engine's traces, and what it asks an engine for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from pagoda.v1 import control_pb2, trace_pb2
+from pagoda_server.engine.core.step import StepPlan
+from pagoda_server.engine.serving.codec import trace_messages
+from pagoda_server.router.errors import ResourceExhausted, Unavailable
+from pagoda_server.router.http import live
+from pagoda_server.router.http.live import LiveFeed, Rates, TraceReader
+from pagoda_server.router.process.load_feed import MAX_WATCHERS
+from pagoda_server.router.tenants.caller import ANYONE, Caller
+from tests.engine.harness import SteppedEngine
+
+
+class Seconds:
+    """Each step takes a second."""
+
+    def of(self, plan: StepPlan) -> float:
+        return 1.0
+
+
+def parts_of(engine: SteppedEngine, last_s: float = 60.0) -> list[trace_pb2.StepTracePart]:
+    return [message.part for message in trace_messages(0, engine.steps.trace.take(last_s))]
+
+
+def rows_of(engine: SteppedEngine) -> dict[int, list[Any]]:
+    """Each sequence's state, numbers and cells, from one trace of everything."""
+    read = TraceReader().read(parts_of(engine), {})
+    return {id: row for id, *row in read["rows"]}
+
+
+def test_a_row_tells_what_its_sequence_did_in_each_step() -> None:
+    engine = SteppedEngine(step_time=Seconds(), max_num_seqs=1)
+    engine.add([1] * 20, max_tokens=3, tenant="acme")  # its prompt takes two steps of 16 tokens
+    engine.add([2] * 4, max_tokens=2)
+    engine.run()
+    rows = rows_of(engine)
+    assert rows[0] == ["finished", 20, 23, 22, "acme", "", "ppdd.."]
+    assert rows[1][-1] == "wwwwpd"
+
+
+def test_a_preempted_sequence_shows_when_it_lost_its_blocks_and_when_it_came_back() -> None:
+    engine = SteppedEngine(step_time=Seconds(), num_blocks=8, block_size=4)
+    seqs = [engine.add([head] * 10, max_tokens=16) for head in (1, 2)]
+    engine.run()
+    [preempted] = [seq for seq in seqs if seq.account.preemptions]
+    cells = rows_of(engine)[preempted.id][-1]
+    assert cells.strip(".").strip("pd").count("x") == len(cells.strip(".").strip("pd")) > 0
+
+
+def test_traces_that_overlap_tell_each_step_once() -> None:
+    engine = SteppedEngine(step_time=Seconds())
+    reader, rates, cells = TraceReader(), Rates(), {0: "", 1: ""}
+    engine.add([1] * 6, max_tokens=30)
+    for at in range(40):
+        if at == 7:
+            engine.add([2] * 30, max_tokens=9)
+        engine.step()
+        if at % 3 == 0 or at > 35:
+            for id, *_, some in reader.read(parts_of(engine, last_s=8.0), rates)["rows"]:
+                cells[id] += some
+    assert {id: some.strip(".") for id, some in cells.items()} == {0: "p" + 29 * "d", 1: "pp" + 8 * "d"}
+    assert sum(rate.tokens for rate in rates.values()) == 30 + 9
+    assert sum(rate.prompt_tokens for rate in rates.values()) == 6 + 30
+
+
+def test_numbers_are_those_after_the_last_step_however_often_a_start_is_told() -> None:
+    engine = SteppedEngine(step_time=Seconds())
+    seq, reader = engine.add([1] * 20, max_tokens=30), TraceReader()
+    for _ in range(25):
+        engine.step()
+        [[_, state, prompt, tokens, computed, *_]] = reader.read(parts_of(engine, last_s=4.0), {})["rows"]
+        assert (prompt, tokens, computed) == (20, len(seq.tokens), seq.num_computed)
+    assert state == "d"
+
+
+def test_an_end_is_told_once() -> None:
+    engine = SteppedEngine(step_time=Seconds())
+    engine.add([1], max_tokens=2)
+    engine.run()
+    reader = TraceReader()
+    assert [row[1] for row in reader.read(parts_of(engine), {})["rows"]] == ["finished"]
+    assert reader.read(parts_of(engine), {})["rows"] == []
+
+
+def test_times_are_those_of_first_tokens_and_of_gaps_between_tokens() -> None:
+    engine = SteppedEngine(step_time=Seconds(), max_num_seqs=1)
+    engine.add([1] * 20, max_tokens=4)
+    engine.add([2] * 4, max_tokens=3)
+    engine.run()
+    rates = Rates()
+    TraceReader().read(parts_of(engine), rates)
+    assert [ms for _, rate in sorted(rates.items(), reverse=True) for ms in rate.ttft] == [2000.0, 6000.0]
+    gaps = [pair for rate in rates.values() for pair in rate.itl.items()]
+    assert {ms for ms, _ in gaps} == {1000.0}
+    assert sum(times for _, times in gaps) == 3 + 2
+
+
+def test_many_sequences_show_the_first_and_count_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "MAX_ROWS", 3)
+    engine = SteppedEngine(step_time=Seconds(), num_blocks=256)
+    for head in range(8):
+        engine.add([head], max_tokens=4)
+    reader = TraceReader()
+    engine.step()
+    engine.step()
+    assert reader.read(parts_of(engine), Rates())["others"] == 5
+    engine.run()
+    rates = Rates()
+    assert len(TraceReader().read(parts_of(engine), rates)["rows"]) == 3
+    assert sum(rate.tokens for rate in rates.values()) == 32
+
+
+# -- what is asked for ------------------------------------------------------------------------------------------------
+
+
+class Channel:
+    """The channel to an engine whose state the test sets, and which counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.info = control_pb2.EngineInfo(epoch=1)
+        self.load = control_pb2.EngineLoad(blocks_total=8, blocks_free=8)
+        self.asked: list[float] = []
+        self.is_lost = False
+
+    async def trace(self, last_s: float) -> list[trace_pb2.StepTracePart]:
+        if self.is_lost:
+            raise Unavailable("the engine was lost")
+        self.asked.append(last_s)
+        return [trace_pb2.StepTracePart(taken_at_s=1.0)]
+
+
+@pytest.fixture
+def channel() -> Channel:
+    return Channel()
+
+
+@pytest.fixture
+def feed(channel: Channel) -> LiveFeed:
+    async def load() -> control_pb2.Load:
+        told = control_pb2.Load(engines=[channel.load], requests=3)
+        told.tenants.add(name="acme", share=0.75)
+        told.tenants.add(name="brown", share=0.25)
+        return told
+
+    return LiveFeed([channel], load)  # type: ignore[list-item]
+
+
+async def ticks(watch: AsyncIterator[str], count: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    async for message in watch:
+        found += json.loads(message)
+        if len(found) >= count:
+            break
+    return found
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_all_watchers_share_one_question_to_the_engine(feed: LiveFeed, channel: Channel) -> None:
+    channel.load.running = 1
+    several = [asyncio.create_task(ticks(feed.watch(ANYONE), 3)) for _ in range(5)]
+    told = await asyncio.gather(*several)
+    assert len(channel.asked) == 3
+    assert all(each == told[0] for each in told)
+    assert channel.asked[0] > live.FIRST_S > 1 > channel.asked[1]
+
+
+async def test_an_idle_engine_is_asked_once_and_told_of_once_a_second(feed: LiveFeed, channel: Channel) -> None:
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    await ticks(feed.watch(ANYONE), 2)
+    assert loop.time() - started > 0.9 * live.HEARTBEAT_S
+    assert len(channel.asked) == 1
+
+
+async def test_an_engine_that_has_worked_since_is_asked_again(feed: LiveFeed, channel: Channel) -> None:
+    watch = feed.watch(ANYONE)
+    await ticks(watch, 1)
+    channel.load.steps += 1
+    task = asyncio.create_task(ticks(feed.watch(ANYONE), 2))
+    await until(lambda: len(channel.asked) == 2)
+    await task
+
+
+async def test_nothing_is_asked_for_when_nothing_watches(feed: LiveFeed, channel: Channel) -> None:
+    channel.load.running = 1
+    watch = feed.watch(ANYONE)
+    await ticks(watch, 1)
+    await watch.aclose()  # type: ignore[attr-defined]
+    asked = len(channel.asked)
+    await asyncio.sleep(3 * live.INTERVAL_S)
+    assert len(channel.asked) == asked
+    await ticks(feed.watch(ANYONE), 2)
+    assert channel.asked[-1] < 2.0  # coming back again and again costs no more than staying
+
+
+async def test_a_new_watcher_gets_what_was_told_before(feed: LiveFeed, channel: Channel) -> None:
+    channel.load.running = 1
+    first = asyncio.create_task(ticks(feed.watch(ANYONE), 4))
+    await until(lambda: len(channel.asked) == 3)
+    [message] = [json.loads(await anext(feed.watch(ANYONE)))]
+    assert len(message) >= 2
+    assert message == (await first)[: len(message)]
+
+
+async def test_an_engine_that_does_not_answer_leaves_the_load(feed: LiveFeed, channel: Channel) -> None:
+    channel.is_lost = True
+    [tick] = await ticks(feed.watch(ANYONE), 1)
+    assert [engine["blocks"] for engine in tick["engines"]] == [[8, 8, 0]]
+    assert "rows" not in tick["engines"][0]
+
+
+async def test_a_caller_that_may_not_observe_sees_its_own_tenant(feed: LiveFeed) -> None:
+    [tick] = await ticks(feed.watch(Caller("acme", frozenset(), is_proven=True)), 1)
+    assert tick["tenants"] == [["acme", 0, 0, 0.75]]
+    assert "blocks" not in tick["engines"][0]
+
+
+async def test_watchers_beyond_the_limit_are_refused(feed: LiveFeed) -> None:
+    feed.place.taken = MAX_WATCHERS
+    with pytest.raises(ResourceExhausted, match="256 calls of live are running"), feed.place:
+        pass
