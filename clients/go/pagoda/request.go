@@ -1,0 +1,24 @@
+package pagoda
+
+import pagodav1 "pagoda/clients/go/pagoda/v1"
+
+// Message asks for the answer to a user's message, through the model's chat template.
+func Message(text string) *pagodav1.GenerateRequest {
+	return &pagodav1.GenerateRequest{Input: &pagodav1.GenerateRequest_Message{Message: text}}
+}
+
+// Prompt asks to continue a text as it stands.
+func Prompt(text string) *pagodav1.GenerateRequest {
+	return &pagodav1.GenerateRequest{Input: &pagodav1.GenerateRequest_Prompt{Prompt: text}}
+}
+
+// Chat asks for the answer to a conversation.
+func Chat(messages ...*pagodav1.ChatMessage) *pagodav1.GenerateRequest {
+	chat := &pagodav1.Chat{Messages: messages}
+	return &pagodav1.GenerateRequest{Input: &pagodav1.GenerateRequest_Chat{Chat: chat}}
+}
+
+// TokenIDs asks to continue token ids as they are.
+func TokenIDs(ids ...uint32) *pagodav1.GenerateRequest {
+	return &pagodav1.GenerateRequest{Input: &pagodav1.GenerateRequest_TokenIds{TokenIds: &pagodav1.TokenIds{Ids: ids}}}
+}

@@ -1,0 +1,34 @@
+"""Builds of the clients in Go and C++ with Debian's compilers and libraries, without a network."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.counterparts.environments import HOME, program
+
+ROOT = Path(__file__).parents[2]
+GO_LIBRARIES = Path("/usr/share/gocode")
+
+
+def needs(*paths: str) -> None:
+    """Skip the test if a library is not installed."""
+    for path in paths:
+        if not Path(path).exists():
+            pytest.skip(f"needs {path}: tests/counterparts/install")
+
+
+def go_environment() -> dict[str, str]:
+    """Environment variables for which Go finds Debian's libraries, and the client under the name of its module.
+
+    Debian's libraries are no modules but a GOPATH.
+    """
+    program("go")
+    needs(*(f"{GO_LIBRARIES}/src/google.golang.org/{name}" for name in ("grpc", "protobuf", "genproto")))
+    link = HOME / "go" / "src" / "pagoda" / "clients" / "go"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(ROOT / "clients" / "go")
+    return {**os.environ, "GO111MODULE": "off", "GOPATH": f"{HOME / 'go'}:{GO_LIBRARIES}"}
