@@ -107,7 +107,9 @@ def test_router_and_engine_share_only_the_channel_and_the_model() -> None:
 
 
 def test_grpc_and_http_are_published_where_the_router_listens() -> None:
-    flags = dict(argument.removeprefix("--").split("=", 1) for argument in SERVICES["router"]["command"] if "=" in argument)
+    flags = dict(
+        argument.removeprefix("--").split("=", 1) for argument in SERVICES["router"]["command"] if "=" in argument
+    )
     inside = [port.rpartition(":")[2] for port in SERVICES["router"]["ports"]]
     assert [flags["listen"], flags["http"]] == [f"0.0.0.0:{port}" for port in inside]
     assert re.findall(r"^EXPOSE (.+)$", stage("router"), re.MULTILINE) == [" ".join(inside)]
