@@ -10,6 +10,7 @@ import re
 import select
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import time
@@ -323,14 +324,21 @@ class Paced(FakeServer):
         yield part
 
 
+IN_TERMINAL = """\
+import os, sys
+os.login_tty(0)
+os.execv(sys.executable, [sys.executable, "-m", "pagoda_server.cli", "top", *sys.argv[1:]])
+"""
+
+
 @dataclass
 class Terminal:
     """`pagoda top` in a pseudo-terminal."""
 
-    pid: int
+    process: subprocess.Popen[bytes]
     descriptor: int
     written: bytes = b""
-    before: list = field(default_factory=list)
+    deadline: float = field(default_factory=lambda: time.monotonic() + 60)
 
     def resize(self, rows: int, columns: int) -> None:
         fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -354,46 +362,40 @@ class Terminal:
         return False
 
     def wait_for(self, condition: Callable[[list[str]], bool], what: str) -> None:
-        deadline = time.monotonic() + 30
         while not condition(self.lines):
-            assert time.monotonic() < deadline, f"{what}:\n" + "\n".join(self.lines)
+            assert time.monotonic() < self.deadline, f"{what}:\n" + "\n".join(self.lines)
             self.read(0.1)
 
     def shows(self, text: str) -> None:
         self.wait_for(lambda lines: any(text in line for line in lines), text)
 
     def exit_code(self) -> int:
-        deadline = time.monotonic() + 30
-        while True:
+        while self.process.poll() is None:
             self.read(0.05)
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                return os.waitstatus_to_exitcode(status)
-            assert time.monotonic() < deadline
+            assert time.monotonic() < self.deadline
+        return self.process.returncode
 
 
 @contextlib.contextmanager
 def terminal(*arguments: str) -> Iterator[Terminal]:
     ours, theirs = pty.openpty()
-    pid = os.fork()
-    if not pid:
-        os.close(ours)
-        os.login_tty(theirs)
-        environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-        environment |= {"TERM": "xterm", "PYTHONUNBUFFERED": "1"}
-        os.execve(sys.executable, [sys.executable, "-m", "pagoda_server.cli", "top", *arguments], environment)
-    it = Terminal(pid, ours, before=termios.tcgetattr(theirs))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_TERMINAL, *arguments], stdin=theirs, env=environment | {"TERM": "xterm"}
+    )
+    it = Terminal(process, ours)
     it.resize(24, 80)
+    before = termios.tcgetattr(theirs)
     try:
         yield it
         while it.read(0.2):
             pass
-        assert termios.tcgetattr(theirs) == it.before, "the terminal is as it was"
+        assert termios.tcgetattr(theirs) == before, "the terminal is as it was"
         assert it.written.endswith(b"\x1b[?1049l"), "it shows again what it showed before"
         assert it.written.rindex(b"\x1b[?25h") > it.written.rindex(b"\x1b[?25l"), "the cursor is back"
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
         os.close(ours)
         os.close(theirs)
 
@@ -419,8 +421,12 @@ def test_it_follows_the_terminals_size_obeys_keys_and_survives_a_server_that_com
             assert top.exit_code() == 0
 
 
-def test_ctrl_c_ends_it_as_it_ends_other_commands() -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_and_leaves_the_terminal_as_it_was(number: signal.Signals, code: int) -> None:
     with running(Paced()) as server, terminal(server.address) as top:
         top.shows("waiter")
-        top.type("\x03")
-        assert top.exit_code() == 130
+        if number == signal.SIGINT:
+            top.type("\x03")
+        else:
+            top.process.send_signal(number)
+        assert top.exit_code() == code
