@@ -107,6 +107,7 @@ format: $(DEV)            ## fix what ruff can fix
 
 protos: $(DEV)            ## regenerate the committed stubs
 	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(STUBS) --pyi_out=$(STUBS) --grpc_python_out=$(STUBS) $$(find protos -name '*.proto')
+	@$(BIN)/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src src/pagoda_server/router/adapters/protocols/*.proto
 
 protos-image: $(DEV)      ## publish the protos: `make lint` protects them as they are now
 	@$(BIN)/buf build --exclude-source-info --output $(IMAGE)

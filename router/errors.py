@@ -55,6 +55,7 @@ class InvalidArgument(PagodaError):
         violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
         super().__init__(f"{field}: {description}", error_details_pb2.BadRequest(field_violations=[violation]))
         self.field = field
+        self.description = description
 
 
 class Unimplemented(PagodaError):

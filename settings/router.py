@@ -22,6 +22,7 @@ from pagoda_server.settings.setting import (
 AUTH_TOKEN_VARIABLE = "PAGODA_AUTH_TOKEN"
 SPAWN = "spawn"
 MAX_QUEUED_TOKENS = 1 << 62
+MAX_CONNECTION_AGE_S = 2_000_000  # gRPC counts milliseconds in 32 bits
 _SECRETS = (AUTH_TOKEN_VARIABLE, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/,]+|\*")
@@ -107,6 +108,13 @@ class RouterSettings(CommonSettings):
     grace_s: float = setting(
         30.0, "Seconds that running requests have to finish after SIGTERM.", unit="seconds", at_least=0
     )
+
+    max_connection_age_s: float | None = setting(
+        None,
+        "Seconds after which a gRPC connection takes no new calls, so that load balancers spread them anew. Its own "
+        "calls go on to their end.",
+        unit="seconds", at_least=1, at_most=MAX_CONNECTION_AGE_S, shown_default="unlimited",
+    )  # fmt: skip
 
     max_requests: int = setting(
         1024,

@@ -40,6 +40,17 @@ def test_stubs_are_fresh(regenerated: Path, name: str) -> None:
     assert committed == (regenerated / name).read_text(), f"{name} is stale: make protos"
 
 
+def test_stubs_of_the_adapters_are_fresh(tmp_path: Path) -> None:
+    folder = "pagoda_server/router/adapters/protocols"
+    protos = sorted((ROOT / "src" / folder).glob("*.proto"))
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT / 'src'}"]
+    subprocess.run([*command, f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", *map(str, protos)], check=True)
+    made = {path.name: path.read_text() for path in (tmp_path / folder).iterdir()}
+    assert len(made) == 2 * len(protos) > 0
+    for name, text in made.items():
+        assert (ROOT / "src" / folder / name).read_text() == text, f"{name} is stale: make protos"
+
+
 def test_stubs_are_of_the_oldest_supported_protobuf_so_that_6_and_7_run_them() -> None:
     # protobuf runs stubs of its own major version and of the one before; 6 is what it says in each stub.
     generated = {line for name in STUBS if name.endswith("_pb2.py") for line in _version_lines(PYTHON / name)}

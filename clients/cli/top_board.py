@@ -20,6 +20,7 @@ MINUTE_S = 60.0
 LATENCY_UNIT_S = 1e-4  # latencies are counted by this
 ENDED_SHOWN_S = 2.0
 SAME_ARRIVAL_S = 1e-3  # ids begin again with an engine, so the arrival is a part of a sequence's identity
+ROUNDING_S = 1e-6  # a step that two traces tell of has in both almost the same end
 CLOCK_JUMP_S = 2.0  # an engine's clock that differs by more is that of another machine
 
 # What a cell shows if a sequence did several things in it: the first of them.
@@ -254,7 +255,7 @@ class _Engine:
                 _second(seconds, origin + step.end_s).prefill_tokens += step.prefill_tokens
         if timeline.steps:
             self.hold = timeline.steps[-1].hold
-            self._seen = max(seen, origin + timeline.end_s)
+            self._seen = max(seen, origin + timeline.end_s + ROUNDING_S)
         named = set()
         for track in (*timeline.tracks, *timeline.still):
             is_new, sequence = self._followed(track, origin, since)

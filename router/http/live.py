@@ -101,12 +101,6 @@ class _Rate:
     itl: Counter[float] = field(default_factory=Counter)
     ttft: list[float] = field(default_factory=list)
 
-    def add(self, other: _Rate) -> None:
-        self.tokens += other.tokens
-        self.prompt_tokens += other.prompt_tokens
-        self.itl.update(other.itl)
-        self.ttft += other.ttft
-
 
 Rates: TypeAlias = dict[int, _Rate]  # by age, in intervals
 

@@ -9,8 +9,6 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError
-from grpc_reflection.v1alpha import reflection_pb2
 
 from pagoda_server.router.errors import (
     PagodaError,
@@ -31,7 +29,6 @@ Refusal: TypeAlias = "Callable[[str], PagodaError | None]"
 
 GRPC_LOGGER = "grpc._cython.cygrpc"
 HEALTH = "/grpc.health."
-_GUARDED = ("/pagoda.", HEALTH)
 _NEEDED = {  # rights, by method; Abort and what Control tells depend on the request
     "/pagoda.v1.Admin/Drain": Right.ADMIN,
     "/pagoda.v1.Admin/FlushCache": Right.ADMIN,
@@ -45,7 +42,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
     identities  whose the calls are. Health checks are anyone's: they reveal nothing
     refusals    by method: why a tenant's call would be refused now, before anything of it is read
 
-    A call that raised ends with the exception's gRPC status. CancelledError passes, because gRPC needs it.
+    Handlers of request streams get bytes, which they parse themselves. A call that raised ends with the gRPC status of
+    its exception. CancelledError passes, because gRPC needs it.
     """
 
     def __init__(self, messages: Messages, identities: Identities, refusals: dict[str, Refusal] | None = None) -> None:
@@ -76,12 +74,10 @@ class CallGuard(grpc.aio.ServerInterceptor):
             return guarded
         handler = await continuation(details)
         if handler is not None:  # None: there is no such method, and its name must not stay here
-            handler = self._guarded[method] = self._guard(handler, method)
+            handler = self._guarded[method] = self._guard(handler)
         return handler
 
-    def _guard(self, handler: Handler, method: str) -> Handler:
-        if not method.startswith(_GUARDED):
-            return _reflection(handler)
+    def _guard(self, handler: Handler) -> Handler:
         if handler.request_streaming:
             behaviour = handler.stream_stream if handler.response_streaming else handler.stream_unary
         else:
@@ -161,16 +157,3 @@ def _refusing_like(
     """`refusing` of an error. An overloaded server gives thousands of calls the same status: made once."""
     details = {"queue_depth": queue_depth} if issubclass(kind, ResourceExhausted) else {}
     return refusing(to_status(kind(message, retry_after_s=retry_after_s, **details)))
-
-
-def _reflection(handler: Handler) -> Handler:
-    """The reflection service's handler: a malformed request counts as an empty one, which the service refuses."""
-    parse = handler.request_deserializer
-
-    def parsed(raw: bytes) -> Any:
-        try:
-            return parse(raw)
-        except DecodeError:
-            return reflection_pb2.ServerReflectionRequest()
-
-    return grpc.stream_stream_rpc_method_handler(handler.stream_stream, parsed, handler.response_serializer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import ssl
@@ -36,13 +37,19 @@ def max_message_bytes(max_text_bytes: int, max_model_len: int, vocab_size: int) 
     return max(max_text_bytes, _BYTES_PER_ID * max_model_len) + _BYTES_PER_ID * vocab_size + _OTHER_BYTES
 
 
-def server_options(shares_port: bool, max_message_bytes: int) -> list[tuple[str, int]]:
+def server_options(
+    shares_port: bool, max_message_bytes: int, max_connection_age_s: float | None = None
+) -> list[tuple[str, int]]:
     """gRPC options of a server. gRPC shares ports by default, and two servers on one would split the calls.
 
-    max_message_bytes  of a message that the server receives, compressed and not
+    max_message_bytes     of a message that the server receives, compressed and not
+    max_connection_age_s  after which a connection takes no new calls; its own calls end when they end, because
+                          gRPC's default grace period has no end. None: unlimited
     """
-    received = ("grpc.max_receive_message_length", max_message_bytes)
-    return [*SERVER_OPTIONS, received, ("grpc.so_reuseport", int(shares_port))]
+    options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
+    if max_connection_age_s is not None:
+        options.append(("grpc.max_connection_age_ms", math.ceil(1e3 * max_connection_age_s)))
+    return [*options, ("grpc.so_reuseport", int(shares_port))]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from typing import Any
 import grpc
 import uvloop
 from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from starlette.routing import BaseRoute
 from starlette.routing import Router as Routes
 
@@ -32,6 +31,9 @@ from pagoda_server import installed_version
 from pagoda_server.channel.address import host_of, is_local
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress, find_model
 from pagoda_server.checkpoints.folder import read_json_object
+from pagoda_server.router.adapters.kserve import GrpcInferenceService
+from pagoda_server.router.adapters.translation import Adapter
+from pagoda_server.router.adapters.vllm import VllmEngine
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.http import health, openai, page, together
@@ -48,6 +50,7 @@ from pagoda_server.router.process.listen import (
     server_options,
     tls_context,
 )
+from pagoda_server.router.process.reflection import add_reflection
 from pagoda_server.router.process.shared_control import RouterGroup
 from pagoda_server.router.process.supervisor import (
     ChildFailedError,
@@ -281,16 +284,23 @@ class Router:
             f"/{SERVICE}/{method}": self._inference.refusal for method in ("Generate", "Resume")
         }
         guard = CallGuard(messages, self._identities, refusals)
-        server = grpc.aio.server(options=server_options(bool(self._sockets), max_bytes), interceptors=[guard])
+        options = server_options(bool(self._sockets), max_bytes, config.max_connection_age_s)
+        server = grpc.aio.server(options=options, interceptors=[guard])
         inference = grpc.method_handlers_generic_handler(SERVICE, self._inference.handlers())
         server.add_generic_rpc_handlers((inference,))
+        shown_control: control_pb2_grpc.ControlServicer = control
+        shown_admin: admin_pb2_grpc.AdminServicer = admin
         if self._sockets:
             group = await self._join(control, admin)
-            control_pb2_grpc.add_ControlServicer_to_server(group.control, server)
-            admin_pb2_grpc.add_AdminServicer_to_server(group.admin, server)
-        else:
-            control_pb2_grpc.add_ControlServicer_to_server(control, server)
-            admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
+            shown_control, shown_admin = group.control, group.admin
+        control_pb2_grpc.add_ControlServicer_to_server(shown_control, server)
+        admin_pb2_grpc.add_AdminServicer_to_server(shown_admin, server)
+        adapters = self._adapters(shown_control, shown_admin)
+        for adapter in adapters:
+            server.add_generic_rpc_handlers(
+                (grpc.method_handlers_generic_handler(adapter.service, adapter.handlers()),)
+            )
+            refusals |= {f"/{adapter.service}/{method}": self._inference.refusal for method in adapter.admitted}
         health_pb2_grpc.add_HealthServicer_to_server(self._state.health, server)
         if config.has_reflection:
             services = [
@@ -298,9 +308,9 @@ class Router:
                 control_pb2.DESCRIPTOR.services_by_name["Control"].full_name,
                 admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
                 "grpc.health.v1.Health",
-                reflection.SERVICE_NAME,
+                *(adapter.service for adapter in adapters),
             ]
-            reflection.enable_server_reflection(services, server)
+            add_reflection(services, server, config.stall_timeout_s)
         await self._state.refresh()
         self._port = bind(server, config)
         await server.start()
@@ -310,6 +320,28 @@ class Router:
             print(f"HTTP on {self._http.url}", flush=True)
         print(f"listening on {self._port.address}", flush=True)
         return server
+
+    def _adapters(
+        self, control: control_pb2_grpc.ControlServicer, admin: admin_pb2_grpc.AdminServicer
+    ) -> list[Adapter]:
+        """Other protocols on the same port."""
+        stall_timeout_s = self._config.stall_timeout_s
+        return [
+            VllmEngine(
+                inference=self._inference,
+                control=control,
+                admin=admin,
+                state=lambda: self._state.state,
+                folder=self._folder,
+                stall_timeout_s=stall_timeout_s,
+            ),
+            GrpcInferenceService(
+                model=self._name,
+                inference=self._inference,
+                state=lambda: self._state.state,
+                stall_timeout_s=stall_timeout_s,
+            ),
+        ]
 
     def _http_routes(self, max_bytes: int, feed: LiveFeed) -> list[BaseRoute]:
         return [

@@ -148,7 +148,9 @@ class InferenceServicer:
             await self._messages.read(call) as message,
         ):
             limits = self.limits
-            params = await message.parsed(lambda raw: validate_generate(parse(raw, limits), limits, self._model))
+            params = await message.parsed(
+                lambda raw: validate_generate(parse(raw, limits), limits, self._model, record.metadata)
+            )
             if self._admission.is_draining:  # since this call was admitted
                 raise Unavailable("the server is draining")
             record.request_id = params.request_id

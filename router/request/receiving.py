@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError, Message
 from pagoda_server.router.errors import InvalidArgument, ResourceExhausted
 from pagoda_server.router.request.client_call import ClientCall
 from pagoda_server.router.request.fields import Limits, check_size
-from pagoda_server.router.request.wire import Malformed, check_entries
+from pagoda_server.router.request.wire import Malformed, check_entries, most_entries
 from pagoda_server.router.text.turns import turn
 
 log = logging.getLogger("pagoda.router")
@@ -38,12 +38,15 @@ M = TypeVar("M", bound=Message)
 Result = TypeVar("Result")
 
 
-def from_protobuf(kind: type[M]) -> Parse[M]:
-    """What parses a message of the protocol from its bytes."""
+def from_protobuf(kind: type[M], most: Callable[[Limits], Mapping[str, int]] = most_entries) -> Parse[M]:
+    """What parses a message of a protocol from its bytes.
+
+    most  the limits of its repeated fields, by full name
+    """
 
     def parse(raw: bytes, limits: Limits) -> M:
         if len(raw) > SMALL_BYTES:
-            check_entries(raw, kind.DESCRIPTOR, limits)  # type: ignore[arg-type]  # the C extension's
+            check_entries(raw, kind.DESCRIPTOR, most(limits))  # type: ignore[arg-type]  # the C extension's
         return kind.FromString(raw)
 
     return parse

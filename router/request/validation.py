@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
@@ -27,6 +28,11 @@ from pagoda_server.router.text.tokenizer import Prompt
 from pagoda_server.settings.request import MAX_SLO_S
 from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
 
+Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
+
+# The headers by which the gateway llm-d asks for latencies.
+SLO_KEYS = {"x-llm-d-slo-ttft-ms": "ttft_s", "x-llm-d-slo-tpot-ms": "tpot_s"}
+_MILLISECONDS = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?")
 _PROMPT_FIELDS = {"prompt": "prompt", "message": "message", "chat": "chat", "token_ids": "token_ids.ids"}
 
 
@@ -83,8 +89,12 @@ class GenerateParams:
         return self.sampling.beam_search.width if self.is_search else self.n
 
 
-def validate_generate(request: inference_pb2.GenerateRequest, limits: Limits, served: str) -> GenerateParams:
+def validate_generate(
+    request: inference_pb2.GenerateRequest, limits: Limits, served: str, metadata: Metadata = ()
+) -> GenerateParams:
     """Check everything that can be checked before the prompt is tokenized.
+
+    metadata  of the call; it may name targets of latency
 
     Raises InvalidArgument, NotFound for the model, Unimplemented for a field that this server does not support.
     """
@@ -120,7 +130,7 @@ def validate_generate(request: inference_pb2.GenerateRequest, limits: Limits, se
         cache_salt=request.cache.salt,
         bypasses_cache=request.cache.bypass,
         priority=request.priority,
-        slo=_slo(request.slo),
+        slo=_slo(request.slo, metadata),
         is_resumable=request.resumable,
     )
 
@@ -287,8 +297,12 @@ def _check_chats(limits: Limits, field: str) -> None:
         raise InvalidArgument(field, "the model served here has no chat template; send prompt or token_ids")
 
 
-def _slo(given: inference_pb2.Slo) -> inference_pb2.Slo:
+def _slo(given: inference_pb2.Slo, metadata: Metadata) -> inference_pb2.Slo:
+    """The request's targets, and those in the metadata that it lacks."""
     resolved = inference_pb2.Slo()
+    for key, value in metadata:
+        if (name := SLO_KEYS.get(key)) is not None:
+            setattr(resolved, name, _seconds_in(key, value))
     if given.HasField("ttft_s"):
         check_number(given.ttft_s, "slo.ttft_s", 0, MAX_SLO_S, is_low_allowed=False)
         resolved.ttft_s = given.ttft_s
@@ -296,6 +310,13 @@ def _slo(given: inference_pb2.Slo) -> inference_pb2.Slo:
         check_number(given.tpot_s, "slo.tpot_s", 0, MAX_SLO_S, is_low_allowed=False)
         resolved.tpot_s = given.tpot_s
     return resolved
+
+
+def _seconds_in(key: str, milliseconds: str | bytes) -> float:
+    if not isinstance(milliseconds, str) or not _MILLISECONDS.fullmatch(milliseconds):
+        raise InvalidArgument(key, "is not a number of milliseconds")
+    check_number(float(milliseconds), key, 0, 1e3 * MAX_SLO_S, is_low_allowed=False)
+    return float(milliseconds) / 1e3
 
 
 def _max_tokens(stopping: inference_pb2.Stopping, limits: Limits) -> int | None:

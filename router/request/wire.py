@@ -20,7 +20,13 @@ MAX_FIELDS = 65_536  # of a request and of the messages inside it; a packed list
 
 _VARINT, _FIXED64, _BYTES, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 _CONTINUED = bytes(range(128, 256))  # bytes of a varint that are not its last
-_PACKABLE = (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_ENUM)
+_PACKABLE = (
+    FieldDescriptor.TYPE_UINT32,
+    FieldDescriptor.TYPE_UINT64,
+    FieldDescriptor.TYPE_INT64,
+    FieldDescriptor.TYPE_BOOL,
+    FieldDescriptor.TYPE_ENUM,
+)
 
 
 def most_entries(limits: Limits) -> Mapping[str, int]:
@@ -43,9 +49,12 @@ class Malformed(Exception):
     """The bytes are not a serialized message."""
 
 
-def check_entries(raw: bytes, descriptor: Descriptor, limits: Limits) -> None:
-    """Raise InvalidArgument if a list in a serialized request has more entries than its limit, else Malformed."""
-    _Scan(raw, most_entries(limits)).run(descriptor)
+def check_entries(raw: bytes, descriptor: Descriptor, most: Mapping[str, int]) -> None:
+    """Raise InvalidArgument if a list in a serialized request has more entries than its limit, else Malformed.
+
+    most  the limits, by full name of the field
+    """
+    _Scan(raw, most).run(descriptor)
 
 
 class _Field(NamedTuple):

@@ -15,7 +15,7 @@ class Right(StrEnum):
 
     ADMIN = "admin"  # drain the server, flush its cache, abort any tenant's request
     OBSERVE = "observe"  # see every tenant, and figures that tell of single requests, in load, step trace and settings
-    ACT_FOR_TENANTS = "act_for_tenants"  # name any tenant in `x-pagoda-tenant`
+    ACT_FOR_TENANTS = "act_for_tenants"  # name any tenant in the metadata
 
 
 EVERY_RIGHT = frozenset(Right)

@@ -26,6 +26,7 @@ from pagoda_server.settings.request import MAX_TENANT_LENGTH, TENANT_NAME
 log = logging.getLogger("pagoda.router")
 
 TENANT_KEY = "x-pagoda-tenant"
+FAIRNESS_KEY = "x-llm-d-inference-fairness-id"  # by which the gateway llm-d names a tenant
 POLL_S = 0.25
 MAX_FILE_BYTES = 8 << 20
 MAX_QUOTA = 1 << 53  # beyond it, a float does not count one by one
@@ -56,19 +57,20 @@ class Identities:
 
         Raises Unauthenticated, InvalidArgument for a tenant's name, PermissionDenied to name a tenant.
         """
-        authorizations, tenants = [], []
+        authorizations: list[str | bytes] = []
+        names: dict[str, list[str | bytes]] = {}
         for key, value in metadata or ():
             if key == "authorization":
                 authorizations.append(value)
-            elif key == TENANT_KEY:
-                tenants.append(value)
+            elif key in (TENANT_KEY, FAIRNESS_KEY):
+                names.setdefault(key, []).append(value)
         own = ANYONE if self.tokens is None else self._owner(authorizations)
-        if not tenants:
+        if not names:
             return own
-        tenant = _tenant_in(tenants)
+        key, tenant = _tenant_in(names)
         if tenant == own.tenant:
             return own
-        own.require(Right.ACT_FOR_TENANTS, f"{TENANT_KEY}: a call for another tenant")
+        own.require(Right.ACT_FOR_TENANTS, f"{key}: a call for another tenant")
         return Caller(tenant, own.rights, own.is_proven)
 
     def _owner(self, authorizations: list[str | bytes]) -> Caller:
@@ -83,13 +85,19 @@ class Identities:
         raise Unauthenticated
 
 
-def _tenant_in(names: list[str | bytes]) -> str:
-    if len(names) > 1:
-        raise InvalidArgument(TENANT_KEY, f"is given {len(names)} times")
-    name = names[0]
-    if not isinstance(name, str) or not TENANT_NAME.fullmatch(name):
-        raise InvalidArgument(TENANT_KEY, f"must be 1 to {MAX_TENANT_LENGTH} letters, digits or ._:@/-")
-    return name
+def _tenant_in(names: Mapping[str, list[str | bytes]]) -> tuple[str, str]:
+    """The tenant that metadata names, with the key that does. Raises InvalidArgument."""
+    found: list[tuple[str, str]] = []
+    for key, values in names.items():
+        if len(values) > 1:
+            raise InvalidArgument(key, f"is given {len(values)} times")
+        name = values[0]
+        if not isinstance(name, str) or not TENANT_NAME.fullmatch(name):
+            raise InvalidArgument(key, f"must be 1 to {MAX_TENANT_LENGTH} letters, digits or ._:@/-")
+        found.append((key, name))
+    if found[0][1] != found[-1][1]:
+        raise InvalidArgument(FAIRNESS_KEY, f"names another tenant than {TENANT_KEY}")
+    return found[0]
 
 
 # -- the tenants file --------------------------------------------------------------------------------------------------

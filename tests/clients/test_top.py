@@ -45,8 +45,8 @@ def parts_of(engine: TimedEngine, last_s: float = 1e9) -> list[trace_pb2.StepTra
 
 
 def board_of(engine: TimedEngine) -> Board:
-    """A board whose clock is the engine's, a thousand seconds later."""
-    return Board("here:1", clock=lambda: engine.now + 1000.0)
+    """A board whose clock differs from the engine's."""
+    return Board("here:1", clock=lambda: engine.now + 1e5 / 3)
 
 
 def ready_info(num_engines: int = 1) -> control_pb2.ServerInfo:
@@ -93,21 +93,23 @@ def test_latencies_and_rates_are_those_of_the_engine_however_the_trace_is_cut() 
     for head, length in ((1, 14), (2, 3), (3, 3)):
         engine.add([head] * length, max_tokens=4)
     for step in range(12):
-        engine.step()
-        if step % 3 == 2:  # a trace may tell again what an earlier one told
-            in_parts.saw_trace(parts_of(engine, 4.5), window_s=4.5)
+        engine.step(0.7)
+        if step % 3:  # a trace may tell again what an earlier one told
+            in_parts.saw_trace(parts_of(engine, 3.3), window_s=3.3)
+    engine.now += 1.0
+    in_parts.saw_trace(parts_of(engine, 3.3), window_s=3.3)
     at_once = board_of(engine)
-    at_once.saw_trace(parts_of(engine), window_s=12.5)
+    at_once.saw_trace(parts_of(engine), window_s=10)
     assert len(engine.ended) == 3
     for board in (in_parts, at_once):
         seconds = [second for second in board.seconds(14) if second is not None]
         assert sum(second.output_tokens for second in seconds) == 12
         assert sum(second.prefill_tokens for second in seconds) == 20
-        assert sum((second.itl for second in seconds), Counter()) == {seconds_of(1.0): 9}
+        assert sum((second.itl for second in seconds), Counter()) == {seconds_of(0.7): 9}
         firsts = [ended.seq.account.first_token - ended.seq.request.arrived for ended in engine.ended.values()]
         assert sum((second.ttft for second in seconds), Counter()) == Counter(map(seconds_of, firsts))
-        assert board.latencies().itl == (1.0, 1.0)
-        assert board.latencies().ttft == (sorted(firsts)[1], max(firsts))
+        assert board.latencies().itl == pytest.approx((0.7, 0.7))
+        assert board.latencies().ttft == pytest.approx((sorted(firsts)[1], max(firsts)))
 
 
 def test_a_sequence_stays_for_a_moment_after_its_end_and_then_leaves() -> None:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 import trustme
 from grpc_health.v1 import health_pb2
@@ -240,3 +241,28 @@ def test_a_unix_socket_is_served_too(tmp_path: Path) -> None:
     arguments = ("--model", "synthetic", "--listen", f"unix:{tmp_path / 'public.sock'}")
     with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
         assert ask(inference_pb2_grpc.InferenceStub(channel), request("x", max_tokens=2)).ids()
+
+
+def test_a_connection_of_its_full_age_takes_no_new_calls_and_ends_none() -> None:
+    def connections() -> set[tuple[str, int]]:
+        found = psutil.Process().net_connections("tcp")
+        return {each.laddr for each in found if each.raddr and each.raddr.port == port and each.status == "ESTABLISHED"}
+
+    with (
+        running_server("--model", "synthetic", "--step-ms", "2", "--max-connection-age-s", "1") as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        port = int(server.address.rpartition(":")[2])
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        stream = inference.Generate(request("a long stream", max_tokens=10_000))
+        next(stream)
+        first, seen, answers = connections(), set(), 0
+        while len(seen - first) < 2:
+            assert ask(inference, request("short", max_tokens=2)).finished()
+            seen |= connections()
+            answers += 1
+        assert answers > 10, "the connection was replaced before its time"
+        assert first <= connections(), "the long stream keeps the old one"
+        admin_pb2_grpc.AdminStub(channel).Abort(admin_pb2.AbortRequest(request_id=next(stream).request_id))
+        *_, last = stream
+    assert last.finished.reason == inference_pb2.FINISH_REASON_CANCELLED, "it went on until it was told to end"

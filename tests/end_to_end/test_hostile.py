@@ -31,6 +31,8 @@ from tests.servers import Server, running_server
 GENERATE = "/pagoda.v1.Inference/Generate"
 TOKENIZE = "/pagoda.v1.Inference/Tokenize"
 DETOKENIZE = "/pagoda.v1.Inference/Detokenize"
+VLLM = "/vllm.grpc.engine.VllmEngine/Generate"
+INFER = "/inference.GRPCInferenceService/ModelInfer"
 SYNTHETIC = ("--model", "synthetic", "--step-ms", "2")
 UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 PROMPT = b"\x1a\x01x"
@@ -71,6 +73,14 @@ ATTACKS: dict[str, tuple[str, bytes, int, set[grpc.StatusCode]]] = {
     ),
     "stop strings": (
         GENERATE, PROMPT + field(8, b"\x1a\x00" * (FITS // 2)), 40,
+        {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED},
+    ),
+    "token ids of another protocol": (
+        VLLM, field(2, field(2, b"\x41" * FITS)), 40,
+        {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED},
+    ),
+    "empty tensors": (
+        INFER, b"\x2a\x00" * (FITS // 2), 40,
         {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED},
     ),
     "unknown fields": (
@@ -295,6 +305,10 @@ def test_malformed_messages_are_invalid_arguments_and_cost_a_log_line_a_second(a
         "/pagoda.v1.Admin/Abort": (b"\xff", b"\x0a\x02\xff\xfe"),
         "/grpc.health.v1.Health/Check": (b"\xff", b"\x0a\x02\xff\xfe"),
         "/grpc.health.v1.Health/Watch": (b"\xff",),
+        VLLM: (b"\xff", b"\x0a\x02\xff\xfe", field(3, b"x" * 20_000 + b"\xff")),
+        INFER: (b"\xff", b"\x0a\x02\xff\xfe", field(1, b"x" * 20_000 + b"\xff")),
+        "/vllm.grpc.engine.VllmEngine/Abort": (b"\xff",),
+        "/inference.GRPCInferenceService/ModelReady": (b"\xff",),
     }
     with grpc.insecure_channel(attacked.address) as channel:
         for _ in range(50):
@@ -320,9 +334,24 @@ def test_small_calls_take_only_small_messages(attacked: Server) -> None:
         assert details == "request: has 100004 bytes, at most 16384 are allowed"
 
 
-@pytest.mark.parametrize("method", [GENERATE, TOKENIZE, "/pagoda.v1.Control/GetLoad", "/grpc.health.v1.Health/Check"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        GENERATE,
+        TOKENIZE,
+        "/pagoda.v1.Control/GetLoad",
+        "/grpc.health.v1.Health/Check",
+        VLLM,
+        "/vllm.grpc.engine.VllmEngine/HealthCheck",
+        "/inference.GRPCInferenceService/ServerLive",
+    ],
+)
 def test_a_call_has_exactly_one_message(attacked: Server, method: str) -> None:
-    message = {GENERATE: request("x", 3).SerializeToString(), TOKENIZE: field(2, b"x")}.get(method, b"")
+    message = {
+        GENERATE: request("x", 3).SerializeToString(),
+        TOKENIZE: field(2, b"x"),
+        VLLM: field(3, b"x") + field(4, b"\x40\x03"),
+    }.get(method, b"")
     with grpc.insecure_channel(attacked.address) as channel:
         assert list(silent(channel, method, message, ends=True))
         twice = (grpc.StatusCode.INVALID_ARGUMENT, "request: is followed by another message; send one")

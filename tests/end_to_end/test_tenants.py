@@ -32,6 +32,7 @@ from pagoda.v1 import (
     trace_pb2,
 )
 from pagoda_server.engine.runners.synthetic import expected_tokens
+from pagoda_server.router.adapters.protocols import kserve_pb2, vllm_engine_pb2
 from tests.end_to_end.asking import Answer, request
 from tests.servers import Server, running_server
 
@@ -216,6 +217,46 @@ def test_no_call_is_for_another_tenant_without_the_right_and_none_is_without_a_t
     for metadata in ((), by("nobody"), (("x-pagoda-tenant", "acme"),)):
         with refused(grpc.StatusCode.UNAUTHENTICATED):
             call(*metadata)
+
+
+@pytest.mark.parametrize(
+    "service",
+    [
+        vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"],
+        kserve_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
+    ],
+    ids=lambda service: service.full_name,
+)
+def test_every_method_of_an_adapter_is_guarded(server: Server, service: Any) -> None:
+    acting = (*BROWN, ("x-llm-d-inference-fairness-id", "acme"))
+    with grpc.insecure_channel(server.address) as channel:
+        for method in service.methods:
+            call = channel.stream_stream(f"/{service.full_name}/{method.name}")
+            for metadata, code in (((), grpc.StatusCode.UNAUTHENTICATED), (acting, grpc.StatusCode.PERMISSION_DENIED)):
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(call(iter([b""]), metadata=metadata, timeout=60))
+                assert caught.value.code() is code, method.name
+
+
+def test_an_adapter_tells_a_tenant_no_more_than_control_does(server: Server, stubs: Stubs) -> None:
+    def ask(metadata: Metadata, method: str, message: Any, kind: Any) -> Any:
+        call = channel.unary_unary(f"/vllm.grpc.engine.VllmEngine/{method}", None, kind.FromString)
+        return call(message.SerializeToString(), metadata=metadata, timeout=60)
+
+    running = stubs.started(ACME, "acme-1")
+    with grpc.insecure_channel(server.address) as channel:
+        seen, whole = (
+            ask(metadata, "GetLoads", vllm_engine_pb2.GetLoadsRequest(), vllm_engine_pb2.GetLoadsResponse).loads[0]
+            for metadata in (BROWN, OPERATORS)
+        )
+        assert (seen.num_running_reqs, seen.num_used_tokens, seen.token_usage) == (1, 0, 0.0)
+        assert (whole.num_running_reqs, whole.num_used_tokens > 0) == (1, True)
+        abort = vllm_engine_pb2.AbortRequest(request_ids=["acme-1"])
+        ask(BROWN, "Abort", abort, vllm_engine_pb2.AbortResponse)
+        next(running)
+        ask(ACME, "Abort", abort, vllm_engine_pb2.AbortResponse)
+        *_, last = running
+    assert last.finished.reason == inference_pb2.FINISH_REASON_CANCELLED
 
 
 def test_health_is_anyones_and_reflection_needs_a_token(server: Server, stubs: Stubs) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pagoda_server.router.errors import ConfigError, InvalidArgument, PermissionDenied, Unauthenticated
 from pagoda_server.router.tenants.caller import ANYONE, Caller, Right
-from pagoda_server.router.tenants.identity import TENANT_KEY, Identities, digest, read_tenants
+from pagoda_server.router.tenants.identity import FAIRNESS_KEY, TENANT_KEY, Identities, digest, read_tenants
 from pagoda_server.router.tenants.quotas import Quota
 from pagoda_server.settings.request import MAX_SALT_BYTES
 
@@ -31,15 +31,27 @@ def test_without_tokens_a_header_names_the_tenant_and_everyone_may_do_everything
     assert (named.tenant, named.rights, named.is_proven) == ("acme/eu-1", frozenset(Right), False)
 
 
+KEYS = pytest.mark.parametrize("key", [TENANT_KEY, FAIRNESS_KEY])
+
+
+@KEYS
 @pytest.mark.parametrize("name", ["", "a" * 65, "a b", "a\n", "é", b"a"])
-def test_a_bad_name_is_refused_by_its_key(name: str | bytes) -> None:
-    with pytest.raises(InvalidArgument, match=TENANT_KEY):
-        Identities().caller_of(((TENANT_KEY, name),))
+def test_a_bad_name_is_refused_by_its_key(key: str, name: str | bytes) -> None:
+    with pytest.raises(InvalidArgument, match=key):
+        Identities().caller_of(((key, name),))
 
 
-def test_two_names_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="2 times"):
-        Identities().caller_of(((TENANT_KEY, "a"), (TENANT_KEY, "b")))
+@KEYS
+def test_two_names_are_refused(key: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{key}: is given 2 times"):
+        Identities().caller_of(((key, "a"), (key, "a")))
+
+
+def test_two_headers_name_one_tenant() -> None:
+    assert Identities().caller_of(((TENANT_KEY, "a"), (FAIRNESS_KEY, "a"))).tenant == "a"
+    for keys in ((TENANT_KEY, FAIRNESS_KEY), (FAIRNESS_KEY, TENANT_KEY)):
+        with pytest.raises(InvalidArgument, match=f"{FAIRNESS_KEY}: names another tenant than {TENANT_KEY}"):
+            Identities().caller_of(tuple(zip(keys, "ab", strict=True)))
 
 
 def test_one_token_for_all_calls_leaves_the_tenant_to_the_header() -> None:
@@ -68,16 +80,18 @@ def test_a_call_without_one_known_token_is_refused(metadata: tuple[tuple[str, st
         NAMED.caller_of(metadata)
 
 
-def test_a_token_names_the_tenant_and_a_header_may_only_repeat_it() -> None:
+@KEYS
+def test_a_token_names_the_tenant_and_a_header_may_only_repeat_it(key: str) -> None:
     assert NAMED.caller_of((bearer("of acme"),)) == ACME
-    assert NAMED.caller_of((bearer("of acme"), (TENANT_KEY, "acme"))) == ACME
-    with pytest.raises(PermissionDenied, match="act_for_tenants"):
-        NAMED.caller_of((bearer("of acme"), (TENANT_KEY, "other")))
+    assert NAMED.caller_of((bearer("of acme"), (key, "acme"))) == ACME
+    with pytest.raises(PermissionDenied, match=rf"{key}.*act_for_tenants"):
+        NAMED.caller_of((bearer("of acme"), (key, "other")))
 
 
-def test_a_gateway_acts_for_the_tenant_that_it_names_and_the_cache_knows() -> None:
+@KEYS
+def test_a_gateway_acts_for_the_tenant_that_it_names_and_the_cache_knows(key: str) -> None:
     own = NAMED.caller_of((bearer("of the gateway"),))
-    acting = NAMED.caller_of((bearer("of the gateway"), (TENANT_KEY, "acme")))
+    acting = NAMED.caller_of((bearer("of the gateway"), (key, "acme")))
     assert (own.tenant, acting.tenant) == ("gateway", "acme")
     assert acting.cache_salt("s") == ACME.cache_salt("s") != own.cache_salt("s")
 

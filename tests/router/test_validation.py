@@ -291,6 +291,26 @@ def test_huge_request_is_refused_at_once(request_of: Callable[[], GenerateReques
     assert time.thread_time() - start < million_s / 2, "it looked at all of them"
 
 
+def slo_by(*metadata: tuple[str, str | bytes], **slo: float) -> inference_pb2.Slo:
+    return validate_generate(GenerateRequest(prompt="x", slo=slo), LIMITS, SERVED, metadata).slo
+
+
+def test_headers_are_the_targets_that_a_request_does_not_set() -> None:
+    ttft, tpot = ("x-llm-d-slo-ttft-ms", "250"), ("x-llm-d-slo-tpot-ms", "12.5")
+    assert slo_by(("user-agent", "x")) == inference_pb2.Slo()
+    assert slo_by(ttft, tpot) == inference_pb2.Slo(ttft_s=0.25, tpot_s=0.0125)
+    assert slo_by(ttft, tpot, tpot_s=1.0) == inference_pb2.Slo(ttft_s=0.25, tpot_s=1.0)
+
+
+@pytest.mark.parametrize("key", ["x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"])
+@pytest.mark.parametrize("value", ["", "0", "0.0", "-1", "nan", "inf", "1e3", "3600000.1", "9" * 400, "１", b"1"])
+def test_a_header_that_is_no_target_is_named(key: str, value: str | bytes) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{key}: ") as caught:
+        slo_by((key, value), ttft_s=1.0, tpot_s=1.0)
+    assert len(caught.value.message) < 100
+    assert slo_by((key, "3600000")).ByteSize()
+
+
 def test_unknown_fields_do_not_reach_the_engine() -> None:
     unknown = GenerateRequest(request_id="x" * 100_000).SerializeToString()
     bytes_of_sampling = unknown.replace(b"\x0a", b"\xfa\x07", 1)  # the same bytes as field 127

@@ -1,4 +1,4 @@
-"""A client's request: the first byte chooses the method, the rest is the message."""
+"""A client's request in any protocol: the first byte chooses the method, the rest is the message."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from google.protobuf.message import DecodeError, Message
 from pagoda.engine.v1.engine_pb2 import Submit
 from pagoda.v1.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from pagoda_server.engine.serving.codec import check_submit
+from pagoda_server.router.adapters import kserve, vllm
+from pagoda_server.router.adapters.protocols.kserve_pb2 import ModelInferRequest
+from pagoda_server.router.adapters.protocols.vllm_engine_pb2 import GenerateRequest as VllmRequest
 from pagoda_server.router.errors import InvalidArgument, PagodaError, to_status
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.validation import (
@@ -26,8 +29,8 @@ LIMITS = Limits(
     max_tools=2, max_json_bytes=64, max_json_depth=4, max_kwargs_values=6, max_kwargs_depth=3, max_stop=3,
     max_stop_bytes=8, max_stop_ids=5, max_logit_bias=4,
 )  # fmt: skip
-MOST = most_entries(LIMITS)
-KINDS = (GenerateRequest, TokenizeRequest, DetokenizeRequest)
+MOST = {**most_entries(LIMITS), **vllm.most_entries(LIMITS), **kserve.most_entries(LIMITS)}
+KINDS = (GenerateRequest, TokenizeRequest, DetokenizeRequest, VllmRequest, ModelInferRequest)
 EOS_IDS = (0, 99)  # the second has no row in the embedding, as some models' have none
 LONGEST_STATUS = 1000  # bytes: headers of more than 8 KB may be refused on the way
 
@@ -56,7 +59,7 @@ def check(data: bytes) -> bool:
 def _counts(raw: bytes, kind: type[Message]) -> bool | None:
     """Whether the entries keep their limits; None if the scan finds the bytes malformed."""
     try:
-        check_entries(raw, kind.DESCRIPTOR, LIMITS)  # type: ignore[arg-type]
+        check_entries(raw, kind.DESCRIPTOR, MOST)  # type: ignore[arg-type]
     except Malformed:
         return None
     except InvalidArgument:
@@ -84,6 +87,12 @@ def _use(request: Message) -> None:
             validate_tokenize(request, LIMITS, "m")
         case DetokenizeRequest():
             validate_detokenize(request, LIMITS, "m")
+        case VllmRequest():
+            _use(vllm.request_from(request, LIMITS))
+        case ModelInferRequest():
+            asked = kserve.asked_from(request, LIMITS)
+            assert asked.outputs
+            _use(asked.request)
         case GenerateRequest():
             params = validate_generate(request, LIMITS, "m")
             ids = params.prompt if isinstance(params.prompt, tuple) else (1, 2, 3)
