@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,14 @@ def go_environment() -> dict[str, str]:
     if not link.is_symlink():
         link.symlink_to(ROOT / "clients" / "go")
     return {**os.environ, "GO111MODULE": "off", "GOPATH": f"{HOME / 'go'}:{GO_LIBRARIES}"}
+
+
+def cpp_program(source: Path) -> Path:
+    """Build a program beside its source, with the stubs of the example in C++."""
+    for name in ("make", "g++", "pkg-config", "protoc", "grpc_cpp_plugin"):
+        program(name)
+    needs("/usr/include/grpcpp/grpcpp.h")
+    build = HOME / "cpp"  # the stubs, which take longest, are compiled once
+    command = ["make", "-s", "-C", ROOT / "clients" / "cpp", f"BUILD={build}", f"EXAMPLE={source}"]
+    subprocess.run([*command, build / "stream"], check=True)
+    return (build / "stream").rename(source.with_suffix(""))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.counterparts.compilers import ROOT, go_environment
+from tests.counterparts.compilers import GO_LIBRARIES, ROOT, go_environment
 from tests.counterparts.environments import program
 from tests.vectors import servers
 
@@ -57,3 +57,33 @@ def test_the_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
     for path in fresh:
         committed = CLIENT / path.relative_to(tmp_path)
         assert committed.read_text() == path.read_text(), f"{committed} is stale: python clients/go/generate.py"
+
+
+def test_a_project_outside_the_repository_gets_it_as_a_module(tmp_path: Path) -> None:
+    """Debian's sources stand in for the modules of a proxy, and empty modules for those that nothing imports."""
+    replaced: dict[str, Path] = {"pagoda/clients/go": CLIENT}
+    for module in (found := [*requires(CLIENT)]):  # grows while it is read
+        if module not in replaced:
+            replaced[module] = folder = GO_LIBRARIES / "src" / module
+            if not (folder / "go.mod").exists():
+                replaced[module] = folder = tmp_path / "empty" / module.replace("/", "_")
+                folder.mkdir(parents=True)
+                (folder / "go.mod").write_text(f"module {module}\n")
+            found += requires(folder)
+    project = tmp_path / "project"
+    project.mkdir()
+    lines = ["module example.com/project", "go 1.19", "require pagoda/clients/go v0.0.0"]
+    lines += [f"replace {module} => {folder}" for module, folder in replaced.items()]
+    (project / "go.mod").write_text("\n".join(lines))
+    (project / "main.go").write_text(
+        'package main\n\nimport "pagoda/clients/go/pagoda"\n\nfunc main() { print(pagoda.Prompt("x").GetPrompt()) }\n'
+    )
+    variables = {"GO111MODULE": "on", "GOFLAGS": "-mod=mod", "GOPROXY": "off", "GOPATH": str(tmp_path / "gopath")}
+    environment = {**go_environment(), **variables}
+    done = subprocess.run(["go", "run", "."], cwd=project, env=environment, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stderr) == (0, "x")
+
+
+def requires(module: Path) -> list[str]:
+    """The modules that a go.mod requires."""
+    return re.findall(r"^\s*(?:require )?([\w.-]+(?:/[\w.-]+)+) v\d", (module / "go.mod").read_text(), re.MULTILINE)

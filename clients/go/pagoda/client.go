@@ -92,8 +92,8 @@ func WithDialOptions(dial ...grpc.DialOption) Option {
 	return func(o *options) { o.dial = append(o.dial, dial...) }
 }
 
-// Dial makes a client of the server at an address, HOST:PORT or unix:PATH. It does not wait for the connection. It fails
-// if an option is wrong.
+// Dial makes a client of the server at an address, HOST:PORT or unix:PATH. It does not wait for the connection, and
+// fails only if an option is wrong.
 func Dial(address string, opts ...Option) (*Client, error) {
 	client := &Client{options: options{retries: 3}}
 	for _, option := range opts {

@@ -111,7 +111,9 @@ func TestGenerateCollectsSequencesByIndex(t *testing.T) {
 	for network, address := range map[string]string{
 		"tcp": "127.0.0.1:0", "unix": filepath.Join(t.TempDir(), "socket"),
 	} {
-		events := sends(promptEvent(), tokensEvent(1, 2, "b"), tokensEvent(0, 1, "a"), endEvent(1), tokensEvent(0, 1, "c"), lastEvent(0))
+		events := sends(
+			promptEvent(), tokensEvent(1, 2, "b"), tokensEvent(0, 1, "a"), endEvent(1), tokensEvent(0, 1, "c"), lastEvent(0),
+		)
 		client := serving(t, network, address, &fake{behaviours: []func(sender) error{events}})
 		answer, err := client.Generate(context.Background(), Message("Hi"))
 		if err != nil {
@@ -220,7 +222,8 @@ func TestAnErrorHasWhatTheDetailsTell(t *testing.T) {
 		t.Fatal(err)
 	}
 	e := errorFrom(failure.Err())
-	if e.Field != "sampling.temperature" || e.Reason != "QUEUE_FULL" || e.Metadata["queue_depth"] != "7" || e.HasRetryAfter {
+	queueDepth := e.Metadata["queue_depth"]
+	if e.Field != "sampling.temperature" || e.Reason != "QUEUE_FULL" || queueDepth != "7" || e.HasRetryAfter {
 		t.Errorf("%+v", e)
 	}
 	if text := "pagoda: InvalidArgument: must be at least 0 (field sampling.temperature)"; e.Error() != text {

@@ -24,11 +24,11 @@ type Stream struct {
 	err      error
 }
 
-// Stream begins to generate when Next is first called. The context's deadline is that of all attempts together. Read the
-// stream to its end, close it, or cancel the context; all of them free what the call holds in the server.
+// Stream begins to generate when Next is first called. The context's deadline is that of all attempts together. Read
+// the stream to its end, close it, or cancel the context; all of them free what the call holds in the server.
 //
-// A call that fails before its first message is tried again if the server was unavailable, or if it suggested a delay of
-// at most 30 s, but never beyond the deadline. After the first message, the stream goes on only if the request is
+// A call that fails before its first message is tried again if the server was unavailable, or if it suggested a delay
+// of at most 30 s, but never beyond the deadline. After the first message, the stream goes on only if the request is
 // resumable: it then survives its connection and the server's engine, and gives each token once.
 //
 // The request must not change while the stream runs.

@@ -31,7 +31,7 @@ interface Described {
 }
 
 /** A mode, or the tool to call. */
-export type ToolChoice = "auto" | "none" | "required" | { name: string } | { type?: "function"; function: { name: string } };
+export type ToolChoice = keyof typeof MODES | { name: string } | { type?: "function"; function: { name: string } };
 
 export interface ChatOptions {
   /** Continue the last message, which must be the assistant's. */

@@ -1,10 +1,15 @@
 /** Errors of failed calls, made from the gRPC status and its google.rpc details. */
-import { fromBinary } from "@bufbuild/protobuf";
+import { fromBinary, type Message } from "@bufbuild/protobuf";
 import type { GenMessage } from "@bufbuild/protobuf/codegenv2";
-import type { Message } from "@bufbuild/protobuf";
 import { anyUnpack } from "@bufbuild/protobuf/wkt";
 import { type ServiceError, status } from "@grpc/grpc-js";
-import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema, type Status, StatusSchema } from "./gen/google/rpc/details_pb.js";
+import {
+  BadRequestSchema,
+  ErrorInfoSchema,
+  RetryInfoSchema,
+  type Status,
+  StatusSchema,
+} from "./gen/google/rpc/details_pb.js";
 
 /** The name of a gRPC status. */
 export type Code = keyof typeof status;
@@ -99,7 +104,7 @@ export function closed(): Cancelled {
 }
 
 function isServiceError(failure: unknown): failure is ServiceError {
-  return failure instanceof Error && typeof (failure as Partial<ServiceError>).code === "number" && "metadata" in failure;
+  return failure instanceof Error && "metadata" in failure && "code" in failure && typeof failure.code === "number";
 }
 
 function detailsOf(failure: ServiceError): Details {

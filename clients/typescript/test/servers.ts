@@ -21,7 +21,9 @@ export async function start(): Promise<Record<string, Connection>> {
   const made = `${ROOT}.venv/bin/python`;
   const python = process.env["PAGODA_PYTHON"] ?? (existsSync(made) ? made : "python3");
   child = spawn(python, ["-m", "tests.vectors"], { cwd: ROOT, stdio: ["pipe", "pipe", "inherit"] });
-  const ended = new Promise<never>((_, reject) => child.once("exit", () => reject(new Error("the servers have ended"))));
+  const ended = new Promise<never>((_, reject) => {
+    child.once("exit", () => reject(new Error("the servers have ended")));
+  });
   ended.catch(() => {});
   const line = new Promise<string>((resolve) => {
     if (child.stdout !== null) createInterface(child.stdout).once("line", resolve);

@@ -190,7 +190,7 @@ function checkAnswer(chunks: Chunk[], expect: Expected): void {
     const own = chunks.filter((chunk) => chunk.index === index);
     assert.deepEqual(own.flatMap((chunk) => chunk.tokens), sequence.tokens);
     assert.equal(own.map((chunk) => chunk.text).join(""), sequence.text);
-    const ends = own.flatMap(({ finishReason, matched }) => (finishReason === undefined ? [] : [[finishReason, matched]]));
+    const ends = own.flatMap(({ finishReason: reason, matched }) => (reason === undefined ? [] : [[reason, matched]]));
     assert.deepEqual(ends, [[sequence.finish_reason, sequence.stop_string ?? sequence.stop_token_id]]);
   }
   const first = chunks.filter((chunk) => chunk.index === 0);

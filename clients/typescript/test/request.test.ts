@@ -1,0 +1,51 @@
+/** What the options of a call become. */
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import type { DescMessage } from "@bufbuild/protobuf";
+import { EarlyStopping, GenerateRequestSchema } from "pagoda-client/protos";
+import { FIELDS, generateRequest } from "../src/request.js";
+
+const NOT_SUPPORTED = ["output.prompt_logprobs", "guided", "lora_name"]; // by the server
+const INPUTS = ["prompt", "message", "chat", "token_ids"];
+
+/** The paths of all fields of a message and of the messages inside it. */
+function paths(message: DescMessage, prefix = ""): string[] {
+  return message.fields.flatMap((field) => {
+    const path = prefix + field.name;
+    if (INPUTS.includes(path) || NOT_SUPPORTED.includes(path)) return [];
+    return field.fieldKind === "message" ? paths(field.message, `${path}.`) : [path];
+  });
+}
+
+test("every field of a request that the server supports has one option", () => {
+  assert.deepEqual(Object.values(FIELDS).sort(), paths(GenerateRequestSchema).sort());
+});
+
+test("options reach their fields, and zero is not left out", () => {
+  const request = generateRequest("x", {
+    temperature: 0,
+    topK: 0,
+    seed: 2n ** 64n - 1n,
+    logitBias: { 5: -1.5 },
+    allowedTokenIds: new Set([5, 6]),
+    beams: 4,
+    earlyStopping: "best",
+    stop: "one",
+    text: false,
+    logprobs: 0,
+    priority: -3,
+    tpotS: 0.05,
+    maxTokens: undefined,
+  });
+  const { sampling, stopping, output } = request;
+  assert.deepEqual(request.input, { case: "message", value: "x" });
+  assert.deepEqual([sampling?.temperature, sampling?.topK, sampling?.topP], [0, 0, undefined]);
+  assert.equal(sampling?.seed, 2n ** 64n - 1n);
+  assert.deepEqual(sampling?.logitBias, { 5: -1.5 });
+  assert.deepEqual(sampling?.allowedTokenIds, [5, 6]);
+  assert.equal(sampling?.beamSearch?.width, 4);
+  assert.equal(sampling?.beamSearch?.earlyStopping, EarlyStopping.BEST);
+  assert.deepEqual([stopping?.stop, stopping?.maxTokens], [["one"], undefined]);
+  assert.deepEqual([output?.text, output?.logprobs], [false, 0]);
+  assert.deepEqual([request.priority, request.slo?.tpotS, request.cache], [-3, 0.05, undefined]);
+});
