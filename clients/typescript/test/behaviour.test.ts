@@ -1,8 +1,10 @@
 /** What the vectors do not tell: cancelling, closing, the other calls, and what is refused before any call. */
 import assert from "node:assert/strict";
 import { execFile } from "node:child_process";
-import { readFileSync, writeFileSync } from "node:fs";
-import { createServer } from "node:net";
+import { mkdtempSync, readFileSync, rmSync, writeFileSync } from "node:fs";
+import { connect, createServer } from "node:net";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
 import { after, before, test } from "node:test";
 import { setTimeout as sleep } from "node:timers/promises";
 import { fileURLToPath } from "node:url";
@@ -146,6 +148,32 @@ test("a live request is aborted by its id, and its stream says so", async () => 
   for await (const chunk of stream) end = chunk.finishReason ?? end;
   assert.equal(end, "cancelled");
   await assert.rejects(client.abort("aborted"), NotFound);
+});
+
+test("a client's calls are for its tenant, whose requests are its own", async () => {
+  const ann = new Pagoda(connections["plain"]?.address, { tenant: "ann" });
+  const stream = ann.stream({ prompt: "ann" }, { ...LONG, requestId: "of ann" });
+  await stream.next();
+  await assert.rejects(client.abort("of ann"), NotFound);
+  await client.abort("of ann", { tenant: "ann" });
+  for await (const _ of stream);
+  ann.close();
+});
+
+test("a Unix socket is an address", async () => {
+  const [host, port] = connections["plain"]?.address.split(":") ?? [];
+  const folder = mkdtempSync(join(tmpdir(), "pagoda-"));
+  const path = join(folder, "socket");
+  const server = createServer((near) => {
+    const far = connect(Number(port), host);
+    for (const [from, to] of [[near, far], [far, near]] as const) from.pipe(to).on("error", () => from.destroy());
+  });
+  await new Promise<void>((resolve) => void server.listen(path, resolve));
+  const local = new Pagoda(`unix:${path}`);
+  assert.deepEqual(await local.tokenize({ prompt: "x" }), [120]);
+  local.close();
+  server.close();
+  rmSync(folder, { recursive: true });
 });
 
 test("the short calls answer with the messages of the protos", async () => {
