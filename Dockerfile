@@ -20,7 +20,7 @@ COPY kernels kernels
 COPY engine engine
 
 FROM base AS router
-RUN pip install ./clients/python .
+RUN pip install ./clients/python '.[tracing]'
 WORKDIR /home/pagoda
 USER pagoda
 VOLUME /models

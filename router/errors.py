@@ -30,6 +30,7 @@ class PagodaError(Exception):
     details        google.rpc messages that travel with the status
     retry_after_s  how long the client should wait before a retry; None if waiting does not help
     queue_depth    requests admitted now, for clients that balance load themselves; None if that is not the reason
+    reason         UPPER_SNAKE_CASE constant for programs to compare; empty if the code says it all
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
@@ -40,6 +41,7 @@ class PagodaError(Exception):
         self.details = (*details, *_retry_info(retry_after_s))
         self.retry_after_s = retry_after_s
         self.queue_depth: int | None = None
+        self.reason = ""
 
 
 class InvalidArgument(PagodaError):
@@ -87,8 +89,7 @@ class Aborted(PagodaError):
 class ResourceExhausted(PagodaError):
     """The queue is full, a quota is used up, or the client has stopped reading or sending.
 
-    reason  UPPER_SNAKE_CASE constant for programs to compare
-    about   more for programs, by name
+    about  more for programs, by name
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -106,6 +107,7 @@ class ResourceExhausted(PagodaError):
         info = error_details_pb2.ErrorInfo(reason=reason, domain=ERROR_DOMAIN, metadata=metadata)
         super().__init__(message, info, retry_after_s=retry_after_s)
         self.queue_depth = queue_depth
+        self.reason = reason
 
 
 class QuotaExceeded(ResourceExhausted):
@@ -144,6 +146,7 @@ class PermissionDenied(PagodaError):
     def __init__(self, what: str, right: str) -> None:
         info = error_details_pb2.ErrorInfo(reason="RIGHT_MISSING", domain=ERROR_DOMAIN, metadata={"right": right})
         super().__init__(f"{what} needs the right {right}, which the token does not have", info)
+        self.reason = info.reason
 
 
 class DeadlineExceeded(PagodaError):

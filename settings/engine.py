@@ -19,6 +19,7 @@ from pagoda_server.settings.setting import (
 )
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
@@ -72,6 +73,7 @@ class CommonSettings(Settings):
         is_private=True,
     )
     log_level: LogLevel = setting("info", "Lowest severity of messages to log.")
+    log_format: LogFormat = setting("text", "How lines of the log are written: for people, or one JSON object a line.")
 
 
 @dataclass(frozen=True)

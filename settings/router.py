@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pagoda_server.channel.address import check_address, is_local, is_unix
 from pagoda_server.settings.engine import CommonSettings, EngineSettings
@@ -14,6 +15,7 @@ from pagoda_server.settings.setting import (
     EXPOSURE,
     LIMITS,
     MAX_UINT32,
+    TELEMETRY,
     SettingError,
     flag,
     setting,
@@ -23,7 +25,8 @@ AUTH_TOKEN_VARIABLE = "PAGODA_AUTH_TOKEN"
 SPAWN = "spawn"
 MAX_QUEUED_TOKENS = 1 << 62
 MAX_CONNECTION_AGE_S = 2_000_000  # gRPC counts milliseconds in 32 bits
-_SECRETS = (AUTH_TOKEN_VARIABLE, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_OTLP_HEADERS = tuple(f"OTEL_EXPORTER_OTLP_{part}HEADERS" for part in ("", "TRACES_", "METRICS_"))
+_SECRETS = (AUTH_TOKEN_VARIABLE, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", *_OTLP_HEADERS)
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/,]+|\*")
 SHORTEST_TIMEOUT_S = 0.1  # the router checks a timeout several times before it expires
@@ -47,6 +50,13 @@ def _check_http(address: str) -> None:
     if is_unix(address):
         raise ValueError(f"must be HOST:PORT, not {address}")
     check_address(address, can_be_shm=False, lowest_port=0)
+
+
+def _check_otlp_endpoint(url: str) -> None:
+    parts = urlsplit(url)
+    is_whole = parts.hostname and parts.port != 0  # raises ValueError for a port that is none
+    if parts.scheme not in ("http", "https") or not is_whole or parts.query or parts.fragment:
+        raise ValueError(f"must be http://HOST:PORT or https://HOST:PORT, not {url}")
 
 
 def names_in(names: str | None) -> list[str]:
@@ -192,6 +202,19 @@ class RouterSettings(CommonSettings):
     allow_insecure: bool = setting(
         False, "Listen at an address that other hosts can reach without TLS or a token.", panel=EXPOSURE
     )
+
+    log_requests: bool = setting(
+        True,
+        "Log a line for each request when it ends: its tokens, times and status, never its text. Refused ones are "
+        "counted in a line a second.",
+        panel=TELEMETRY,
+    )  # fmt: skip
+    otlp_endpoint: str | None = setting(
+        None,
+        "Send traces and metrics to this OpenTelemetry collector by OTLP over HTTP, such as http://127.0.0.1:4318. "
+        "Needs the extra `tracing`. The standard OTEL_* variables count too.",
+        panel=TELEMETRY, check=_check_otlp_endpoint, is_private=True,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

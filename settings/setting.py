@@ -12,6 +12,7 @@ Value = TypeVar("Value")
 GENERAL = "Options"
 LIMITS = "Limits"
 EXPOSURE = "Exposure"
+TELEMETRY = "Telemetry"
 ENGINE_MODEL = "Engine: model"
 ENGINE_KV_CACHE = "Engine: KV cache"
 ENGINE_SCHEDULING = "Engine: scheduling"
@@ -20,6 +21,7 @@ PANELS = (
     GENERAL,
     LIMITS,
     EXPOSURE,
+    TELEMETRY,
     ENGINE_MODEL,
     ENGINE_KV_CACHE,
     ENGINE_SCHEDULING,

@@ -31,6 +31,7 @@ from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.engine.serving.listen import check_exposure, start_listening
 from pagoda_server.engine.serving.server import EngineServer
 from pagoda_server.settings import EXIT_CONFIG, EngineConfig, EngineSettings, SettingError
+from pagoda_server.settings.logs import start_logging
 
 log = logging.getLogger("pagoda.engine")
 
@@ -41,9 +42,7 @@ T = TypeVar("T")
 
 def run(config: EngineConfig) -> int:
     """Serve a model's tokens to routers. The channel has no authentication: keep it on a private network."""
-    logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
+    start_logging(config)
     if config.exit_with_parent:
         threading.Thread(target=_exit_at_end_of_input, name="parent-watch", daemon=True).start()
     try:

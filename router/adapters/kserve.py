@@ -261,7 +261,7 @@ class _Inference(Translation):
         *,
         can_stream: bool,
     ) -> None:
-        super().__init__(context, raw)
+        super().__init__(context, f"{SERVICE}/{'ModelStreamInfer' if can_stream else 'ModelInfer'}", raw)
         self.id = ""
         self._respond = respond
         self._can_stream = can_stream

@@ -41,14 +41,16 @@ class Translation:
     """One request of another protocol, as a call of the Inference service.
 
     context  the gRPC call that brought it
+    route    the method that the client called, as a Record has it
     raw      its message, if that is read already
     names    our fields, or beginnings that end with a dot, and what this protocol calls them
     """
 
     names: ClassVar[dict[str, str]]
 
-    def __init__(self, context: Context, raw: bytes | None = None) -> None:
+    def __init__(self, context: Context, route: str, raw: bytes | None = None) -> None:
         self._context = context
+        self._route = route
         self._raw = raw
         self._is_read = False
 
@@ -77,7 +79,7 @@ class Translation:
     async def run(self, inference: InferenceServicer) -> None:
         """Serve the request. Raises the PagodaError that ends it, which names this protocol's fields."""
         try:
-            await inference.generate(self, self.request)
+            await inference.generate(self, self.request, self._route)
         except (InvalidArgument, Unimplemented) as error:
             raise self._renamed(error) from error
 

@@ -189,7 +189,7 @@ class _Generation(Translation):
     }
 
     def __init__(self, context: Context) -> None:
-        super().__init__(context)
+        super().__init__(context, f"{SERVICE}/Generate")
         self._streams = False
         self._stop_ids: frozenset[int] = frozenset()
         self._prompt_len = 0

@@ -171,11 +171,13 @@ class GenerateEndpoint:
             call.answer = api.answer()
             return request
 
+        route = f"{scope['method']} {scope['path']}"
         if (why := self._inference.refusal(caller().tenant)) is not None:
+            self._inference.refused(call, why, route)
             await call.fail(why)
             return
         try:
-            await self._inference.generate(call, parse)
+            await self._inference.generate(call, parse, route)
             await call.finish()
         except asyncio.CancelledError:
             if not call.is_gone:

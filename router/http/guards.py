@@ -8,12 +8,13 @@ nor read, because they name its host.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda_server.channel.address import host_of
+from pagoda_server.router.errors import PagodaError
 from pagoda_server.router.http.errors import HttpError, refusal, send_refusal
 from pagoda_server.router.tenants.caller import set_caller
 from pagoda_server.router.tenants.identity import Identities
@@ -31,6 +32,7 @@ class Guard:
     checks_host      whether a foreign host is refused
     allowed_hosts    names that requests may call this server by, besides its address, localhost and IP addresses
     allowed_origins  origins of other hosts' pages that may send requests
+    on_refusal       told of each request whose caller is unknown or lacks a right
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class Guard:
         checks_host: bool,
         allowed_hosts: Collection[str],
         allowed_origins: Collection[str],
+        on_refusal: Callable[[str, PagodaError], None] = lambda route, error: None,
     ) -> None:
         self._app = app
+        self._on_refusal = on_refusal
         self._identities = identities
         self._public_paths = frozenset(public_paths)
         self._checks_host = checks_host
@@ -65,7 +69,11 @@ class Guard:
                     return
             if scope["path"] not in self._public_paths:
                 metadata = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
-                set_caller(self._identities.caller_of(metadata))
+                try:
+                    set_caller(self._identities.caller_of(metadata))
+                except PagodaError as error:
+                    self._on_refusal(f"{scope['method']} {scope['path']}", error)
+                    raise
             await self._app({**scope, "app": self}, receive, send)
         except HTTPException as error:
             where = f"{scope['method']} {ascii(scope['path'])[1:-1]}"

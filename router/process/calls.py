@@ -41,15 +41,23 @@ class CallGuard(grpc.aio.ServerInterceptor):
     messages    reads the messages of methods whose requests are not streams
     identities  whose the calls are. Health checks are anyone's: they reveal nothing
     refusals    by method: why a tenant's call would be refused now, before anything of it is read
+    on_refusal  told of each call that is refused so, and of each whose caller is unknown or lacks a right
 
     Handlers of request streams get bytes, which they parse themselves. A call that raised ends with the gRPC status of
     its exception. CancelledError passes, because gRPC needs it.
     """
 
-    def __init__(self, messages: Messages, identities: Identities, refusals: dict[str, Refusal] | None = None) -> None:
+    def __init__(
+        self,
+        messages: Messages,
+        identities: Identities,
+        refusals: dict[str, Refusal] | None = None,
+        on_refusal: Callable[[str, PagodaError], None] = lambda method, error: None,
+    ) -> None:
         self._messages = messages
         self._identities = identities
         self._refusals = refusals or {}
+        self._on_refusal = on_refusal
         self._guarded: dict[str, Handler] = {}
         self._unauthenticated = refusing(to_status(Unauthenticated()))
 
@@ -60,12 +68,12 @@ class CallGuard(grpc.aio.ServerInterceptor):
                 caller = self._identities.caller_of(details.invocation_metadata)
                 if (right := _NEEDED.get(method)) is not None:
                     caller.require(right)
-            except Unauthenticated:
-                return self._unauthenticated
             except PagodaError as error:
-                return refusing(to_status(error))
+                self._on_refusal(method, error)
+                return self._unauthenticated if isinstance(error, Unauthenticated) else refusing(to_status(error))
             set_caller(caller)
             if (refusal := self._refusals.get(method)) is not None and (why := refusal(caller.tenant)) is not None:
+                self._on_refusal(method, why)
                 if isinstance(why, QuotaExceeded):
                     return refusing(to_status(why))
                 kind = type(why)

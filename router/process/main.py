@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import uvloop
@@ -65,12 +65,17 @@ from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.request.record import Observers
+from pagoda_server.router.telemetry.logs import RequestLog
 from pagoda_server.router.tenants.identity import Identities, Tenants, TenantsFile, read_tenants, wait_for_tenants
 from pagoda_server.router.tenants.quotas import Quotas
 from pagoda_server.router.text.tokenizer import Tokenizer
 from pagoda_server.settings import EXIT_CONFIG, RouterSettings, ServeConfig, SettingError
 from pagoda_server.settings.engine import weights_of_tenants
+from pagoda_server.settings.logs import start_logging
 from pagoda_server.settings.router import SPAWN, names_in
+
+if TYPE_CHECKING:
+    from pagoda_server.router.telemetry.traces import Traces
 
 log = logging.getLogger("pagoda.router")
 
@@ -93,12 +98,23 @@ def longest_context(folder: Path) -> int:
         return LONGEST_CONTEXT
 
 
+def import_traces() -> type[Traces]:
+    """The observer that sends traces, whose libraries not every installation has. Raises ConfigError."""
+    try:
+        from pagoda_server.router.telemetry.traces import Traces
+    except ModuleNotFoundError as error:
+        raise ConfigError("--otlp-endpoint needs more packages: pip install 'pagoda-server[tracing]'") from error
+    return Traces
+
+
 def serve(config: ServeConfig, progress: Progress | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the process's exit code: 0, 1 for a failure, 2 for a wrong setting."""
 
     def run() -> None:
         config.check_engine_is_ours()
         check_exposure(config)
+        if config.otlp_endpoint:
+            import_traces()
         if config.tenants_file:
             read_tenants(Path(config.tenants_file), config.workers)  # fail before a model is fetched
         model = find_model(config.model, progress or PrintedProgress())
@@ -124,9 +140,7 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
 
 
 def _exit_code_of(run: Callable[[], None], config: ServeConfig) -> int:
-    logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
+    start_logging(config)
     logging.getLogger(GRPC_LOGGER).addFilter(is_worth_logging)
     try:
         run()
@@ -182,6 +196,13 @@ class Router:
         self._group: RouterGroup | None = None  # set if several routers share the port
         self._live = LiveRequests()
         self._observers = Observers()
+        self._traces = import_traces()(config.otlp_endpoint, self._name) if config.otlp_endpoint else None
+        if self._traces:
+            self._observers.append(self._traces)  # before the log, which tells the trace's id
+        self._requests = RequestLog()
+        if config.log_requests:
+            self._observers.append(self._requests)
+            self._observers.on_refusal.append(self._requests.refused)
         self._admission = Admission(config.max_requests, config.max_queued_tokens or (1 << 62) // config.workers)
         self._quotas = Quotas(config.workers)
         self._identities = Identities({}) if config.tenants_file else Identities.of_one_token(auth_token(config))
@@ -229,6 +250,9 @@ class Router:
                 self._port.close()
                 http = (self._http.stop(STOP_S),) if self._http else ()
                 await asyncio.gather(server.stop(STOP_S), *http)
+            self._requests.close()
+            if self._traces:
+                await asyncio.to_thread(self._traces.close)
         if self._failure is not None:
             raise self._failure
 
@@ -283,7 +307,7 @@ class Router:
         refusals: dict[str, Refusal] = {
             f"/{SERVICE}/{method}": self._inference.refusal for method in ("Generate", "Resume")
         }
-        guard = CallGuard(messages, self._identities, refusals)
+        guard = CallGuard(messages, self._identities, refusals, self._observers.refused)
         options = server_options(bool(self._sockets), max_bytes, config.max_connection_age_s)
         server = grpc.aio.server(options=options, interceptors=[guard])
         inference = grpc.method_handlers_generic_handler(SERVICE, self._inference.handlers())
@@ -366,6 +390,7 @@ class Router:
             checks_host=is_local(listen) or not is_guarded or config.http_allowed_hosts is not None,
             allowed_hosts=[host_of(listen), *names_in(config.http_allowed_hosts)],
             allowed_origins=names_in(config.http_allowed_origins),
+            on_refusal=self._observers.refused,
         )
         tls = tls_context(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
         return HttpPort(listen, guard, shares_port=bool(self._sockets), tls=tls, stall_s=config.stall_timeout_s)

@@ -130,17 +130,26 @@ class InferenceServicer:
         """Why a tenant's call of Generate or Resume would be refused now, whatever it asks for."""
         return self._dispatcher.refusal() or self._admission.refusal(tenant) or self._quotas.refusal(tenant)
 
+    def refused(self, call: ClientCall, why: PagodaError, route: str) -> None:
+        """Tell the observers that a call of Generate by another protocol has been refused, before it was read."""
+        metadata = call.invocation_metadata() or ()
+        self._observers.tell(Record("Generate", caller().tenant, metadata, route, code=why.code, error=why))
+
     async def _generate(self, _: object, call: ClientCall) -> None:
         await self.generate(call, _GENERATE)
 
-    async def generate(self, call: ClientCall, parse: Parse[inference_pb2.GenerateRequest]) -> None:
+    async def generate(
+        self, call: ClientCall, parse: Parse[inference_pb2.GenerateRequest], route: str = f"{SERVICE}/Generate"
+    ) -> None:
         """Serve a call of Generate that came by any protocol: `parse` makes its request from its message.
+
+        route  what the client has called: see Record
 
         The task's caller is set. Raises the PagodaError that ends the call.
         """
         received = time.monotonic()
         asker = caller()
-        record = Record("Generate", asker.tenant, call.invocation_metadata() or ())
+        record = Record("Generate", asker.tenant, call.invocation_metadata() or (), route)
         with (
             self._observers.recording(record),
             self._admission.reserve(asker.tenant) as reservation,
@@ -153,7 +162,7 @@ class InferenceServicer:
             )
             if self._admission.is_draining:  # since this call was admitted
                 raise Unavailable("the server is draining")
-            record.request_id = params.request_id
+            record.request_id, record.is_chat = params.request_id, params.is_chat
             reservation.grow(params.num_sequences * (params.max_tokens or 1))
             live = self._live.add(asker.tenant, params.request_id)
             try:
@@ -191,7 +200,7 @@ class InferenceServicer:
 
     async def _resume_from(self, call: ClientCall, elsewhere: ResumeElsewhere | None) -> None:
         tenant = caller().tenant
-        record = Record("Resume", tenant, call.invocation_metadata() or ())
+        record = Record("Resume", tenant, call.invocation_metadata() or (), f"{SERVICE}/Resume")
         with (
             self._observers.recording(record),
             self._admission.reserve(tenant) as reservation,
@@ -214,7 +223,7 @@ class InferenceServicer:
             async with kept:  # no refusal above has ended the call that still writes it
                 submit = kept.submit
                 assert submit is not None, "a stream without it is not kept once its call has ended"
-                record.prompt_len = len(submit.prompt)
+                record.prompt_len, record.is_chat = len(submit.prompt), kept.params.is_chat
                 reservation.grow(kept.num_unfinished * (len(submit.prompt) + submit.max_tokens))
                 spending.reserve(kept.num_unfinished * submit.max_tokens)
                 live = self._live.add(tenant, request.request_id)

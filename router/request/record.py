@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc
 
-from pagoda_server.router.errors import PagodaError
+from pagoda_server.router.errors import PagodaError, Passed
 from pagoda_server.router.request.generate_call import GenerateCall
+
+log = logging.getLogger("pagoda.router")
 
 
 @dataclass(slots=True, eq=False)
@@ -21,10 +24,14 @@ class Record:
 
     method       Generate or Resume
     metadata     what came with the call
+    route        what the client called: a gRPC method such as pagoda.v1.Inference/Generate, or an HTTP method and path
     received_s   when it came, in seconds since 1970
+    is_chat      whether the prompt is a conversation
+    trace_id     of the trace that the call belongs to, in hexadecimal digits; "" if it belongs to none
     request_id   "" until the request is read
     prompt_len   tokens; 0 until the prompt is tokenized
     answer       None until the request is submitted
+    engine       index of the engine that has the request, once it is submitted
     code         the status that ends the call
     error        the error of that status; None for one that completed or was cancelled
     """
@@ -32,12 +39,22 @@ class Record:
     method: str
     tenant: str
     metadata: Sequence[tuple[str, str | bytes]]
+    route: str
     received_s: float = field(default_factory=time.time)
     request_id: str = ""
+    is_chat: bool = False
+    trace_id: str = ""
     prompt_len: int = 0
     answer: GenerateCall | None = None
+    engine: int = 0
     code: grpc.StatusCode = grpc.StatusCode.OK
     error: Exception | None = None
+    _begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def duration_s(self) -> float:
+        """How long the call has lasted."""
+        return time.monotonic() - self._begun
 
 
 class Observer(Protocol):
@@ -47,20 +64,43 @@ class Observer(Protocol):
 
 
 class Observers(list[Observer]):
-    """All observers of a router's calls."""
+    """All observers of a router's calls.
+
+    on_refusal  are told of calls that were refused before a handler took them up: the full name of the method, and why.
+                A flood of calls causes as many refusals, so only what is very cheap belongs here
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_refusal: list[Callable[[str, PagodaError], None]] = []
+
+    def refused(self, method: str, error: PagodaError) -> None:
+        for tell in self.on_refusal:
+            tell(method, error)
+
+    def tell(self, record: Record) -> None:
+        """Tell all of a call that has ended."""
+        for observer in self:
+            try:
+                observer.ended(record)
+            except Exception:  # a fault of telemetry must not end a call
+                log.exception("an observer of calls failed")
 
     @contextlib.contextmanager
     def recording(self, record: Record) -> Iterator[Record]:
         """Around a call: find out how it ends, and tell the observers."""
         try:
             yield record
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, grpc.aio.InternalError):  # the second one: the client has gone during a write
             record.code = grpc.StatusCode.CANCELLED
+            raise
+        except Passed as passed:
+            record.error, record.code = passed, passed.status.code
             raise
         except Exception as error:
             record.error = error
             record.code = error.code if isinstance(error, PagodaError) else grpc.StatusCode.INTERNAL
             raise
         finally:
-            for observer in self:
-                observer.ended(record)
+            self.tell(record)
+            record.error = None  # its traceback holds the frame that holds the record

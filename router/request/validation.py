@@ -79,6 +79,10 @@ class GenerateParams:
         return self.sampling.n
 
     @property
+    def is_chat(self) -> bool:
+        return self.prompt_field in ("chat", "message")
+
+    @property
     def is_search(self) -> bool:
         """Whether this is a beam search (router/request/beam_search.py)."""
         return self.sampling.HasField("beam_search")

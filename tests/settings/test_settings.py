@@ -86,6 +86,7 @@ def test_a_value_of_another_type_is_a_usage_error_that_names_the_option(text: st
 
 SPECIAL = {
     "listen": "unix:/s",
+    "otlp_endpoint": "http://collector:4318",
     "http": "127.0.0.1:1",
     "http_allowed_origins": "https://chat.example.org",
     "engine": "unix:/e",

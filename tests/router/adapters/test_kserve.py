@@ -282,7 +282,7 @@ class Slow:
     def refusal(self, tenant: str) -> None:
         return None
 
-    async def generate(self, call: Any, parse: Any) -> None:
+    async def generate(self, call: Any, parse: Any, route: str) -> None:
         parse(await call.read(), LIMITS)
         assert await call.read() is grpc.aio.EOF
         await asyncio.sleep(self._delay_s)

@@ -50,7 +50,10 @@ class Inference:
     def refusal(self, tenant: str) -> ResourceExhausted | None:
         return ResourceExhausted("the queue is full", retry_after_s=1.0) if self.is_full else None
 
-    async def generate(self, call: Any, parse: Any) -> None:
+    def refused(self, call: Any, why: Exception, route: str) -> None:
+        pass
+
+    async def generate(self, call: Any, parse: Any, route: str) -> None:
         with await self._messages.read(call) as message:
             await message.parsed(lambda raw: parse(raw, None))
 
