@@ -101,6 +101,9 @@ class RouterSettings(CommonSettings):
         "Address for HTTP clients: HOST:PORT (port 0 takes a free one). Without it the server speaks gRPC alone.",
         check=_check_http, is_private=True,
     )  # fmt: skip
+    metrics_tenants: bool = setting(
+        True, "List tenants by name at /metrics, at most 64 at once. Every name makes series that Prometheus keeps."
+    )
     engine: str = setting(
         SPAWN,
         "Where the engine runs. 'spawn' starts it here. Otherwise the addresses of running engines, separated by "

@@ -101,9 +101,10 @@ def test_router_and_engine_share_only_the_channel_and_the_model() -> None:
     assert set(SERVICES["engine-gpu"]["networks"]) == {"channel"}
     assert not any("ports" in SERVICES[engine] for engine in ("engine", "engine-gpu"))
     own = {"triton:/triton"}
-    assert all({*SERVICES[name]["volumes"]} - own == {"models:/models"} for name in SERVICES)
-    assert [name for name in SERVICES if own & {*SERVICES[name]["volumes"]}] == ["engine-gpu"]
-    assert all(port.startswith("127.0.0.1:") for port in SERVICES["router"]["ports"])
+    ours = [name for name in SERVICES if "build" in SERVICES[name]]
+    assert all({*SERVICES[name]["volumes"]} - own == {"models:/models"} for name in ours)
+    assert [name for name in ours if own & {*SERVICES[name]["volumes"]}] == ["engine-gpu"]
+    assert all(port.startswith("127.0.0.1:") for service in SERVICES.values() for port in service.get("ports", ()))
 
 
 def test_grpc_and_http_are_published_where_the_router_listens() -> None:
@@ -142,3 +143,30 @@ def test_one_profile_runs_one_engine_under_the_name_that_the_router_calls() -> N
     assert SERVICES["engine-gpu"]["networks"]["channel"]["aliases"] == ["engine"]
     (device,) = SERVICES["engine-gpu"]["deploy"]["resources"]["reservations"]["devices"]
     assert (device["count"], device["capabilities"]) == (1, ["gpu"])
+
+
+def test_the_profile_metrics_adds_programs_of_pinned_versions_that_look_on_and_no_more() -> None:
+    added = {name for name, service in SERVICES.items() if "metrics" in service.get("profiles", ())}
+    assert added == {"prometheus", "grafana"}
+    for name in added:
+        assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", SERVICES[name]["image"])
+        assert "networks" not in SERVICES[name], "the channel is not theirs"
+        assert SERVICES[name]["read_only"]
+        volumes = [volume.split(":") for volume in SERVICES[name]["volumes"]]
+        assert all(options == ["ro"] for source, _, *options in volumes if source.startswith("."))
+        assert all((ROOT / source).exists() for source, *_ in volumes if source.startswith("."))
+        assert {source for source, *_ in volumes if not source.startswith(".")} == {name} <= set(COMPOSE["volumes"])
+
+
+def test_prometheus_scrapes_the_router_by_a_name_that_it_accepts_and_grafana_asks_prometheus() -> None:
+    deploy = ROOT / "deploy"
+    (scraped,) = yaml.safe_load((deploy / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    assert scraped["static_configs"] == [{"targets": ["router:8000"]}]
+    assert {"--http=0.0.0.0:8000", "--http-allowed-hosts=router"} <= set(SERVICES["router"]["command"])
+    (source,) = yaml.safe_load((deploy / "grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    assert SERVICES["prometheus"]["ports"] == ["127.0.0.1:9090:9090"]
+    (provider,) = yaml.safe_load((deploy / "grafana/provisioning/dashboards/pagoda.yml").read_text())["providers"]
+    home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{provider['options']['path']}/pagoda.json"
+    assert f"./deploy/grafana/pagoda.json:{home}:ro" in SERVICES["grafana"]["volumes"]

@@ -209,6 +209,7 @@ class _Stream:
         request = _Inference(self._context, self._respond, raw, can_stream=True)
         try:
             if (why := self._inference.refusal(caller().tenant)) is not None:
+                self._inference.refused(request, why, f"{SERVICE}/ModelStreamInfer")
                 raise why
             await request.run(self._inference)
         except Exception as error:

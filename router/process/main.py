@@ -9,7 +9,7 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from pagoda_server.router.adapters.translation import Adapter
 from pagoda_server.router.adapters.vllm import VllmEngine
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.http import health, openai, page, together
+from pagoda_server.router.http import health, metrics, openai, page, together
 from pagoda_server.router.http.guards import Guard
 from pagoda_server.router.http.live import LiveFeed
 from pagoda_server.router.http.server import HttpPort
@@ -66,6 +66,7 @@ from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.request.record import Observers
 from pagoda_server.router.telemetry.logs import RequestLog
+from pagoda_server.router.telemetry.metrics import Metrics, Sample, Tally, engine_samples
 from pagoda_server.router.tenants.identity import Identities, Tenants, TenantsFile, read_tenants, wait_for_tenants
 from pagoda_server.router.tenants.quotas import Quotas
 from pagoda_server.router.text.tokenizer import Tokenizer
@@ -134,7 +135,7 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
     def run() -> None:
         if config.serve.tenants_file:
             wait_for_tenants(Path(config.serve.tenants_file), config.serve.workers)
-        _run(Router(config.serve, folder, Tokenizer(folder), parent, config.sockets, config.spawned))
+        _run(Router(config.serve, folder, Tokenizer(folder), parent, config.index, config.sockets, config.spawned))
 
     return _exit_code_of(run, config.serve)
 
@@ -172,6 +173,7 @@ class Router:
 
     config   its served_model_name is set
     parent   with several routers: the link to the process that started this one
+    index    with several routers: this one's number
     sockets  with several routers: addresses of all routers' private services, this one's first
     spawned  with several routers: address of the engine that the parent has spawned, if it has
     """
@@ -182,6 +184,7 @@ class Router:
         folder: Path,
         tokenizer: Tokenizer,
         parent: ParentLink | None = None,
+        index: int = 0,
         sockets: Sequence[str] = (),
         spawned: str | None = None,
     ) -> None:
@@ -189,6 +192,7 @@ class Router:
         self._name = config.served_model_name or folder.name
         self._folder = folder
         self._tokenizer = tokenizer
+        self._index = index
         self._sockets = sockets
         self._spawned = spawned
         self._supervisor: Supervisor | None = None  # set if this process spawns the engine
@@ -210,6 +214,7 @@ class Router:
         if config.tenants_file:
             self._tenants = TenantsFile(Path(config.tenants_file), config.workers, self._adopt_tenants)
         self._http: HttpPort | None = None  # set with --http
+        self._tally: Tally | None = None  # set with --http, which alone shows it
         self._has_served = False  # an engine has been ready
         self._stop = asyncio.Event()
         self._failure: Exception | None = None
@@ -235,6 +240,10 @@ class Router:
             ]
             self._dispatcher = Dispatcher(channels)
             self._state = ServingState(self._dispatcher, self._admission)
+            if self._config.http:
+                self._tally = Tally(len(channels), self._admission, self._index)
+                self._observers.append(self._tally)
+                self._observers.on_refusal.append(self._tally.refused)
             server = await self._start_server()
             parts: list[Callable[[], Awaitable[None]]] = [channel.run for channel in channels]
             if self._supervisor:
@@ -243,6 +252,8 @@ class Router:
                 parts.append(self._tenants.follow)
             if self._http:
                 parts.append(self._http.run)
+            if self._tally:
+                parts.append(self._tally.watch_loop)
             async with self._running(parts):
                 await self._stop.wait()
                 if self._failure is None:
@@ -291,15 +302,16 @@ class Router:
             observers=self._observers,
             stall_timeout_s=config.stall_timeout_s,
             resume_s=config.resume_s,
+            times=self._tally.times if self._tally else (),
         )
-        control = ControlServicer(
+        self._control = control = ControlServicer(
             model=self._name,
             tokenizer=self._tokenizer,
             limits=lambda: self._inference.limits,
             admission=self._admission,
             dispatcher=self._dispatcher,
             state=self._state,
-            engine_restarts=lambda: self._keeper.restarts if self._keeper else 0,
+            engine_restarts=self._engine_restarts,
             max_message_bytes=max_bytes,
             settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
         )
@@ -368,11 +380,14 @@ class Router:
         ]
 
     def _http_routes(self, max_bytes: int, feed: LiveFeed) -> list[BaseRoute]:
+        assert self._tally is not None, "there is one with --http"
+        shown = Metrics(self._name, self._tally, self._known_of_engines, self._other_tallies)
         return [
             *health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING),
             *openai.routes(self._inference, self._name, self._dispatcher.refusal, max_bytes),
             *page.routes(feed, {"model": self._name, "version": installed_version()}),
             *together.routes(),
+            *metrics.routes(shown.page),
         ]
 
     def _http_port(self, listen: str, max_bytes: int, feed: LiveFeed) -> HttpPort:
@@ -395,13 +410,28 @@ class Router:
         tls = tls_context(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
         return HttpPort(listen, guard, shares_port=bool(self._sockets), tls=tls, stall_s=config.stall_timeout_s)
 
+    def _known_of_engines(self) -> Iterator[Sample]:
+        return engine_samples(
+            self._dispatcher,
+            self._control.load(),
+            self._engine_restarts(),
+            self._admission.is_draining,
+            self._config.metrics_tenants,
+        )
+
+    async def _other_tallies(self) -> list[bytes]:
+        return await self._group.ask_tallies() if self._group else []
+
+    def _engine_restarts(self) -> int:
+        return self._keeper.restarts if self._keeper else 0
+
     def _adopt_tenants(self, tenants: Tenants) -> None:
         self._identities.tokens = tenants.tokens
         self._quotas.replace(tenants.quotas)
 
     async def _join(self, control: ControlServicer, admin: AdminServicer) -> RouterGroup:
         """Join the routers that share the port: answer for all of them, and drain if they are draining."""
-        self._group = RouterGroup(control, admin, self._inference, self._sockets)
+        self._group = RouterGroup(control, admin, self._inference, self._tally, self._sockets)
         await self._group.start()
         if await self._group.are_others_draining():
             await self._state.drain()

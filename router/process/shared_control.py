@@ -1,4 +1,4 @@
-"""Several routers that share a port: the router that is asked answers Control, Admin and Resume for all.
+"""Several routers that share a port: the router that is asked answers Control, Admin, Resume and metrics for all.
 
 Each router also serves its own services on a private socket. A router that does not answer there is dead and holds no
 requests.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -21,13 +22,14 @@ from pagoda.v1 import (
     inference_pb2_grpc,
     trace_pb2,
 )
-from pagoda_server.router.errors import STATUS_DETAILS_KEY, NotFound, Passed
+from pagoda_server.router.errors import STATUS_DETAILS_KEY, NotFound, Passed, Unavailable
 from pagoda_server.router.process.calls import CallGuard
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, tenant_to_abort_for
 from pagoda_server.router.process.listen import server_options
 from pagoda_server.router.process.load_feed import LoadFeed
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
+from pagoda_server.router.telemetry.metrics import Tally
 from pagoda_server.router.tenants.identity import TENANT_KEY, Identities
 from pagoda_server.router.tenants.own_view import seen_load
 
@@ -35,6 +37,7 @@ ASK_TIMEOUT_S = 2.0
 _NEW_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 _DEAD = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
+_PRIVATE = "pagoda.Router"  # a service of routers for each other, in bytes
 _ANY_SIZE = ("grpc.max_receive_message_length", -1)
 
 Answer = TypeVar("Answer")
@@ -47,10 +50,16 @@ class RouterGroup:
     """
 
     def __init__(
-        self, control: ControlServicer, admin: AdminServicer, inference: InferenceServicer, sockets: Sequence[str]
+        self,
+        control: ControlServicer,
+        admin: AdminServicer,
+        inference: InferenceServicer,
+        tally: Tally | None,
+        sockets: Sequence[str],
     ) -> None:
         """
         control, admin, inference  this router's own services
+        tally                      what it counts for metrics; None: nothing
         sockets                    addresses of all routers' private services, this one's first
         """
         self._socket = sockets[0]
@@ -63,6 +72,9 @@ class RouterGroup:
             inference.resume_here, None, inference_pb2.GenerateResponse.SerializeToString
         )
         self._private.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Resume": resume}),))
+        if tally is not None:
+            counts = grpc.stream_unary_rpc_method_handler(partial(_serialized, tally))
+            self._private.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_PRIVATE, {"Tally": counts}),))
         inference.resume_elsewhere = self.resume
         self.control = SharedControl(control, self)
         self.admin = SharedAdmin(admin, self)
@@ -113,6 +125,23 @@ class RouterGroup:
         """The answers of the other routers that are alive and have found the request."""
         return await self._ask(lambda channel: call(admin_pb2_grpc.AdminStub(channel)))
 
+    async def ask_tallies(self) -> list[bytes]:
+        """The serialized tallies of the other routers. Raises Unavailable if one that lives does not answer.
+
+        Without its part the sums would look as if counts had started over.
+        """
+
+        async def ask(channel: grpc.aio.Channel) -> bytes:
+            try:
+                answer: bytes = await channel.unary_unary(f"/{_PRIVATE}/Tally")(b"", timeout=ASK_TIMEOUT_S)
+                return answer
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise Unavailable("a router does not answer") from None
+                raise
+
+        return await self._ask(ask)
+
     async def _ask(self, call: Callable[[grpc.aio.Channel], Awaitable[Answer]]) -> list[Answer]:
         async def ask(socket: str) -> Answer | None:
             try:
@@ -126,6 +155,10 @@ class RouterGroup:
 
         answers = await asyncio.gather(*(ask(socket) for socket in self._others))
         return [answer for answer in answers if answer is not None]
+
+
+async def _serialized(tally: Tally, _: object, context: object) -> bytes:
+    return tally.serialized()
 
 
 def _is_dead(error: grpc.aio.AioRpcError) -> bool:

@@ -36,12 +36,14 @@ class WorkerConfig:
 
     serve    settings, with the shared address and this worker's share of the limits
     folder   the model's folder
+    index    this worker's number, from 0
     sockets  addresses of all workers' private services, this one's first
     spawned  address of the engine that the parent has spawned; None if `serve` says where engines run
     """
 
     serve: ServeConfig
     folder: str
+    index: int
     sockets: list[str]
     spawned: str | None
 
@@ -114,7 +116,7 @@ class Workers:
         return Supervisor(
             f"router {index}",
             [sys.executable, "-m", "pagoda_server.router.process.main"],
-            first_line=WorkerConfig(part, str(self._folder), sockets, spawned).to_line(),
+            first_line=WorkerConfig(part, str(self._folder), index, sockets, spawned).to_line(),
             on_line=partial(self._on_line, index),
             stop_timeout_s=config.grace_s + STOP_MARGIN_S,
         )

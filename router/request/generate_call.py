@@ -15,6 +15,7 @@ from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgum
 from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.output import ClientWriter, SequenceOutput, write_records
 from pagoda_server.router.request.resuming import KeepingOutput, KeptStream, ResumedStream
+from pagoda_server.router.request.token_times import TokenTimes
 from pagoda_server.router.request.validation import GenerateParams
 from pagoda_server.router.text.tokenizer import Tokenizer
 
@@ -22,7 +23,10 @@ Stream: TypeAlias = EngineStream | BeamSearchStream | ResumedStream
 
 
 class GenerateCall:
-    """Takes the engine's output and writes what the client asked for."""
+    """Takes the engine's output and writes what the client asked for.
+
+    times  counts when tokens are written; None: nothing does
+    """
 
     def __init__(
         self,
@@ -32,7 +36,9 @@ class GenerateCall:
         writer: ClientWriter,
         received: float,
         kept: KeptStream | None = None,
+        times: TokenTimes | None = None,
     ) -> None:
+        self._times = times
         self._prompt_len = prompt_len
         self._writer = writer
         self._received = received
@@ -108,9 +114,17 @@ class GenerateCall:
                     await self._advance(output, inbox, stream)
 
     async def _advance(self, output: SequenceOutput, inbox: SequenceInbox, stream: Stream) -> None:
+        num_before = output.num_tokens
         if output.take(inbox, self._response.tokens):
+            now = time.monotonic()
+            if self._times is not None and (count := output.num_tokens - num_before):
+                if output.written_at:
+                    self._times.between.add((now - output.written_at) / count, count)
+                elif self.first_written is None:
+                    self._times.first.add(now - self._received)
+                output.written_at = now
             if self.first_written is None:
-                self.first_written = time.monotonic()
+                self.first_written = now
             await self._writer.write(self._response)
         if output.ended is not None:
             raise_if_failed(output.ended)

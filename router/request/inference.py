@@ -34,6 +34,7 @@ from pagoda_server.router.request.resuming import (
     not_kept,
     resumed,
 )
+from pagoda_server.router.request.token_times import TokenTimes
 from pagoda_server.router.request.validation import (
     GenerateParams,
     check_prompt,
@@ -91,7 +92,11 @@ class InferenceServicer:
         observers: Observers,
         stall_timeout_s: float,
         resume_s: float,
+        times: Sequence[TokenTimes] = (),
     ) -> None:
+        """
+        times  of each engine; empty: nothing counts them
+        """
         self.limits = limits  # replaced when an engine reports its own
         self._model = model
         self._tokenizer = tokenizer
@@ -102,6 +107,7 @@ class InferenceServicer:
         self._dispatcher = dispatcher
         self._live = live
         self._observers = observers
+        self._times = times
         self._stall_timeout_s = stall_timeout_s
         self.resume_elsewhere: ResumeElsewhere | None = None  # set if several routers share the port
         self._kept = KeptStreams(resume_s)
@@ -254,6 +260,8 @@ class InferenceServicer:
 
         try:
             engine = self._dispatcher.pick()
+            admitted.record.engine = at = self._dispatcher.channels.index(engine)
+            times = self._times[at] if self._times else None
             # Before all else, so that the engine can start.
             stream: Stream
             if kept is not None:
@@ -270,7 +278,7 @@ class InferenceServicer:
                 await self._messages.check_end(admitted.call)  # while the engine computes
                 admitted.message.release()
                 async with ClientWriter(admitted.call, self._stall_timeout_s) as writer:
-                    answer = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received, kept)
+                    answer = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received, kept, times)
                     admitted.record.answer = answer
                     admitted.reservation.follow(answer, params.n * submit.max_tokens)
                     prompt = submit.prompt if params.has_prompt else ()

@@ -38,6 +38,7 @@ class SequenceOutput:
 
     stop           the stop string that was found
     ended          the engine's end, once `take` has met it
+    written_at     when its last tokens were written; 0: none were
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class SequenceOutput:
     ) -> None:
         self.index = index
         self.num_tokens = 0
+        self.written_at = 0.0
         self.stop: str | None = None
         self.ended: engine_pb2.Ended | None = None
         self._score: float | None = None

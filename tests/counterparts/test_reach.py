@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.counterparts.environments import program
 from tests.servers import Server, running_server
@@ -23,7 +24,7 @@ TOOLS = Path(sys.executable).parent  # grpcurl and pagoda are there, as is the P
 def rows() -> dict[str, str]:
     """What the table's second column tells, by the first."""
     table = (ROOT / "README.md").read_text().partition("| from | one line | read on |")[2].partition("\n\n")[0]
-    found = re.findall(r"^\| (.+?) \| `(.+?)` \| \[", table, re.MULTILINE)
+    found = re.findall(r"^\| (.+?) \| `(.+?)`[^|]* \| \[", table, re.MULTILINE)
     assert len(found) > 5
     return dict(found)
 
@@ -40,6 +41,7 @@ def server() -> Iterator[Server]:
         ("curl", "curl", r'"finish_reason": ?"length"'),
         ("grpcurl", "grpcurl", r'"reason": "FINISH_REASON_LENGTH"'),
         ("Python", "python", r"\S"),
+        ("Prometheus", "curl", r"pagoda_num_requests_running\{"),
         ("a terminal", "pagoda", r"Pagoda synthetic  ● serving"),
     ],
 )
@@ -66,5 +68,8 @@ def test_what_is_no_line_of_the_shell_names_what_exists() -> None:
     go = "".join(path.read_text() for path in (ROOT / "clients" / "go" / "pagoda").glob("*.go"))
     for declared in ("func (c *Client) Stream(", "func Message(", ") Next() bool", ") Text() string"):
         assert declared in go
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    assert {"cpu", "metrics"} == set(re.findall(r"--profile (\w+)", told["a dashboard"]))
+    assert compose["grafana"]["profiles"] == compose["prometheus"]["profiles"] == ["metrics"]
     for method in re.findall(r"\.(\w+)\(", told["Go"]):
         assert re.search(rf"func .*\b{method}\(", go) or method == "Print"

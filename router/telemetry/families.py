@@ -1,0 +1,128 @@
+"""The names of all metrics: what each of them means, and its labels.
+
+Many series have two names: `pagoda_NAME`, and `vllm:NAME`, which dashboards, autoscalers and endpoint pickers read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagoda_server.router.request.token_times import TOKEN_BOUNDS, bounds_between
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Series of one name.
+
+    kind      gauge, counter or histogram; a counter's series end in _total
+    labels    besides model_name
+    bounds    of a histogram's buckets
+    prefixes  each gives the series a full name
+    """
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...]
+    bounds: Sequence[float]
+    prefixes: tuple[str, ...]
+
+    @property
+    def full_names(self) -> list[str]:
+        """The names under which Prometheus finds the series, without a histogram's suffixes."""
+        return [f"{prefix}{self.name}{'_total' if self.kind == 'counter' else ''}" for prefix in self.prefixes]
+
+
+_OURS, _VLLM, _PROCESS = ("pagoda_",), ("vllm:",), ("process_",)
+_BOTH = (*_OURS, *_VLLM)
+_DURATIONS = bounds_between(-3, 3, (1, 2, 5))
+_COUNTS = bounds_between(0, 6, (1, 2, 5))
+
+
+def _gauge(name: str, help: str, *labels: str, prefixes: tuple[str, ...] = _OURS) -> Family:
+    return Family(name, "gauge", help, labels, (), prefixes)
+
+
+def _counter(name: str, help: str, *labels: str, prefixes: tuple[str, ...] = _OURS) -> Family:
+    return Family(name, "counter", help, labels, (), prefixes)
+
+
+def _histogram(name: str, help: str, bounds: Sequence[float]) -> Family:
+    return Family(name, "histogram", help, ("engine",), bounds, _BOTH)
+
+
+# What every router knows.
+_OF_ENGINES = (
+    _gauge("num_requests_running", "Sequences that an engine computes.", "engine", prefixes=_BOTH),
+    _gauge("num_requests_waiting", "Sequences that wait for an engine.", "engine", prefixes=_BOTH),
+    _gauge("kv_cache_usage_perc", "Fraction of the KV blocks that sequences use, 0 to 1.", "engine", prefixes=_BOTH),
+    _gauge(
+        "cache_config_info", "1, with the sizes of the KV cache.", "engine", "block_size", "num_gpu_blocks",
+        prefixes=_BOTH,
+    ),
+    _gauge(
+        "lora_requests_info", "The time, and no adapters: this server has none.",
+        "engine", "max_lora", "running_lora_adapters", "waiting_lora_adapters", prefixes=_VLLM,
+    ),
+    _counter("prompt_tokens", "Tokens of prompts, cached ones included.", "engine", prefixes=_BOTH),
+    _counter("generation_tokens", "Tokens generated.", "engine", prefixes=_BOTH),
+    _counter("num_preemptions", "Preemptions of sequences.", "engine", prefixes=_BOTH),
+    _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "engine", prefixes=_BOTH),
+    _counter("prefix_cache_hits", "Prompt tokens that the prefix cache held.", "engine", prefixes=_BOTH),
+    _gauge("engine_up", "Whether the engine is ready.", "engine"),
+    _counter("engine_restarts", "Restarts of the engine by this server.", "engine"),
+    _gauge("kv_blocks", "KV blocks by state: free, evictable or referenced.", "engine", "state"),
+    _gauge("kv_waste_ratio", "Fraction of the slots of referenced blocks that hold no token.", "engine"),
+    _gauge("host_blocks", "Blocks of host memory for preempted sequences: free or used.", "engine", "state"),
+    _counter("steps", "Steps of the engine.", "engine"),
+    _gauge("step_seconds", "Duration of the last step.", "engine"),
+    _gauge("step_sequences", "Sequences in the last step.", "engine"),
+    _gauge("step_tokens", "Tokens that the last step computed.", "engine"),
+    _counter("preempted_tokens", "Computed tokens that preempted sequences gave up.", "engine"),
+    _counter("recomputed_tokens", "Preempted tokens that were computed again.", "engine"),
+    _counter("saved_tokens", "Preempted tokens that were copied to host memory.", "engine"),
+    _counter("loaded_tokens", "Preempted tokens that were copied back from host memory.", "engine"),
+    _counter("dropped_tokens", "Tokens computed for sequences that had already ended.", "engine"),
+    _gauge("tenants", "Tenants with sequences now, or served in the last ten seconds."),
+    _gauge("tenant_share_ratio", "A tenant's share of the engines in the last ten seconds.", "tenant"),
+    _counter("tenant_service", "A tenant's computed prompt tokens, and twice its output tokens.", "engine", "tenant"),
+    _gauge("tenant_sequences", "A tenant's sequences by state: running or waiting.", "engine", "tenant", "state"),
+    _gauge("server_info", "1, with the server's version.", "version"),
+    _gauge("draining", "Whether the server drains: it refuses new calls."),
+)  # fmt: skip
+
+# What each router counts at the end of a call.
+OF_REQUESTS = (
+    _histogram("e2e_request_latency_seconds", "From the receipt of a call to its last message.", _DURATIONS),
+    _histogram("request_queue_time_seconds", "From the engine's receipt of a request to its first step.", _DURATIONS),
+    _histogram("request_prefill_time_seconds", "From a request's first step to its first token.", _DURATIONS),
+    _histogram("request_decode_time_seconds", "From a request's first token to its last.", _DURATIONS),
+    _histogram("request_time_per_output_token_seconds", "A request's mean time between two tokens.", TOKEN_BOUNDS),
+    _histogram("request_prompt_tokens", "Tokens of a request's prompt.", _COUNTS),
+    _histogram("request_generation_tokens", "Tokens that a request generated.", _COUNTS),
+)
+
+# What else each router counts.
+_OF_ROUTERS = (
+    _histogram("time_to_first_token_seconds", "From the receipt of a call to its first message.", TOKEN_BOUNDS),
+    _histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", TOKEN_BOUNDS),
+    _counter("request_success", "Sequences that ended, by reason.", "engine", "finished_reason", prefixes=_BOTH),
+    _counter("calls", "Calls that ended, by status and, of an error, its reason.", "method", "code", "reason"),
+    _gauge("admitted_requests", "Requests that the routers hold."),
+    _gauge("admitted_requests_limit", "The most requests that the routers admit at once."),
+    _gauge("reserved_tokens", "Prompt + max_tokens of all admitted requests."),
+    _gauge("reserved_tokens_limit", "The most tokens of all admitted requests."),
+    Family(
+        "event_loop_lag_seconds", "histogram", "How late a router's event loop is, measured ten times a second.",
+        ("router",), TOKEN_BOUNDS, _OURS,
+    ),
+    _counter("cpu_seconds", "User and system time of a router.", "router", prefixes=_PROCESS),
+    _gauge("resident_memory_bytes", "Resident memory of a router.", "router", prefixes=_PROCESS),
+    _gauge("virtual_memory_bytes", "Virtual memory of a router.", "router", prefixes=_PROCESS),
+    _gauge("open_fds", "Open file descriptors of a router.", "router", prefixes=_PROCESS),
+    _gauge("max_fds", "The most file descriptors that a router may open.", "router", prefixes=_PROCESS),
+    _gauge("start_time_seconds", "When a router started, in seconds since 1970.", "router", prefixes=_PROCESS),
+)  # fmt: skip
+
+FAMILIES = (*_OF_ENGINES, *OF_REQUESTS, *_OF_ROUTERS)

@@ -1,0 +1,289 @@
+"""Prometheus metrics: what a router counts, what it knows of the engines, and the page that shows both.
+
+Each router counts calls and tokens itself, in plain numbers. Where several routers share a port, the page has the sums.
+What the routers know of the engines is the same for all of them: the page has it once, as of each engine's last step,
+so that a scrape costs the engines nothing. Counts start over when the process that counts them does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TypeAlias
+
+import grpc
+from prometheus_client import Metric, ProcessCollector
+from prometheus_client import exposition as text
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from pagoda.v1 import control_pb2, inference_pb2
+from pagoda_server import installed_version
+from pagoda_server.router.engines.channel import Dispatcher
+from pagoda_server.router.errors import PagodaError, Passed
+from pagoda_server.router.request.admission import Admission
+from pagoda_server.router.request.generate_call import GenerateCall
+from pagoda_server.router.request.record import Record
+from pagoda_server.router.request.token_times import TOKEN_BOUNDS, Histogram, TokenTimes
+from pagoda_server.router.telemetry.families import FAMILIES, OF_REQUESTS, Family
+
+# A family's name, the values of its labels, and a number, or a histogram's counts with the total at the end.
+Sample: TypeAlias = tuple[str, tuple[str, ...], "float | list[float]"]
+
+_LAG_EVERY_S = 0.1
+_METHODS = {method: method for method in ("Generate", "Resume", "Tokenize", "Detokenize")}
+_METHODS |= dict.fromkeys(("ModelInfer", "ModelStreamInfer"), "Generate")  # of KServe's protocol
+_FINISHED = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_CANCELLED: "abort",
+}
+
+
+# -- what a router counts ----------------------------------------------------------------------------------------------
+
+
+class Tally:
+    """What one router counts: an observer of its calls.
+
+    router  this router's number among those that share a port
+
+    times   of each engine; filled by the calls themselves
+    """
+
+    def __init__(self, num_engines: int, admission: Admission, router: int) -> None:
+        self.times = [TokenTimes() for _ in range(num_engines)]
+        self._requests = [{each.name: Histogram(each.bounds) for each in OF_REQUESTS} for _ in range(num_engines)]
+        self._finished = Counter({(at, reason): 0 for at in range(num_engines) for reason in _FINISHED.values()})
+        self._calls = Counter({("Generate", "OK", ""): 0})
+        self._lag = Histogram(TOKEN_BOUNDS)
+        self._admission = admission
+        self._router = str(router)
+        self._process = ProcessCollector(registry=None)
+
+    def ended(self, record: Record) -> None:
+        answer, code = record.answer, record.code
+        is_passed_on = isinstance(record.error, Passed) or (answer is None and code is grpc.StatusCode.OK)
+        if is_passed_on:  # another router has counted it
+            return
+        self._calls[record.method, code.name, getattr(record.error, "reason", "")] += 1
+        if answer is None:
+            return
+        for reason in answer.reasons:
+            if (name := _FINISHED.get(reason)) is not None:
+                self._finished[record.engine, name] += 1
+        if code is grpc.StatusCode.CANCELLED:
+            self._finished[record.engine, "abort"] += 1
+        elif code is grpc.StatusCode.OK:
+            requests = self._requests[record.engine]
+            for family, value in _values_of(answer):
+                requests[family].add(value)
+
+    def refused(self, method: str, error: PagodaError) -> None:
+        """Count a call that was refused before a handler took it up."""
+        self._calls[_METHODS.get(method.rpartition("/")[2], "other"), error.code.name, error.reason] += 1
+
+    async def watch_loop(self) -> None:
+        """Measure the event loop's lag until cancelled."""
+        while True:
+            due = time.monotonic() + _LAG_EVERY_S
+            await asyncio.sleep(_LAG_EVERY_S)
+            self._lag.add(max(0.0, time.monotonic() - due))
+
+    def samples(self) -> Iterator[Sample]:
+        for at, times in enumerate(self.times):
+            engine = (str(at),)
+            yield "time_to_first_token_seconds", engine, [*times.first.counts, times.first.total]
+            yield "inter_token_latency_seconds", engine, [*times.between.counts, times.between.total]
+            for name, histogram in self._requests[at].items():
+                yield name, engine, [*histogram.counts, histogram.total]
+        for (at, reason), count in self._finished.items():
+            yield "request_success", (str(at), reason), count
+        for labels, count in self._calls.items():
+            yield "calls", labels, count
+        yield "admitted_requests", (), self._admission.requests
+        yield "admitted_requests_limit", (), self._admission.max_requests
+        yield "reserved_tokens", (), self._admission.tokens
+        yield "reserved_tokens_limit", (), self._admission.max_tokens
+        yield "event_loop_lag_seconds", (self._router,), [*self._lag.counts, self._lag.total]
+        for metric in self._process.collect():
+            yield metric.name.removeprefix("process_"), (self._router,), metric.samples[0].value
+
+    def serialized(self) -> bytes:
+        return json.dumps(list(self.samples())).encode()
+
+
+def _values_of(answer: GenerateCall) -> Iterator[tuple[str, float]]:
+    """What the histograms of requests count of one that has completed; times are those of its slowest sequence."""
+    usage, timing = answer.usage(), answer.timing()
+    yield "e2e_request_latency_seconds", timing.total_s
+    yield "request_queue_time_seconds", timing.queue_s
+    yield "request_prefill_time_seconds", timing.prefill_s
+    decode_s = timing.decode_s + timing.preempted_s  # most are preempted after their first token
+    yield "request_decode_time_seconds", decode_s
+    if (tokens := usage.completion_tokens / len(answer.reasons)) > 1:
+        yield "request_time_per_output_token_seconds", decode_s / (tokens - 1)
+    yield "request_prompt_tokens", usage.prompt_tokens
+    yield "request_generation_tokens", usage.completion_tokens
+
+
+def parsed(serialized: bytes) -> Iterator[Sample]:
+    """The samples of another router's tally."""
+    for name, labels, value in json.loads(serialized):
+        yield name, tuple(labels), value
+
+
+# -- what the routers know of the engines ------------------------------------------------------------------------------
+
+
+def engine_samples(
+    dispatcher: Dispatcher, load: control_pb2.Load, restarts: int, is_draining: bool, shows_tenants: bool
+) -> Iterator[Sample]:
+    """What any router tells of the engines and the server, without asking them.
+
+    load      as of each ready engine's last step
+    restarts  of engines by this server
+    """
+    yield "server_info", (installed_version(),), 1
+    yield "draining", (), is_draining
+    yield "tenants", (), load.num_tenants
+    for at, channel in enumerate(dispatcher.channels):
+        engine = str(at)
+        yield "engine_up", (engine,), channel.is_ready
+        yield "engine_restarts", (engine,), restarts
+        if channel.info is not None:
+            cache = channel.info.kv_cache
+            yield "cache_config_info", (engine, str(cache.block_size), str(cache.num_blocks)), 1
+            yield "lora_requests_info", (engine, "0", "", ""), time.time()
+        for tenant in channel.tenants.listed if shows_tenants else ():
+            yield "tenant_service", (engine, tenant.name), tenant.service
+            yield "tenant_sequences", (engine, tenant.name, "running"), tenant.running
+            yield "tenant_sequences", (engine, tenant.name, "waiting"), tenant.waiting
+    for tenant in load.tenants if shows_tenants else ():
+        yield "tenant_share_ratio", (tenant.name,), tenant.share
+    for each in load.engines:
+        yield from _samples_of_engine(each)
+
+
+def _samples_of_engine(load: control_pb2.EngineLoad) -> Iterator[Sample]:
+    engine = str(load.engine)
+    for name, value in (
+        ("num_requests_running", load.running),
+        ("num_requests_waiting", load.waiting),
+        ("kv_cache_usage_perc", load.blocks_referenced / load.blocks_total if load.blocks_total else 0.0),
+        ("kv_waste_ratio", load.kv_waste),
+        ("prompt_tokens", load.prompt_tokens),
+        ("generation_tokens", load.output_tokens),
+        ("num_preemptions", load.preemptions),
+        ("prefix_cache_queries", load.prompt_tokens),
+        ("prefix_cache_hits", load.cached_tokens),
+        ("steps", load.steps),
+        ("step_seconds", load.step_s),
+        ("step_sequences", load.step_sequences),
+        ("step_tokens", load.step_tokens),
+        ("preempted_tokens", load.preempted_tokens),
+        ("recomputed_tokens", load.recomputed_tokens),
+        ("saved_tokens", load.saved_tokens),
+        ("loaded_tokens", load.loaded_tokens),
+        ("dropped_tokens", load.dropped_tokens),
+    ):
+        yield name, (engine,), value
+    for state in ("free", "evictable", "referenced"):
+        yield "kv_blocks", (engine, state), getattr(load, f"blocks_{state}")
+    yield "host_blocks", (engine, "free"), load.host_blocks_total - load.host_blocks_used
+    yield "host_blocks", (engine, "used"), load.host_blocks_used
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+class Page(Collector):
+    """All samples as Prometheus reads them. Those with equal labels are parts of one whole, and summed."""
+
+    def __init__(self, model: str, samples: Iterable[Sample]) -> None:
+        self._model = model
+        self._families: dict[str, dict[tuple[str, ...], float | list[float]]] = {each.name: {} for each in FAMILIES}
+        for name, labels, value in samples:
+            family = self._families[name]
+            family[labels] = _sum(family[labels], value) if labels in family else value
+
+    def collect(self) -> Iterator[Metric]:
+        for family in FAMILIES:
+            if found := self._families[family.name]:
+                for prefix in family.prefixes:
+                    yield self._metric(family, prefix, found)
+
+    def encoded(self, accept: str) -> tuple[bytes, str]:
+        """The page in the format that an Accept header asks for, and its content type."""
+        if "application/openmetrics-text" in accept:
+            # With its default, to escape what old readers cannot read, it would replace colons (client_python#1177).
+            return openmetrics.generate_latest(self, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+        return text.generate_latest(self), text.CONTENT_TYPE_PLAIN_0_0_4
+
+    def _metric(self, family: Family, prefix: str, found: dict[tuple[str, ...], float | list[float]]) -> Metric:
+        name = prefix + family.name
+        metric = Metric(name, family.help, family.kind)
+        common = {} if prefix == "process_" else {"model_name": self._model}
+        for values, value in found.items():
+            labels = common | dict(zip(family.labels, values, strict=True))
+            if isinstance(value, list):
+                _add_histogram(metric, family.bounds, labels, value)
+            else:
+                metric.add_sample(name + ("_total" if family.kind == "counter" else ""), labels, value)
+        return metric
+
+
+def _sum(one: float | list[float], other: float | list[float]) -> float | list[float]:
+    if isinstance(one, list) and isinstance(other, list):
+        return [a + b for a, b in zip(one, other, strict=True)]
+    assert not isinstance(one, list)
+    assert not isinstance(other, list)
+    return one + other
+
+
+def _add_histogram(metric: Metric, bounds: Sequence[float], labels: dict[str, str], value: list[float]) -> None:
+    *counts, total = value
+    so_far = 0.0
+    for bound, count in zip((*bounds, float("inf")), counts, strict=True):
+        so_far += count
+        metric.add_sample(f"{metric.name}_bucket", labels | {"le": floatToGoString(bound)}, so_far)
+    metric.add_sample(f"{metric.name}_sum", labels, total)
+    metric.add_sample(f"{metric.name}_count", labels, so_far)
+
+
+class Metrics:
+    """Makes the page for a server of one router or several.
+
+    tally   what this router counts
+    known   what it knows of the engines
+    others  the other routers' serialized tallies. Raises Unavailable if one that lives does not answer
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tally: Tally,
+        known: Callable[[], Iterable[Sample]],
+        others: Callable[[], Awaitable[list[bytes]]],
+    ) -> None:
+        self._model = model
+        self._tally = tally
+        self._known = known
+        self._others = others
+        self._rendering = asyncio.Lock()
+
+    async def page(self, accept: str) -> tuple[bytes, str]:
+        """The page in the format that an Accept header asks for, and its content type. Raises what `others` raises."""
+        async with self._rendering:  # one thread at most takes turns with the event loop
+            others = await self._others()
+            own = [*self._known(), *self._tally.samples()]
+
+            def encoded() -> tuple[bytes, str]:
+                return Page(self._model, chain(own, *map(parsed, others))).encoded(accept)
+
+            return await asyncio.to_thread(encoded)
