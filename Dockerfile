@@ -24,7 +24,7 @@ RUN pip install ./clients/python '.[tracing]'
 WORKDIR /home/pagoda
 USER pagoda
 VOLUME /models
-EXPOSE 50051
+EXPOSE 50051 8000
 ENTRYPOINT ["pagoda", "serve"]
 
 FROM base AS wheel

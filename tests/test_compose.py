@@ -107,6 +107,16 @@ def test_router_and_engine_share_only_the_channel_and_the_model() -> None:
     assert all(port.startswith("127.0.0.1:") for service in SERVICES.values() for port in service.get("ports", ()))
 
 
+def test_grpc_and_http_are_published_where_the_router_listens() -> None:
+    flags = dict(
+        argument.removeprefix("--").split("=", 1) for argument in SERVICES["router"]["command"] if "=" in argument
+    )
+    inside = [port.rpartition(":")[2] for port in SERVICES["router"]["ports"]]
+    assert [flags["listen"], flags["http"]] == [f"0.0.0.0:{port}" for port in inside]
+    assert re.findall(r"^EXPOSE (.+)$", stage("router"), re.MULTILINE) == [" ".join(inside)]
+    assert flags["http-allowed-hosts"] == "router"
+
+
 def test_a_model_of_the_hub_is_fetched_by_one_and_found_by_all() -> None:
     environment = dict(setting.split("=") for setting in re.findall(r"[A-Z_]+=\S+", stage("base")))
     assert environment["HF_HOME"].startswith("/models/")

@@ -11,6 +11,7 @@ from pagoda_server.cli.chat import chat
 from pagoda_server.cli.generate import generate
 from pagoda_server.cli.inspect import health, models, status
 from pagoda_server.cli.token import token
+from pagoda_server.cli.top import top
 from pagoda_server.cli.trace import trace
 from pagoda_server.settings import ServeConfig
 from pagoda_server.settings.command_line import command
@@ -51,6 +52,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(models)
 app.command()(status)
+app.command()(top)
 app.command()(trace)
 app.command()(health)
 app.command()(token)

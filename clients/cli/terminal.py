@@ -59,6 +59,7 @@ def connect(
     tls_ca: Path | None,
     timeout_s: float | None = None,
     tenant: str | None = None,
+    retries: int = 3,
 ) -> AsyncClient:
     """A client for the running event loop.
 
@@ -67,7 +68,7 @@ def connect(
     """
     from pagoda.aio import AsyncClient
 
-    return AsyncClient(address, token=token, tenant=tenant, tls=tls_ca or tls, timeout_s=timeout_s)
+    return AsyncClient(address, token=token, tenant=tenant, tls=tls_ca or tls, timeout_s=timeout_s, retries=retries)
 
 
 def print_error(message: str) -> None:

@@ -55,13 +55,24 @@ class Span:
 
 @dataclass(slots=True)
 class Track:
-    """One sequence. `moves`: when it was preempted or ended, and the kind of each move."""
+    """One sequence.
+
+    tokens     of its prompt and output, as of its last move
+    last_move  the kind of that move: "waits", "started", or one of `moves`
+    moves      when it was preempted or ended, and the kind of each move
+    decoded    the end of each step that decoded it, which gave it a token
+    """
 
     sequence: int
     request_id: str = ""
+    tenant: str = ""
+    arrived_s: float = 0.0
     prompt_tokens: int = 0
+    tokens: int = 0
+    last_move: str = ""
     spans: list[Span] = field(default_factory=list)
     moves: list[tuple[float, str]] = field(default_factory=list)
+    decoded: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +92,21 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One engine's trace. Tracks are in the order of their sequences' first spans."""
+    """One engine's trace. Tracks are in the order of their sequences' first spans.
+
+    origin_s  the engine's time of the first step, at which all other times here are 0
+    taken_s   when the trace was taken
+    still     live sequences without a span: no step has ended since they came
+    """
 
     engine: int
+    origin_s: float
+    taken_s: float
     token_budget: int
     blocks_total: int
     steps: list[Step]
     tracks: list[Track]
+    still: list[Track]
 
     @property
     def end_s(self) -> float:
@@ -125,7 +144,16 @@ class _Reader:
         for track in tracks:
             track.spans = _in_order(track.spans)
         tracks.sort(key=lambda track: (track.spans[0].start_s if track.spans else track.moves[0][0], track.sequence))
-        return Timeline(self._first.engine, self._first.token_budget, self._first.blocks_total, steps, tracks)
+        return Timeline(
+            engine=self._first.engine,
+            origin_s=self._origin,
+            taken_s=self._first.taken_at_s - self._origin,
+            token_budget=self._first.token_budget,
+            blocks_total=self._first.blocks_total,
+            steps=steps,
+            tracks=tracks,
+            still=[track for track in self._tracks.values() if not track.spans and not track.moves],
+        )
 
     def _track(self, id: int) -> Track:
         return self._tracks.setdefault(id, Track(id))
@@ -141,7 +169,10 @@ class _Reader:
             if move.sequence not in self._tracks and not (move.computed_tokens and move.kind in _LEAVES_RUNNING):
                 waiting[move.sequence] = (Doing.WAITING, max(0.0, move.arrived_s - self._origin))
             track = self._track(move.sequence)
-            track.request_id, track.prompt_tokens = move.request_id, move.prompt_tokens
+            track.request_id, track.tenant = move.request_id, move.tenant
+            track.arrived_s = move.arrived_s - self._origin
+            track.prompt_tokens, track.tokens = move.prompt_tokens, move.tokens
+            track.last_move = MoveKind.Name(move.kind).removeprefix("MOVE_KIND_").lower()
             if move.kind == MoveKind.MOVE_KIND_WAITS:
                 continue
             if since := waiting.pop(move.sequence, None):
@@ -152,7 +183,7 @@ class _Reader:
                 waiting[move.sequence] = (Doing.PREEMPTED, at)
             else:
                 self._ends[move.sequence] = at
-            track.moves.append((at, MoveKind.Name(move.kind).removeprefix("MOVE_KIND_").lower()))
+            track.moves.append((at, track.last_move))
         for id, since in waiting.items():
             self._tracks[id].spans += holds.spans(*since, end_s)
 
@@ -197,6 +228,8 @@ class _Reader:
         span.end_s = end
         span.tokens += tokens
         span.steps += 1
+        if doing is Doing.DECODE:
+            self._track(id).decoded.append(end)
         self._running[id] = (at, span)
 
 
