@@ -71,11 +71,12 @@ class Tally:
         is_passed_on = isinstance(record.error, Passed) or (answer is None and code is grpc.StatusCode.OK)
         if is_passed_on:  # another router has counted it
             return
-        self._calls[record.method, code.name, getattr(record.error, "reason", "")] += 1
+        reason = record.error.reason if isinstance(record.error, PagodaError) else ""
+        self._calls[record.method, code.name, reason] += 1
         if answer is None:
             return
-        for reason in answer.reasons:
-            if (name := _FINISHED.get(reason)) is not None:
+        for end in answer.reasons:
+            if (name := _FINISHED.get(end)) is not None:
                 self._finished[record.engine, name] += 1
         if code is grpc.StatusCode.CANCELLED:
             self._finished[record.engine, "abort"] += 1

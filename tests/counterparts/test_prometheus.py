@@ -190,7 +190,7 @@ def test_prometheus_knows_what_the_clients_did(prometheus: Prometheus, load: Loa
         assert prometheus.value(f"{names}time_to_first_token_seconds_count") == load.finished + load.cancelled
         assert prometheus.value(f"{names}prompt_tokens_total") == len(PROMPT) * (load.finished + load.cancelled)
         assert prometheus.value(f"{names}generation_tokens_total") >= load.tokens + load.cancelled
-        assert prometheus.value(f"{names}inter_token_latency_seconds_count") >= load.tokens - load.finished
+        assert prometheus.value(f"{names}inter_token_latency_seconds_count") >= 0.8 * load.tokens
         assert prometheus.value(f"{names}num_requests_running") == 0
         assert prometheus.value(f"{names}kv_cache_usage_perc") == 0
 

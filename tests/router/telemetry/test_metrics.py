@@ -188,15 +188,16 @@ def test_calls_count_by_the_way_they_end() -> None:
     end(observers, asyncio.CancelledError(), of=answer())
     end(observers, grpc.aio.InternalError("the client has gone"), of=answer())
     end(observers, Internal("a fault"), of=answer(STOP))
+    end(observers, UnicodeDecodeError("utf-8", b"", 0, 1, "its reason is for people"), of=answer(STOP))
     end(observers, InvalidArgument("prompt", "is empty"))
     end(observers, ResourceExhausted("full", reason="EVICTED"), of=answer())
     page = page_of(counts)
     assert {each["code"]: page("pagoda_calls_total", **each) for each in page.of("pagoda_calls_total")} == {
-        "OK": 2, "CANCELLED": 2, "INTERNAL": 1, "INVALID_ARGUMENT": 1, "RESOURCE_EXHAUSTED": 1,
+        "OK": 2, "CANCELLED": 2, "INTERNAL": 2, "INVALID_ARGUMENT": 1, "RESOURCE_EXHAUSTED": 1,
     }  # fmt: skip
     assert page("pagoda_calls_total", method="Generate", code="RESOURCE_EXHAUSTED", reason="EVICTED") == 1
     ends = [page("vllm:request_success_total", engine="0", finished_reason=r) for r in ("stop", "length", "abort")]
-    assert ends == [2, 2, 3]
+    assert ends == [3, 2, 3]
     assert page("vllm:e2e_request_latency_seconds_count", engine="0") == 2
 
 
