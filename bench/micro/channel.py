@@ -168,7 +168,7 @@ async def _router_end(address: str, sequences: int, steps: int) -> tuple[list[fl
     started: float | None = None
     while channel.load.steps < WARM_UP_STEPS + steps - 1:
         await stream.wait()
-        latency_s = time.monotonic() - channel.load.step_s
+        latency_s = time.monotonic() - channel.load.step_time_s
         for inbox in stream.inboxes:
             inbox.tokens.clear()
         if channel.load.steps >= WARM_UP_STEPS:

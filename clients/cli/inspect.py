@@ -124,7 +124,7 @@ def _load_rows(load: control_pb2.EngineLoad) -> dict[str, str]:
     rows |= {
         "KV blocks": f"{load.blocks_referenced} in use, {load.blocks_evictable} cached, {load.blocks_free} free "
         f"of {load.blocks_total}; {100 * load.kv_waste:.1f} % of the slots in use hold no token",
-        "last step": f"{load.step_sequences} sequences, {load.step_tokens} tokens, {1e3 * load.step_s:.1f} ms",
+        "last step": f"{load.step_sequences} sequences, {load.step_tokens} tokens, {1e3 * load.step_time_s:.1f} ms",
         "since start": f"{load.steps} steps, {load.prompt_tokens} prompt tokens "
         f"({100 * load.prefix_hit_rate:.0f} % cached), {load.output_tokens} output tokens, "
         f"{load.preemptions} preemptions",

@@ -237,7 +237,7 @@ def _engine(status: control_pb2.EngineStatus, load: control_pb2.EngineLoad | Non
         facts.append(f"{load.running} running, {load.waiting} waiting")
         if load.blocks_total:
             facts.append(f"KV {_percent(load.blocks_referenced, load.blocks_total)}")
-            facts.append(f"step of {load.step_tokens:,} tokens in {_time(load.step_s)}")
+            facts.append(f"step of {load.step_tokens:,} tokens in {_time(load.step_time_s)}")
         if load.host_blocks_total:
             facts.append(f"{_percent(load.host_blocks_used, load.host_blocks_total)} of host blocks")
     if status.HasField("info"):

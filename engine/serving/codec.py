@@ -238,7 +238,7 @@ def _load_message(load: LoadSnapshot) -> control_pb2.EngineLoad:
         output_tokens=counters.output_tokens,
         step_sequences=counters.step_sequences,
         step_tokens=counters.step_tokens,
-        step_s=load.step_s,
+        step_time_s=load.step_s,
         preempted_tokens=counters.preempted_tokens,
         dropped_tokens=counters.dropped_tokens,
         host_blocks_total=load.host.blocks_total,

@@ -184,7 +184,7 @@ def _samples_of_engine(load: control_pb2.EngineLoad) -> Iterator[Sample]:
         ("prefix_cache_queries", load.prompt_tokens),
         ("prefix_cache_hits", load.cached_tokens),
         ("steps", load.steps),
-        ("step_seconds", load.step_s),
+        ("step_seconds", load.step_time_s),
         ("step_sequences", load.step_sequences),
         ("step_tokens", load.step_tokens),
         ("preempted_tokens", load.preempted_tokens),

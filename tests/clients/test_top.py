@@ -62,7 +62,7 @@ def some_load(num_engines: int = 1, tenants: tuple[str, ...] = ()) -> control_pb
     for at in range(num_engines):
         load.engines.add(
             engine=at, running=4, waiting=5, blocks_total=100, blocks_free=10, blocks_evictable=30,
-            blocks_referenced=60, kv_slots=240, kv_slots_unused=24, steps=7, step_tokens=20, step_s=0.041,
+            blocks_referenced=60, kv_slots=240, kv_slots_unused=24, steps=7, step_tokens=20, step_time_s=0.041,
             prompt_tokens=400, cached_tokens=100, preemptions=3, recomputed_tokens=17,
         )  # fmt: skip
     for name in tenants:

@@ -16,8 +16,6 @@ from tests.counterparts.environments import program
 pytestmark = pytest.mark.counterpart
 
 TEMPLATE = ROOT / "buf.gen.yaml"
-# Debian's protoc refuses control.proto, which these need.
-NEED_NEWER_PROTOC = ("pagoda/v1/control.proto", "pagoda/engine")
 
 
 def buf_generate(template: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -31,8 +29,7 @@ def test_protoc_makes_java_and_csharp_under_the_names_that_the_protos_give(tmp_p
     local = [plugin for plugin in template["plugins"] if "remote" not in plugin]
     assert {plugin["protoc_builtin"] for plugin in local} == {"java", "csharp"}
     (tmp_path / "buf.gen.yaml").write_text(yaml.safe_dump({**template, "plugins": local}))
-    left_out = [f"--exclude-path=protos/{path}" for path in NEED_NEWER_PROTOC]
-    done = buf_generate(tmp_path / "buf.gen.yaml", tmp_path, *left_out)
+    done = buf_generate(tmp_path / "buf.gen.yaml", tmp_path)
     assert done.returncode == 0, done.stderr
     stubs = tmp_path / "build" / "stubs"
     assert "package pagoda.v1;" in (stubs / "java/pagoda/v1/GenerateRequest.java").read_text()
@@ -42,7 +39,7 @@ def test_protoc_makes_java_and_csharp_under_the_names_that_the_protos_give(tmp_p
 def test_buf_accepts_the_template(tmp_path: Path) -> None:
     done = buf_generate(TEMPLATE, tmp_path)
     asked = "the server hosted at that remote is unavailable" in done.stderr
-    assert asked or "conflicts with field" in done.stderr or done.returncode == 0, done.stderr
+    assert asked or done.returncode == 0, done.stderr
     wrong = tmp_path / "buf.gen.yaml"
     wrong.write_text(TEMPLATE.read_text().replace("protoc_builtin", "protoc_bultin"))
     assert "field protoc_bultin not found" in buf_generate(wrong, tmp_path).stderr

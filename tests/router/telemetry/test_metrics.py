@@ -311,7 +311,7 @@ def test_engines_are_told_as_of_their_last_step() -> None:
         engine(
             running=3, waiting=4, blocks_total=100, blocks_free=50, blocks_evictable=30, blocks_referenced=20,
             kv_slots=320, kv_slots_unused=32, prompt_tokens=1000, cached_tokens=250, output_tokens=70, preemptions=2,
-            step_s=0.5, host_blocks_total=8, host_blocks_used=3,
+            step_time_s=0.5, host_blocks_total=8, host_blocks_used=3,
         ),
         engine(is_ready=False),
     )  # fmt: skip

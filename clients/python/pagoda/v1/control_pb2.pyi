@@ -219,7 +219,7 @@ class Load(_message.Message):
     def __init__(self, requests: _Optional[int] = ..., reserved_tokens: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineLoad, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantLoad, _Mapping]]] = ..., num_tenants: _Optional[int] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
-    __slots__ = ("engine", "waiting", "running", "blocks_total", "blocks_free", "blocks_evictable", "blocks_referenced", "kv_slots", "kv_slots_unused", "kv_waste", "host_blocks_total", "host_blocks_used", "step_sequences", "step_tokens", "step_s", "steps", "prompt_tokens", "cached_tokens", "prefix_hit_rate", "output_tokens", "preemptions", "preempted_tokens", "recomputed_tokens", "dropped_tokens", "saved_tokens", "loaded_tokens")
+    __slots__ = ("engine", "waiting", "running", "blocks_total", "blocks_free", "blocks_evictable", "blocks_referenced", "kv_slots", "kv_slots_unused", "kv_waste", "host_blocks_total", "host_blocks_used", "step_sequences", "step_tokens", "step_time_s", "steps", "prompt_tokens", "cached_tokens", "prefix_hit_rate", "output_tokens", "preemptions", "preempted_tokens", "recomputed_tokens", "dropped_tokens", "saved_tokens", "loaded_tokens")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -234,7 +234,7 @@ class EngineLoad(_message.Message):
     HOST_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
     STEP_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_S_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -260,7 +260,7 @@ class EngineLoad(_message.Message):
     host_blocks_used: int
     step_sequences: int
     step_tokens: int
-    step_s: float
+    step_time_s: float
     steps: int
     prompt_tokens: int
     cached_tokens: int
@@ -272,7 +272,7 @@ class EngineLoad(_message.Message):
     dropped_tokens: int
     saved_tokens: int
     loaded_tokens: int
-    def __init__(self, engine: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., blocks_referenced: _Optional[int] = ..., kv_slots: _Optional[int] = ..., kv_slots_unused: _Optional[int] = ..., kv_waste: _Optional[float] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., step_sequences: _Optional[int] = ..., step_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefix_hit_rate: _Optional[float] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., preempted_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, engine: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., blocks_referenced: _Optional[int] = ..., kv_slots: _Optional[int] = ..., kv_slots_unused: _Optional[int] = ..., kv_waste: _Optional[float] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., step_sequences: _Optional[int] = ..., step_tokens: _Optional[int] = ..., step_time_s: _Optional[float] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefix_hit_rate: _Optional[float] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., preempted_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ...) -> None: ...
 
 class TenantLoad(_message.Message):
     __slots__ = ("name", "waiting", "running", "service", "recent_service", "share")
