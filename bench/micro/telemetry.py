@@ -1,9 +1,9 @@
 """`python -m bench.micro.telemetry`: what counting costs a router a token, and what a scrape costs its streams.
 
 Two routers share an engine with the synthetic model: one counts for /metrics and logs its requests, the other does
-neither. In each turn the same streams run through one and then through the other, every other turn in reverse order.
-The figure is the ratio of their CPU seconds a token; user and system time of all threads count. Nothing else may run
-on the machine.
+neither. Half of the streams run through one and half through the other at the same time, so that both have the same
+machine. The figure is the ratio of their CPU seconds a token; user and system time of all threads count. For half of
+the turns the one, for the other half the other router has connected to the engine first, and gets its messages first.
 
 Then streams run through the first router while it is scraped, and while it is not: a scrape takes so long, and delays
 tokens by so much.
@@ -35,7 +35,7 @@ COUNTS_NOTHING = ("--no-log-requests",)
 
 
 def main(
-    turns: Annotated[int, typer.Option(help="Pairs of windows.")] = 9,
+    turns: Annotated[int, typer.Option(help="Windows.")] = 10,
     seconds: Annotated[float, typer.Option(help="Length of a window.")] = 10.0,
     streams: Annotated[int, typer.Option(help="Streams, while the router's CPU time is measured.")] = 300,
     step_ms: Annotated[float, typer.Option(help="Time of an engine step then; by default, 15,000 tokens/s.")] = 20.0,
@@ -43,11 +43,22 @@ def main(
     scraped_step_ms: Annotated[float, typer.Option(help="Time of an engine step then.")] = 100.0,
 ) -> None:
     console = Console()
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        at = f"unix:{folder}/engine.sock"  # several routers may share one, other than by shared memory
-        stack.enter_context(running_engine(at, 2 * streams + 1, step_ms))
-        routers = [stack.enter_context(running_router(at, 1, *options)) for options in (COUNTS, COUNTS_NOTHING)]
-        console.print(_costs([(process, address) for process, address, _ in routers], turns, seconds, streams))
+    costs: list[tuple[float, float]] = []
+    rates: list[float] = []
+    for is_counting_first in (True, False):
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            at = f"unix:{folder}/engine.sock"  # several routers may share one, other than by shared memory
+            stack.enter_context(running_engine(at, streams + 1, step_ms))
+            kinds = (COUNTS, COUNTS_NOTHING) if is_counting_first else (COUNTS_NOTHING, COUNTS)
+            routers = [stack.enter_context(running_router(at, 1, *options)) for options in kinds]
+            if not is_counting_first:
+                routers.reverse()
+            for _ in range((turns + is_counting_first) // 2):
+                cost, rate = _costs([(process, address) for process, address, _ in routers], seconds, streams // 2)
+                costs.append(cost)
+                rates.append(rate)
+                print(f"turn {len(costs)} of {turns}", file=sys.stderr)
+    console.print(_told(costs, rates))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         at = f"unix:{folder}/engine.sock"
         stack.enter_context(running_engine(at, scraped_streams + 1, scraped_step_ms))
@@ -55,24 +66,23 @@ def main(
         console.print(_scrapes(address, url, seconds, scraped_streams))
 
 
-def _costs(routers: list[tuple[psutil.Process, str]], turns: int, seconds: float, streams: int) -> Table:
-    """Microseconds of CPU a token with and without counting, and their ratios."""
-    costs: list[list[float]] = [[], []]
-    rates = []
-    for turn in range(turns):
-        for which in (0, 1) if turn % 2 == 0 else (1, 0):
-            process, address = routers[which]
-            window = run_clients([(read_streams, address, streams)], seconds, {"router": process})
-            tokens, _ = within(window.seen, window.start, window.end)
-            rate = tokens.sum() / (window.end - window.start)
-            costs[which].append(1e6 * window.cores["router"] / rate)
-            rates.append(rate)
-        print(f"turn {turn + 1} of {turns}", file=sys.stderr)
-    ratios = [counting / silent for counting, silent in zip(*costs, strict=True)]
+def _costs(
+    routers: list[tuple[psutil.Process, str]], seconds: float, streams: int
+) -> tuple[tuple[float, float], float]:
+    """Microseconds of CPU a token of the router that counts and of the other, and the tokens a second of both."""
+    work = [(read_streams, address, streams) for _, address in routers]
+    window = run_clients(work, seconds, {f"router {at}": process for at, (process, _) in enumerate(routers)})
+    rates = [within([seen], window.start, window.end)[0].sum() / (window.end - window.start) for seen in window.seen]
+    counting, silent = (1e6 * window.cores[f"router {at}"] / rate for at, rate in enumerate(rates))
+    return (counting, silent), sum(rates)
+
+
+def _told(costs: list[tuple[float, float]], rates: list[float]) -> Table:
+    ratios = [counting / silent for counting, silent in costs]
     table = Table("tokens/s", "µs/token, counting", "not counting", "ratio: median", "least", "most", box=None)
     table.add_row(
         f"{median(rates):,.0f}",
-        *(f"{median(cost):.2f}" for cost in costs),
+        *(f"{median(cost):.2f}" for cost in zip(*costs, strict=True)),
         *(f"{ratio:.4f}" for ratio in (median(ratios), min(ratios), max(ratios))),
     )
     return table

@@ -90,7 +90,7 @@ def test_after(number): synchronize()
 """
 
 
-@pytest.mark.parametrize("in_parallel", [False, True])
+@pytest.mark.parametrize("in_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_illegal_access_fails_its_own_test_alone_and_runs_again_with_one_launch_at_a_time(
     tmp_path: Path, in_parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

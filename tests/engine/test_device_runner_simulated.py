@@ -246,6 +246,7 @@ def test_the_cache_leaves_room_for_all_graphs(
     assert runner.info.num_blocks * runner.info.kv_cache.bytes_per_block < 0.9 * cuda.capacity
 
 
+@pytest.mark.slow
 def test_the_default_model_starts_on_a_card_of_two_gigabytes_and_answers(
     default_model_folder: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
