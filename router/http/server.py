@@ -26,7 +26,7 @@ LINGER_S = 5.0  # to send the rest of a body whose request has been answered
 MAX_HEADER_BYTES = 32 << 10
 SEND_BUFFER_BYTES = 128 << 10  # in the kernel, which holds megabytes for a client that does not read by default
 WRITE_BUFFER_BYTES = 16 << 10  # beyond it, a handler waits until the client has read
-# Of the files that this process may open, half are for gRPC and the engine.
+# gRPC and the engine keep half of the files that this process may open.
 MAX_CONNECTIONS = min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 _HEADERS = [
     ("x-content-type-options", "nosniff"),

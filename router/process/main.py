@@ -278,43 +278,12 @@ class Router:
 
     async def _start_server(self) -> grpc.aio.Server:
         config = self._config
-        limits = Limits(
-            max_model_len=config.max_model_len or 1 << 31,
-            vocab_size=self._tokenizer.vocab_size,
-            kv_token_capacity=1 << 62,
-            has_chat_template=self._tokenizer.chat_template is not None,
-            max_text_bytes=config.max_text_bytes,
-            default_max_tokens=config.default_max_tokens,
-        )
         max_bytes = max_message_bytes(
-            config.max_text_bytes, config.max_model_len or longest_context(self._folder), limits.vocab_size
+            config.max_text_bytes, config.max_model_len or longest_context(self._folder), self._tokenizer.vocab_size
         )
         messages = Messages(max_bytes, config.stall_timeout_s)
-        self._inference = InferenceServicer(
-            model=self._name,
-            tokenizer=self._tokenizer,
-            limits=limits,
-            admission=self._admission,
-            quotas=self._quotas,
-            messages=messages,
-            dispatcher=self._dispatcher,
-            live=self._live,
-            observers=self._observers,
-            stall_timeout_s=config.stall_timeout_s,
-            resume_s=config.resume_s,
-            times=self._tally.times if self._tally else (),
-        )
-        self._control = control = ControlServicer(
-            model=self._name,
-            tokenizer=self._tokenizer,
-            limits=lambda: self._inference.limits,
-            admission=self._admission,
-            dispatcher=self._dispatcher,
-            state=self._state,
-            engine_restarts=self._engine_restarts,
-            max_message_bytes=max_bytes,
-            settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
-        )
+        self._inference = self._make_inference(messages)
+        self._control = control = self._make_control(max_bytes)
         admin = AdminServicer(dispatcher=self._dispatcher, live=self._live, state=self._state)
         refusals: dict[str, Refusal] = {
             f"/{SERVICE}/{method}": self._inference.refusal for method in ("Generate", "Resume")
@@ -356,6 +325,46 @@ class Router:
             print(f"HTTP on {self._http.url}", flush=True)
         print(f"listening on {self._port.address}", flush=True)
         return server
+
+    def _make_inference(self, messages: Messages) -> InferenceServicer:
+        """The Inference service, with limits that hold until an engine reports its own."""
+        config = self._config
+        limits = Limits(
+            max_model_len=config.max_model_len or 1 << 31,
+            vocab_size=self._tokenizer.vocab_size,
+            kv_token_capacity=1 << 62,
+            has_chat_template=self._tokenizer.chat_template is not None,
+            max_text_bytes=config.max_text_bytes,
+            default_max_tokens=config.default_max_tokens,
+        )
+        return InferenceServicer(
+            model=self._name,
+            tokenizer=self._tokenizer,
+            limits=limits,
+            admission=self._admission,
+            quotas=self._quotas,
+            messages=messages,
+            dispatcher=self._dispatcher,
+            live=self._live,
+            observers=self._observers,
+            stall_timeout_s=config.stall_timeout_s,
+            resume_s=config.resume_s,
+            times=self._tally.times if self._tally else (),
+        )
+
+    def _make_control(self, max_bytes: int) -> ControlServicer:
+        config = self._config
+        return ControlServicer(
+            model=self._name,
+            tokenizer=self._tokenizer,
+            limits=lambda: self._inference.limits,
+            admission=self._admission,
+            dispatcher=self._dispatcher,
+            state=self._state,
+            engine_restarts=self._engine_restarts,
+            max_message_bytes=max_bytes,
+            settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
+        )
 
     def _adapters(
         self, control: control_pb2_grpc.ControlServicer, admin: admin_pb2_grpc.AdminServicer
