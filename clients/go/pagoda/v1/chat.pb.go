@@ -86,7 +86,7 @@ const (
 	ToolChoiceMode_TOOL_CHOICE_MODE_AUTO ToolChoiceMode = 1
 	// The tools are hidden from the model.
 	ToolChoiceMode_TOOL_CHOICE_MODE_NONE ToolChoiceMode = 2
-	// The model must call at least one. Not supported yet: UNIMPLEMENTED.
+	// The model must call at least one.
 	ToolChoiceMode_TOOL_CHOICE_MODE_REQUIRED ToolChoiceMode = 3
 )
 
@@ -539,7 +539,7 @@ type ToolChoice_Mode struct {
 }
 
 type ToolChoice_Tool struct {
-	// Call this tool. Not supported yet: UNIMPLEMENTED.
+	// Call this tool, once.
 	Tool string `protobuf:"bytes,2,opt,name=tool,proto3,oneof"`
 }
 

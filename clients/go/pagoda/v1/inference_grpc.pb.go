@@ -81,6 +81,10 @@ type InferenceClient interface {
 	Tokenize(ctx context.Context, in *TokenizeRequest, opts ...grpc.CallOption) (*TokenizeResponse, error)
 	// Turns token ids into text.
 	Detokenize(ctx context.Context, in *DetokenizeRequest, opts ...grpc.CallOption) (*DetokenizeResponse, error)
+	// Turns each input into a vector of the model's last hidden states.
+	Embed(ctx context.Context, in *EmbedRequest, opts ...grpc.CallOption) (*EmbedResponse, error)
+	// Gives the log-probabilities of continuations of one input.
+	Score(ctx context.Context, in *ScoreRequest, opts ...grpc.CallOption) (*ScoreResponse, error)
 }
 
 type inferenceClient struct {
@@ -173,6 +177,24 @@ func (c *inferenceClient) Detokenize(ctx context.Context, in *DetokenizeRequest,
 	return out, nil
 }
 
+func (c *inferenceClient) Embed(ctx context.Context, in *EmbedRequest, opts ...grpc.CallOption) (*EmbedResponse, error) {
+	out := new(EmbedResponse)
+	err := c.cc.Invoke(ctx, "/pagoda.v1.Inference/Embed", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *inferenceClient) Score(ctx context.Context, in *ScoreRequest, opts ...grpc.CallOption) (*ScoreResponse, error) {
+	out := new(ScoreResponse)
+	err := c.cc.Invoke(ctx, "/pagoda.v1.Inference/Score", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // InferenceServer is the server API for Inference service.
 // All implementations must embed UnimplementedInferenceServer
 // for forward compatibility
@@ -241,6 +263,10 @@ type InferenceServer interface {
 	Tokenize(context.Context, *TokenizeRequest) (*TokenizeResponse, error)
 	// Turns token ids into text.
 	Detokenize(context.Context, *DetokenizeRequest) (*DetokenizeResponse, error)
+	// Turns each input into a vector of the model's last hidden states.
+	Embed(context.Context, *EmbedRequest) (*EmbedResponse, error)
+	// Gives the log-probabilities of continuations of one input.
+	Score(context.Context, *ScoreRequest) (*ScoreResponse, error)
 	mustEmbedUnimplementedInferenceServer()
 }
 
@@ -259,6 +285,12 @@ func (UnimplementedInferenceServer) Tokenize(context.Context, *TokenizeRequest) 
 }
 func (UnimplementedInferenceServer) Detokenize(context.Context, *DetokenizeRequest) (*DetokenizeResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method Detokenize not implemented")
+}
+func (UnimplementedInferenceServer) Embed(context.Context, *EmbedRequest) (*EmbedResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method Embed not implemented")
+}
+func (UnimplementedInferenceServer) Score(context.Context, *ScoreRequest) (*ScoreResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method Score not implemented")
 }
 func (UnimplementedInferenceServer) mustEmbedUnimplementedInferenceServer() {}
 
@@ -351,6 +383,42 @@ func _Inference_Detokenize_Handler(srv interface{}, ctx context.Context, dec fun
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Inference_Embed_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(EmbedRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(InferenceServer).Embed(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/pagoda.v1.Inference/Embed",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(InferenceServer).Embed(ctx, req.(*EmbedRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Inference_Score_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ScoreRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(InferenceServer).Score(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/pagoda.v1.Inference/Score",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(InferenceServer).Score(ctx, req.(*ScoreRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 var _Inference_serviceDesc = grpc.ServiceDesc{
 	ServiceName: "pagoda.v1.Inference",
 	HandlerType: (*InferenceServer)(nil),
@@ -362,6 +430,14 @@ var _Inference_serviceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Detokenize",
 			Handler:    _Inference_Detokenize_Handler,
+		},
+		{
+			MethodName: "Embed",
+			Handler:    _Inference_Embed_Handler,
+		},
+		{
+			MethodName: "Score",
+			Handler:    _Inference_Score_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -30,6 +30,9 @@ class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAPABILITY_GENERATE: _ClassVar[Capability]
     CAPABILITY_CHAT: _ClassVar[Capability]
     CAPABILITY_TOOLS: _ClassVar[Capability]
+    CAPABILITY_EMBED: _ClassVar[Capability]
+    CAPABILITY_SCORE: _ClassVar[Capability]
+    CAPABILITY_GUIDED: _ClassVar[Capability]
 SERVER_STATE_UNSPECIFIED: ServerState
 SERVER_STATE_STARTING: ServerState
 SERVER_STATE_SERVING: ServerState
@@ -43,6 +46,9 @@ CAPABILITY_UNSPECIFIED: Capability
 CAPABILITY_GENERATE: Capability
 CAPABILITY_CHAT: Capability
 CAPABILITY_TOOLS: Capability
+CAPABILITY_EMBED: Capability
+CAPABILITY_SCORE: Capability
+CAPABILITY_GUIDED: Capability
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
@@ -175,7 +181,7 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_model_len", "eos_token_ids", "capabilities", "template_kwargs", "recommended_sampling")
+    __slots__ = ("name", "architecture", "vocab_size", "max_model_len", "eos_token_ids", "capabilities", "template_kwargs", "recommended_sampling", "tool_format", "reasoning_format", "hidden_size")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +190,9 @@ class ModelInfo(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_KWARGS_FIELD_NUMBER: _ClassVar[int]
     RECOMMENDED_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -192,7 +201,10 @@ class ModelInfo(_message.Message):
     capabilities: _containers.RepeatedScalarFieldContainer[Capability]
     template_kwargs: _containers.RepeatedScalarFieldContainer[str]
     recommended_sampling: _inference_pb2.Sampling
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, str]]] = ..., template_kwargs: _Optional[_Iterable[str]] = ..., recommended_sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ...) -> None: ...
+    tool_format: str
+    reasoning_format: str
+    hidden_size: int
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, str]]] = ..., template_kwargs: _Optional[_Iterable[str]] = ..., recommended_sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., tool_format: _Optional[str] = ..., reasoning_format: _Optional[str] = ..., hidden_size: _Optional[int] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

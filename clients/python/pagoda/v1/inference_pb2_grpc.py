@@ -54,6 +54,16 @@ class InferenceStub(object):
                 request_serializer=pagoda_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=pagoda_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/pagoda.v1.Inference/Embed',
+                request_serializer=pagoda_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=pagoda_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/pagoda.v1.Inference/Score',
+                request_serializer=pagoda_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=pagoda_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer(object):
@@ -136,6 +146,20 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Turns each input into a vector of the model's last hidden states.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Gives the log-probabilities of continuations of one input.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -158,6 +182,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=pagoda_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
                     response_serializer=pagoda_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=pagoda_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=pagoda_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=pagoda_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=pagoda_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -268,6 +302,60 @@ class Inference(object):
             '/pagoda.v1.Inference/Detokenize',
             pagoda_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
             pagoda_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagoda.v1.Inference/Embed',
+            pagoda_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            pagoda_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagoda.v1.Inference/Score',
+            pagoda_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            pagoda_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

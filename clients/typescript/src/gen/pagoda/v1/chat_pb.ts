@@ -208,7 +208,7 @@ export type ToolChoice = Message<"pagoda.v1.ToolChoice"> & {
     case: "mode";
   } | {
     /**
-     * Call this tool. Not supported yet: UNIMPLEMENTED.
+     * Call this tool, once.
      *
      * @generated from field: string tool = 2;
      */
@@ -315,7 +315,7 @@ export enum ToolChoiceMode {
   NONE = 2,
 
   /**
-   * The model must call at least one. Not supported yet: UNIMPLEMENTED.
+   * The model must call at least one.
    *
    * @generated from enum value: TOOL_CHOICE_MODE_REQUIRED = 3;
    */

@@ -18,7 +18,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file pagoda/v1/inference.proto.
  */
 export const file_pagoda_v1_inference: GenFile = /*@__PURE__*/
-  fileDesc("ChlwYWdvZGEvdjEvaW5mZXJlbmNlLnByb3RvEglwYWdvZGEudjEitwMKD0dlbmVyYXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEhAKBnByb21wdBgDIAEoCUgAEhEKB21lc3NhZ2UYBCABKAlIABIfCgRjaGF0GAUgASgLMg8ucGFnb2RhLnYxLkNoYXRIABIoCgl0b2tlbl9pZHMYBiABKAsyEy5wYWdvZGEudjEuVG9rZW5JZHNIABIlCghzYW1wbGluZxgHIAEoCzITLnBhZ29kYS52MS5TYW1wbGluZxIlCghzdG9wcGluZxgIIAEoCzITLnBhZ29kYS52MS5TdG9wcGluZxIhCgZvdXRwdXQYCSABKAsyES5wYWdvZGEudjEuT3V0cHV0EiEKBmd1aWRlZBgKIAEoCzIRLnBhZ29kYS52MS5HdWlkZWQSEQoJbG9yYV9uYW1lGAsgASgJEh8KBWNhY2hlGAwgASgLMhAucGFnb2RhLnYxLkNhY2hlEhAKCHByaW9yaXR5GA0gASgREhsKA3NsbxgOIAEoCzIOLnBhZ29kYS52MS5TbG8SEQoJcmVzdW1hYmxlGA8gASgIQgcKBWlucHV0IjUKDVJlc3VtZVJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRIQCghyZWNlaXZlZBgCIAMoDSIXCghUb2tlbklkcxILCgNpZHMYASADKA0ivQQKCFNhbXBsaW5nEhgKC3RlbXBlcmF0dXJlGAEgASgCSACIAQESEgoFdG9wX2sYAiABKA1IAYgBARISCgV0b3BfcBgDIAEoAkgCiAEBEhIKBW1pbl9wGAQgASgCSAOIAQESGAoLdG9wX25fc2lnbWEYBSABKAJIBIgBARIfChJyZXBldGl0aW9uX3BlbmFsdHkYBiABKAJIBYgBARIdChBwcmVzZW5jZV9wZW5hbHR5GAcgASgCSAaIAQESHgoRZnJlcXVlbmN5X3BlbmFsdHkYCCABKAJIB4gBARI2Cgpsb2dpdF9iaWFzGAkgAygLMiIucGFnb2RhLnYxLlNhbXBsaW5nLkxvZ2l0Qmlhc0VudHJ5EhkKEWFsbG93ZWRfdG9rZW5faWRzGAogAygNEhEKBHNlZWQYCyABKARICIgBARIOCgFuGAwgASgNSAmIAQESKgoLYmVhbV9zZWFyY2gYDSABKAsyFS5wYWdvZGEudjEuQmVhbVNlYXJjaBowCg5Mb2dpdEJpYXNFbnRyeRILCgNrZXkYASABKA0SDQoFdmFsdWUYAiABKAI6AjgBQg4KDF90ZW1wZXJhdHVyZUIICgZfdG9wX2tCCAoGX3RvcF9wQggKBl9taW5fcEIOCgxfdG9wX25fc2lnbWFCFQoTX3JlcGV0aXRpb25fcGVuYWx0eUITChFfcHJlc2VuY2VfcGVuYWx0eUIUChJfZnJlcXVlbmN5X3BlbmFsdHlCBwoFX3NlZWRCBAoCX24ijAEKCkJlYW1TZWFyY2gSEgoFd2lkdGgYASABKA1IAIgBARIbCg5sZW5ndGhfcGVuYWx0eRgCIAEoAkgBiAEBEjAKDmVhcmx5X3N0b3BwaW5nGAMgASgOMhgucGFnb2RhLnYxLkVhcmx5U3RvcHBpbmdCCAoGX3dpZHRoQhEKD19sZW5ndGhfcGVuYWx0eSK0AQoIU3RvcHBpbmcSFwoKbWF4X3Rva2VucxgBIAEoDUgAiAEBEhcKCm1pbl90b2tlbnMYAiABKA1IAYgBARIMCgRzdG9wGAMgAygJEhYKDnN0b3BfdG9rZW5faWRzGAQgAygNEhIKCmlnbm9yZV9lb3MYBSABKAgSHgoWaW5jbHVkZV9zdG9wX2luX291dHB1dBgGIAEoCEINCgtfbWF4X3Rva2Vuc0INCgtfbWluX3Rva2VucyK3AQoGT3V0cHV0EhEKBHRleHQYASABKAhIAIgBARIWCg5zcGVjaWFsX3Rva2VucxgCIAEoCBITCgt0b2tlbl9ieXRlcxgDIAEoCBIVCghsb2dwcm9icxgEIAEoDUgBiAEBEg4KBnByb21wdBgFIAEoCBIcCg9wcm9tcHRfbG9ncHJvYnMYBiABKA1IAogBAUIHCgVfdGV4dEILCglfbG9ncHJvYnNCEgoQX3Byb21wdF9sb2dwcm9icyKOAQoGR3VpZGVkEhUKC2pzb25fc2NoZW1hGAEgASgJSAASDwoFcmVnZXgYAiABKAlIABIWCgxlYm5mX2dyYW1tYXIYAyABKAlIABIjCgZjaG9pY2UYBCABKAsyES5wYWdvZGEudjEuQ2hvaWNlSAASFQoLanNvbl9vYmplY3QYBSABKAhIAEIICgZmb3JtYXQiGQoGQ2hvaWNlEg8KB29wdGlvbnMYASADKAkiJQoFQ2FjaGUSDAoEc2FsdBgBIAEoCRIOCgZieXBhc3MYAiABKAgiRQoDU2xvEhMKBnR0ZnRfcxgBIAEoAUgAiAEBEhMKBnRwb3RfcxgCIAEoAUgBiAEBQgkKB190dGZ0X3NCCQoHX3Rwb3RfcyLmAQoQR2VuZXJhdGVSZXNwb25zZRISCgpyZXF1ZXN0X2lkGAEgASgJEiMKBnByb21wdBgCIAEoCzIRLnBhZ29kYS52MS5Qcm9tcHRIABIjCgZ0b2tlbnMYAyABKAsyES5wYWdvZGEudjEuVG9rZW5zSAASJwoIZmluaXNoZWQYBCABKAsyEy5wYWdvZGEudjEuRmluaXNoZWRIABIfCgV1c2FnZRgFIAEoCzIQLnBhZ29kYS52MS5Vc2FnZRIhCgZ0aW1pbmcYBiABKAsyES5wYWdvZGEudjEuVGltaW5nQgcKBWV2ZW50IioKBlByb21wdBIgCgZ0b2tlbnMYASADKAsyEC5wYWdvZGEudjEuVG9rZW4ilgEKBlRva2VucxINCgVpbmRleBgBIAEoDRIgCgZ0b2tlbnMYAiADKAsyEC5wYWdvZGEudjEuVG9rZW4SDgoEdGV4dBgDIAEoCUgAEhMKCXJlYXNvbmluZxgEIAEoCUgAEi0KCXRvb2xfY2FsbBgFIAEoCzIYLnBhZ29kYS52MS5Ub29sQ2FsbERlbHRhSABCBwoFZGVsdGEiSwoNVG9vbENhbGxEZWx0YRINCgVpbmRleBgBIAEoDRIKCgJpZBgCIAEoCRIMCgRuYW1lGAMgASgJEhEKCWFyZ3VtZW50cxgEIAEoCSJmCgVUb2tlbhIKCgJpZBgBIAEoDRINCgVieXRlcxgCIAEoDBIUCgdsb2dwcm9iGAMgASgCSACIAQESIAoDdG9wGAQgAygLMhMucGFnb2RhLnYxLlRvcFRva2VuQgoKCF9sb2dwcm9iIjYKCFRvcFRva2VuEgoKAmlkGAEgASgNEg0KBWJ5dGVzGAIgASgMEg8KB2xvZ3Byb2IYAyABKAIimwEKCEZpbmlzaGVkEg0KBWluZGV4GAEgASgNEicKBnJlYXNvbhgCIAEoDjIXLnBhZ29kYS52MS5GaW5pc2hSZWFzb24SFQoLc3RvcF9zdHJpbmcYAyABKAlIABIXCg1zdG9wX3Rva2VuX2lkGAQgASgNSAASEgoFc2NvcmUYBSABKAJIAYgBAUIJCgdtYXRjaGVkQggKBl9zY29yZSJQCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgNEhkKEWNvbXBsZXRpb25fdG9rZW5zGAIgASgNEhUKDWNhY2hlZF90b2tlbnMYAyABKA0i+gEKBlRpbWluZxIPCgdxdWV1ZV9zGAEgASgBEhEKCXByZWZpbGxfcxgCIAEoARIQCghkZWNvZGVfcxgDIAEoARITCgtwcmVlbXB0ZWRfcxgEIAEoARIdChV0aW1lX3RvX2ZpcnN0X3Rva2VuX3MYBSABKAESDwoHdG90YWxfcxgGIAEoARITCgtwcmVlbXB0aW9ucxgHIAEoDRIYChBwcmVlbXB0ZWRfdG9rZW5zGAggASgNEhkKEXJlY29tcHV0ZWRfdG9rZW5zGAkgASgNEhQKDHNhdmVkX3Rva2VucxgKIAEoDRIVCg1sb2FkZWRfdG9rZW5zGAsgASgNIqcBCg9Ub2tlbml6ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSEAoGcHJvbXB0GAIgASgJSAASEQoHbWVzc2FnZRgDIAEoCUgAEh8KBGNoYXQYBCABKAsyDy5wYWdvZGEudjEuQ2hhdEgAEh8KEmFkZF9zcGVjaWFsX3Rva2VucxgFIAEoCEgBiAEBQgcKBWlucHV0QhUKE19hZGRfc3BlY2lhbF90b2tlbnMiJQoQVG9rZW5pemVSZXNwb25zZRIRCgl0b2tlbl9pZHMYASADKA0iTQoRRGV0b2tlbml6ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSEQoJdG9rZW5faWRzGAIgAygNEhYKDnNwZWNpYWxfdG9rZW5zGAMgASgIIiIKEkRldG9rZW5pemVSZXNwb25zZRIMCgR0ZXh0GAEgASgJKoEBCg1FYXJseVN0b3BwaW5nEh4KGkVBUkxZX1NUT1BQSU5HX1VOU1BFQ0lGSUVEEAASHAoYRUFSTFlfU1RPUFBJTkdfRVNUSU1BVEVEEAESGQoVRUFSTFlfU1RPUFBJTkdfRU5PVUdIEAISFwoTRUFSTFlfU1RPUFBJTkdfQkVTVBADKpoBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISGwoXRklOSVNIX1JFQVNPTl9DQU5DRUxMRUQQAxIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQBDKlAgoJSW5mZXJlbmNlEkUKCEdlbmVyYXRlEhoucGFnb2RhLnYxLkdlbmVyYXRlUmVxdWVzdBobLnBhZ29kYS52MS5HZW5lcmF0ZVJlc3BvbnNlMAESQQoGUmVzdW1lEhgucGFnb2RhLnYxLlJlc3VtZVJlcXVlc3QaGy5wYWdvZGEudjEuR2VuZXJhdGVSZXNwb25zZTABEkMKCFRva2VuaXplEhoucGFnb2RhLnYxLlRva2VuaXplUmVxdWVzdBobLnBhZ29kYS52MS5Ub2tlbml6ZVJlc3BvbnNlEkkKCkRldG9rZW5pemUSHC5wYWdvZGEudjEuRGV0b2tlbml6ZVJlcXVlc3QaHS5wYWdvZGEudjEuRGV0b2tlbml6ZVJlc3BvbnNlQj8KCXBhZ29kYS52MVABWiRwYWdvZGEvY2xpZW50cy9nby9wYWdvZGEvdjE7cGFnb2RhdjGqAglQYWdvZGEuVjFiBnByb3RvMw", [file_pagoda_v1_chat]);
+  fileDesc("ChlwYWdvZGEvdjEvaW5mZXJlbmNlLnByb3RvEglwYWdvZGEudjEi6wMKD0dlbmVyYXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEhAKBnByb21wdBgDIAEoCUgAEhEKB21lc3NhZ2UYBCABKAlIABIfCgRjaGF0GAUgASgLMg8ucGFnb2RhLnYxLkNoYXRIABIoCgl0b2tlbl9pZHMYBiABKAsyEy5wYWdvZGEudjEuVG9rZW5JZHNIABIlCghzYW1wbGluZxgHIAEoCzITLnBhZ29kYS52MS5TYW1wbGluZxIlCghzdG9wcGluZxgIIAEoCzITLnBhZ29kYS52MS5TdG9wcGluZxIhCgZvdXRwdXQYCSABKAsyES5wYWdvZGEudjEuT3V0cHV0EiEKBmd1aWRlZBgKIAEoCzIRLnBhZ29kYS52MS5HdWlkZWQSEQoJbG9yYV9uYW1lGAsgASgJEh8KBWNhY2hlGAwgASgLMhAucGFnb2RhLnYxLkNhY2hlEhAKCHByaW9yaXR5GA0gASgREhsKA3NsbxgOIAEoCzIOLnBhZ29kYS52MS5TbG8SEQoJcmVzdW1hYmxlGA8gASgIEh0KEG1heF9kcmFmdF90b2tlbnMYECABKA1IAYgBAUIHCgVpbnB1dEITChFfbWF4X2RyYWZ0X3Rva2VucyI1Cg1SZXN1bWVSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSEAoIcmVjZWl2ZWQYAiADKA0iFwoIVG9rZW5JZHMSCwoDaWRzGAEgAygNIrIFCghTYW1wbGluZxIYCgt0ZW1wZXJhdHVyZRgBIAEoAkgAiAEBEhIKBXRvcF9rGAIgASgNSAGIAQESEgoFdG9wX3AYAyABKAJIAogBARISCgVtaW5fcBgEIAEoAkgDiAEBEhgKC3RvcF9uX3NpZ21hGAUgASgCSASIAQESHwoScmVwZXRpdGlvbl9wZW5hbHR5GAYgASgCSAWIAQESHQoQcHJlc2VuY2VfcGVuYWx0eRgHIAEoAkgGiAEBEh4KEWZyZXF1ZW5jeV9wZW5hbHR5GAggASgCSAeIAQESNgoKbG9naXRfYmlhcxgJIAMoCzIiLnBhZ29kYS52MS5TYW1wbGluZy5Mb2dpdEJpYXNFbnRyeRIZChFhbGxvd2VkX3Rva2VuX2lkcxgKIAMoDRIRCgRzZWVkGAsgASgESAiIAQESDgoBbhgMIAEoDUgJiAEBEioKC2JlYW1fc2VhcmNoGA0gASgLMhUucGFnb2RhLnYxLkJlYW1TZWFyY2gSFgoJdHlwaWNhbF9wGA4gASgCSAqIAQESIQoUbm9fcmVwZWF0X25ncmFtX3NpemUYDyABKA1IC4gBARIRCgliYWRfd29yZHMYECADKAkaMAoOTG9naXRCaWFzRW50cnkSCwoDa2V5GAEgASgNEg0KBXZhbHVlGAIgASgCOgI4AUIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9rQggKBl90b3BfcEIICgZfbWluX3BCDgoMX3RvcF9uX3NpZ21hQhUKE19yZXBldGl0aW9uX3BlbmFsdHlCEwoRX3ByZXNlbmNlX3BlbmFsdHlCFAoSX2ZyZXF1ZW5jeV9wZW5hbHR5QgcKBV9zZWVkQgQKAl9uQgwKCl90eXBpY2FsX3BCFwoVX25vX3JlcGVhdF9uZ3JhbV9zaXplIowBCgpCZWFtU2VhcmNoEhIKBXdpZHRoGAEgASgNSACIAQESGwoObGVuZ3RoX3BlbmFsdHkYAiABKAJIAYgBARIwCg5lYXJseV9zdG9wcGluZxgDIAEoDjIYLnBhZ29kYS52MS5FYXJseVN0b3BwaW5nQggKBl93aWR0aEIRCg9fbGVuZ3RoX3BlbmFsdHkitAEKCFN0b3BwaW5nEhcKCm1heF90b2tlbnMYASABKA1IAIgBARIXCgptaW5fdG9rZW5zGAIgASgNSAGIAQESDAoEc3RvcBgDIAMoCRIWCg5zdG9wX3Rva2VuX2lkcxgEIAMoDRISCgppZ25vcmVfZW9zGAUgASgIEh4KFmluY2x1ZGVfc3RvcF9pbl9vdXRwdXQYBiABKAhCDQoLX21heF90b2tlbnNCDQoLX21pbl90b2tlbnMiyQEKBk91dHB1dBIRCgR0ZXh0GAEgASgISACIAQESFgoOc3BlY2lhbF90b2tlbnMYAiABKAgSEwoLdG9rZW5fYnl0ZXMYAyABKAgSFQoIbG9ncHJvYnMYBCABKA1IAYgBARIOCgZwcm9tcHQYBSABKAgSHAoPcHJvbXB0X2xvZ3Byb2JzGAYgASgNSAKIAQESEAoIdW5wYXJzZWQYByABKAhCBwoFX3RleHRCCwoJX2xvZ3Byb2JzQhIKEF9wcm9tcHRfbG9ncHJvYnMijgEKBkd1aWRlZBIVCgtqc29uX3NjaGVtYRgBIAEoCUgAEg8KBXJlZ2V4GAIgASgJSAASFgoMZWJuZl9ncmFtbWFyGAMgASgJSAASIwoGY2hvaWNlGAQgASgLMhEucGFnb2RhLnYxLkNob2ljZUgAEhUKC2pzb25fb2JqZWN0GAUgASgISABCCAoGZm9ybWF0IhkKBkNob2ljZRIPCgdvcHRpb25zGAEgAygJIiUKBUNhY2hlEgwKBHNhbHQYASABKAkSDgoGYnlwYXNzGAIgASgIIkUKA1NsbxITCgZ0dGZ0X3MYASABKAFIAIgBARITCgZ0cG90X3MYAiABKAFIAYgBAUIJCgdfdHRmdF9zQgkKB190cG90X3Mi5gEKEEdlbmVyYXRlUmVzcG9uc2USEgoKcmVxdWVzdF9pZBgBIAEoCRIjCgZwcm9tcHQYAiABKAsyES5wYWdvZGEudjEuUHJvbXB0SAASIwoGdG9rZW5zGAMgASgLMhEucGFnb2RhLnYxLlRva2Vuc0gAEicKCGZpbmlzaGVkGAQgASgLMhMucGFnb2RhLnYxLkZpbmlzaGVkSAASHwoFdXNhZ2UYBSABKAsyEC5wYWdvZGEudjEuVXNhZ2USIQoGdGltaW5nGAYgASgLMhEucGFnb2RhLnYxLlRpbWluZ0IHCgVldmVudCIqCgZQcm9tcHQSIAoGdG9rZW5zGAEgAygLMhAucGFnb2RhLnYxLlRva2VuIpYBCgZUb2tlbnMSDQoFaW5kZXgYASABKA0SIAoGdG9rZW5zGAIgAygLMhAucGFnb2RhLnYxLlRva2VuEg4KBHRleHQYAyABKAlIABITCglyZWFzb25pbmcYBCABKAlIABItCgl0b29sX2NhbGwYBSABKAsyGC5wYWdvZGEudjEuVG9vbENhbGxEZWx0YUgAQgcKBWRlbHRhIksKDVRvb2xDYWxsRGVsdGESDQoFaW5kZXgYASABKA0SCgoCaWQYAiABKAkSDAoEbmFtZRgDIAEoCRIRCglhcmd1bWVudHMYBCABKAkiZgoFVG9rZW4SCgoCaWQYASABKA0SDQoFYnl0ZXMYAiABKAwSFAoHbG9ncHJvYhgDIAEoAkgAiAEBEiAKA3RvcBgEIAMoCzITLnBhZ29kYS52MS5Ub3BUb2tlbkIKCghfbG9ncHJvYiI2CghUb3BUb2tlbhIKCgJpZBgBIAEoDRINCgVieXRlcxgCIAEoDBIPCgdsb2dwcm9iGAMgASgCIq4BCghGaW5pc2hlZBINCgVpbmRleBgBIAEoDRInCgZyZWFzb24YAiABKA4yFy5wYWdvZGEudjEuRmluaXNoUmVhc29uEhUKC3N0b3Bfc3RyaW5nGAMgASgJSAASFwoNc3RvcF90b2tlbl9pZBgEIAEoDUgAEhEKB2dyYW1tYXIYBiABKAhIABISCgVzY29yZRgFIAEoAkgBiAEBQgkKB21hdGNoZWRCCAoGX3Njb3JlIrIBCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgNEhkKEWNvbXBsZXRpb25fdG9rZW5zGAIgASgNEhUKDWNhY2hlZF90b2tlbnMYAyABKA0SFgoOZHJhZnRlZF90b2tlbnMYBCABKA0SFwoPYWNjZXB0ZWRfdG9rZW5zGAUgASgNEhUKDWZvcmNlZF90b2tlbnMYBiABKA0SGAoQcmVhc29uaW5nX3Rva2VucxgHIAEoDSL6AQoGVGltaW5nEg8KB3F1ZXVlX3MYASABKAESEQoJcHJlZmlsbF9zGAIgASgBEhAKCGRlY29kZV9zGAMgASgBEhMKC3ByZWVtcHRlZF9zGAQgASgBEh0KFXRpbWVfdG9fZmlyc3RfdG9rZW5fcxgFIAEoARIPCgd0b3RhbF9zGAYgASgBEhMKC3ByZWVtcHRpb25zGAcgASgNEhgKEHByZWVtcHRlZF90b2tlbnMYCCABKA0SGQoRcmVjb21wdXRlZF90b2tlbnMYCSABKA0SFAoMc2F2ZWRfdG9rZW5zGAogASgNEhUKDWxvYWRlZF90b2tlbnMYCyABKA0ipwEKD1Rva2VuaXplUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIQCgZwcm9tcHQYAiABKAlIABIRCgdtZXNzYWdlGAMgASgJSAASHwoEY2hhdBgEIAEoCzIPLnBhZ29kYS52MS5DaGF0SAASHwoSYWRkX3NwZWNpYWxfdG9rZW5zGAUgASgISAGIAQFCBwoFaW5wdXRCFQoTX2FkZF9zcGVjaWFsX3Rva2VucyIlChBUb2tlbml6ZVJlc3BvbnNlEhEKCXRva2VuX2lkcxgBIAMoDSJNChFEZXRva2VuaXplUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIRCgl0b2tlbl9pZHMYAiADKA0SFgoOc3BlY2lhbF90b2tlbnMYAyABKAgiIgoSRGV0b2tlbml6ZVJlc3BvbnNlEgwKBHRleHQYASABKAki/gEKDEVtYmVkUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEiUKBmlucHV0cxgDIAMoCzIVLnBhZ29kYS52MS5FbWJlZElucHV0EiMKB3Bvb2xpbmcYBCABKA4yEi5wYWdvZGEudjEuUG9vbGluZxIWCglub3JtYWxpemUYBSABKAhIAIgBARIXCgpkaW1lbnNpb25zGAYgASgNSAGIAQESEAoIcHJpb3JpdHkYByABKBESHwoFY2FjaGUYCCABKAsyEC5wYWdvZGEudjEuQ2FjaGVCDAoKX25vcm1hbGl6ZUINCgtfZGltZW5zaW9ucyJPCgpFbWJlZElucHV0Eg4KBHRleHQYASABKAlIABIoCgl0b2tlbl9pZHMYAiABKAsyEy5wYWdvZGEudjEuVG9rZW5JZHNIAEIHCgVpbnB1dCJuCg1FbWJlZFJlc3BvbnNlEhIKCnJlcXVlc3RfaWQYASABKAkSKAoKZW1iZWRkaW5ncxgCIAMoCzIULnBhZ29kYS52MS5FbWJlZGRpbmcSHwoFdXNhZ2UYAyABKAsyEC5wYWdvZGEudjEuVXNhZ2UiGwoJRW1iZWRkaW5nEg4KBnZhbHVlcxgBIAMoAiKiAgoMU2NvcmVSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSDQoFbW9kZWwYAiABKAkSEAoGcHJvbXB0GAMgASgJSAASEQoHbWVzc2FnZRgEIAEoCUgAEh8KBGNoYXQYBSABKAsyDy5wYWdvZGEudjEuQ2hhdEgAEigKCXRva2VuX2lkcxgGIAEoCzITLnBhZ29kYS52MS5Ub2tlbklkc0gAEi4KDWNvbnRpbnVhdGlvbnMYByADKAsyFy5wYWdvZGEudjEuQ29udGludWF0aW9uEhMKC3Rva2VuX2J5dGVzGAggASgIEhAKCHByaW9yaXR5GAkgASgREh8KBWNhY2hlGAogASgLMhAucGFnb2RhLnYxLkNhY2hlQgcKBWlucHV0IlgKDENvbnRpbnVhdGlvbhIOCgR0ZXh0GAEgASgJSAASKAoJdG9rZW5faWRzGAIgASgLMhMucGFnb2RhLnYxLlRva2VuSWRzSABCDgoMY29udGludWF0aW9uInIKDVNjb3JlUmVzcG9uc2USEgoKcmVxdWVzdF9pZBgBIAEoCRIsCgZzY29yZXMYAiADKAsyHC5wYWdvZGEudjEuQ29udGludWF0aW9uU2NvcmUSHwoFdXNhZ2UYAyABKAsyEC5wYWdvZGEudjEuVXNhZ2UiRgoRQ29udGludWF0aW9uU2NvcmUSDwoHbG9ncHJvYhgBIAEoARIgCgZ0b2tlbnMYAiADKAsyEC5wYWdvZGEudjEuVG9rZW4qgQEKDUVhcmx5U3RvcHBpbmcSHgoaRUFSTFlfU1RPUFBJTkdfVU5TUEVDSUZJRUQQABIcChhFQVJMWV9TVE9QUElOR19FU1RJTUFURUQQARIZChVFQVJMWV9TVE9QUElOR19FTk9VR0gQAhIXChNFQVJMWV9TVE9QUElOR19CRVNUEAMqmgEKDEZpbmlzaFJlYXNvbhIdChlGSU5JU0hfUkVBU09OX1VOU1BFQ0lGSUVEEAASFgoSRklOSVNIX1JFQVNPTl9TVE9QEAESGAoURklOSVNIX1JFQVNPTl9MRU5HVEgQAhIbChdGSU5JU0hfUkVBU09OX0NBTkNFTExFRBADEhwKGEZJTklTSF9SRUFTT05fVE9PTF9DQUxMUxAEKlcKB1Bvb2xpbmcSFwoTUE9PTElOR19VTlNQRUNJRklFRBAAEhAKDFBPT0xJTkdfTEFTVBABEhAKDFBPT0xJTkdfTUVBThACEg8KC1BPT0xJTkdfQ0xTEAMynQMKCUluZmVyZW5jZRJFCghHZW5lcmF0ZRIaLnBhZ29kYS52MS5HZW5lcmF0ZVJlcXVlc3QaGy5wYWdvZGEudjEuR2VuZXJhdGVSZXNwb25zZTABEkEKBlJlc3VtZRIYLnBhZ29kYS52MS5SZXN1bWVSZXF1ZXN0GhsucGFnb2RhLnYxLkdlbmVyYXRlUmVzcG9uc2UwARJDCghUb2tlbml6ZRIaLnBhZ29kYS52MS5Ub2tlbml6ZVJlcXVlc3QaGy5wYWdvZGEudjEuVG9rZW5pemVSZXNwb25zZRJJCgpEZXRva2VuaXplEhwucGFnb2RhLnYxLkRldG9rZW5pemVSZXF1ZXN0Gh0ucGFnb2RhLnYxLkRldG9rZW5pemVSZXNwb25zZRI6CgVFbWJlZBIXLnBhZ29kYS52MS5FbWJlZFJlcXVlc3QaGC5wYWdvZGEudjEuRW1iZWRSZXNwb25zZRI6CgVTY29yZRIXLnBhZ29kYS52MS5TY29yZVJlcXVlc3QaGC5wYWdvZGEudjEuU2NvcmVSZXNwb25zZUI/CglwYWdvZGEudjFQAVokcGFnb2RhL2NsaWVudHMvZ28vcGFnb2RhL3YxO3BhZ29kYXYxqgIJUGFnb2RhLlYxYgZwcm90bzM", [file_pagoda_v1_chat]);
 
 /**
  * @generated from message pagoda.v1.GenerateRequest
@@ -96,7 +96,7 @@ export type GenerateRequest = Message<"pagoda.v1.GenerateRequest"> & {
   output?: Output | undefined;
 
   /**
-   * Restricts the output to a format. Not supported yet: UNIMPLEMENTED.
+   * Restricts the output to a format. INVALID_ARGUMENT with sampling.beam_search.
    *
    * @generated from field: pagoda.v1.Guided guided = 10;
    */
@@ -138,6 +138,14 @@ export type GenerateRequest = Message<"pagoda.v1.GenerateRequest"> & {
    * @generated from field: bool resumable = 15;
    */
   resumable: boolean;
+
+  /**
+   * Most tokens that a step may draft for each sequence (speculative decoding); 0 turns drafting off. It changes no
+   * token, only when it comes. At most 16; default: what the server finds worth its time.
+   *
+   * @generated from field: optional uint32 max_draft_tokens = 16;
+   */
+  maxDraftTokens?: number | undefined;
 };
 
 /**
@@ -195,14 +203,14 @@ export const TokenIdsSchema: GenMessage<TokenIds> = /*@__PURE__*/
  * temperature divides the logits, top_k, top_p, min_p and top_n_sigma (of the scaled distribution) remove candidates, and
  * one is drawn.
  *
- * A field that is not set has the default given here, whatever the model's authors recommend
- * (ModelInfo.recommended_sampling).
+ * A field that is not set has the value that the model's authors recommend (ModelInfo.recommended_sampling), or else the
+ * default given here. A server started with --sampling-defaults none takes the latter always.
  *
  * @generated from message pagoda.v1.Sampling
  */
 export type Sampling = Message<"pagoda.v1.Sampling"> & {
   /**
-   * 0 takes the most likely token (greedy), so answers are reproducible by default. Range [0, 100]; default 0.
+   * 0 takes the most likely token (greedy). Range [0, 100]; default 0.
    *
    * @generated from field: optional float temperature = 1;
    */
@@ -294,6 +302,30 @@ export type Sampling = Message<"pagoda.v1.Sampling"> & {
    * @generated from field: pagoda.v1.BeamSearch beam_search = 13;
    */
   beamSearch?: BeamSearch | undefined;
+
+  /**
+   * Keep the tokens whose information content is closest to the expected one, until their probability reaches p
+   * (locally typical sampling; Meister et al., 2022). Range (0, 1]; 1 keeps all. Default 1.
+   *
+   * @generated from field: optional float typical_p = 14;
+   */
+  typicalP?: number | undefined;
+
+  /**
+   * Choose no token that would repeat a sequence of this many tokens of prompt and output. At most 64; 0 allows all.
+   * Default 0.
+   *
+   * @generated from field: optional uint32 no_repeat_ngram_size = 15;
+   */
+  noRepeatNgramSize?: number | undefined;
+
+  /**
+   * Words that the output must not contain, as the tokenizer writes them with and without a space before. At most 64 of
+   * 1 to 256 bytes.
+   *
+   * @generated from field: repeated string bad_words = 16;
+   */
+  badWords: string[];
 };
 
 /**
@@ -449,11 +481,19 @@ export type Output = Message<"pagoda.v1.Output"> & {
   prompt: boolean;
 
   /**
-   * As `logprobs`, for the tokens of the `prompt` event. Not supported yet: UNIMPLEMENTED.
+   * As `logprobs`, for the tokens of the `prompt` event, which is sent then. The first token has none. Such a request
+   * does not read the prefix cache.
    *
    * @generated from field: optional uint32 prompt_logprobs = 6;
    */
   promptLogprobs?: number | undefined;
+
+  /**
+   * Leave reasoning and tool calls in the text, as the model writes them.
+   *
+   * @generated from field: bool unparsed = 7;
+   */
+  unparsed: boolean;
 };
 
 /**
@@ -464,7 +504,9 @@ export const OutputSchema: GenMessage<Output> = /*@__PURE__*/
   messageDesc(file_pagoda_v1_inference, 6);
 
 /**
- * The format that the output must have. Exactly one is set.
+ * The format that the output must have. Exactly one is set. Every answer that its end-of-sequence token or the format
+ * itself ended matches the format; one that a limit or a stop string cut off is the beginning of one that does. In a
+ * chat whose answer is parsed, the format concerns the answer, not the reasoning before it.
  *
  * @generated from message pagoda.v1.Guided
  */
@@ -474,7 +516,7 @@ export type Guided = Message<"pagoda.v1.Guided"> & {
    */
   format: {
     /**
-     * A JSON Schema, as JSON text.
+     * A JSON Schema, as JSON text of at most 256 KiB.
      *
      * @generated from field: string json_schema = 1;
      */
@@ -490,7 +532,7 @@ export type Guided = Message<"pagoda.v1.Guided"> & {
     case: "regex";
   } | {
     /**
-     * A context-free grammar in the notation of GBNF or Lark.
+     * A context-free grammar in the notation of Lark, as llguidance reads it, or of GBNF.
      *
      * @generated from field: string ebnf_grammar = 3;
      */
@@ -703,7 +745,7 @@ export type Tokens = Message<"pagoda.v1.Tokens"> & {
     case: "text";
   } | {
     /**
-     * Reasoning before the answer, to be concatenated likewise. This server leaves it in `text` for now.
+     * Reasoning before the answer, to be concatenated likewise.
      *
      * @generated from field: string reasoning = 4;
      */
@@ -711,7 +753,7 @@ export type Tokens = Message<"pagoda.v1.Tokens"> & {
     case: "reasoning";
   } | {
     /**
-     * A part of a call of a tool in Chat.tools. This server leaves calls in `text` for now.
+     * A part of a call of a tool in Chat.tools.
      *
      * @generated from field: pagoda.v1.ToolCallDelta tool_call = 5;
      */
@@ -853,7 +895,7 @@ export type Finished = Message<"pagoda.v1.Finished"> & {
   reason: FinishReason;
 
   /**
-   * What ended a sequence whose reason is STOP.
+   * What ended a sequence whose reason is STOP or TOOL_CALLS.
    *
    * @generated from oneof pagoda.v1.Finished.matched
    */
@@ -869,6 +911,14 @@ export type Finished = Message<"pagoda.v1.Finished"> & {
      */
     value: number;
     case: "stopTokenId";
+  } | {
+    /**
+     * The output matches GenerateRequest.guided, and nothing may follow. Always true.
+     *
+     * @generated from field: bool grammar = 6;
+     */
+    value: boolean;
+    case: "grammar";
   } | { case: undefined; value?: undefined };
 
   /**
@@ -908,6 +958,32 @@ export type Usage = Message<"pagoda.v1.Usage"> & {
    * @generated from field: uint32 cached_tokens = 3;
    */
   cachedTokens: number;
+
+  /**
+   * Tokens that were drafted, and those of them that became output (speculative decoding).
+   *
+   * @generated from field: uint32 drafted_tokens = 4;
+   */
+  draftedTokens: number;
+
+  /**
+   * @generated from field: uint32 accepted_tokens = 5;
+   */
+  acceptedTokens: number;
+
+  /**
+   * Tokens of the output that were not computed one by one, because `guided` allowed no others.
+   *
+   * @generated from field: uint32 forced_tokens = 6;
+   */
+  forcedTokens: number;
+
+  /**
+   * Tokens of the output that belong to the reasoning.
+   *
+   * @generated from field: uint32 reasoning_tokens = 7;
+   */
+  reasoningTokens: number;
 };
 
 /**
@@ -1124,6 +1200,309 @@ export const DetokenizeResponseSchema: GenMessage<DetokenizeResponse> = /*@__PUR
   messageDesc(file_pagoda_v1_inference, 23);
 
 /**
+ * @generated from message pagoda.v1.EmbedRequest
+ */
+export type EmbedRequest = Message<"pagoda.v1.EmbedRequest"> & {
+  /**
+   * @generated from field: string request_id = 1;
+   */
+  requestId: string;
+
+  /**
+   * @generated from field: string model = 2;
+   */
+  model: string;
+
+  /**
+   * 1 to 256 inputs, computed together.
+   *
+   * @generated from field: repeated pagoda.v1.EmbedInput inputs = 3;
+   */
+  inputs: EmbedInput[];
+
+  /**
+   * Default LAST.
+   *
+   * @generated from field: pagoda.v1.Pooling pooling = 4;
+   */
+  pooling: Pooling;
+
+  /**
+   * Scale each vector to a length of 1. Default true.
+   *
+   * @generated from field: optional bool normalize = 5;
+   */
+  normalize?: boolean | undefined;
+
+  /**
+   * Keep the first dimensions alone, before scaling (Matryoshka representations; Kusupati et al., 2022). At most the
+   * model's hidden size; default all.
+   *
+   * @generated from field: optional uint32 dimensions = 6;
+   */
+  dimensions?: number | undefined;
+
+  /**
+   * @generated from field: sint32 priority = 7;
+   */
+  priority: number;
+
+  /**
+   * @generated from field: pagoda.v1.Cache cache = 8;
+   */
+  cache?: Cache | undefined;
+};
+
+/**
+ * Describes the message pagoda.v1.EmbedRequest.
+ * Use `create(EmbedRequestSchema)` to create a new message.
+ */
+export const EmbedRequestSchema: GenMessage<EmbedRequest> = /*@__PURE__*/
+  messageDesc(file_pagoda_v1_inference, 24);
+
+/**
+ * @generated from message pagoda.v1.EmbedInput
+ */
+export type EmbedInput = Message<"pagoda.v1.EmbedInput"> & {
+  /**
+   * Exactly one is set, with the limits of GenerateRequest.
+   *
+   * @generated from oneof pagoda.v1.EmbedInput.input
+   */
+  input: {
+    /**
+     * @generated from field: string text = 1;
+     */
+    value: string;
+    case: "text";
+  } | {
+    /**
+     * @generated from field: pagoda.v1.TokenIds token_ids = 2;
+     */
+    value: TokenIds;
+    case: "tokenIds";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message pagoda.v1.EmbedInput.
+ * Use `create(EmbedInputSchema)` to create a new message.
+ */
+export const EmbedInputSchema: GenMessage<EmbedInput> = /*@__PURE__*/
+  messageDesc(file_pagoda_v1_inference, 25);
+
+/**
+ * @generated from message pagoda.v1.EmbedResponse
+ */
+export type EmbedResponse = Message<"pagoda.v1.EmbedResponse"> & {
+  /**
+   * @generated from field: string request_id = 1;
+   */
+  requestId: string;
+
+  /**
+   * One for each input, in order.
+   *
+   * @generated from field: repeated pagoda.v1.Embedding embeddings = 2;
+   */
+  embeddings: Embedding[];
+
+  /**
+   * @generated from field: pagoda.v1.Usage usage = 3;
+   */
+  usage?: Usage | undefined;
+};
+
+/**
+ * Describes the message pagoda.v1.EmbedResponse.
+ * Use `create(EmbedResponseSchema)` to create a new message.
+ */
+export const EmbedResponseSchema: GenMessage<EmbedResponse> = /*@__PURE__*/
+  messageDesc(file_pagoda_v1_inference, 26);
+
+/**
+ * @generated from message pagoda.v1.Embedding
+ */
+export type Embedding = Message<"pagoda.v1.Embedding"> & {
+  /**
+   * @generated from field: repeated float values = 1;
+   */
+  values: number[];
+};
+
+/**
+ * Describes the message pagoda.v1.Embedding.
+ * Use `create(EmbeddingSchema)` to create a new message.
+ */
+export const EmbeddingSchema: GenMessage<Embedding> = /*@__PURE__*/
+  messageDesc(file_pagoda_v1_inference, 27);
+
+/**
+ * @generated from message pagoda.v1.ScoreRequest
+ */
+export type ScoreRequest = Message<"pagoda.v1.ScoreRequest"> & {
+  /**
+   * @generated from field: string request_id = 1;
+   */
+  requestId: string;
+
+  /**
+   * @generated from field: string model = 2;
+   */
+  model: string;
+
+  /**
+   * Exactly one is set, with the limits of GenerateRequest.
+   *
+   * @generated from oneof pagoda.v1.ScoreRequest.input
+   */
+  input: {
+    /**
+     * @generated from field: string prompt = 3;
+     */
+    value: string;
+    case: "prompt";
+  } | {
+    /**
+     * @generated from field: string message = 4;
+     */
+    value: string;
+    case: "message";
+  } | {
+    /**
+     * @generated from field: pagoda.v1.Chat chat = 5;
+     */
+    value: Chat;
+    case: "chat";
+  } | {
+    /**
+     * @generated from field: pagoda.v1.TokenIds token_ids = 6;
+     */
+    value: TokenIds;
+    case: "tokenIds";
+  } | { case: undefined; value?: undefined };
+
+  /**
+   * 1 to 256 continuations, computed together; they share the input's blocks.
+   *
+   * @generated from field: repeated pagoda.v1.Continuation continuations = 7;
+   */
+  continuations: Continuation[];
+
+  /**
+   * Send each token's bytes.
+   *
+   * @generated from field: bool token_bytes = 8;
+   */
+  tokenBytes: boolean;
+
+  /**
+   * @generated from field: sint32 priority = 9;
+   */
+  priority: number;
+
+  /**
+   * @generated from field: pagoda.v1.Cache cache = 10;
+   */
+  cache?: Cache | undefined;
+};
+
+/**
+ * Describes the message pagoda.v1.ScoreRequest.
+ * Use `create(ScoreRequestSchema)` to create a new message.
+ */
+export const ScoreRequestSchema: GenMessage<ScoreRequest> = /*@__PURE__*/
+  messageDesc(file_pagoda_v1_inference, 28);
+
+/**
+ * @generated from message pagoda.v1.Continuation
+ */
+export type Continuation = Message<"pagoda.v1.Continuation"> & {
+  /**
+   * Exactly one is set; not empty.
+   *
+   * @generated from oneof pagoda.v1.Continuation.continuation
+   */
+  continuation: {
+    /**
+     * Tokenized by itself, without special tokens.
+     *
+     * @generated from field: string text = 1;
+     */
+    value: string;
+    case: "text";
+  } | {
+    /**
+     * @generated from field: pagoda.v1.TokenIds token_ids = 2;
+     */
+    value: TokenIds;
+    case: "tokenIds";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message pagoda.v1.Continuation.
+ * Use `create(ContinuationSchema)` to create a new message.
+ */
+export const ContinuationSchema: GenMessage<Continuation> = /*@__PURE__*/
+  messageDesc(file_pagoda_v1_inference, 29);
+
+/**
+ * @generated from message pagoda.v1.ScoreResponse
+ */
+export type ScoreResponse = Message<"pagoda.v1.ScoreResponse"> & {
+  /**
+   * @generated from field: string request_id = 1;
+   */
+  requestId: string;
+
+  /**
+   * One for each continuation, in order.
+   *
+   * @generated from field: repeated pagoda.v1.ContinuationScore scores = 2;
+   */
+  scores: ContinuationScore[];
+
+  /**
+   * @generated from field: pagoda.v1.Usage usage = 3;
+   */
+  usage?: Usage | undefined;
+};
+
+/**
+ * Describes the message pagoda.v1.ScoreResponse.
+ * Use `create(ScoreResponseSchema)` to create a new message.
+ */
+export const ScoreResponseSchema: GenMessage<ScoreResponse> = /*@__PURE__*/
+  messageDesc(file_pagoda_v1_inference, 30);
+
+/**
+ * @generated from message pagoda.v1.ContinuationScore
+ */
+export type ContinuationScore = Message<"pagoda.v1.ContinuationScore"> & {
+  /**
+   * The sum of the tokens' log-probabilities: the model's own, before temperature, penalties and truncation.
+   *
+   * @generated from field: double logprob = 1;
+   */
+  logprob: number;
+
+  /**
+   * Each with its log-probability.
+   *
+   * @generated from field: repeated pagoda.v1.Token tokens = 2;
+   */
+  tokens: Token[];
+};
+
+/**
+ * Describes the message pagoda.v1.ContinuationScore.
+ * Use `create(ContinuationScoreSchema)` to create a new message.
+ */
+export const ContinuationScoreSchema: GenMessage<ContinuationScore> = /*@__PURE__*/
+  messageDesc(file_pagoda_v1_inference, 31);
+
+/**
  * When a search that has `width` hypotheses ends. Every search ends at max_tokens.
  *
  * @generated from enum pagoda.v1.EarlyStopping
@@ -1193,8 +1572,7 @@ export enum FinishReason {
   CANCELLED = 3,
 
   /**
-   * The answer is one or more tool calls. Not sent yet: the server does not separate calls from text
-   * (Tokens.tool_call).
+   * The answer ends with one or more tool calls (Tokens.tool_call).
    *
    * @generated from enum value: FINISH_REASON_TOOL_CALLS = 4;
    */
@@ -1206,6 +1584,45 @@ export enum FinishReason {
  */
 export const FinishReasonSchema: GenEnum<FinishReason> = /*@__PURE__*/
   enumDesc(file_pagoda_v1_inference, 1);
+
+/**
+ * Which hidden states, after the last norm, become the vector.
+ *
+ * @generated from enum pagoda.v1.Pooling
+ */
+export enum Pooling {
+  /**
+   * @generated from enum value: POOLING_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * The last token's.
+   *
+   * @generated from enum value: POOLING_LAST = 1;
+   */
+  LAST = 1,
+
+  /**
+   * The mean of all tokens'.
+   *
+   * @generated from enum value: POOLING_MEAN = 2;
+   */
+  MEAN = 2,
+
+  /**
+   * The first token's.
+   *
+   * @generated from enum value: POOLING_CLS = 3;
+   */
+  CLS = 3,
+}
+
+/**
+ * Describes the enum pagoda.v1.Pooling.
+ */
+export const PoolingSchema: GenEnum<Pooling> = /*@__PURE__*/
+  enumDesc(file_pagoda_v1_inference, 2);
 
 /**
  * @generated from service pagoda.v1.Inference
@@ -1299,6 +1716,26 @@ export const Inference: GenService<{
     methodKind: "unary";
     input: typeof DetokenizeRequestSchema;
     output: typeof DetokenizeResponseSchema;
+  },
+  /**
+   * Turns each input into a vector of the model's last hidden states.
+   *
+   * @generated from rpc pagoda.v1.Inference.Embed
+   */
+  embed: {
+    methodKind: "unary";
+    input: typeof EmbedRequestSchema;
+    output: typeof EmbedResponseSchema;
+  },
+  /**
+   * Gives the log-probabilities of continuations of one input.
+   *
+   * @generated from rpc pagoda.v1.Inference.Score
+   */
+  score: {
+    methodKind: "unary";
+    input: typeof ScoreRequestSchema;
+    output: typeof ScoreResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_pagoda_v1_inference, 0);
