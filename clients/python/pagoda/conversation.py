@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from google.protobuf.message import Message
 
-from pagoda.fields import assign, wrong
+from pagoda.fields import assign, assign_json, wrong
 from pagoda.v1 import chat_pb2
 
 # OpenAI's format: {"role": "user", "content": "…"}, where content may be a list of {"type": "text", "text": "…"}. An
