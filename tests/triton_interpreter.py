@@ -70,6 +70,21 @@ def patch_interpreter(patch: pytest.MonkeyPatch) -> None:
     make_tensor = core.tensor.__init__
     patch.setattr(core.tensor, "__init__", made_tensor)
 
+    @cache
+    def block_of(sizes: tuple[int, ...]) -> tuple[Any, int, str]:
+        made = core.block_type.__new__(core.block_type)
+        make_block(made, core.float32, list(sizes))
+        return made.shape, made.numel, str(made.shape)
+
+    def made_block(block: Any, element: Any, shape: Any) -> None:
+        sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+        block.element_ty = element
+        block.shape, block.numel, text = block_of(sizes)
+        block.name = f"<{text}, {element}>"
+
+    make_block = core.block_type.__init__
+    patch.setattr(core.block_type, "__init__", made_block)
+
     # Nothing is broadcast between two blocks of one shape.
     broadcast = type(semantic).broadcast_impl_value
 
