@@ -246,10 +246,10 @@ TestHostOverlap = HostOverlapMachine.TestCase
 TestHostUncached = HostUncachedMachine.TestCase
 TestHostUnreliable = HostUnreliableMachine.TestCase
 TestHostUnreliableUncached = HostUnreliableUncachedMachine.TestCase
-TestContinuous.settings = TestOverlap.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestContinuous.settings = TestOverlap.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestFcfs.settings = TestFair.settings = TestDeadline.settings = TestUncached.settings = TestUnreliable.settings = (
-    settings(max_examples=20, stateful_step_count=40, deadline=None)
+    settings(max_examples=40, stateful_step_count=40, deadline=None)
 )
 TestHost.settings = TestHostOverlap.settings = TestHostUncached.settings = TestHostUnreliable.settings = (
     TestHostUnreliableUncached.settings
-) = settings(max_examples=15, stateful_step_count=40, deadline=None)
+) = settings(max_examples=25, stateful_step_count=40, deadline=None)
