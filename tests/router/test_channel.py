@@ -51,6 +51,7 @@ def submit(prompt_len: int = 1) -> engine_pb2.Submit:
     return engine_pb2.Submit(prompt=[1] * prompt_len, sampling=inference_pb2.Sampling(n=1), max_tokens=9)
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_first_tokens_are_taken_before_those_of_streams_that_run() -> None:
     order: list[tuple[int, int]] = []
 
@@ -72,6 +73,7 @@ async def test_first_tokens_are_taken_before_those_of_streams_that_run() -> None
             task.cancel()
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_stream_hears_of_its_start_however_the_engine_tells_it() -> None:
     starts: list[int] = []
     steps = [
@@ -98,6 +100,7 @@ async def test_requests_reach_an_engine_that_reads_late_in_their_order() -> None
         assert all(len(message.submit.prompt) == 20_000 for message in got if message)
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_flush_whose_call_was_cancelled_leaves_the_channel_as_it_was() -> None:
     def flushed(freed_blocks: int) -> engine_pb2.EngineMessage:
         return engine_pb2.EngineMessage(cache_flushed=engine_pb2.CacheFlushed(freed_blocks=freed_blocks))
@@ -135,6 +138,7 @@ async def test_an_address_where_no_engine_answers_is_logged_once_and_not_at_once
     assert [record.message.startswith(f"no engine at {address}: ") for record in caplog.records] == [True]
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_an_engine_that_goes_is_told_with_its_address(caplog: pytest.LogCaptureFixture) -> None:
     async with connected() as (channel, engine):
         engine.close()

@@ -301,6 +301,7 @@ async def stream_ended(given: Given, delay_s: float) -> ResourceExhausted:
     return caught.value
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_stream_ends_that_stays_idle_and_not_while_a_request_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "IDLE_S", 0.2)
     given = Given(inferring().SerializeToString())
@@ -310,6 +311,7 @@ async def test_a_stream_ends_that_stays_idle_and_not_while_a_request_runs(monkey
     ]
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_stream_ends_whose_client_does_not_read() -> None:
     given = Given(*[inferring(f"{at}", stream=True).SerializeToString() for at in range(3)], reads=False)
     assert "has read nothing" in (await stream_ended(given, delay_s=0.0)).message
