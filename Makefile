@@ -12,6 +12,9 @@ IMAGE  := protos/published.binpb
 
 comma := ,
 
+# Nothing is compiled to bytecode when it is installed: each process would compile what it imports, and keep nothing.
+unexport PYTHONDONTWRITEBYTECODE
+
 # $(call install,REQUIREMENTS): one line that moves on a terminal, one line a package in a log. Everything else goes to
 # $(LOG), the compiler's messages too. Only what is imported gets compiled to bytecode: most of torch never is.
 define install

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import uvloop
 from grpc_health.v1 import health_pb2_grpc
-from starlette.routing import BaseRoute
-from starlette.routing import Router as Routes
 
 from pagoda.v1 import (
     admin_pb2,
@@ -36,10 +34,6 @@ from pagoda_server.router.adapters.translation import Adapter
 from pagoda_server.router.adapters.vllm import VllmEngine
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.http import health, metrics, openai, page, together
-from pagoda_server.router.http.guards import Guard
-from pagoda_server.router.http.live import LiveFeed
-from pagoda_server.router.http.server import HttpPort
 from pagoda_server.router.process.calls import GRPC_LOGGER, CallGuard, Refusal, is_worth_logging
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
 from pagoda_server.router.process.listen import (
@@ -66,7 +60,6 @@ from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.request.record import Observers
 from pagoda_server.router.telemetry.logs import RequestLog
-from pagoda_server.router.telemetry.metrics import Metrics, Sample, Tally, engine_samples
 from pagoda_server.router.tenants.identity import Identities, Tenants, TenantsFile, read_tenants, wait_for_tenants
 from pagoda_server.router.tenants.quotas import Quotas
 from pagoda_server.router.text.tokenizer import Tokenizer
@@ -75,7 +68,13 @@ from pagoda_server.settings.engine import weights_of_tenants
 from pagoda_server.settings.logs import start_logging
 from pagoda_server.settings.router import SPAWN, names_in
 
+# What serves HTTP is imported where it is used: a router without an HTTP port starts sooner, and with less memory.
 if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
+    from pagoda_server.router.http.live import LiveFeed
+    from pagoda_server.router.http.server import HttpPort
+    from pagoda_server.router.telemetry.metrics import Sample, Tally
     from pagoda_server.router.telemetry.traces import Traces
 
 log = logging.getLogger("pagoda.router")
@@ -241,6 +240,8 @@ class Router:
             self._dispatcher = Dispatcher(channels)
             self._state = ServingState(self._dispatcher, self._admission)
             if self._config.http:
+                from pagoda_server.router.telemetry.metrics import Tally
+
                 self._tally = Tally(len(channels), self._admission, self._index)
                 self._observers.append(self._tally)
                 self._observers.on_refusal.append(self._tally.refused)
@@ -320,8 +321,7 @@ class Router:
         self._port = bind(server, config)
         await server.start()
         if config.http:
-            load = self._group.control.current_load if self._group else control.current_load
-            self._http = self._http_port(config.http, max_bytes, LiveFeed(self._dispatcher.channels, load))
+            self._http = self._http_port(config.http, max_bytes)
             print(f"HTTP on {self._http.url}", flush=True)
         print(f"listening on {self._port.address}", flush=True)
         return server
@@ -389,6 +389,9 @@ class Router:
         ]
 
     def _http_routes(self, max_bytes: int, feed: LiveFeed) -> list[BaseRoute]:
+        from pagoda_server.router.http import health, metrics, openai, page, together
+        from pagoda_server.router.telemetry.metrics import Metrics
+
         assert self._tally is not None, "there is one with --http"
         shown = Metrics(self._name, self._tally, self._known_of_engines, self._other_tallies)
         return [
@@ -399,13 +402,21 @@ class Router:
             *metrics.routes(shown.page),
         ]
 
-    def _http_port(self, listen: str, max_bytes: int, feed: LiveFeed) -> HttpPort:
+    def _http_port(self, listen: str, max_bytes: int) -> HttpPort:
         """The HTTP port. Raises ConfigError.
 
         Where TLS or tokens guard an address that others can reach, they call the server by names that it does not know,
         and no other page can use it: it has no certificate of that name, or no token.
         """
+        from starlette.routing import Router as Routes
+
+        from pagoda_server.router.http import health, page
+        from pagoda_server.router.http.guards import Guard
+        from pagoda_server.router.http.live import LiveFeed
+        from pagoda_server.router.http.server import HttpPort
+
         config = self._config
+        feed = LiveFeed(self._dispatcher.channels, (self._group.control if self._group else self._control).current_load)
         is_guarded = config.tls_cert is not None or self._identities.tokens is not None
         guard = Guard(
             Routes(self._http_routes(max_bytes, feed), redirect_slashes=False),
@@ -420,6 +431,8 @@ class Router:
         return HttpPort(listen, guard, shares_port=bool(self._sockets), tls=tls, stall_s=config.stall_timeout_s)
 
     def _known_of_engines(self) -> Iterator[Sample]:
+        from pagoda_server.router.telemetry.metrics import engine_samples
+
         return engine_samples(
             self._dispatcher,
             self._control.load(),

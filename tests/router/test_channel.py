@@ -116,11 +116,12 @@ async def test_a_flush_whose_call_was_cancelled_leaves_the_channel_as_it_was() -
         assert channel.is_ready
 
 
-async def run_for(channel: EngineChannel, seconds: float) -> None:
-    running = asyncio.create_task(channel.run())
-    await asyncio.sleep(seconds)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+@asynccontextmanager
+async def running(channel: EngineChannel) -> AsyncIterator[None]:
+    task = asyncio.create_task(channel.run())
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def nothing() -> None:
@@ -131,10 +132,13 @@ async def nothing() -> None:
 async def test_an_address_where_no_engine_answers_is_logged_once_and_not_at_once(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    patient = EngineChannel(address, hang_timeout_s=60, patience_s=60, on_change=nothing)
-    await run_for(patient, 0.5)
+    async with running(EngineChannel(address, hang_timeout_s=60, patience_s=600, on_change=nothing)):
+        await asyncio.sleep(0.5)
     assert not caplog.records
-    await run_for(EngineChannel(address, hang_timeout_s=60, patience_s=0.3, on_change=nothing), 1.0)
+    async with running(EngineChannel(address, hang_timeout_s=60, patience_s=0.3, on_change=nothing)):
+        while not caplog.records:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
     assert [record.message.startswith(f"no engine at {address}: ") for record in caplog.records] == [True]
 
 

@@ -19,7 +19,6 @@ from pagoda_server.router.process.load_feed import MAX_WATCHERS
 from pagoda_server.router.tenants.caller import ANYONE, Caller
 from tests.engine.harness import SteppedEngine
 
-
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
