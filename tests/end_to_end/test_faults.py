@@ -27,7 +27,7 @@ from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb
 from pagoda_server.checkpoints import resolve
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import Answer, ask, engine_load, request
-from tests.servers import ROOT, Server, running_engine, running_server
+from tests.servers import ROOT, Server, free_address, running_engine, running_server
 
 SYNTHETIC = ("--model", "synthetic", "--step-ms", "2")
 SLOW = ("--model", "synthetic", "--step-ms", "20")
@@ -37,15 +37,6 @@ CHANNELS = pytest.mark.parametrize("transport", ["grpc", "shm"])
 
 def stubs(channel: grpc.Channel) -> tuple[inference_pb2_grpc.InferenceStub, control_pb2_grpc.ControlStub]:
     return inference_pb2_grpc.InferenceStub(channel), control_pb2_grpc.ControlStub(channel)
-
-
-def free_address() -> str:
-    """An address that stays free until it is bound: no other test takes ports of this process's own host."""
-    pid = os.getpid()
-    host = f"127.{64 + (pid >> 16) % 64}.{(pid >> 8) % 256}.{pid % 256}"
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"{host}:{probe.getsockname()[1]}"
 
 
 def wait_idle(control: control_pb2_grpc.ControlStub, timeout_s: float = 60.0) -> control_pb2.EngineLoad:

@@ -218,7 +218,7 @@ def test_requests_and_streams_are_bounded() -> None:
     ):
         model, control = Model(channel), control_pb2_grpc.ControlStub(channel)
         requests, more = Requests(), Requests()
-        long = GREEDY | {"max_tokens": 3000}
+        long = GREEDY | {"max_tokens": 20_000}
         responses = model.stream(iter(requests))
         requests.put(*(inferring(f"{at}", f"{at}", parameters=long, stream=True) for at in range(MAX_IN_FLIGHT + 5)))
         while engine_load(control).running + engine_load(control).waiting < MAX_IN_FLIGHT:
