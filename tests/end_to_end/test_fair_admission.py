@@ -152,7 +152,11 @@ def test_what_has_not_begun_is_evicted_before_any_message(channel: grpc.Channel)
         assert [told(call)[0] for call in greedy.ended()] == ["EVICTED"] * 2
 
 
-def test_a_client_tries_an_evicted_call_again(server: Server, channel: grpc.Channel) -> None:
+def test_a_client_tries_an_evicted_call_again(
+    server: Server, channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.5)))  # the client's delays would be 30 s
     with (
         Tenant(channel, "greedy") as greedy,
         Tenant(channel, "modest") as modest,
