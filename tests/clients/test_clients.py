@@ -532,11 +532,11 @@ def test_deadline_ends_a_silent_stream_and_the_server_hears_of_it(client: Blocki
 def test_the_clients_deadline_holds_where_the_call_has_none_and_spans_retries(
     client: Blocking, server: FakeServer
 ) -> None:
-    server.behaviours = [fail(UNAVAILABLE), silence]
+    server.behaviours = [fail(EXHAUSTED, "full", retry_after(1.0)), silence]
     with pytest.raises(DeadlineExceeded):
         client.collect("generate", "text", connection={"timeout_s": 4.0})
     first, second = server.remaining_s
-    assert second < first - 0.04  # the shortest backoff is half of 0.1 s
+    assert second < first - 0.8  # the delay, less what gRPC rounds up
 
 
 @pytest.mark.parametrize(
