@@ -12,7 +12,7 @@ IMAGE  := protos/published.binpb
 
 comma := ,
 
-# Tests start hundreds of processes. Each would compile again what it imports.
+# Nothing is compiled to bytecode when it is installed: each process would compile what it imports, and keep nothing.
 unexport PYTHONDONTWRITEBYTECODE
 
 # $(call install,REQUIREMENTS): one line that moves on a terminal, one line a package in a log. Everything else goes to

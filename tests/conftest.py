@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib
 import os
 import signal
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -46,6 +48,28 @@ def _triton_is_interpreted_without_detours() -> Iterator[None]:
         if "triton" in sys.modules and os.environ["TRITON_INTERPRET"] == "1":
             patch_interpreter(patch)
         yield
+
+
+@pytest.fixture
+async def virtual_time(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """A clock that jumps to the event loop's next timer as soon as nothing else is left to do.
+
+    A sleep then ends when all that can happen has happened, and a time is exact, however slow the machine is.
+    """
+    selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+    select, now = selector.select, time.monotonic()
+
+    def select_or_jump(timeout_s: float | None) -> Any:
+        nonlocal now
+        found = select(timeout_s and 0)  # None: without a timer it really waits
+        if timeout_s and not found:
+            now += timeout_s
+        return found
+
+    monkeypatch.setattr(selector, "select", select_or_jump)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    yield
+    monkeypatch.undo()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
