@@ -1,7 +1,7 @@
 """The Python client: `Client` blocks, `AsyncClient` is for asyncio; both stream tokens and raise typed errors."""
 
 from pagoda.aio import AsyncClient
-from pagoda.chunk import Chunk, FinishReason, Timing, TokenLogprob, ToolCallDelta, Usage
+from pagoda.chunk import Chunk, FinishReason, Score, Timing, TokenLogprob, ToolCallDelta, Usage
 from pagoda.client import Client
 from pagoda.errors import (
     AlreadyExists,
@@ -30,6 +30,7 @@ __all__ = [
     "Overloaded",
     "PagodaError",
     "PermissionDenied",
+    "Score",
     "Timing",
     "TokenLogprob",
     "ToolCallDelta",

@@ -81,7 +81,8 @@ class Chunk:
     tokens         new ids; often one, more if the reader is slower than the server
     logprobs       one per id if requested, else empty
     token_bytes    one per id if requested, else empty; a token's bytes need not be whole characters
-    prompt_ids     the prompt's ids, on the first chunk, if requested
+    prompt_ids     the prompt's ids, on the first chunk, if requested; on the first few, if with log-probabilities
+    prompt_logprobs  one per prompt id if requested, else empty; the prompt's first token has None
     finish_reason  set when the sequence ends
     matched        the stop string or token id that ended it
     score          the score of a beam search's hypothesis
@@ -97,11 +98,36 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] = ()
     token_bytes: tuple[bytes, ...] = ()
     prompt_ids: tuple[int, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     finish_reason: FinishReason | None = None
     matched: str | int | None = None
     score: float | None = None
     usage: Usage | None = None
     timing: Timing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What the model thinks of a continuation.
+
+    logprob      the sum of its tokens' log-probabilities
+    logprobs     one per token
+    token_bytes  one per token if requested, else empty
+    """
+
+    logprob: float
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    token_bytes: tuple[bytes, ...] = ()
+
+
+def score_from(score: inference_pb2.ContinuationScore) -> Score:
+    return Score(
+        score.logprob,
+        tuple(token.id for token in score.tokens),
+        tuple(token.logprob for token in score.tokens),
+        tuple(token.bytes for token in score.tokens) if any(token.bytes for token in score.tokens) else (),
+    )
 
 
 _REASONS = {
@@ -144,8 +170,15 @@ def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:
                 timing=timing,
             )
         case "prompt":
-            prompt_ids = tuple(token.id for token in response.prompt.tokens)
-            return Chunk(response.request_id, prompt_ids=prompt_ids, usage=usage, timing=timing)
+            tokens = response.prompt.tokens
+            logprobs = tuple(_logprob(token) if token.HasField("logprob") else None for token in tokens)
+            return Chunk(
+                response.request_id,
+                prompt_ids=tuple(token.id for token in tokens),
+                prompt_logprobs=logprobs if any(logprobs) else (),
+                usage=usage,
+                timing=timing,
+            )
     return Chunk(response.request_id, usage=usage, timing=timing)
 
 
