@@ -76,9 +76,16 @@ def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) ->
         frequency_penalty=-0.25,
         logit_bias={5: -100.0},
         allowed_token_ids=[5, 6],
+        typical_p=0.5,
+        no_repeat_ngram_size=3,
+        bad_words=["no"],
         seed=1 << 63,
         n=2,
         logprobs=0,
+        prompt_logprobs=2,
+        unparsed=True,
+        json_schema={"type": "object"},
+        max_draft_tokens=4,
         text=True,
         token_bytes=True,
         prompt_ids=True,
@@ -109,6 +116,9 @@ def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) ->
                 allowed_token_ids=[5, 6],
                 seed=1 << 63,
                 n=2,
+                typical_p=0.5,
+                no_repeat_ngram_size=3,
+                bad_words=["no"],
             ),
             stopping=inference_pb2.Stopping(
                 max_tokens=64,
@@ -118,7 +128,17 @@ def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) ->
                 ignore_eos=True,
                 include_stop_in_output=True,
             ),
-            output=inference_pb2.Output(text=True, special_tokens=True, token_bytes=True, logprobs=0, prompt=True),
+            output=inference_pb2.Output(
+                text=True,
+                special_tokens=True,
+                token_bytes=True,
+                logprobs=0,
+                prompt=True,
+                prompt_logprobs=2,
+                unparsed=True,
+            ),
+            guided=inference_pb2.Guided(json_schema='{"type": "object"}'),
+            max_draft_tokens=4,
             cache=inference_pb2.Cache(salt="salt", bypass=True),
             priority=-3,
             slo=inference_pb2.Slo(ttft_s=0.25, tpot_s=0.0625),
@@ -622,7 +642,7 @@ def test_prompt_log_probabilities_come_with_the_ids(client: Blocking, server: Fa
     server.behaviours = [lambda request, context: iter(parts)]
     assert client.collect("generate", "text", prompt_logprobs=0) == [
         Chunk("", prompt_ids=(4,)),
-        Chunk("", prompt_ids=(5,), prompt_logprobs=(TokenLogprob(-1.5),)),
+        Chunk("", prompt_ids=(5,), logprobs=(TokenLogprob(-1.5),)),
     ]
     assert server.requests[-1].output.HasField("prompt_logprobs")
 

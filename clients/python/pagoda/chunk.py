@@ -41,11 +41,20 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts. completion_tokens counts all sequences; cached_tokens were prompt tokens found in the cache."""
+    """Token counts. completion_tokens counts all sequences; cached_tokens were prompt tokens found in the cache.
+
+    drafted_tokens    drafted by speculative decoding, of which accepted_tokens became output
+    forced_tokens     of the output, that were not computed one by one because the format allowed no others
+    reasoning_tokens  of the output
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    forced_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +90,10 @@ class Chunk:
     tokens         new ids; often one, more if the reader is slower than the server
     logprobs       one per id if requested, else empty
     token_bytes    one per id if requested, else empty; a token's bytes need not be whole characters
-    prompt_ids     the prompt's ids, on the first chunk, if requested; on the first few, if with log-probabilities
-    prompt_logprobs  one per prompt id if requested, else empty; the prompt's first token has None
+    prompt_ids     the prompt's ids, on the first chunk, if requested; `logprobs` is theirs then, without the first's.
+                   A long prompt with log-probabilities comes on several chunks
     finish_reason  set when the sequence ends
-    matched        the stop string or token id that ended it
+    matched        the stop string or token id that ended it; True: its format, which allows no more
     score          the score of a beam search's hypothesis
     usage, timing  on the last chunk of the stream
     """
@@ -98,7 +107,6 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] = ()
     token_bytes: tuple[bytes, ...] = ()
     prompt_ids: tuple[int, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     finish_reason: FinishReason | None = None
     matched: str | int | None = None
     score: float | None = None
@@ -171,11 +179,10 @@ def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:
             )
         case "prompt":
             tokens = response.prompt.tokens
-            logprobs = tuple(_logprob(token) if token.HasField("logprob") else None for token in tokens)
             return Chunk(
                 response.request_id,
                 prompt_ids=tuple(token.id for token in tokens),
-                prompt_logprobs=logprobs if any(logprobs) else (),
+                logprobs=tuple(_logprob(token) for token in tokens if token.HasField("logprob")),
                 usage=usage,
                 timing=timing,
             )
@@ -192,7 +199,15 @@ def _tool_call(delta: inference_pb2.ToolCallDelta) -> ToolCallDelta:
 
 
 def _usage(usage: inference_pb2.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+    return Usage(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.cached_tokens,
+        usage.drafted_tokens,
+        usage.accepted_tokens,
+        usage.forced_tokens,
+        usage.reasoning_tokens,
+    )
 
 
 def _timing(timing: inference_pb2.Timing) -> Timing:
