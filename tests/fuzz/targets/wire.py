@@ -35,10 +35,10 @@ KINDS = (
     GenerateRequest,
     TokenizeRequest,
     DetokenizeRequest,
-    EmbedRequest,
-    ScoreRequest,
     VllmRequest,
     ModelInferRequest,
+    EmbedRequest,
+    ScoreRequest,
 )
 EOS_IDS = (0, 99)  # the second has no row in the embedding, as some models' have none
 LONGEST_STATUS = 1000  # bytes: headers of more than 8 KB may be refused on the way
