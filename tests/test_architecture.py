@@ -28,6 +28,7 @@ WRITERS = {  # of each part of a sequence that changes after it is made
     "seq.max_len": {"scheduling.scheduler"},
     "seq.num_pending": {"scheduling.scheduler"},
     "seq.num_computed": {"scheduling.scheduler"},
+    "seq.pooled": {"scheduling.scheduler"},
     "seq.blocks": {"kv.block_tables"},
     "table.num_committed": {"kv.block_tables"},
     "table.num_published": {"kv.prefix_cache"},

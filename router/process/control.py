@@ -139,6 +139,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             capabilities.append(control_pb2.CAPABILITY_CHAT)
             if template.reads_tools:
                 capabilities.append(control_pb2.CAPABILITY_TOOLS)
+        capabilities += [control_pb2.CAPABILITY_EMBED, control_pb2.CAPABILITY_SCORE]
         model = control_pb2.ModelInfo(
             name=self._model,
             architecture=info.architecture,
@@ -147,6 +148,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             eos_token_ids=self._tokenizer.eos_token_ids,
             capabilities=capabilities,
             template_kwargs=template.kwargs if template is not None else (),
+            hidden_size=limits.hidden_size,
             recommended_sampling=_recommended_sampling(self._tokenizer, limits),
         )
         return control_pb2.ListModelsResponse(models=[model])

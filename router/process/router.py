@@ -205,7 +205,7 @@ class Router:
         self._control = control = self._make_control(max_bytes)
         admin = AdminServicer(dispatcher=self._dispatcher, live=self._live, state=self._state)
         refusals: dict[str, Refusal] = {
-            f"/{SERVICE}/{method}": self._inference.refusal for method in ("Generate", "Resume")
+            f"/{SERVICE}/{method}": self._inference.refusal for method in ("Generate", "Resume", "Embed", "Score")
         }
         guard = CallGuard(messages, self._identities, refusals, self._observers.refused)
         options = server_options(bool(self._sockets), max_bytes, config.max_connection_age_s)
@@ -398,6 +398,7 @@ class Router:
             max_model_len=min(info.max_model_len for info in engines),
             vocab_size=min(info.vocab_size for info in engines),
             kv_token_capacity=min(info.kv_cache.token_capacity for info in engines),
+            hidden_size=min(info.hidden_size for info in engines),
         )
         self._inference.share(_weights_of_tenants(engines))
         if self._config.max_queued_tokens is None:

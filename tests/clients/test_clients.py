@@ -29,6 +29,7 @@ from pagoda import (
     Overloaded,
     PagodaError,
     PermissionDenied,
+    Score,
     Timing,
     TokenLogprob,
     ToolCallDelta,
@@ -629,6 +630,73 @@ def test_prompt_ids_come_on_a_chunk_of_their_own(client: Blocking, server: FakeS
     )
     server.behaviours = [lambda request, context: iter([prompt])]
     assert client.collect("generate", "text", prompt_ids=True) == [Chunk("", prompt_ids=(4, 5))]
+
+
+def test_prompt_log_probabilities_come_with_the_ids(client: Blocking, server: FakeServer) -> None:
+    parts = [
+        inference_pb2.GenerateResponse(prompt=inference_pb2.Prompt(tokens=[inference_pb2.Token(id=4)])),
+        inference_pb2.GenerateResponse(prompt=inference_pb2.Prompt(tokens=[inference_pb2.Token(id=5, logprob=-1.5)])),
+    ]
+    server.behaviours = [lambda request, context: iter(parts)]
+    assert client.collect("generate", "text", prompt_logprobs=0) == [
+        Chunk("", prompt_ids=(4,)),
+        Chunk("", prompt_ids=(5,), logprobs=(TokenLogprob(-1.5),)),
+    ]
+    assert server.requests[-1].output.HasField("prompt_logprobs")
+
+
+def test_texts_and_ids_are_embedded(client: Blocking, server: FakeServer) -> None:
+    options = {"pooling": "mean", "normalize": False, "dimensions": 2, "cache_salt": "s", "priority": 3}
+    assert client.call("embed", ["text", [1, 2]], **options) == [[0.5, -0.25]] * 2
+    assert server.requests[-1] == inference_pb2.EmbedRequest(
+        inputs=[
+            inference_pb2.EmbedInput(text="text"),
+            inference_pb2.EmbedInput(token_ids=inference_pb2.TokenIds(ids=[1, 2])),
+        ],
+        pooling=inference_pb2.POOLING_MEAN,
+        normalize=False,
+        dimensions=2,
+        priority=3,
+        cache=inference_pb2.Cache(salt="s"),
+    )
+    client.call("embed", ["text"], model=None)
+    assert server.requests[-1] == inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(text="text")])
+
+
+def test_continuations_are_scored(client: Blocking, server: FakeServer) -> None:
+    scores = client.call("score", ["yes", [5]], "Is it?", token_bytes=True, bypass_cache=True)
+    assert scores == [Score(-0.5, (7,), (-0.5,), (b"x",))] * 2
+    assert server.requests[-1] == inference_pb2.ScoreRequest(
+        message="Is it?",
+        continuations=[
+            inference_pb2.Continuation(text="yes"),
+            inference_pb2.Continuation(token_ids=inference_pb2.TokenIds(ids=[5])),
+        ],
+        token_bytes=True,
+        cache=inference_pb2.Cache(bypass=True),
+    )
+    assert client.call("score", ["x"], token_ids=[1, 2]) == [Score(-0.5, (7,), (-0.5,))]
+    client.call("score", ["x"], chat="Hi", template_kwargs={"enable_thinking": False})
+    assert server.requests[-1].chat.HasField("template_kwargs")
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "options", "field"),
+    [
+        ("embed", ["a text"], {}, "inputs"),
+        ("embed", [["x", [-1]]], {}, "inputs[1].token_ids.ids"),
+        ("embed", [["x"]], {"pooling": "max"}, "pooling"),
+        ("score", ["a text", "Hi"], {}, "continuations"),
+        ("score", [["x", "\ud800"], "Hi"], {}, "continuations[1].text"),
+        ("score", [["x"]], {}, "input"),
+    ],
+)
+def test_texts_that_cannot_be_sent_are_named(
+    client: Blocking, method: str, arguments: list[Any], options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        client.call(method, *arguments, **options)
+    assert caught.value.field == field
 
 
 def test_a_finish_reason_from_the_future_is_other(client: Blocking, server: FakeServer) -> None:

@@ -93,7 +93,8 @@ def test_the_served_model_is_listed_with_what_it_can_do(control: control_pb2_grp
         32_768,
     )
     assert list(info.eos_token_ids) == [257]
-    assert list(info.capabilities) == [control_pb2.CAPABILITY_GENERATE, control_pb2.CAPABILITY_CHAT]
+    generates, chats = control_pb2.CAPABILITY_GENERATE, control_pb2.CAPABILITY_CHAT
+    assert list(info.capabilities) == [generates, chats, control_pb2.CAPABILITY_EMBED, control_pb2.CAPABILITY_SCORE]
     assert not info.HasField("recommended_sampling")
 
 

@@ -393,6 +393,30 @@ def test_tokens_are_reserved_for_the_longest_answer_and_come_back_if_it_is_short
     stubs.started(small, "again", 20_000).cancel()
 
 
+def test_the_tokens_of_all_inputs_and_continuations_count(stubs: Stubs) -> None:
+    small, text = by("small"), "x" * 4000
+    many = inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(text=text)] * 8)
+    with pytest.raises(grpc.RpcError) as caught:
+        stubs.inference.Embed(many, metadata=small)
+    assert exceeded(caught.value) == ("tokens_per_minute", "30000", None)
+    wait_for("places", lambda: stubs.load(small).reserved_tokens == 0)
+    parts = [inference_pb2.Continuation(text=text)] * 7 + [inference_pb2.Continuation(text="x")] * 100
+    with pytest.raises(grpc.RpcError) as caught:
+        stubs.inference.Score(inference_pb2.ScoreRequest(prompt=text, continuations=parts), metadata=small)
+    assert exceeded(caught.value) == ("tokens_per_minute", "30000", None)
+    shared = inference_pb2.ScoreRequest(prompt="y" * 2000, continuations=parts[-100:])
+    response = stubs.inference.Score(shared, metadata=ACME)
+    assert response.usage.prompt_tokens == 2100, "the input counts once"
+
+
+def test_what_is_scored_is_found_in_the_cache_by_its_tenant_alone(stubs: Stubs) -> None:
+    message = inference_pb2.ScoreRequest(prompt="only acme has scored this. " + LONG)
+    message.continuations.add(text="x")
+    found = [stubs.inference.Score(message, metadata=who).usage.cached_tokens for who in (ACME, ACME, BROWN)]
+    assert found[0] == found[2] == 0
+    assert found[1] > 0
+
+
 def test_a_client_is_told_which_kind_of_overload_it_is(server: Server) -> None:
     with Client(server.address, token="token of small", retries=0) as client:
         with pytest.raises(Overloaded) as caught:

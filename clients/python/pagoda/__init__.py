@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagoda.aio import AsyncClient
     from pagoda.answer import Answer, ToolCall
-    from pagoda.chunk import Chunk, FinishReason, Timing, TokenLogprob, ToolCallDelta, Usage
+    from pagoda.chunk import Chunk, FinishReason, Score, Timing, TokenLogprob, ToolCallDelta, Usage
     from pagoda.client import Client
     from pagoda.errors import (
         AlreadyExists,
@@ -36,6 +36,7 @@ __all__ = [
     "Overloaded",
     "PagodaError",
     "PermissionDenied",
+    "Score",
     "Timing",
     "TokenLogprob",
     "ToolCall",
