@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from pagoda_server.router.answers.lark import Calls, Lark, Rule
 from pagoda_server.router.answers.reader import AnswerReader, Steps
 
 
-class ToolFormat(Protocol):
+class ToolFormat(ABC):
     """How a model writes tool calls.
 
     markers   texts that may be special tokens of the tokenizer
@@ -17,23 +17,24 @@ class ToolFormat(Protocol):
     starts    what a call begins with at the answer's start
     """
 
-    markers: Sequence[str]
+    markers: Sequence[str] = ()
     openings: Sequence[str]
-    starts: Sequence[str]
+    starts: Sequence[str] = ()
 
+    @abstractmethod
     def calls(self, reader: AnswerReader, opening: str) -> Steps[None]:
         """Read calls, from their opening on. Raises NotACall, at any place."""
 
+    @abstractmethod
     def grammar(self, lark: Lark, calls: Calls) -> Rule:
         """A rule for an answer of calls."""
 
 
-class Hermes:
+class Hermes(ToolFormat):
     """<tool_call>{"name": …, "arguments": …}</tool_call>: Hermes, Qwen 2.5, Qwen 3."""
 
     markers = ("<tool_call>", "</tool_call>")
     openings = ("<tool_call>",)
-    starts = ()
 
     def calls(self, reader: AnswerReader, opening: str) -> Steps[None]:
         yield from reader.expect("<tool_call>")
@@ -44,13 +45,14 @@ class Hermes:
         reader.accept()
 
     def grammar(self, lark: Lark, calls: Calls) -> Rule:
+        begin, end = self.markers
         one = lark.one_of(
-            lark.sequence("<tool_call>\n", lark.call_object(tool, "arguments"), "\n</tool_call>") for tool in calls.tools
+            lark.sequence(f"{begin}\n", lark.call_object(tool, "arguments"), f"\n{end}") for tool in calls.tools
         )
         return lark.repeated(one, "\n") if calls.may_repeat else one
 
 
-class Llama3:
+class Llama3(ToolFormat):
     """{"name": …, "parameters": …}, several with ; between them: Llama 3.1 to 3.3."""
 
     markers = ("<|python_tag|>",)
@@ -71,7 +73,7 @@ class Llama3:
         return lark.repeated(one, "; ") if calls.may_repeat else one
 
 
-class Mistral:
+class Mistral(ToolFormat):
     """[TOOL_CALLS]name[ARGS]{…}, from the tokenizer's version 11 on.
 
     lists  [TOOL_CALLS][{"name": …, "arguments": …}], as before. Both are read.
@@ -79,7 +81,6 @@ class Mistral:
 
     markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     openings = ("[TOOL_CALLS]",)
-    starts = ()
 
     def __init__(self, lists: bool) -> None:
         self._lists = lists
@@ -108,14 +109,13 @@ class Mistral:
         return lark.repeated(one) if calls.may_repeat else one
 
 
-class Gemma:
+class Gemma(ToolFormat):
     """{"name": …, "parameters": …}, alone, in a list, or in a fence of tool_code or json.
 
     Gemma 3 has no tokens for calls and its own template shows no tools. This is the format that its authors' guide to
     function calling asks the model for, and which templates of others follow.
     """
 
-    markers = ()
     openings = ("```tool_code\n", "```json\n")
     starts = ("{", "[")
 
@@ -139,7 +139,7 @@ class Gemma:
         return lark.one_of((one, lark.sequence("[", lark.repeated(one, ", "), "]")))
 
 
-class DeepSeek:
+class DeepSeek(ToolFormat):
     """Calls between tokens of their own: name<｜tool▁sep｜>{…}, from DeepSeek V3.1 on.
 
     fences  function<｜tool▁sep｜>name and the arguments in a fence, as in V3 and R1. Both are read.
@@ -153,7 +153,6 @@ class DeepSeek:
         "<｜tool▁calls▁end｜>",
     )
     openings = markers[:1]
-    starts = ()
 
     def __init__(self, fences: bool) -> None:
         self._fences = fences
@@ -191,8 +190,6 @@ class DeepSeek:
                 for tool in calls.tools
             )
 
-        if self._fences:
-            call = one(f"function{separator}{{}}\n```json\n", "\n```")
-        else:
-            call = one(f"{{}}{separator}", "")
-        return lark.sequence(begin, lark.repeated(call, "\n" if self._fences else "") if calls.may_repeat else call, end)
+        call = one(f"function{separator}{{}}\n```json\n", "\n```") if self._fences else one(f"{{}}{separator}", "")
+        between = "\n" if self._fences else ""
+        return lark.sequence(begin, lark.repeated(call, between) if calls.may_repeat else call, end)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from pagoda_server.router.answers.calls import DeepSeek, Gemma, Hermes, Llama3, Mistral, ToolFormat
 from pagoda_server.router.answers.events import Reasoning, Text
@@ -41,7 +41,7 @@ _SIGNS_OF_REASONING: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]] = (
 )
 
 
-class AnswerFormat(Protocol):
+class AnswerFormat(ABC):
     """How a model writes its answers.
 
     tool_format, reasoning_format  by name; empty: it is not known, and what is written so stays text
@@ -52,17 +52,20 @@ class AnswerFormat(Protocol):
     reasoning_format: str
     markers: Sequence[str]
 
+    @abstractmethod
     def read(self, reader: AnswerReader, prompt_end: str) -> Steps[None]:
         """Read an answer to its end. `prompt_end`: the prompt's last characters, after which the answer goes on."""
 
+    @abstractmethod
     def calls(self, lark: Lark, calls: Calls, prompt_end: str) -> Rule:
         """An answer of calls, after reasoning if the model likes. There is a tool format."""
 
+    @abstractmethod
     def answer(self, lark: Lark, answer: Rule, prompt_end: str) -> Rule:
         """An answer of this text, after reasoning if the model likes. There is a reasoning format."""
 
 
-class Marked:
+class Marked(AnswerFormat):
     """Reasoning between two markers at the answer's start, and calls behind an opening of their own."""
 
     def __init__(self, tool_format: str, reasoning_format: str) -> None:
@@ -120,7 +123,7 @@ class Marked:
         return lark.optional(lark.sequence(begin, rest), answer)
 
 
-class Harmony:
+class Harmony(AnswerFormat):
     """GPT-OSS: messages with a header that names their channel and, for a call, the function."""
 
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")

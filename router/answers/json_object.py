@@ -79,7 +79,7 @@ class JsonObject:
         if char in _SPACE:
             return True
         match state, char:
-            case ("first key" | "key"), '"':
+            case (("first key" | "key"), '"'):
                 self._is_key, self._state = True, "string"
             case "colon", ":":
                 self._state = "value"
@@ -91,7 +91,7 @@ class JsonObject:
                 self._state = "value"
             case "after", ("}" | "]") if self._open[-1] + char in ("{}", "[]"):
                 self._end()
-            case ("value" | "first item"), _:
+            case (("value" | "first item"), _):
                 return self._begin(char)
             case _:
                 return False

@@ -9,12 +9,11 @@ the rest streams. Text that turns out to be no call is text again, from its firs
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import TypeAlias, TypeVar
 
-from pagoda_server.router.answers.events import CallPart, Event, Reasoning, Text
+from pagoda_server.router.answers.events import CallPart, Event, Text
 from pagoda_server.router.answers.json_object import JsonObject
 
 MAX_SPACE = 64  # characters of white space that belong to a marker beside it, or that a call may have in one place
