@@ -153,38 +153,35 @@ class Harmony(AnswerFormat):
 
     def _read_message(self, reader: AnswerReader) -> Steps[None]:
         yield from reader.has(self._START)
-        tool = yield from self._read_recipient(reader)
+        recipient = yield from self._read_recipient(reader)
         yield from reader.expect("<|channel|>")
         channel = yield from reader.name()
-        tool = (yield from self._read_recipient(reader)) or tool
+        recipient = (yield from self._read_recipient(reader)) or recipient
         if (yield from reader.has("<|constrain|>")) or (yield from reader.peek()) != "<":
             yield from reader.name()  # the type of the content
         yield from reader.expect("<|message|>")
-        if tool:
-            yield from reader.space()
+        kind, _, tool = recipient.partition(".")
+        if kind == "functions" and tool in reader.tools and (yield from reader.peek()) == "{":
             yield from reader.arguments(tool)
             reader.accept()
             for end in self._ENDS:
                 if (yield from reader.has(end)):
                     break
             reader.accept()
-        elif channel not in self._CHANNELS or (channel == "analysis" and not self.reasoning_format):
-            raise NotACall
+        elif recipient or channel not in self._CHANNELS or (channel == "analysis" and not self.reasoning_format):
+            reader.reject(whole=True)
         else:
             reader.accept()
             yield from self._read_body(reader, Reasoning if channel == "analysis" else Text)
 
     def _read_recipient(self, reader: AnswerReader) -> Steps[str]:
-        """The function that a message goes to; empty if it goes to none."""
+        """Whom a message goes to, such as functions.add; empty: the user."""
         yield from reader.space()
         if not (yield from reader.has("to=")):
             return ""
         recipient = yield from reader.name(len("functions.") + MAX_NAME)
         yield from reader.space()
-        kind, _, function = recipient.partition(".")
-        if kind != "functions":
-            raise NotACall
-        return function
+        return recipient
 
     def _read_body(self, reader: AnswerReader, kind: Kind) -> Steps[None]:
         reader.is_thinking = kind is Reasoning

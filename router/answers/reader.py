@@ -117,9 +117,10 @@ class AnswerReader:
         self._is_after_marker = True
         self._drop()
 
-    def reject(self) -> None:
-        """What was read since `accept` is text: tell the marker that it began with, and go on behind that."""
-        self._at = self._mark + self._opening_len
+    def reject(self, whole: bool = False) -> None:
+        """What was read since `accept` is text. Tell the whole, or its opening marker alone and read the rest again."""
+        if not whole:
+            self._at = self._mark + self._opening_len
         self._tell(self._buffer[self._mark : self._at], Text)
         self._drop()
 
