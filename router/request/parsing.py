@@ -70,11 +70,12 @@ def guided_by(
         start = format.calls(lark, params.calls_due, prompt_end)
     else:
         assert params.guided is not None
-        start = format.answer(lark, _rule_of(params.guided, lark), prompt_end)
+        start = format.answer(lark, rule_of(params.guided, lark), prompt_end)
     return inference_pb2.Guided(ebnf_grammar=lark.grammar(start))
 
 
-def _rule_of(guided: inference_pb2.Guided, lark: Lark) -> Rule:
+def rule_of(guided: inference_pb2.Guided, lark: Lark) -> Rule:
+    """What a client asks for, as a rule of a grammar."""
     match guided.WhichOneof("format"):
         case "json_schema":
             return lark.json(json.loads(guided.json_schema))

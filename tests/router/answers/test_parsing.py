@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import get_args
 
 import pytest
@@ -34,15 +33,19 @@ A, W = '{"a": [1, -2.5e3, "ü\\n}"], "b": {}}', "{}"
 ANSWERS = {
     "hermes": f'<tool_call>\n{{"name": "add", "arguments": {A}}}\n</tool_call>\n'
     f'<tool_call>\n{{"name": "get_weather.v2", "arguments": {W}}}\n</tool_call>',
-    "llama3": f'{{"name": "add", "parameters": {A}}}; {{"type": "function", "name": "get_weather.v2", "parameters": {W}}}',
+    "llama3": f'{{"name": "add", "parameters": {A}}}; '
+    f'{{"type": "function", "name": "get_weather.v2", "parameters": {W}}}',
     "mistral": f"[TOOL_CALLS]add[ARGS]{A}[TOOL_CALLS]get_weather.v2[CALL_ID]abc123def[ARGS]{W}",
     "mistral-v3": f'[TOOL_CALLS] [{{"name": "add", "arguments": {A}}}, '
     f'{{"arguments": {W}, "name": "get_weather.v2", "id": "abc123def"}}]',
-    "gemma": f'```tool_code\n[{{"name": "add", "parameters": {A}}}, {{"name": "get_weather.v2", "parameters": {W}}}]\n```',
+    "gemma": f'```tool_code\n[{{"name": "add", "parameters": {A}}}, '
+    f'{{"name": "get_weather.v2", "parameters": {W}}}]\n```',
     "deepseek": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{A}<｜tool▁call▁end｜>"
     f"<｜tool▁call▁begin｜>get_weather.v2<｜tool▁sep｜>{W}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "deepseek-v3": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{A}\n```<｜tool▁call▁end｜>\n"
-    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather.v2\n```json\n{W}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek-v3": "<｜tool▁calls▁begin｜>"
+    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{A}\n```<｜tool▁call▁end｜>\n"
+    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather.v2\n```json\n{W}\n```<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
     "harmony": f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{A}<|call|>"
     f"<|start|>assistant to=functions.get_weather.v2<|channel|>commentary json<|message|>{W}<|call|>",
 }
