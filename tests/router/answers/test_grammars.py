@@ -104,7 +104,8 @@ ONE = {
     "mistral": '[TOOL_CALLS]add[ARGS]{"a": 1}',
     "mistral-v3": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]',
     "gemma": '{"name": "add", "parameters": {"a": 1}}',
-    "deepseek": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}'
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek-v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
     '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "harmony": '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}',

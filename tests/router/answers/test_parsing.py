@@ -245,7 +245,8 @@ def test_flags_set_the_format_or_turn_it_off() -> None:
     qwen = "<tool_call></think>"
     assert format_of(qwen, "none", "none") is None
     set_by_hand = format_of(qwen, "llama3", "none")
-    assert set_by_hand and (set_by_hand.tool_format, set_by_hand.reasoning_format) == ("llama3", "")
+    assert set_by_hand
+    assert (set_by_hand.tool_format, set_by_hand.reasoning_format) == ("llama3", "")
     with pytest.raises(SettingError, match="--tool-format harmony does not go with --reasoning-format think"):
         format_of(qwen, "harmony")
     assert {*get_args(ToolFormatName)} == {*TOOL_FORMATS, "harmony", "auto", "none"}
