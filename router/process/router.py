@@ -27,6 +27,7 @@ from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.router.adapters.kserve import GrpcInferenceService
 from pagoda_server.router.adapters.translation import Adapter
 from pagoda_server.router.adapters.vllm import VllmEngine
+from pagoda_server.router.answers.formats import format_of
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.process.calls import CallGuard, Refusal
@@ -109,6 +110,8 @@ class Router:
         self._name = config.served_model_name or folder.name
         self._folder = folder
         self._tokenizer = tokenizer
+        template = tokenizer.chat_template.source if tokenizer.chat_template else None
+        self._format = format_of(template, config.tool_format, config.reasoning_format)
         self._index = index
         self._sockets = sockets
         self._spawned = spawned
@@ -261,6 +264,7 @@ class Router:
             vocab_size=self._tokenizer.vocab_size,
             kv_token_capacity=1 << 62,
             has_chat_template=self._tokenizer.chat_template is not None,
+            has_tool_format=bool(self._format and self._format.tool_format),
             max_text_bytes=config.max_text_bytes,
             default_max_tokens=config.default_max_tokens,
         )
@@ -277,6 +281,7 @@ class Router:
             stall_timeout_s=config.stall_timeout_s,
             resume_s=config.resume_s,
             times=self._tally.times if self._tally else (),
+            format=self._format,
         )
 
     def _make_control(self, max_bytes: int) -> ControlServicer:
@@ -291,6 +296,7 @@ class Router:
             engine_restarts=self._engine_restarts,
             max_message_bytes=max_bytes,
             settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
+            format=self._format,
         )
 
     def _adapters(
