@@ -63,8 +63,8 @@ def chat(
 
     with suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
-    options: GenerateOptions = {**sampling, "max_tokens": max_tokens}
     offered = None if tools is None else _read_tools(tools)
+    options: GenerateOptions = {**sampling, "max_tokens": max_tokens, "tools": offered}
     console = Console()
     connection = partial(connect, address, token, tls, tls_ca, tenant=tenant)
 
@@ -74,7 +74,7 @@ def chat(
 
     with errors_reported(address):
         console.print(f"[bold]{asyncio.run(model_name())}[/] at {address}. {HELP}.", highlight=False)
-        Conversation(connection, console, system, options, offered).run()
+        Conversation(connection, console, system, options).run()
 
 
 def _read_tools(path: Path) -> list[dict[str, Any]]:
@@ -88,23 +88,14 @@ def _read_tools(path: Path) -> list[dict[str, Any]]:
 
 
 class Conversation:
-    """A conversation with the user, sent in full with each question.
-
-    tools  that the model may call; None: none
-    """
+    """A conversation with the user, sent in full with each question."""
 
     def __init__(
-        self,
-        connect: Callable[[], AsyncClient],
-        console: Console,
-        system: str | None,
-        options: GenerateOptions,
-        tools: list[dict[str, Any]] | None = None,
+        self, connect: Callable[[], AsyncClient], console: Console, system: str | None, options: GenerateOptions
     ) -> None:
         self._connect = connect
         self._console = console
         self._options = options
-        self._tools = tools
         self._beginning: list[ChatMessage] = [] if system is None else [{"role": "system", "content": system}]
         self._turns = list(self._beginning)
 
@@ -180,7 +171,7 @@ class Conversation:
         """Show an answer as it comes: the reasoning dimmed, calls not yet."""
         is_thinking = False
         async with self._connect() as client:
-            async for chunk in client.chat(conversation, tools=self._tools, **self._options):
+            async for chunk in client.chat(conversation, **self._options):
                 chunks.append(chunk)
                 if is_thinking and chunk.text:
                     self._console.print("\n")

@@ -112,7 +112,9 @@ class HostBlocks:
         kept = self._kept.get(seq.id)
         if kept is None:
             return prefix
-        num_tokens = min(kept.num_tokens, seq.num_tokens - 1)
+        num_tokens = kept.num_tokens
+        if num_tokens > seq.cacheable_len:  # whole blocks: others may have the one that it would write to
+            num_tokens = seq.cacheable_len // self._block_size * self._block_size
         if num_tokens <= prefix.num_tokens:
             return prefix
         positions = range(len(prefix.blocks), -(-num_tokens // self._block_size))

@@ -142,6 +142,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             capabilities.append(control_pb2.CAPABILITY_CHAT)
             if template.reads_tools:
                 capabilities.append(control_pb2.CAPABILITY_TOOLS)
+        capabilities += [control_pb2.CAPABILITY_EMBED, control_pb2.CAPABILITY_SCORE]
         model = control_pb2.ModelInfo(
             name=self._model,
             architecture=info.architecture,
@@ -150,6 +151,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             eos_token_ids=self._tokenizer.eos_token_ids,
             capabilities=capabilities,
             template_kwargs=template.kwargs if template is not None else (),
+            hidden_size=limits.hidden_size,
             recommended_sampling=_recommended_sampling(self._tokenizer, limits),
             tool_format=self._format.tool_format if self._format else "",
             reasoning_format=self._format.reasoning_format if self._format else "",

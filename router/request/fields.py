@@ -39,7 +39,9 @@ class Limits:
     max_json_depth     nesting of objects and lists in that JSON
     max_kwargs_values  values in a chat's template_kwargs, nested ones included
     max_kwargs_depth   nesting of objects and lists in template_kwargs
+    hidden_size        length of a hidden state
     max_n              sequences from one input
+    max_readouts       inputs to embed, or continuations to score, in one call
     max_request_id     characters of a request's id
     """
 
@@ -56,7 +58,9 @@ class Limits:
     max_json_depth: int = 32
     max_kwargs_values: int = 1024
     max_kwargs_depth: int = 16
+    hidden_size: int = 0
     max_n: int = MAX_N
+    max_readouts: int = 256
     max_beams: int = 16
     max_logprobs: int = MAX_LOGPROBS
     max_stop: int = 16

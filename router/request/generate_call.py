@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -13,13 +13,20 @@ from pagoda.v1 import inference_pb2
 from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, time_in_engine
 from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument
 from pagoda_server.router.request.beam_search import BeamSearchStream
-from pagoda_server.router.request.output import ClientWriter, SequenceOutput, write_records
+from pagoda_server.router.request.output import (
+    ClientWriter,
+    SequenceOutput,
+    write_bytes,
+    write_logprobs,
+    write_records,
+)
 from pagoda_server.router.request.parsing import Parsing
 from pagoda_server.router.request.resuming import KeepingOutput, KeptStream, ResumedStream
 from pagoda_server.router.request.token_times import TokenTimes
 from pagoda_server.router.request.validation import GenerateParams
 from pagoda_server.router.text.tokenizer import Tokenizer
 
+_PROMPT_AT_ONCE = 256  # tokens: with all logprobs a message of about 100 KB, which stock clients accept
 Stream: TypeAlias = EngineStream | BeamSearchStream | ResumedStream
 
 
@@ -79,10 +86,19 @@ class GenerateCall:
         """Why each sequence that has ended did."""
         return [output.finished().reason for output in self._outputs if output.ended is not None]
 
-    async def _write_prompt(self, ids: Sequence[int]) -> None:
-        response = inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt={})
-        write_records(response.prompt.tokens, ids, token_bytes=self._token_bytes)
-        await self._writer.write(response)
+    async def _write_prompt(self, ids: Sequence[int], readings: Iterable[engine_pb2.Reading] = ()) -> None:
+        """Write the prompt; with log-probabilities, in parts that other streams' messages may come between."""
+        found = {each.at: each for reading in readings for each in reading.logprobs}
+        at_once = _PROMPT_AT_ONCE if found else len(ids)
+        for start in range(0, len(ids), at_once):
+            response = inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt={})
+            write_records(response.prompt.tokens, ids[start : start + at_once])
+            for at, token in enumerate(response.prompt.tokens, start):
+                if (logprobs := found.get(at)) is not None:
+                    write_logprobs(token, logprobs)
+            if self._token_bytes is not None:
+                write_bytes(response.prompt.tokens, self._token_bytes)
+            await self._writer.write(response)
 
     async def replay(self, kept: KeptStream, counts: Sequence[int], prompt: Sequence[int]) -> None:
         """Write what the client of a kept stream lacks, and every end.
@@ -111,7 +127,8 @@ class GenerateCall:
         while self._unfinished:
             await stream.wait()
             if prompt:
-                await self._write_prompt(prompt)
+                readings = [each for inbox in stream.inboxes for each in inbox.readings]
+                await self._write_prompt(prompt, readings)
                 prompt = ()
             for output, inbox in zip(self._outputs, stream.inboxes, strict=True):
                 if inbox.tokens or inbox.ended is not None:
@@ -165,30 +182,38 @@ class GenerateCall:
 
     def timing(self) -> inference_pb2.Timing:
         """The times so far. Those in the engine are 0 until a sequence has ended."""
-        ends = [output.ended for output in self._outputs if output.ended]
-        slowest = max(ends, key=time_in_engine, default=engine_pb2.Ended())
         now = time.monotonic()
-        return inference_pb2.Timing(
-            queue_s=slowest.queue_s,
-            prefill_s=slowest.prefill_s,
-            decode_s=slowest.decode_s,
-            preempted_s=slowest.preempted_s,
-            preemptions=slowest.preemptions,
-            preempted_tokens=slowest.preempted_tokens,
-            recomputed_tokens=slowest.recomputed_tokens,
-            saved_tokens=slowest.saved_tokens,
-            loaded_tokens=slowest.loaded_tokens,
-            time_to_first_token_s=(self.first_written or now) - self._received,
-            total_s=now - self._received,
-        )
+        first_s, total_s = (self.first_written or now) - self._received, now - self._received
+        return timing_of([output.ended for output in self._outputs if output.ended], first_s, total_s)
 
 
-def raise_if_failed(ended: engine_pb2.Ended) -> None:
-    """Raise the error that ends the whole call, if the engine ended a sequence irregularly."""
+def timing_of(ends: Iterable[engine_pb2.Ended], first_s: float, total_s: float) -> inference_pb2.Timing:
+    """The times and counts of the slowest sequence."""
+    slowest = max(ends, key=time_in_engine, default=engine_pb2.Ended())
+    return inference_pb2.Timing(
+        queue_s=slowest.queue_s,
+        prefill_s=slowest.prefill_s,
+        decode_s=slowest.decode_s,
+        preempted_s=slowest.preempted_s,
+        preemptions=slowest.preemptions,
+        preempted_tokens=slowest.preempted_tokens,
+        recomputed_tokens=slowest.recomputed_tokens,
+        saved_tokens=slowest.saved_tokens,
+        loaded_tokens=slowest.loaded_tokens,
+        time_to_first_token_s=first_s,
+        total_s=total_s,
+    )
+
+
+def raise_if_failed(ended: engine_pb2.Ended, field: str = "input") -> None:
+    """Raise the error that ends the whole call, if the engine ended a sequence irregularly.
+
+    field  of the request, that the sequence is made from
+    """
     match ended.reason:
         case engine_pb2.END_REASON_DEADLINE:
             raise DeadlineExceeded("the deadline passed or can no longer be met")
         case engine_pb2.END_REASON_REJECTED:
-            raise InvalidArgument("input", ended.detail)
+            raise InvalidArgument(field, ended.detail)
         case engine_pb2.END_REASON_FAILED:
             raise Internal(f"sequence failed in the engine: {ended.detail}")

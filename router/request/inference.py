@@ -15,19 +15,15 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.answers.formats import AnswerFormat
 from pagoda_server.router.engines.channel import Dispatcher
-from pagoda_server.router.errors import (
-    DeadlineExceeded,
-    PagodaError,
-    Unavailable,
-    Unimplemented,
-)
+from pagoda_server.router.errors import PagodaError, Unavailable, Unimplemented
 from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests, Reservation
 from pagoda_server.router.request.beam_search import BeamSearchStream
-from pagoda_server.router.request.client_call import ClientCall
+from pagoda_server.router.request.client_call import ClientCall, time_left
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.generate_call import GenerateCall, Stream
 from pagoda_server.router.request.output import ClientWriter
 from pagoda_server.router.request.parsing import guided_by, parsing_of
+from pagoda_server.router.request.readouts import Readouts
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages, Parse, Received, from_protobuf
 from pagoda_server.router.request.record import Observers, Record
 from pagoda_server.router.request.resuming import (
@@ -116,6 +112,17 @@ class InferenceServicer:
         self._stall_timeout_s = stall_timeout_s
         self.resume_elsewhere: ResumeElsewhere | None = None  # set if several routers share the port
         self._kept = KeptStreams(resume_s)
+        self._readouts = Readouts(
+            model=model,
+            tokenizer=tokenizer,
+            limits=lambda: self.limits,
+            admission=admission,
+            quotas=quotas,
+            messages=messages,
+            dispatcher=dispatcher,
+            live=live,
+            observers=observers,
+        )
 
     def handlers(self) -> Mapping[str, grpc.RpcMethodHandler[Any, Any]]:
         """The methods' handlers by name. They take streams of bytes, whatever the protocol says: see receiving.py."""
@@ -130,6 +137,8 @@ class InferenceServicer:
             "Detokenize": grpc.stream_unary_rpc_method_handler(
                 self._detokenize, None, inference_pb2.DetokenizeResponse.SerializeToString
             ),
+            "Embed": grpc.stream_unary_rpc_method_handler(self._readouts.embed),
+            "Score": grpc.stream_unary_rpc_method_handler(self._readouts.score),
         }
 
     def share(self, weights: Mapping[str, float] | None) -> None:
@@ -138,7 +147,7 @@ class InferenceServicer:
         self._conversions.share(weights)
 
     def refusal(self, tenant: str) -> PagodaError | None:
-        """Why a tenant's call of Generate or Resume would be refused now, whatever it asks for."""
+        """Why a tenant's call that needs an engine would be refused now, whatever it asks for."""
         return self._dispatcher.refusal() or self._admission.refusal(tenant) or self._quotas.refusal(tenant)
 
     def refused(self, call: ClientCall, why: PagodaError, route: str) -> None:
@@ -183,7 +192,7 @@ class InferenceServicer:
                     max_tokens = check_prompt(params, len(prompt), self.limits)
                     reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
                     spending.reserve(len(prompt) + params.num_sequences * max_tokens)
-                    timeout_s = _time_left(call)
+                    timeout_s = time_left(call)
                     guided = guided_by(params, self._format, self._tokenizer, prompt)
                     eos_token_ids = self._tokenizer.eos_token_ids
                     submit = to_submit(params, prompt, max_tokens, eos_token_ids, timeout_s, asker, guided)
@@ -227,7 +236,7 @@ class InferenceServicer:
             if kept is None:
                 await self._messages.check_end(call)
                 async with ClientWriter(call, self._stall_timeout_s) as writer:
-                    if elsewhere and await elsewhere(request, tenant, _time_left(call), writer.write):
+                    if elsewhere and await elsewhere(request, tenant, time_left(call), writer.write):
                         return
                 raise not_kept()
             counts = kept.check(request.received)
@@ -272,7 +281,7 @@ class InferenceServicer:
             # Before all else, so that the engine can start.
             stream: Stream
             if kept is not None:
-                stream = resumed(engine, kept, _time_left(admitted.call), starts)
+                stream = resumed(engine, kept, time_left(admitted.call), starts)
             else:
                 submitted = partial(BeamSearchStream, engine) if params.is_search else engine.submit
                 stream = submitted(submit, starts)
@@ -341,14 +350,6 @@ class InferenceServicer:
                 ids, skip_special_tokens=not keeps_special_tokens, is_large=message.is_large
             )
             return inference_pb2.DetokenizeResponse(text=text)
-
-
-def _time_left(call: ClientCall) -> float | None:
-    """Seconds until the client's deadline; None: there is none. Raises DeadlineExceeded."""
-    remaining_s: float | None = call.time_remaining()
-    if remaining_s is not None and remaining_s <= 0:
-        raise DeadlineExceeded("the deadline passed before the request was scheduled")
-    return remaining_s
 
 
 def _serialized(ids: Sequence[int]) -> bytes:

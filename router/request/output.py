@@ -242,14 +242,22 @@ def write_records(
     for id in ids:
         records.add(id=id)
     for record, found in zip(records, logprobs, strict=False):
-        record.logprob = found.logprob
-        for top_id, logprob in zip(found.top_ids, found.top_logprobs, strict=True):
-            record.top.add(id=top_id, logprob=logprob)
+        write_logprobs(record, found)
     if token_bytes is not None:
-        for record in records:
-            record.bytes = token_bytes(record.id)
-            for top in record.top:
-                top.bytes = token_bytes(top.id)
+        write_bytes(records, token_bytes)
+
+
+def write_logprobs(record: inference_pb2.Token, found: engine_pb2.Logprobs) -> None:
+    record.logprob = found.logprob
+    for top_id, logprob in zip(found.top_ids, found.top_logprobs, strict=True):
+        record.top.add(id=top_id, logprob=logprob)
+
+
+def write_bytes(records: RepeatedCompositeFieldContainer[inference_pb2.Token], token_bytes: TokenBytes) -> None:
+    for record in records:
+        record.bytes = token_bytes(record.id)
+        for top in record.top:
+            top.bytes = token_bytes(top.id)
 
 
 class ClientWriter:

@@ -140,7 +140,7 @@ def test_a_model_without_a_chat_template_refuses_a_message_and_continues_a_promp
         with pytest.raises(Exception, match=r"^message: the model served here has no chat template; send prompt"):
             list(client.generate("Hi"))
         assert list(client.generate(prompt="Hi", max_tokens=1))
-        assert list(client.models()[0].capabilities) == [control_pb2.CAPABILITY_GENERATE]
+        assert control_pb2.CAPABILITY_CHAT not in client.models()[0].capabilities
 
 
 def test_a_stock_client_comes_back_when_it_is_told_to() -> None:
@@ -161,16 +161,17 @@ def test_a_stock_client_comes_back_when_it_is_told_to() -> None:
         ThreadPoolExecutor(1) as threads,
     ):
         inference, control = inference_pb2_grpc.InferenceStub(channel), control_pb2_grpc.ControlStub(channel)
-        first = inference.Generate(request("in the way", max_tokens=10_000))
+        first = inference.Generate(request("in the way", max_tokens=1000))
         next(first)
+        started = time.monotonic()
+        waiting = threads.submit(ask, inference_pb2_grpc.InferenceStub(retrying), request("patient", max_tokens=2))
+        while "RESOURCE_EXHAUSTED" not in server.log.read_text():
+            time.sleep(0.01)
         with pytest.raises(grpc.RpcError) as refused:
             ask(inference, request("refused", max_tokens=1))
         pushback_s = int(dict(refused.value.trailing_metadata())["grpc-retry-pushback-ms"]) / 1e3
-        started = time.monotonic()
-        waiting = threads.submit(ask, inference_pb2_grpc.InferenceStub(retrying), request("patient", max_tokens=2))
-        time.sleep(0.5 * pushback_s)
         first.cancel()
         while control.GetLoad(control_pb2.GetLoadRequest()).requests:
             time.sleep(0.01)
-        assert len(waiting.result(timeout=60).ids()) == 2
-        assert pushback_s <= time.monotonic() - started < 60
+        assert len(waiting.result(timeout=400).ids()) == 2
+        assert 0.5 * pushback_s <= time.monotonic() - started < 400
