@@ -150,6 +150,12 @@ class RouterSettings(CommonSettings):
         "Most tokens to generate for a request that sets no max_tokens. Fewer if the context leaves fewer.",
         panel=LIMITS, unit="tokens", at_least=1, at_most=MAX_UINT32,
     )  # fmt: skip
+    sampling_defaults: Literal["model", "none"] = setting(
+        "model",
+        "Where sampling parameters come from that a request leaves out: what generation_config.json recommends, or "
+        "always the protocol's own defaults, which take the most likely token.",
+        panel=LIMITS,
+    )  # fmt: skip
     stall_timeout_s: float = setting(
         30.0,
         "Seconds that a client may read nothing, or take to send its request, before its call is ended.",

@@ -269,7 +269,8 @@ def _generation(given: _Fields, request: inference_pb2.GenerateRequest, limits: 
     asked.is_stream = given.flag("stream")
     _stream_options(given, asked)
     sampling, stopping, output = request.sampling, request.stopping, request.output
-    sampling.temperature = DEFAULT_TEMPERATURE
+    if not limits.recommended.HasField("temperature"):
+        sampling.temperature = DEFAULT_TEMPERATURE
     for each in PARAMETERS:
         value = given.integer(each.name) if each.is_integer else given.number(each.name)
         if value is not None:

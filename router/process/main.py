@@ -26,6 +26,7 @@ from pagoda.v1 import (
     admin_pb2_grpc,
     control_pb2,
     control_pb2_grpc,
+    inference_pb2,
 )
 from pagoda_server import installed_version
 from pagoda_server.channel.address import host_of, is_local
@@ -67,6 +68,7 @@ from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.request.record import Observers
 from pagoda_server.router.telemetry.logs import RequestLog
 from pagoda_server.router.telemetry.metrics import Metrics, Sample, Tally, engine_samples
+from pagoda_server.router.request.validation import recommended_sampling
 from pagoda_server.router.tenants.identity import Identities, Tenants, TenantsFile, read_tenants, wait_for_tenants
 from pagoda_server.router.tenants.quotas import Quotas
 from pagoda_server.router.text.tokenizer import Tokenizer
@@ -329,6 +331,9 @@ class Router:
     def _make_inference(self, messages: Messages) -> InferenceServicer:
         """The Inference service, with limits that hold until an engine reports its own."""
         config = self._config
+        recommended = None
+        if config.sampling_defaults == "model":
+            recommended = recommended_sampling(self._tokenizer.recommended)
         limits = Limits(
             max_model_len=config.max_model_len or 1 << 31,
             vocab_size=self._tokenizer.vocab_size,
@@ -336,6 +341,7 @@ class Router:
             has_chat_template=self._tokenizer.chat_template is not None,
             max_text_bytes=config.max_text_bytes,
             default_max_tokens=config.default_max_tokens,
+            recommended=recommended or inference_pb2.Sampling(),
         )
         return InferenceServicer(
             model=self._name,

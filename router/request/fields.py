@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_float
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.settings import RouterSettings
 from pagoda_server.settings.request import (
@@ -40,6 +41,8 @@ class Limits:
     max_kwargs_depth   nesting of objects and lists in template_kwargs
     max_n              sequences from one input
     max_request_id     characters of a request's id
+    recommended        sampling parameters of a request that leaves them out; those that it lacks have the protocol's
+                       defaults
     """
 
     max_model_len: int
@@ -65,6 +68,7 @@ class Limits:
     max_salt_bytes: int = MAX_SALT_BYTES
     max_priority: int = MAX_PRIORITY
     default_max_tokens: int = RouterSettings.default_max_tokens
+    recommended: inference_pb2.Sampling = field(default_factory=inference_pb2.Sampling)
 
 
 def too_many(field: str, most: int) -> InvalidArgument:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,6 +28,8 @@ from pagoda_server.router.text.chat_template import Chat, Message
 from pagoda_server.router.text.tokenizer import Prompt
 from pagoda_server.settings.request import MAX_SLO_S
 from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
+
+log = logging.getLogger("pagoda.router")
 
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
@@ -368,15 +371,36 @@ def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb
         check_number(bias, f"sampling.logit_bias[{id}]", LOGIT_BIAS.low, LOGIT_BIAS.high)
     check_ids(given.allowed_token_ids, "sampling.allowed_token_ids", limits.vocab_size, limits.vocab_size)
     resolved = inference_pb2.Sampling(n=1, seed=secrets.randbits(64), **_DEFAULTS)
+    if not given.HasField("beam_search"):  # a search ranks by the model's own log-probabilities
+        resolved.MergeFrom(limits.recommended)
     resolved.MergeFrom(given)
     resolved.DiscardUnknownFields()  # a client may send megabytes of them, and this message goes to the engine
-    for each in PARAMETERS:
-        low, high, is_low_allowed = each.interval.low, each.interval.high, each.interval.includes_low
-        value = getattr(resolved, each.name)
-        check_number(value, f"sampling.{each.name}", low, high, is_low_allowed=is_low_allowed)
+    _check_parameters(resolved)
     check_integer(resolved.n, "sampling.n", 1, limits.max_n)
     if resolved.top_k >= limits.vocab_size:
         resolved.top_k = 0  # both keep every token
     if resolved.HasField("beam_search"):
         check_beam_search(resolved, limits)
     return resolved
+
+
+def recommended_sampling(recommended: Mapping[str, Any]) -> inference_pb2.Sampling | None:
+    """The model's recommended sampling; None if it has none, or recommends values that no request may set."""
+    if not recommended:
+        return None
+    try:
+        sampling = inference_pb2.Sampling(**recommended)
+        _check_parameters(sampling)
+    except (TypeError, ValueError, OverflowError, InvalidArgument) as error:
+        log.warning("ignoring the sampling parameters in generation_config.json: %s", error)
+        return None
+    return sampling
+
+
+def _check_parameters(sampling: inference_pb2.Sampling) -> None:
+    """Check the numbers that are set. Raises InvalidArgument."""
+    for each in PARAMETERS:
+        if sampling.HasField(each.name):
+            low, high, is_low_allowed = each.interval.low, each.interval.high, each.interval.includes_low
+            value = getattr(sampling, each.name)
+            check_number(value, f"sampling.{each.name}", low, high, is_low_allowed=is_low_allowed)

@@ -251,9 +251,15 @@ def test_chat_template_is_found_wherever_models_keep_it(tmp_path: Path) -> None:
         ),
         (
             {"do_sample": True, "min_p": 0.1, "repetition_penalty": 1.05, "top_k": None},
-            {"min_p": 0.1, "repetition_penalty": 1.05},
+            {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.05},
         ),
-        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"top_p": 0.9}, {"temperature": 1.0, "top_p": 0.9}),
+        ({"no_repeat_ngram_size": 3}, {"no_repeat_ngram_size": 3}),
+        (
+            {"do_sample": False, "temperature": 0.7, "typical_p": 0.9, "repetition_penalty": 1.2},
+            {"temperature": 0.0, "repetition_penalty": 1.2},
+        ),
         ({}, {}),
     ],
 )

@@ -52,6 +52,18 @@ def user(content: str = "Hello") -> dict[str, str]:
     return {"role": "ROLE_USER", "content": content}
 
 
+def test_what_the_model_recommends_holds_where_a_request_is_silent() -> None:
+    recommended = inference_pb2.Sampling(temperature=0.7, top_k=20, repetition_penalty=1.1)
+    limits = dataclasses.replace(LIMITS, recommended=recommended)
+    silent = params_of(limits).sampling
+    assert (silent.temperature, silent.top_k) == (recommended.temperature, 20)
+    assert (silent.repetition_penalty, silent.top_p) == (recommended.repetition_penalty, 1)
+    explicit = params_of(limits, sampling={"temperature": 0, "top_k": 0, "repetition_penalty": 1}).sampling
+    assert (explicit.temperature, explicit.top_k, explicit.repetition_penalty) == (0, 0, 1)
+    search = params_of(limits, sampling={"beam_search": {"width": 2}}).sampling
+    assert (search.temperature, search.top_k, search.repetition_penalty) == (0, 0, 1)
+
+
 def test_smallest_request_gets_every_default() -> None:
     params = params_of(prompt="Hello")
     assert params.prompt == "Hello"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,6 +67,19 @@ def test_defaults_are_those_of_the_api() -> None:
     request, _ = chat()
     assert not request.stopping.HasField("max_tokens")
     assert not request.sampling.HasField("seed")
+
+
+def test_a_field_that_is_not_given_has_what_the_model_recommends() -> None:
+    limits = replace(LIMITS, recommended=inference_pb2.Sampling(temperature=0.5, top_k=20))
+
+    def resolved(**fields: Any) -> inference_pb2.Sampling:
+        request = translated(json.dumps({"prompt": "Hi"} | fields).encode(), limits, Asked(is_chat=False))
+        return validate_generate(request, limits, "m").sampling
+
+    assert (resolved().temperature, resolved().top_k) == (0.5, 20)
+    assert (resolved(temperature=0).temperature, resolved(top_k=0).top_k) == (0, 0)
+    limits.recommended.ClearField("temperature")
+    assert (resolved().temperature, resolved().top_k) == (1, 20)
 
 
 def test_null_is_the_same_as_no_field() -> None:
