@@ -107,7 +107,8 @@ def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     The command receives the given options by name as `sampling`.
     """
     options = {
-        each.name: _option(each.help, f"{each.default:g}", int if each.is_integer else float) for each in PARAMETERS
+        each.name: _option(each.help, f"the model's, or {each.default:g}", int if each.is_integer else float)
+        for each in PARAMETERS
     }
     options["seed"] = _option("The same seed gives the same answer.", False, int)
 

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, trace_pb2
-from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.core.step import Ended, Hold, TokenLogprobs
 from pagoda_server.engine.kv.blocks import chain_root
 from pagoda_server.engine.loop.loop import LoadSnapshot
 from pagoda_server.engine.loop.step_trace import Move, MoveKind, Step, TraceSnapshot
-from pagoda_server.engine.runners.sampling import AllowedTokens
+from pagoda_server.engine.runners.sampling import AllowedTokens, TokenBans
 from pagoda_server.engine.scheduling.tenants import TenantTable
 from pagoda_server.settings.request import (
+    MAX_BAD_WORDS,
     MAX_EOS_IDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -61,6 +62,7 @@ _MOVE_KINDS: dict[MoveKind, trace_pb2.MoveKind] = {
 _NUMBERS = {parameter.name for parameter in PARAMETERS}
 _SEED_MASK = (1 << 64) - 1
 _NUM_SEQUENCE_NUMBERS = 1 << 64
+_MAX_BAD_WORDS = 2 * MAX_BAD_WORDS  # each with and without a space before it
 _MAX_ABORTED = 1 << 16  # sequences, of one message: more than a router ever aborts at once
 
 
@@ -100,11 +102,13 @@ def check_submit(submit: engine_pb2.Submit, vocab_size: int, max_model_len: int)
     _check(len(sampling.logit_bias) <= MAX_LOGIT_BIAS, "sampling.logit_bias")
     _check(all(bias in LOGIT_BIAS for bias in sampling.logit_bias.values()), "sampling.logit_bias")
     _check(len(sampling.allowed_token_ids) <= vocab_size, "sampling.allowed_token_ids")
+    _check(len(submit.bad_words) <= _MAX_BAD_WORDS and all(word.ids for word in submit.bad_words), "bad_words")
+    _check(not sampling.bad_words, "sampling.bad_words")
     longest = len(submit.prompt) + max((len(output.ids) for output in submit.outputs), default=0)
     if longest >= max_model_len:
         raise Rejected(f"prompt of {longest} tokens, the limit is {max_model_len - 1}")
-    outputs = (output.ids for output in submit.outputs)
-    for ids in (submit.prompt, *outputs, sampling.logit_bias, sampling.allowed_token_ids):
+    lists = (each.ids for each in (*submit.outputs, *submit.bad_words))
+    for ids in (submit.prompt, *lists, sampling.logit_bias, sampling.allowed_token_ids):
         if ids and (highest := max(ids)) >= vocab_size:
             raise Rejected(f"token id {highest} is not below {vocab_size}, the size of the vocabulary")
 
@@ -160,7 +164,10 @@ def _sequence(
         logprobs=submit.logprobs if submit.HasField("logprobs") else None,
     )
     output = submit.outputs[index].ids if submit.outputs else ()
-    mask = AllowedTokens(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
+    mask: TokenMask | None = AllowedTokens(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
+    if params.no_repeat_ngram_size or submit.bad_words:
+        bad_words = (word.ids for word in submit.bad_words)
+        mask = TokenBans(request.prompt_len, params.no_repeat_ngram_size, bad_words, mask)
     return Sequence(id, [*submit.prompt, *output], request, params, mask)
 
 

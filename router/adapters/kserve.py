@@ -490,6 +490,8 @@ class _Parameter:
                 sampling.logit_bias.update(self._biases())
             case "allowed_token_ids":
                 sampling.allowed_token_ids.extend(self._ids(self.limits.vocab_size))
+            case "bad_words":
+                sampling.bad_words.extend(self._texts(self.limits.max_bad_words))
             case "max_tokens":
                 stopping.max_tokens = self._integer(0, _UINT32)
             case "min_tokens":

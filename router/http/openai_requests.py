@@ -282,6 +282,7 @@ def _generation(given: _Fields, request: inference_pb2.GenerateRequest, limits: 
     for id, bias in _logit_bias(given, limits).items():
         sampling.logit_bias[id] = bias
     sampling.allowed_token_ids.extend(given.integers("allowed_token_ids", limits.vocab_size))
+    sampling.bad_words.extend(_texts(given, "bad_words", limits.max_bad_words))
     if (max_tokens := _max_tokens(given, asked)) is not None:
         stopping.max_tokens = max_tokens
     stopping.min_tokens = given.integer("min_tokens") or 0
@@ -351,16 +352,16 @@ def _logit_bias(given: _Fields, limits: Limits) -> dict[int, float]:
 
 
 def _stop(given: _Fields, limits: Limits) -> list[str]:
-    stops: str | list[str] | None = given.take("stop", (str, list), "a string or a list of strings")
-    if stops is None:
-        return []
-    if isinstance(stops, str):
-        return [stops]
-    check_count(len(stops), "stop", limits.max_stop)
-    for at, stop in enumerate(stops):
-        if not isinstance(stop, str):
-            raise InvalidArgument(f"stop[{at}]", "must be a string")
-    return stops
+    stop = given.take("stop", (str, list), "a string or a list of strings")
+    return [stop] if isinstance(stop, str) else _texts(given, "stop", limits.max_stop)
+
+
+def _texts(given: _Fields, name: str, most: int) -> list[str]:
+    texts = given.entries(name, most)
+    for at, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InvalidArgument(f"{name}[{at}]", "must be a string")
+    return texts
 
 
 def _prompt(given: _Fields, request: inference_pb2.GenerateRequest, limits: Limits) -> None:

@@ -488,6 +488,7 @@ class Router:
             max_model_len=min(info.max_model_len for info in engines),
             vocab_size=min(info.vocab_size for info in engines),
             kv_token_capacity=min(info.kv_cache.token_capacity for info in engines),
+            takes_typical_p=all(not info.device.startswith("cuda") for info in engines),
         )
         self._inference.share(_weights_of_tenants(engines))
         if self._config.max_queued_tokens is None:

@@ -175,11 +175,13 @@ class InferenceServicer:
                 async with self._keeping(asker.tenant, params, received) as kept:
                     prompt = await self._tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
                     record.prompt_len = len(prompt)
+                    bad_words = await self._tokenizer.encode_bad_words(params.bad_words) if params.bad_words else ()
                     max_tokens = check_prompt(params, len(prompt), self.limits)
                     reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
                     spending.reserve(len(prompt) + params.num_sequences * max_tokens)
                     timeout_s = _time_left(call)
-                    submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, timeout_s, asker)
+                    eos_token_ids = self._tokenizer.eos_token_ids
+                    submit = to_submit(params, prompt, max_tokens, eos_token_ids, timeout_s, asker, bad_words)
                     if kept is not None:
                         kept.submitted(submit)
                     admitted = _Admitted(call, reservation, spending, message, live, record)

@@ -44,7 +44,8 @@ class GenerateParams:
     """A valid request with its defaults filled in.
 
     prompt_field          the input field that is set, as errors name it
-    sampling              every field is set, the seed included; beam_search only if requested
+    sampling              every field is set, the seed included; beam_search only if requested; without bad_words
+    bad_words             words that the output must not contain
     max_tokens            None: as many as the context leaves, up to a default (see `check_prompt`)
     logprobs              None: none; 0: of the chosen token; N: also of the N most likely
     has_text              whether the response carries text besides token ids
@@ -59,6 +60,7 @@ class GenerateParams:
     prompt: Prompt
     prompt_field: str
     sampling: inference_pb2.Sampling
+    bad_words: tuple[str, ...]
     max_tokens: int | None
     min_tokens: int
     stop: tuple[str, ...]
@@ -123,6 +125,7 @@ def validate_generate(
         prompt=_prompt(request, limits),
         prompt_field=_PROMPT_FIELDS[request.WhichOneof("input")],
         sampling=sampling_from(request.sampling, limits),
+        bad_words=tuple(request.sampling.bad_words),
         max_tokens=_max_tokens(stopping, limits),
         min_tokens=_min_tokens(stopping, limits),
         stop=_stop(stopping.stop, limits),
@@ -176,12 +179,14 @@ def to_submit(
     eos_token_ids: Collection[int],
     timeout_s: float | None = None,
     caller: Caller = ANYONE,
+    bad_words: Iterable[Sequence[int]] = (),
 ) -> engine_pb2.Submit:
     """Convert a request for the engine; the channel numbers its sequences.
 
     max_tokens  as `check_prompt` resolved it
     timeout_s   counts from now; None: no deadline
     caller      for whom it is
+    bad_words   tokens of the words that the output must not contain
 
     Raises InvalidArgument if too many ids end a sequence for a beam search.
     """
@@ -201,6 +206,7 @@ def to_submit(
         tenant=caller.tenant,
         slo=params.slo,
         request_id=params.request_id,
+        bad_words=(inference_pb2.TokenIds(ids=ids) for ids in bad_words),
     )
 
 
@@ -370,18 +376,34 @@ def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb
         check_id(id, f"sampling.logit_bias[{id}]", limits.vocab_size)
         check_number(bias, f"sampling.logit_bias[{id}]", LOGIT_BIAS.low, LOGIT_BIAS.high)
     check_ids(given.allowed_token_ids, "sampling.allowed_token_ids", limits.vocab_size, limits.vocab_size)
+    _check_bad_words(given.bad_words, limits)
     resolved = inference_pb2.Sampling(n=1, seed=secrets.randbits(64), **_DEFAULTS)
     if not given.HasField("beam_search"):  # a search ranks by the model's own log-probabilities
         resolved.MergeFrom(limits.recommended)
+    if not limits.takes_typical_p:
+        resolved.typical_p = _DEFAULTS["typical_p"]
     resolved.MergeFrom(given)
+    resolved.ClearField("bad_words")  # the engine knows nothing of text
     resolved.DiscardUnknownFields()  # a client may send megabytes of them, and this message goes to the engine
     _check_parameters(resolved)
+    if resolved.typical_p != _DEFAULTS["typical_p"] and not limits.takes_typical_p:
+        raise Unimplemented("sampling.typical_p")
     check_integer(resolved.n, "sampling.n", 1, limits.max_n)
     if resolved.top_k >= limits.vocab_size:
         resolved.top_k = 0  # both keep every token
     if resolved.HasField("beam_search"):
+        if given.bad_words:
+            raise InvalidArgument("sampling.bad_words", "is set; a beam search considers every token")
         check_beam_search(resolved, limits)
     return resolved
+
+
+def _check_bad_words(words: Sequence[str], limits: Limits) -> None:
+    check_count(len(words), "sampling.bad_words", limits.max_bad_words)
+    for at, word in enumerate(words):
+        if not word:
+            raise InvalidArgument(f"sampling.bad_words[{at}]", "is empty")
+        check_bytes(word, f"sampling.bad_words[{at}]", limits.max_bad_word_bytes)
 
 
 def recommended_sampling(recommended: Mapping[str, Any]) -> inference_pb2.Sampling | None:
