@@ -67,7 +67,8 @@ class Sampling:
     typical_p: float = field(
         default=1.0,
         metadata=_spec(
-            Interval(0, 1, includes_low=False), "Keep the tokens of the most typical information, up to this probability."
+            Interval(0, 1, includes_low=False),
+            "Keep the tokens of the most typical information up to this probability.",
         ),
     )
     top_n_sigma: float = field(

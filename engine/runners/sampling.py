@@ -53,7 +53,7 @@ class TokenBans:
     """A TokenMask that lets nothing be repeated, or nothing be said, that must not be.
 
     prompt_len  leading tokens that are the prompt
-    ngram_size  no n-gram of prompt and output comes twice (as in transformers' NoRepeatNGramLogitsProcessor); 0: any may
+    ngram_size  no n-gram of prompt and output comes twice, as in transformers' NoRepeatNGramLogitsProcessor; 0: any may
     bad_words   tokens that must not follow each other in the output
     allowed     which tokens can be chosen apart from that; None: all
     """

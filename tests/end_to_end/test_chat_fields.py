@@ -97,8 +97,6 @@ def test_the_model_tells_what_its_template_reads_and_what_its_authors_recommend(
     assert model.recommended_sampling == inference_pb2.Sampling(temperature=0.5, top_k=20)
 
 
-
-
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
