@@ -136,7 +136,8 @@ class RouterSettings(CommonSettings):
     )  # fmt: skip
     max_queued_tokens: int | None = setting(
         None,
-        "Most tokens of all admitted requests: prompts and max_tokens together.",
+        "Most tokens of all admitted requests: prompts and max_tokens together. Without max_tokens a request counts with the "
+        "length that others likely had, and with more as it grows longer.",
         panel=LIMITS, unit="tokens", at_least=1, at_most=MAX_QUEUED_TOKENS,
         shown_default="eight times what the KV caches hold",
     )  # fmt: skip
@@ -145,10 +146,10 @@ class RouterSettings(CommonSettings):
         "Longest text of a prompt, in bytes of UTF-8.",
         panel=LIMITS, unit="bytes", at_least=1, at_most=MAX_UINT32,
     )  # fmt: skip
-    default_max_tokens: int = setting(
-        256,
+    default_max_tokens: int | None = setting(
+        None,
         "Most tokens to generate for a request that sets no max_tokens. Fewer if the context leaves fewer.",
-        panel=LIMITS, unit="tokens", at_least=1, at_most=MAX_UINT32,
+        panel=LIMITS, unit="tokens", at_least=1, at_most=MAX_UINT32, shown_default="what the context leaves",
     )  # fmt: skip
     sampling_defaults: Literal["model", "none"] = setting(
         "model",

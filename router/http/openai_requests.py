@@ -137,9 +137,14 @@ def _generation(given: Fields, request: inference_pb2.GenerateRequest, limits: L
         output.token_bytes = True
         if asked.is_echo:
             output.prompt_logprobs = asked.logprobs
-        tokens = stopping.max_tokens if stopping.HasField("max_tokens") else limits.default_max_tokens
-        if not asked.is_stream and asked.n * tokens * (1 + asked.logprobs) > MAX_WHOLE_LOGPROBS:
-            raise InvalidArgument("stream", f"must be true for more than {MAX_WHOLE_LOGPROBS} log-probabilities")
+        if not asked.is_stream:
+            check_whole(asked.n * stopping.max_tokens * (1 + asked.logprobs))
+
+
+def check_whole(num_logprobs: int) -> None:
+    """Check that an answer that is not streamed is not too large. Raises InvalidArgument."""
+    if num_logprobs > MAX_WHOLE_LOGPROBS:
+        raise InvalidArgument("stream", f"must be true for more than {MAX_WHOLE_LOGPROBS} log-probabilities")
 
 
 def _guided(given: Fields, request: inference_pb2.GenerateRequest, asked: Asked) -> None:

@@ -72,7 +72,7 @@ class Limits:
     max_request_id: int = MAX_REQUEST_ID
     max_salt_bytes: int = MAX_SALT_BYTES
     max_priority: int = MAX_PRIORITY
-    default_max_tokens: int = RouterSettings.default_max_tokens
+    default_max_tokens: int | None = RouterSettings.default_max_tokens
     takes_typical_p: bool = True
     recommended: inference_pb2.Sampling = field(default_factory=inference_pb2.Sampling)
 

@@ -46,7 +46,7 @@ class GenerateParams:
     prompt_field          the input field that is set, as errors name it
     sampling              every field is set, the seed included; beam_search only if requested; without bad_words
     bad_words             words that the output must not contain
-    max_tokens            None: as many as the context leaves, up to a default (see `check_prompt`)
+    max_tokens            None: as many as the context leaves, or the server's default (see `check_prompt`)
     logprobs              None: none; 0: of the chosen token; N: also of the N most likely
     has_text              whether the response carries text besides token ids
     has_prompt            whether the response begins with the prompt's token ids
@@ -96,6 +96,11 @@ class GenerateParams:
     def num_sequences(self) -> int:
         """Sequences that the engine holds at once."""
         return self.sampling.beam_search.width if self.is_search else self.n
+
+    @property
+    def has_open_length(self) -> bool:
+        """Whether its outputs likely end long before max_tokens. A search is computed whole before it tells anything."""
+        return self.max_tokens is None and not self.is_search
 
 
 def validate_generate(
@@ -161,7 +166,7 @@ def check_prompt(params: GenerateParams, prompt_len: int, limits: Limits) -> int
         )
     room = longest - prompt_len
     if params.max_tokens is None:
-        max_tokens = min(limits.default_max_tokens, room)
+        max_tokens = min(limits.default_max_tokens or room, room)
         _check_min_tokens(params.min_tokens, max_tokens)
         return max_tokens
     if params.max_tokens > room:
@@ -340,7 +345,8 @@ def _max_tokens(stopping: inference_pb2.Stopping, limits: Limits) -> int | None:
 
 
 def _min_tokens(stopping: inference_pb2.Stopping, limits: Limits) -> int:
-    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else limits.default_max_tokens
+    longest = limits.default_max_tokens or limits.max_model_len - 1
+    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else longest
     _check_min_tokens(stopping.min_tokens, max_tokens)
     return stopping.min_tokens
 
