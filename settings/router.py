@@ -136,8 +136,8 @@ class RouterSettings(CommonSettings):
     )  # fmt: skip
     max_queued_tokens: int | None = setting(
         None,
-        "Most tokens of all admitted requests: prompts and max_tokens together. Without max_tokens a request counts with the "
-        "length that others likely had, and with more as it grows longer.",
+        "Most tokens of all admitted requests: prompts and max_tokens together. An answer without max_tokens counts as "
+        "long as such answers usually become, and longer once it is.",
         panel=LIMITS, unit="tokens", at_least=1, at_most=MAX_QUEUED_TOKENS,
         shown_default="eight times what the KV caches hold",
     )  # fmt: skip

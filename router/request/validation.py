@@ -99,7 +99,7 @@ class GenerateParams:
 
     @property
     def has_open_length(self) -> bool:
-        """Whether its outputs likely end long before max_tokens. A search is computed whole before it tells anything."""
+        """Whether outputs may end long before max_tokens. A search tells nothing before it is complete."""
         return self.max_tokens is None and not self.is_search
 
 

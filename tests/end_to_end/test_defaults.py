@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,6 +76,6 @@ def test_what_must_not_be_said_is_not_said(channel: grpc.Channel) -> None:
     asked.output.prompt = True
     answer = ask(inference, asked)
     tokens = [*answer.prompt_ids(), *answer.ids()]
-    pairs = list(zip(tokens, tokens[1:], strict=False))
+    pairs = list(itertools.pairwise(tokens))
     first = len(answer.prompt_ids()) - 1  # the first pair that the output ends
     assert not any(pair in pairs[:at] for at, pair in enumerate(pairs) if at >= first)

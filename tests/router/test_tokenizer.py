@@ -271,6 +271,15 @@ def test_recommended_sampling_is_read_from_the_folder(
     assert Tokenizer(folder).recommended == recommended
 
 
+async def test_bad_words_are_encoded_as_they_stand_in_a_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(model_folder(tmp_path, byte_level()))
+    bare, after_space = tokenizer.encode("ab", False), tokenizer.encode(" ab", False)
+    assert bare != after_space
+    assert await tokenizer.encode_bad_words(["ab"]) == [bare, after_space]
+    assert await tokenizer.encode_bad_words([" ab", "ab"]) == [bare, after_space], "no tokens twice"
+    assert await tokenizer.encode_bad_words([" "]) == [tokenizer.encode(" ", False)]
+
+
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "config.json"])
 def test_broken_file_is_one_clear_error(tmp_path: Path, file: str) -> None:
     folder = model_folder(tmp_path, byte_level())
