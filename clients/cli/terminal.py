@@ -41,7 +41,7 @@ TlsCa = Annotated[
 Timeout = Annotated[float | None, typer.Option(help="Deadline in seconds.", show_default=False)]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(help="Most tokens to generate.", show_default="the server's --default-max-tokens"),
+    typer.Option(help="Most tokens to generate.", show_default="what the context leaves"),
 ]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"

@@ -58,9 +58,6 @@ class GenerateOptions(ChatOptions, total=False):
     bad_words: Sequence[str] | None
     logit_bias: Mapping[int, float] | None
     allowed_token_ids: Sequence[int] | None
-    typical_p: float | None
-    no_repeat_ngram_size: int | None
-    bad_words: Sequence[str] | None
     seed: int | None
     n: int | None
     beams: int | None
