@@ -17,7 +17,7 @@ STREAMS = 64
 
 
 @pytest.fixture(scope="module")
-def server(default_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def hot_model(default_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default model, with authors who recommend a high temperature."""
     folder = tmp_path_factory.mktemp("models") / "hot"
     folder.mkdir()
@@ -25,7 +25,12 @@ def server(default_model_folder: Path, tmp_path_factory: pytest.TempPathFactory)
         if file.name != "generation_config.json":
             (folder / file.name).symlink_to(file)
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 0], "do_sample": true, "temperature": 3.0}')
-    with running_server("--model", str(folder)) as server:
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(hot_model: Path) -> Iterator[Server]:
+    with running_server("--model", str(hot_model)) as server:
         yield server
 
 
@@ -62,6 +67,22 @@ def test_recommended_sampling_holds_until_a_request_says_otherwise(channel: grpc
     assert ids(temperature=0) == greedy
     assert ids(seed=1) == ids(seed=1, temperature=3)
     assert len({tuple(greedy), tuple(ids(seed=1)), tuple(ids(seed=2))}) == 3
+
+
+@pytest.mark.slow
+def test_a_server_can_ignore_what_is_recommended(hot_model: Path) -> None:
+    with (
+        running_server("--model", str(hot_model), "--sampling-defaults", "none") as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        silent, greedy = (
+            ask(inference, request("The capital of Sweden is", max_tokens=8, sampling=sampling)).ids()
+            for sampling in ({}, {"temperature": 0.0})
+        )
+        assert silent == greedy
+        (model,) = control_pb2_grpc.ControlStub(channel).ListModels(control_pb2.ListModelsRequest()).models
+        assert model.recommended_sampling.temperature == 3
 
 
 def test_what_must_not_be_said_is_not_said(channel: grpc.Channel) -> None:
