@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda_server.router.errors import PagodaError
+
+WOKEN_AT_ONCE = 8  # streams, which then write their tokens in one turn of the event loop
 
 
 class Wake:
@@ -74,6 +77,7 @@ class EngineStream:
         self.error: PagodaError | None = None
         self.wake = Wake()
         self.has_begun = False  # a token has arrived
+        self.is_due = False  # its reader is to be woken
         self.live = set(range(count))  # sequences that have not ended
         self.on_start = on_start
         self._abort = abort
@@ -94,6 +98,42 @@ class EngineStream:
         """End the sequences that still run, and stop delivery."""
         self.abort()
         self._forget(self)
+
+
+class Wakeups:
+    """Wakes the readers of streams in turn: a few in each turn of the event loop.
+
+    A reader that was woken writes to its client, which takes about as long as the loop needs to refuse a call. If a
+    step woke all readers at once, whatever arrived meanwhile would wait until every token was written. Between two
+    turns the loop looks for what has arrived, so calls, cancels and scrapes come between the writes.
+    """
+
+    def __init__(self) -> None:
+        self._first: deque[EngineStream] = deque()
+        self._others: deque[EngineStream] = deque()
+        self._is_running = False
+
+    def add(self, stream: EngineStream) -> None:
+        """Wake a stream's reader when it is its turn: first tokens come first. A stream that waits keeps its place."""
+        if not stream.is_due:
+            stream.is_due = True
+            (self._others if stream.has_begun else self._first).append(stream)
+
+    def start(self) -> None:
+        """Wake the first few at once, unless others wait for their turn."""
+        if not self._is_running:
+            self._wake_some()
+
+    def _wake_some(self) -> None:
+        for _ in range(WOKEN_AT_ONCE):
+            if not (waiting := self._first or self._others):
+                break
+            stream = waiting.popleft()
+            stream.is_due = False
+            stream.wake.set()
+        self._is_running = bool(self._first or self._others)
+        if self._is_running:
+            asyncio.get_running_loop().call_soon(self._wake_some)
 
 
 def time_in_engine(ended: engine_pb2.Ended) -> float:
