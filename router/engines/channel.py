@@ -39,6 +39,7 @@ class EngineChannel:
     check           checks what the engine reports of itself; raises WrongEngine, or an error that ends `run`
     on_change       called when the engine becomes ready and when it is lost
     on_hang         called when the engine hangs, so that its supervisor can kill it
+    wakeups         wakes the streams of this and other channels; None: of this one alone
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class EngineChannel:
         check: Callable[[control_pb2.EngineInfo], None] = lambda info: None,
         on_change: Callable[[], Awaitable[None]],
         on_hang: Callable[[], None] = lambda: None,
+        wakeups: Wakeups | None = None,
     ) -> None:
         self.address = address
         self.info: control_pb2.EngineInfo | None = None
@@ -63,7 +65,7 @@ class EngineChannel:
         self._on_hang = on_hang
         self._next_sequence = itertools.count(1)
         self._routes: dict[int, tuple[EngineStream, int]] = {}
-        self._wakeups = Wakeups()
+        self._wakeups = wakeups or Wakeups()
         self._link: EngineLink | None = None
         self._outgoing: asyncio.Queue[engine_pb2.RouterMessage] = asyncio.Queue()
         self._flushes: list[asyncio.Future[int]] = []

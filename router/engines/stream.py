@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +13,8 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda_server.router.errors import PagodaError
 
 WOKEN_AT_ONCE = 8  # streams, which then write their tokens in one turn of the event loop
+GIVES_WAY_S = 0.02  # for how long tokens give way to refusals, at most
+REFUSALS_FOLLOW_S = 0.001  # so soon after another one, a refusal belongs to the same burst
 
 
 class Wake:
@@ -106,12 +110,17 @@ class Wakeups:
     A reader that was woken writes to its client, which takes about as long as the loop needs to refuse a call. If a
     step woke all readers at once, whatever arrived meanwhile would wait until every token was written. Between two
     turns the loop looks for what has arrived, so calls, cancels and scrapes come between the writes.
+
+    While calls are refused one after another, the readers wait, but first tokens do not: a burst is answered sooner,
+    and what the engine sends meanwhile shares a message with what waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._first: deque[EngineStream] = deque()
         self._others: deque[EngineStream] = deque()
-        self._is_running = False
+        self._next: asyncio.Handle | None = None  # the next turn, while any wait
+        self._refused_at = self._waiting_since = -math.inf
 
     def add(self, stream: EngineStream) -> None:
         """Wake a stream's reader when it is its turn: first tokens come first. A stream that waits keeps its place."""
@@ -121,19 +130,33 @@ class Wakeups:
 
     def start(self) -> None:
         """Wake the first few at once, unless others wait for their turn."""
-        if not self._is_running:
+        if self._next is None:
+            self._waiting_since = self._clock()
+            self._wake_some()
+        elif self._first:
+            self._next.cancel()
             self._wake_some()
 
+    def give_way(self) -> None:
+        """Note that a call is being refused."""
+        self._refused_at = self._clock()
+
     def _wake_some(self) -> None:
+        self._next = None
+        now = self._clock()
+        is_burst = now < min(self._refused_at + REFUSALS_FOLLOW_S, self._waiting_since + GIVES_WAY_S)
         for _ in range(WOKEN_AT_ONCE):
-            if not (waiting := self._first or self._others):
+            waiting = self._first if self._first or is_burst else self._others
+            if not waiting:
                 break
             stream = waiting.popleft()
             stream.is_due = False
             stream.wake.set()
-        self._is_running = bool(self._first or self._others)
-        if self._is_running:
-            asyncio.get_running_loop().call_soon(self._wake_some)
+        loop = asyncio.get_running_loop()
+        if self._first or (self._others and not is_burst):
+            self._next = loop.call_soon(self._wake_some)
+        elif self._others:
+            self._next = loop.call_later(REFUSALS_FOLLOW_S, self._wake_some)
 
 
 def time_in_engine(ended: engine_pb2.Ended) -> float:
