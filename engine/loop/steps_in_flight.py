@@ -28,15 +28,20 @@ class Launched(Protocol):
 class Runner(Protocol):
     """Computes plans in the order in which they are launched.
 
-    A sequence's last token may be pending when a plan is launched; the runner then takes it from the step before.
+    A sequence's last token may be pending when a plan is launched; the runner then takes it from the step before. That of
+    a sequence with drafts is known, and none of its tokens is pending in the step after.
     A chunk may be computed twice, so a failed step may be run again: it writes the same slots, and chooses a token with
     the same noise. docs/architecture.md, "When the same tokens come again", says where that is the same token.
 
-    lookahead  how many steps can be launched before the first of them is read; 0: `launch` computes the step at once
+    lookahead   how many steps can be launched before the first of them is read; 0: `launch` computes the step at once
+    can_verify  chunks may have drafts
     """
 
     @property
     def lookahead(self) -> int: ...
+
+    @property
+    def can_verify(self) -> bool: ...
 
     def launch(self, plan: StepPlan) -> Launched: ...
 
@@ -136,6 +141,7 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
     tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []
     faults: dict[int, str] = {}
+    more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
     failed: list[Exception] = []
     for at, chunk in enumerate(plan.chunks):
         try:
@@ -149,9 +155,11 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
         logprobs += alone.logprobs
         if alone.faults:
             faults[at] = alone.faults[0]
+        if alone.more:
+            more[at] = alone.more[0]
     if len(failed) == len(plan.chunks) > 1:
         raise failed[0]
-    return Sampled(tokens, logprobs, faults)
+    return Sampled(tokens, logprobs, faults, more=more)
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.core.sequence import Sequence
 from pagoda_server.engine.core.step import Chunk, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo, count_blocks, count_host_blocks
 from pagoda_server.settings.engine import EngineConfig
@@ -93,6 +94,8 @@ class SyntheticRunner:
                that the host has not read
     """
 
+    can_verify = True
+
     def __init__(self, info: RunnerInfo, step_time: StepTime | None = None, lookahead: int = 0) -> None:
         self.info = info
         self.lookahead = lookahead
@@ -116,21 +119,39 @@ class SyntheticRunner:
         chosen: dict[int, int] = {}
         tokens = [-1] * len(plan.chunks)
         logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
+        more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
         self._copy_blocks(plan)
         for at, chunk in enumerate(plan.chunks):
             seq = chunk.seq
             checksum = self._cache[self._slot(seq.blocks, chunk.start - 1)] if chunk.start else 0
             if checksum == _POISON:
                 raise AssertionError(f"sequence {seq.id} reads a slot that was never written")
-            for position in range(chunk.start, chunk.end):
+            for position in range(chunk.start, chunk.end - len(chunk.drafts)):
                 checksum = advance(checksum, self._token(chunk, position))
                 self._cache[self._slot(seq.blocks, position)] = checksum
             if chunk.samples:
-                tokens[at] = chosen[seq.id] = checksum % self.info.vocab_size
-                if seq.params.logprobs is not None:
-                    logprobs[at] = expected_logprobs(checksum, seq.params.logprobs, self.info.vocab_size)
+                tokens[at], logprobs[at] = self._choose(seq, checksum)
+                chosen[seq.id] = tokens[at]
+            if chunk.drafts:
+                more[at] = self._verify(chunk, checksum)
         self._chosen = chosen
-        return Sampled(tokens, logprobs)
+        return Sampled(tokens, logprobs, more=more)
+
+    def _choose(self, seq: Sequence, checksum: int) -> tuple[int, TokenLogprobs | None]:
+        token, count = checksum % self.info.vocab_size, seq.params.logprobs
+        return token, None if count is None else expected_logprobs(checksum, count, self.info.vocab_size)
+
+    def _verify(self, chunk: Chunk, checksum: int) -> list[tuple[int, TokenLogprobs | None]]:
+        """Compute a chunk's drafts behind the checksum of its last token; return the tokens behind accepted ones."""
+        run: list[tuple[int, TokenLogprobs | None]] = []
+        is_accepted = True
+        for position, draft in enumerate(chunk.drafts, chunk.end - len(chunk.drafts)):
+            is_accepted = is_accepted and draft == checksum % self.info.vocab_size
+            checksum = advance(checksum, draft)
+            self._cache[self._slot(chunk.seq.blocks, position)] = checksum
+            if is_accepted:
+                run.append(self._choose(chunk.seq, checksum))
+        return run
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         size, cache, host = self._block_size, self._cache, self._host

@@ -59,7 +59,7 @@ class DecodeArrays:
         for row, chunk in enumerate(chunks):
             seq, start = chunk.seq, chunk.start
             blocks = seq.blocks
-            tokens.append(seq.tokens[start])
+            tokens.append(chunk.drafts[0] if chunk.drafts else seq.tokens[start])
             starts.append(start)
             slots.append(blocks[start // size] * size + start % size)
             if self._blocks[row] is not blocks:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from pagoda_server.engine.loop.steps_in_flight import Computed
 from pagoda_server.engine.models import StepInputs
 from pagoda_server.engine.runners.cpu.host_memory import HostMemory
 from pagoda_server.engine.runners.cpu.recorded_steps import RecordedSteps
-from pagoda_server.engine.runners.cpu.sampler import Sampler
+from pagoda_server.engine.runners.cpu.sampler import Choice, Sampler
 from pagoda_server.engine.runners.cpu.step_arrays import StepArrays
 from pagoda_server.engine.runners.loaded_model import DEFAULT_CPU_BYTES, check_fp8, enough_memory, load_for_serving
 from pagoda_server.engine.runners.runner_info import count_blocks
@@ -29,6 +31,7 @@ class ModelRunner:
     """
 
     lookahead = 0
+    can_verify = True
 
     def __init__(self, config: EngineConfig, progress: Progress = no_progress) -> None:
         if config.overlap == "on":
@@ -74,18 +77,24 @@ class ModelRunner:
         if plan.copies:
             sources, targets = torch.tensor(plan.copies).T
             copy_blocks(self._cache, sources, targets)
-        logits = self._forward(plan.chunks)
+        drafts = {at: chunk.drafts for at, chunk in enumerate(plan.chunks) if chunk.drafts}
+        logits = self._forward(one_row_each(plan.chunks) if drafts else plan.chunks)
         sampling = [at for at, chunk in enumerate(plan.chunks) if chunk.samples]
-        choices = self._sampler.sample([plan.chunks[at].seq for at in sampling], logits)
+        by_place = {place: drafts[at] for place, at in enumerate(sampling) if at in drafts} if drafts else None
+        choices = iter(self._sampler.sample([plan.chunks[at].seq for at in sampling], logits, by_place))
 
         tokens = [-1] * len(plan.chunks)
         logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
         faults: dict[int, str] = {}
-        for at, choice in zip(sampling, choices, strict=True):
+        more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
+        for at in sampling:
+            choice = next(choices)
             tokens[at], logprobs[at] = choice.token, choice.logprobs
             if choice.fault is not None:
                 faults[at] = choice.fault
-        return Sampled(tokens, logprobs, faults, copied_s)
+            if at in drafts:
+                more[at] = accepted_run(choice.token, drafts[at], list(islice(choices, len(drafts[at]))))
+        return Sampled(tokens, logprobs, faults, copied_s, more)
 
     def _forward(self, chunks: list[Chunk]) -> Tensor:
         """Logits after the chunks that sample."""
@@ -104,3 +113,29 @@ class ModelRunner:
         return  [chunk.length, vocab], in the dtype of the weights or float32
         """
         return self._model.forward(replace(self._pack([chunk]), logit_rows=None), self._cache)
+
+
+def one_row_each(chunks: list[Chunk]) -> list[Chunk]:
+    """Makes a chunk of its own of each row of the chunks with drafts. It is then computed as a decode is, bit by bit."""
+    rows: list[Chunk] = []
+    for chunk in chunks:
+        if not chunk.drafts:
+            rows.append(chunk)
+            continue
+        rows.append(Chunk(chunk.seq, chunk.start, 1, True))
+        rows += [Chunk(chunk.seq, at, 1, True, (draft,)) for at, draft in enumerate(chunk.drafts, chunk.start + 1)]
+    return rows
+
+
+def accepted_run(token: int, drafts: Iterable[int], choices: list[Choice]) -> list[tuple[int, TokenLogprobs | None]]:
+    """The tokens that follow `token`, as long as each draft equals the token before.
+
+    choices  the one after each draft; one with a fault ends the run, and the next step meets that fault again
+    """
+    run: list[tuple[int, TokenLogprobs | None]] = []
+    for draft, choice in zip(drafts, choices, strict=True):
+        if draft != token or choice.fault is not None:
+            break
+        token = choice.token
+        run.append((token, choice.logprobs))
+    return run
