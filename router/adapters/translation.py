@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -37,7 +38,7 @@ class Adapter(Protocol):
         """The methods' handlers by name, as CallGuard takes them."""
 
 
-class Translation:
+class Translation(ABC):
     """One request of another protocol, as a call of the Inference service.
 
     context  the gRPC call that brought it
@@ -61,8 +62,8 @@ class Translation:
         self._is_read = True
         return raw
 
-    async def write(self, message: inference_pb2.GenerateResponse) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def write(self, message: inference_pb2.GenerateResponse) -> None: ...
 
     def time_remaining(self) -> float | None:
         remaining_s: float | None = self._context.time_remaining()
@@ -72,9 +73,9 @@ class Translation:
         metadata: Sequence[tuple[str, str | bytes]] | None = self._context.invocation_metadata()
         return metadata
 
+    @abstractmethod
     def request(self, raw: bytes, limits: Limits) -> inference_pb2.GenerateRequest:
         """Our request, from this protocol's message."""
-        raise NotImplementedError
 
     async def run(self, inference: InferenceServicer) -> None:
         """Serve the request. Raises the PagodaError that ends it, which names this protocol's fields."""

@@ -23,6 +23,7 @@ _REASONS = {
     inference_pb2.FINISH_REASON_STOP: '"stop"',
     inference_pb2.FINISH_REASON_LENGTH: '"length"',
     inference_pb2.FINISH_REASON_CANCELLED: "null",
+    inference_pb2.FINISH_REASON_TOOL_CALLS: '"tool_calls"',
 }
 
 
@@ -41,6 +42,7 @@ class _Shape:
             f'{{"id":{quoted(f"{kind}-{request_id}")},"object":"{name}","created":{asked.created},'
             f'"model":{quoted(model)},"choices":['
         )
+        self.echo = _Echo(asked) if asked.is_echo else None
         self.logprobs: list[_Logprobs] | None = None
         if asked.logprobs is not None:
             self.logprobs = [(_ChatLogprobs if asked.is_chat else _CompletionLogprobs)() for _ in range(asked.n)]
@@ -57,6 +59,7 @@ class _Stream:
         self._end = '}],"usage":null}\n\n' if asked.has_usage else "}]}\n\n"
         before, after = ('"delta":{"content":', "}") if asked.is_chat else ('"text":', "")
         self._before = [f'{self._head}{{"index":{index},{before}' for index in range(asked.n)]
+        self._echo, self._drops_output = shape.echo, asked.drops_output
         self._before_logprobs = f'{after},"logprobs":'
         self._after = f'{self._before_logprobs}null,"finish_reason":null{self._end}'
         self._is_chat = asked.is_chat
@@ -67,17 +70,42 @@ class _Stream:
     def take(self, message: inference_pb2.GenerateResponse) -> bytes:
         if message.HasField("finished"):
             return self._finished(message)
+        if message.HasField("prompt"):
+            return self._echoed(message.prompt)
         tokens = message.tokens
-        index, text = tokens.index, tokens.text
-        if self._logprobs is None:
+        index, text, kind = tokens.index, tokens.text, tokens.WhichOneof("delta")
+        if self._drops_output:
+            return b""
+        if kind == "reasoning" or kind == "tool_call":
+            event = f'{self._head}{{"index":{index},"delta":{{{_delta(tokens)}{self._after_delta(tokens)}'
+        elif self._logprobs is None:
             if not text:
                 return b""
             event = f"{self._before[index]}{quoted(text)}{self._after}"
         else:
-            logprobs = self._logprobs[index]
-            told = logprobs.joined(logprobs.of(tokens.tokens))
-            event = f'{self._before[index]}{quoted(text)}{self._before_logprobs}{told},"finish_reason":null{self._end}'
+            event = f"{self._before[index]}{quoted(text)}{self._after_delta(tokens)}"
         return (self._first(index) + event if index in self._new else event).encode()
+
+    def _after_delta(self, tokens: inference_pb2.Tokens) -> str:
+        if self._logprobs is None:
+            return self._after
+        logprobs = self._logprobs[tokens.index]
+        told = logprobs.joined(logprobs.of(tokens.tokens))
+        return f'{self._before_logprobs}{told},"finish_reason":null{self._end}'
+
+    def _echoed(self, prompt: inference_pb2.Prompt) -> bytes:
+        """A completion's prompt, as the beginning of each of its texts."""
+        if self._echo is None:
+            return b""
+        events = []
+        for index, before in enumerate(self._before):
+            told = "null"
+            if self._logprobs is not None:
+                told = self._logprobs[index].joined(self._logprobs[index].of(prompt.tokens))
+            events.append(
+                f'{before}{quoted(self._echo.text(prompt))}{self._before_logprobs}{told},"finish_reason":null{self._end}'
+            )
+        return "".join(events).encode()
 
     def _first(self, index: int) -> str:
         self._new.discard(index)
@@ -112,7 +140,10 @@ class _Whole:
     def __init__(self, asked: Asked, request_id: str, model: str) -> None:
         self._shape = _Shape(asked, request_id, model, "")
         self._is_chat = asked.is_chat
+        self._drops_output = asked.drops_output
         self._texts: list[list[str]] = [[] for _ in range(asked.n)]
+        self._reasonings: list[list[str]] = [[] for _ in range(asked.n)]
+        self._calls: list[dict[int, _ToolCall]] = [{} for _ in range(asked.n)]
         self._entries: list[list[tuple[str, ...]]] = [[] for _ in range(asked.n)]
         self._reasons = ["null"] * asked.n
         self._usage = ""
@@ -126,12 +157,31 @@ class _Whole:
             if message.HasField("usage"):
                 self._usage = _usage(message.usage)
             return b""
+        if message.HasField("prompt"):
+            self._echo(message.prompt)
+            return b""
         tokens = message.tokens
-        if text := tokens.text:
-            self._texts[tokens.index].append(text)
+        if self._drops_output:
+            return b""
+        match tokens.WhichOneof("delta"):
+            case "text":
+                self._texts[tokens.index].append(tokens.text)
+            case "reasoning":
+                self._reasonings[tokens.index].append(tokens.reasoning)
+            case "tool_call":
+                part = tokens.tool_call
+                self._calls[tokens.index].setdefault(part.index, _ToolCall()).add(part)
         if self._shape.logprobs is not None:
             self._entries[tokens.index] += self._shape.logprobs[tokens.index].of(tokens.tokens)
         return b""
+
+    def _echo(self, prompt: inference_pb2.Prompt) -> None:
+        if self._shape.echo is None:
+            return
+        for index, texts in enumerate(self._texts):
+            texts.append(self._shape.echo.text(prompt))
+            if self._shape.logprobs is not None:
+                self._entries[index] += self._shape.logprobs[index].of(prompt.tokens)
 
     def end(self) -> bytes:
         if self._is_cut:
@@ -144,17 +194,60 @@ class _Whole:
         told = "null" if logprobs is None else logprobs[index].joined(self._entries[index])
         text = quoted("".join(self._texts[index]))
         if self._is_chat:
+            if calls := ",".join(each.told(at) for at, each in sorted(self._calls[index].items())):
+                text = f'{text if self._texts[index] else "null"},"tool_calls":[{calls}]'
+            if self._reasonings[index]:
+                text += f',"reasoning_content":{quoted("".join(self._reasonings[index]))}'
             text = f'"message":{{"role":"assistant","content":{text},"refusal":null}}'
         else:
             text = f'"text":{text}'
         return f'{{"index":{index},{text},"logprobs":{told},"finish_reason":{self._reasons[index]}}}'
 
 
+class _ToolCall:
+    """A tool call that is put together of its parts."""
+
+    def __init__(self) -> None:
+        self.id = self.name = ""
+        self._arguments: list[str] = []
+
+    def add(self, part: inference_pb2.ToolCallDelta) -> None:
+        self.id, self.name = self.id or part.id, self.name or part.name
+        self._arguments.append(part.arguments)
+
+    def told(self, index: int) -> str:
+        function = f'{{"name":{quoted(self.name)},"arguments":{quoted("".join(self._arguments))}}}'
+        return f'{{"id":{quoted(self.id)},"type":"function","function":{function}}}'
+
+
+def _delta(tokens: inference_pb2.Tokens) -> str:
+    """What a streamed event adds to the reasoning or to a tool call. The call's first part names it."""
+    if tokens.HasField("reasoning"):
+        return f'"reasoning_content":{quoted(tokens.reasoning)}'
+    part = tokens.tool_call
+    head, name = "", ""
+    if part.name:
+        head, name = f'"id":{quoted(part.id)},"type":"function",', f'"name":{quoted(part.name)},'
+    arguments = quoted(part.arguments)
+    return f'"tool_calls":[{{"index":{part.index},{head}"function":{{{name}"arguments":{arguments}}}}}]'
+
+
+class _Echo:
+    """The prompt's text, as a completion repeats it."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._given = asked.echoed
+
+    def text(self, prompt: inference_pb2.Prompt) -> str:
+        return self._given or b"".join(each.bytes for each in prompt.tokens).decode(errors="replace")
+
+
 def _usage(usage: inference_pb2.Usage) -> str:
     total = usage.prompt_tokens + usage.completion_tokens
     return (
         f'{{"prompt_tokens":{usage.prompt_tokens},"completion_tokens":{usage.completion_tokens},'
-        f'"total_tokens":{total},"prompt_tokens_details":{{"cached_tokens":{usage.cached_tokens}}}}}'
+        f'"total_tokens":{total},"prompt_tokens_details":{{"cached_tokens":{usage.cached_tokens}}},'
+        f'"completion_tokens_details":{{"reasoning_tokens":{usage.reasoning_tokens}}}}}'
     )
 
 
@@ -192,7 +285,12 @@ class _CompletionLogprobs:
     def of(self, tokens: Sequence[inference_pb2.Token]) -> list[tuple[str, ...]]:
         found: list[tuple[str, ...]] = []
         for each in tokens:
-            token, logprob = quoted(_name(each.bytes)), _number(each.logprob)
+            token = quoted(_name(each.bytes))
+            if not each.HasField("logprob"):  # the first of a prompt
+                found.append((token, "null", "null", str(self._offset)))
+                self._offset += len(self._decoder.decode(each.bytes))
+                continue
+            logprob = _number(each.logprob)
             tops = {quoted(_name(top.bytes)): _number(top.logprob) for top in each.top} | {token: logprob}
             found.append(
                 (

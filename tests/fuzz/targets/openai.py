@@ -7,8 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 from pagoda_server.router.errors import InvalidArgument, PagodaError, Unimplemented
-from pagoda_server.router.http import openai_requests
-from pagoda_server.router.http.openai_requests import Asked, json_object, own_name, translated
+from pagoda_server.router.http import json_body
+from pagoda_server.router.http.json_body import json_object
+from pagoda_server.router.http.openai_requests import Asked, own_name, translated
 from pagoda_server.router.request.validation import check_prompt, to_submit, validate_generate
 from tests.fuzz.common import check_line
 from tests.fuzz.targets.wire import EOS_IDS, LIMITS
@@ -25,7 +26,7 @@ def check(data: bytes) -> bool:
 def _check_decoders(data: bytes) -> None:
     """The decoder in Python must take what the fast one takes, except what it finds too deep."""
     fast = _decoded(data)
-    with patch.object(openai_requests, "FEW_VALUES", 0):
+    with patch.object(json_body, "FEW_VALUES", 0):
         counting = _decoded(data)
     assert repr(counting) == repr(fast) or counting == "body: is nested too deep", (fast, counting)
     if not isinstance(fast, str):

@@ -15,7 +15,13 @@ from pagoda_server.router.http.openai_requests import Asked
 
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
 CANCELLED = inference_pb2.FINISH_REASON_CANCELLED
-USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}}
+USAGE = {
+    "prompt_tokens": 7,
+    "completion_tokens": 3,
+    "total_tokens": 10,
+    "prompt_tokens_details": {"cached_tokens": 4},
+    "completion_tokens_details": {"reasoning_tokens": 0},
+}
 
 
 def tokens(text: str, *records: inference_pb2.Token, index: int = 0) -> inference_pb2.GenerateResponse:
@@ -183,3 +189,78 @@ def test_log_probabilities_of_an_answer_without_tokens_are_empty() -> None:
 def test_an_answer_that_the_server_cut_short_is_none(is_stream: bool) -> None:
     with pytest.raises(Aborted):
         answered(Asked(is_chat=True, is_stream=is_stream, created=5), tokens("a"), finished(CANCELLED))
+
+
+def part(**delta: Any) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(tokens=inference_pb2.Tokens(**delta))
+
+
+def called(name: str = "", arguments: str = "", index: int = 0) -> inference_pb2.GenerateResponse:
+    id = f"call-{index}" if name else ""
+    return part(tool_call=inference_pb2.ToolCallDelta(index=index, id=id, name=name, arguments=arguments))
+
+
+ANSWER = (
+    part(reasoning="I look "),
+    part(reasoning='it "up".'),
+    part(text="Wait."),
+    called("weather"),
+    called(arguments='{"city":'),
+    called(arguments='"Bonn"}'),
+    called("time", "{}", index=1),
+    finished(inference_pb2.FINISH_REASON_TOOL_CALLS),
+)
+
+
+def test_reasoning_and_tool_calls_are_streamed_apart_from_the_text() -> None:
+    found = [event["choices"][0] for event in events(answered(Asked(True, is_stream=True, created=5), *ANSWER))]
+    assert [each["delta"] for each in found] == [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "I look "},
+        {"reasoning_content": 'it "up".'},
+        {"content": "Wait."},
+        {
+            "tool_calls": [
+                {"index": 0, "id": "call-0", "type": "function", "function": {"name": "weather", "arguments": ""}}
+            ]
+        },
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"city":'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '"Bonn"}'}}]},
+        {
+            "tool_calls": [
+                {"index": 1, "id": "call-1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+            ]
+        },
+        {},
+    ]
+    assert found[-1]["finish_reason"] == "tool_calls"
+
+
+def test_a_whole_answer_holds_reasoning_and_tool_calls() -> None:
+    choice = json.loads(answered(Asked(True), *ANSWER))["choices"][0]
+    calls = [{"name": "weather", "arguments": '{"city":"Bonn"}'}, {"name": "time", "arguments": "{}"}]
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "Wait.",
+        "tool_calls": [{"id": f"call-{at}", "type": "function", "function": call} for at, call in enumerate(calls)],
+        "reasoning_content": 'I look it "up".',
+        "refusal": None,
+    }
+    assert json.loads(answered(Asked(True), *ANSWER[3:]))["choices"][0]["message"]["content"] is None
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("drops_output", [False, True])
+def test_a_completion_that_repeats_its_prompt(is_stream: bool, drops_output: bool) -> None:
+    asked = Asked(False, is_stream, logprobs=0, is_echo=True, drops_output=drops_output, created=5)
+    prompt = inference_pb2.Prompt(
+        tokens=[inference_pb2.Token(id=1, bytes=b"O"), inference_pb2.Token(id=2, bytes=b"nce", logprob=-0.5)]
+    )
+    after = tokens(" upon", inference_pb2.Token(id=3, bytes=b" upon", logprob=-1))
+    raw = answered(asked, inference_pb2.GenerateResponse(prompt=prompt), after, finished())
+    parts = [each["choices"][0] for each in (events(raw) if is_stream else [json.loads(raw)])]
+    assert "".join(each["text"] for each in parts) == ("Once" if drops_output else "Once upon")
+    told = [each["logprobs"] for each in parts if each["logprobs"]]
+    numbers = [number for each in told for number in each["token_logprobs"]]
+    assert numbers == [None, -0.5] + ([] if drops_output else [-1])
+    assert [offset for each in told for offset in each["text_offset"]] == [0, 1, 4][: len(numbers)]

@@ -11,7 +11,8 @@ from google.protobuf import json_format
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument, Unimplemented
-from pagoda_server.router.http.openai_requests import MAX_WHOLE_LOGPROBS, Asked, json_object, own_name, translated
+from pagoda_server.router.http.json_body import json_object
+from pagoda_server.router.http.openai_requests import MAX_WHOLE_LOGPROBS, Asked, own_name, translated
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.validation import validate_generate
 
@@ -110,11 +111,9 @@ def test_a_prompt_is_a_text_or_token_ids(prompt: Any, ids: list[int] | None) -> 
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"tools": [{}]}, "tools"),
-        ({"tools": [{}], "tool_choice": "auto"}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"functions": [{}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"store": True}, "store"),
         ({"service_tier": "flex"}, "service_tier"),
         ({"modalities": ["audio"]}, "modalities"),
@@ -132,14 +131,82 @@ def test_what_is_not_supported_is_refused_by_its_name(fields: dict[str, Any], na
     assert refused.value.field == name
 
 
-def test_tools_that_the_model_must_not_call_are_hidden() -> None:
-    assert chat(tools=[{}], tool_choice="none")[0] == chat()[0]
+WEATHER = {
+    "name": "weather",
+    "description": "Tells it.",
+    "parameters": {"type": "object", "properties": {"b": {}, "a": {}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        (None, {}),
+        ("auto", {"mode": "TOOL_CHOICE_MODE_AUTO"}),
+        ("none", {"mode": "TOOL_CHOICE_MODE_NONE"}),
+        ("required", {"mode": "TOOL_CHOICE_MODE_REQUIRED"}),
+        ({"type": "function", "function": {"name": "weather"}}, {"tool": "weather"}),
+    ],
+)
+def test_tools_and_the_choice_between_them(choice: Any, wanted: dict[str, str]) -> None:
+    request, _ = chat(tools=[{"type": "function", "function": WEATHER | {"strict": True}}], tool_choice=choice)
+    told = json_format.MessageToDict(request.chat, preserving_proto_field_name=True)
+    parameters = '{"type": "object", "properties": {"b": {}, "a": {}}}'  # in the client's order
+    assert told["tools"] == [{"name": "weather", "description": "Tells it.", "parameters": parameters}]
+    assert told.get("tool_choice", {}) == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"b": 1, "a": "é"}}}},
+            {"json_schema": '{"b": 1, "a": "é"}'},
+        ),
+        ({"structured_outputs": {"json": '{"a": 1}'}}, {"json_schema": '{"a": 1}'}),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"grammar": "start: A"}}, {"ebnf_grammar": "start: A"}),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"choice": {"options": ["yes", "no"]}}),
+    ],
+)
+def test_formats_of_the_answer(fields: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for request, _ in (chat(**fields), completion(**fields)):
+        told = json_format.MessageToDict(request, preserving_proto_field_name=True)
+        assert told.get("guided", {}) == wanted
+
+
+def test_a_completion_repeats_its_prompt_with_the_log_probabilities_of_both() -> None:
+    request, asked = completion(echo=True, logprobs=2, max_tokens=0)
+    assert (asked.is_echo, asked.echoed, asked.drops_output) == (True, "Hi", True)
+    assert (request.output.prompt, request.output.prompt_logprobs, request.output.logprobs) == (True, 2, 2)
+    assert request.stopping.max_tokens == 1
+    request, asked = completion(echo=True)
+    assert (request.output.prompt, request.output.HasField("prompt_logprobs"), asked.drops_output) == (
+        True,
+        False,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
         ({"tempersture": 1}, "tempersture: is not a field that this server knows"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function: must be an object"),
+        (
+            {"tools": [{"type": "function", "function": {"parameters": "{}"}}]},
+            "tools[0].function.parameters: must be an",
+        ),
+        ({"tool_choice": "always"}, "tool_choice: must be one of none, auto, required, or name a function"),
+        ({"tool_choice": {"type": "x"}}, "tool_choice.type: must be function"),
+        ({"response_format": {"type": "xml"}}, "response_format.type: must be text, json_object or json_schema"),
+        ({"response_format": {}}, "response_format.type: is missing"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: must be an object"),
+        ({"structured_outputs": {}}, "structured_outputs: must hold one format"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs: must hold one format"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice: must be a list of strings"),
         ({"x\n" + "y" * 100: 1}, "x\\n" + "y" * 61 + ": is not a field that this server knows"),
         ({"temperature": "1"}, "temperature: must be a number"),
         ({"temperature": True}, "temperature: must be a number"),

@@ -1,0 +1,49 @@
+"""The HTTP port as the settings ask for it: its routes, and the guard before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from starlette.routing import BaseRoute
+from starlette.routing import Router as Routes
+
+from pagoda_server.channel.address import host_of, is_local
+from pagoda_server.router.errors import PagodaError
+from pagoda_server.router.http import health, page
+from pagoda_server.router.http.guards import Guard
+from pagoda_server.router.http.server import HttpPort
+from pagoda_server.router.process.listen import tls_context
+from pagoda_server.router.tenants.identity import Identities
+from pagoda_server.settings import RouterSettings
+from pagoda_server.settings.router import names_in
+
+
+def http_port(
+    listen: str,
+    settings: RouterSettings,
+    routes: Sequence[BaseRoute],
+    identities: Identities,
+    *,
+    on_refusal: Callable[[str, PagodaError], None],
+    shares_port: bool,
+) -> HttpPort:
+    """The port of these routes, which serves once it runs. Raises ConfigError.
+
+    Where TLS or tokens guard an address that others can reach, they call the server by names that it does not know, and
+    no other page can use it: it has no certificate of that name, or no token.
+
+    on_refusal   told of each request whose caller is unknown or lacks a right
+    shares_port  other routers serve on it too
+    """
+    is_guarded = settings.tls_cert is not None or identities.tokens is not None
+    guard = Guard(
+        Routes(routes, redirect_slashes=False),
+        identities,
+        public_paths=(*health.PUBLIC_PATHS, *page.PUBLIC_PATHS),
+        checks_host=is_local(listen) or not is_guarded or settings.http_allowed_hosts is not None,
+        allowed_hosts=[host_of(listen), *names_in(settings.http_allowed_hosts)],
+        allowed_origins=names_in(settings.http_allowed_origins),
+        on_refusal=on_refusal,
+    )
+    tls = tls_context(settings.tls_cert, settings.tls_key) if settings.tls_cert and settings.tls_key else None
+    return HttpPort(listen, guard, shares_port=shares_port, tls=tls, stall_s=settings.stall_timeout_s)

@@ -1,0 +1,453 @@
+"""A router's parts, from a configuration: the order in which they start and stop, and how they follow the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from starlette.routing import BaseRoute
+
+from pagoda.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    control_pb2,
+    control_pb2_grpc,
+)
+from pagoda_server import installed_version
+from pagoda_server.checkpoints.folder import read_json_object
+from pagoda_server.router.adapters.kserve import GrpcInferenceService
+from pagoda_server.router.adapters.translation import Adapter
+from pagoda_server.router.adapters.vllm import VllmEngine
+from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
+from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.http import health, metrics, openai, page, together
+from pagoda_server.router.http.live import LiveFeed
+from pagoda_server.router.http.server import HttpPort
+from pagoda_server.router.process.calls import CallGuard, Refusal
+from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
+from pagoda_server.router.process.http_port import http_port
+from pagoda_server.router.process.listen import auth_token, bind, max_message_bytes, server_options
+from pagoda_server.router.process.reflection import add_reflection
+from pagoda_server.router.process.shared_control import RouterGroup
+from pagoda_server.router.process.supervisor import EngineKeeper, Supervisor, engine_supervisor, spawn_address
+from pagoda_server.router.process.workers import ParentLink
+from pagoda_server.router.request.admission import Admission, LiveRequests
+from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.request.inference import SERVICE, InferenceServicer
+from pagoda_server.router.request.receiving import Messages
+from pagoda_server.router.request.record import Observers
+from pagoda_server.router.telemetry.logs import RequestLog
+from pagoda_server.router.telemetry.metrics import Metrics, Sample, Tally, engine_samples
+from pagoda_server.router.tenants.identity import Identities, Tenants, TenantsFile
+from pagoda_server.router.tenants.quotas import Quotas
+from pagoda_server.router.text.tokenizer import Tokenizer
+from pagoda_server.settings import RouterSettings, ServeConfig
+from pagoda_server.settings.engine import weights_of_tenants
+from pagoda_server.settings.router import SPAWN
+
+if TYPE_CHECKING:
+    from pagoda_server.router.telemetry.traces import Traces
+
+log = logging.getLogger("pagoda.router")
+
+QUEUE_IN_CACHES = 8  # default of max_queued_tokens, as a multiple of all KV caches: more would wait too long
+PATIENCE_S = 5.0  # an engine started at the same time may load for longer; then the log has one line more
+LONGEST_CONTEXT = 1 << 20  # tokens; a longer one needs --max-model-len
+STOP_S = 0.5  # in which the answers of calls that have ended reach their clients
+
+
+def longest_context(folder: Path) -> int:
+    """The longest context that config.json speaks of. It only bounds messages: the engine's own limit comes later."""
+    try:
+        config: dict[str, Any] = read_json_object(folder / "config.json")
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        positions = float(config["max_position_embeddings"]) * max(float(scaling.get("factor", 1)), 1)
+        return min(math.ceil(positions), LONGEST_CONTEXT)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        return LONGEST_CONTEXT
+
+
+def import_traces() -> type[Traces]:
+    """The observer that sends traces, whose libraries not every installation has. Raises ConfigError."""
+    try:
+        from pagoda_server.router.telemetry.traces import Traces
+    except ModuleNotFoundError as error:
+        raise ConfigError("--otlp-endpoint needs more packages: pip install 'pagoda-server[tracing]'") from error
+    return Traces
+
+
+class Router:
+    """The parts of a router and the order in which they start and stop.
+
+    config   its served_model_name is set
+    parent   with several routers: the link to the process that started this one
+    index    with several routers: this one's number
+    sockets  with several routers: addresses of all routers' private services, this one's first
+    spawned  with several routers: address of the engine that the parent has spawned, if it has
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        folder: Path,
+        tokenizer: Tokenizer,
+        parent: ParentLink | None = None,
+        index: int = 0,
+        sockets: Sequence[str] = (),
+        spawned: str | None = None,
+    ) -> None:
+        self._config = config
+        self._name = config.served_model_name or folder.name
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._index = index
+        self._sockets = sockets
+        self._spawned = spawned
+        self._supervisor: Supervisor | None = None  # set if this process spawns the engine
+        self._keeper: EngineKeeper | None = parent
+        self._group: RouterGroup | None = None  # set if several routers share the port
+        self._live = LiveRequests()
+        self._observers = Observers()
+        self._traces = import_traces()(config.otlp_endpoint, self._name) if config.otlp_endpoint else None
+        if self._traces:
+            self._observers.append(self._traces)  # before the log, which tells the trace's id
+        self._requests = RequestLog()
+        if config.log_requests:
+            self._observers.append(self._requests)
+            self._observers.on_refusal.append(self._requests.refused)
+        self._admission = Admission(config.max_requests, config.max_queued_tokens or (1 << 62) // config.workers)
+        self._quotas = Quotas(config.workers)
+        self._identities = Identities({}) if config.tenants_file else Identities.of_one_token(auth_token(config))
+        self._tenants: TenantsFile | None = None
+        if config.tenants_file:
+            self._tenants = TenantsFile(Path(config.tenants_file), config.workers, self._adopt_tenants)
+        self._http: HttpPort | None = None  # set with --http
+        self._tally: Tally | None = None  # set with --http, which alone shows it
+        self._has_served = False  # an engine has been ready
+        self._stop = asyncio.Event()
+        self._failure: Exception | None = None
+
+    async def run(self) -> None:
+        """Serve until told to stop. Raises ConfigError, ChildFailedError."""
+        self._stop_on_signals()
+        if self._tenants:
+            self._tenants.load()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._tokenizer.close)
+            addresses = self._engine_addresses(stack)
+            channels = [
+                EngineChannel(
+                    address,
+                    hang_timeout_s=self._config.hang_timeout_s,
+                    patience_s=math.inf if self._is_engine_ours else PATIENCE_S,
+                    check=partial(self._check_engine, address),
+                    on_change=self._on_engine_change,
+                    on_hang=self._keeper.kill if self._keeper else lambda: None,
+                )
+                for address in addresses
+            ]
+            self._dispatcher = Dispatcher(channels)
+            self._state = ServingState(self._dispatcher, self._admission)
+            if self._config.http:
+                self._tally = Tally(len(channels), self._admission, self._index)
+                self._observers.append(self._tally)
+                self._observers.on_refusal.append(self._tally.refused)
+            server = await self._start_server()
+            parts: list[Callable[[], Awaitable[None]]] = [channel.run for channel in channels]
+            if self._supervisor:
+                parts.append(self._supervisor.run)
+            if self._tenants:
+                parts.append(self._tenants.follow)
+            if self._http:
+                parts.append(self._http.run)
+            if self._tally:
+                parts.append(self._tally.watch_loop)
+            async with self._running(parts):
+                await self._stop.wait()
+                if self._failure is None:
+                    await self._drain()
+                self._port.close()
+                http = (self._http.stop(STOP_S),) if self._http else ()
+                await asyncio.gather(server.stop(STOP_S), *http)
+            self._requests.close()
+            if self._traces:
+                await asyncio.to_thread(self._traces.close)
+        if self._failure is not None:
+            raise self._failure
+
+    def _engine_addresses(self, stack: contextlib.ExitStack) -> list[str]:
+        if self._spawned:
+            return [self._spawned]
+        if self._config.engine != SPAWN:
+            return self._config.engine_addresses
+        address = stack.enter_context(spawn_address(self._config))
+        self._keeper = self._supervisor = engine_supervisor(self._config.engine_arguments(self._folder, address))
+        return [address]
+
+    async def _start_server(self) -> grpc.aio.Server:
+        config = self._config
+        max_bytes = max_message_bytes(
+            config.max_text_bytes, config.max_model_len or longest_context(self._folder), self._tokenizer.vocab_size
+        )
+        messages = Messages(max_bytes, config.stall_timeout_s)
+        self._inference = self._make_inference(messages)
+        self._control = control = self._make_control(max_bytes)
+        admin = AdminServicer(dispatcher=self._dispatcher, live=self._live, state=self._state)
+        refusals: dict[str, Refusal] = {
+            f"/{SERVICE}/{method}": self._inference.refusal for method in ("Generate", "Resume")
+        }
+        guard = CallGuard(messages, self._identities, refusals, self._observers.refused)
+        options = server_options(bool(self._sockets), max_bytes, config.max_connection_age_s)
+        server = grpc.aio.server(options=options, interceptors=[guard])
+        inference = grpc.method_handlers_generic_handler(SERVICE, self._inference.handlers())
+        server.add_generic_rpc_handlers((inference,))
+        shown_control: control_pb2_grpc.ControlServicer = control
+        shown_admin: admin_pb2_grpc.AdminServicer = admin
+        if self._sockets:
+            group = await self._join(control, admin)
+            shown_control, shown_admin = group.control, group.admin
+        control_pb2_grpc.add_ControlServicer_to_server(shown_control, server)
+        admin_pb2_grpc.add_AdminServicer_to_server(shown_admin, server)
+        adapters = self._adapters(shown_control, shown_admin)
+        for adapter in adapters:
+            server.add_generic_rpc_handlers(
+                (grpc.method_handlers_generic_handler(adapter.service, adapter.handlers()),)
+            )
+            refusals |= {f"/{adapter.service}/{method}": self._inference.refusal for method in adapter.admitted}
+        health_pb2_grpc.add_HealthServicer_to_server(self._state.health, server)
+        if config.has_reflection:
+            services = [
+                SERVICE,
+                control_pb2.DESCRIPTOR.services_by_name["Control"].full_name,
+                admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
+                "grpc.health.v1.Health",
+                *(adapter.service for adapter in adapters),
+            ]
+            add_reflection(services, server, config.stall_timeout_s)
+        await self._state.refresh()
+        self._port = bind(server, config)
+        await server.start()
+        if config.http:
+            self._http = http_port(
+                config.http,
+                config,
+                self._http_routes(max_bytes),
+                self._identities,
+                on_refusal=self._observers.refused,
+                shares_port=bool(self._sockets),
+            )
+            print(f"HTTP on {self._http.url}", flush=True)
+        print(f"listening on {self._port.address}", flush=True)
+        return server
+
+    def _make_inference(self, messages: Messages) -> InferenceServicer:
+        """The Inference service, with limits that hold until an engine reports its own."""
+        config = self._config
+        limits = Limits(
+            max_model_len=config.max_model_len or 1 << 31,
+            vocab_size=self._tokenizer.vocab_size,
+            kv_token_capacity=1 << 62,
+            has_chat_template=self._tokenizer.chat_template is not None,
+            max_text_bytes=config.max_text_bytes,
+            default_max_tokens=config.default_max_tokens,
+        )
+        return InferenceServicer(
+            model=self._name,
+            tokenizer=self._tokenizer,
+            limits=limits,
+            admission=self._admission,
+            quotas=self._quotas,
+            messages=messages,
+            dispatcher=self._dispatcher,
+            live=self._live,
+            observers=self._observers,
+            stall_timeout_s=config.stall_timeout_s,
+            resume_s=config.resume_s,
+            times=self._tally.times if self._tally else (),
+        )
+
+    def _make_control(self, max_bytes: int) -> ControlServicer:
+        config = self._config
+        return ControlServicer(
+            model=self._name,
+            tokenizer=self._tokenizer,
+            limits=lambda: self._inference.limits,
+            admission=self._admission,
+            dispatcher=self._dispatcher,
+            state=self._state,
+            engine_restarts=self._engine_restarts,
+            max_message_bytes=max_bytes,
+            settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
+        )
+
+    def _adapters(
+        self, control: control_pb2_grpc.ControlServicer, admin: admin_pb2_grpc.AdminServicer
+    ) -> list[Adapter]:
+        """Other protocols on the same port."""
+        stall_timeout_s = self._config.stall_timeout_s
+        return [
+            VllmEngine(
+                inference=self._inference,
+                control=control,
+                admin=admin,
+                state=lambda: self._state.state,
+                folder=self._folder,
+                stall_timeout_s=stall_timeout_s,
+            ),
+            GrpcInferenceService(
+                model=self._name,
+                inference=self._inference,
+                state=lambda: self._state.state,
+                stall_timeout_s=stall_timeout_s,
+            ),
+        ]
+
+    def _http_routes(self, max_bytes: int) -> list[BaseRoute]:
+        assert self._tally is not None, "there is one with --http"
+        load = self._group.control.current_load if self._group else self._control.current_load
+        shown = Metrics(self._name, self._tally, self._known_of_engines, self._other_tallies)
+        return [
+            *health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING),
+            *openai.routes(self._inference, self._name, self._dispatcher.refusal, max_bytes),
+            *page.routes(
+                LiveFeed(self._dispatcher.channels, load), {"model": self._name, "version": installed_version()}
+            ),
+            *together.routes(),
+            *metrics.routes(shown.page),
+        ]
+
+    def _known_of_engines(self) -> Iterator[Sample]:
+        return engine_samples(
+            self._dispatcher,
+            self._control.load(),
+            self._engine_restarts(),
+            self._admission.is_draining,
+            self._config.metrics_tenants,
+        )
+
+    async def _other_tallies(self) -> list[bytes]:
+        return await self._group.ask_tallies() if self._group else []
+
+    def _engine_restarts(self) -> int:
+        return self._keeper.restarts if self._keeper else 0
+
+    def _adopt_tenants(self, tenants: Tenants) -> None:
+        self._identities.tokens = tenants.tokens
+        self._quotas.replace(tenants.quotas)
+
+    async def _join(self, control: ControlServicer, admin: AdminServicer) -> RouterGroup:
+        """Join the routers that share the port: answer for all of them, and drain if they are draining."""
+        self._group = RouterGroup(control, admin, self._inference, self._tally, self._sockets)
+        await self._group.start()
+        if await self._group.are_others_draining():
+            await self._state.drain()
+        return self._group
+
+    @property
+    def _is_engine_ours(self) -> bool:
+        """Whether this process or its parent supervises the engine."""
+        return self._config.engine == SPAWN
+
+    def _check_engine(self, address: str, info: control_pb2.EngineInfo) -> None:
+        """Refuse an engine with another tokenizer.
+
+        Raises ConfigError if it is the only engine and none has served yet, else WrongEngine.
+        """
+        try:
+            _weights_of_tenants([info])
+        except ValueError:
+            raise WrongEngine("it tells invalid weights of tenants") from None
+        if info.tokenizer_sha256 == self._tokenizer.fingerprint:
+            return
+        fault = f"serves {info.model} with another tokenizer"
+        if len(self._dispatcher.channels) == 1 and not self._has_served:
+            raise ConfigError(f"the engine at {address} {fault}")
+        raise WrongEngine(f"it {fault}")
+
+    async def _on_engine_change(self) -> None:
+        if infos := [channel.info for channel in self._dispatcher.ready if channel.info]:
+            self._has_served = True
+            if self._keeper:
+                self._keeper.mark_ready()
+            self._adopt(infos)
+        await self._state.refresh()
+
+    def _adopt(self, engines: Sequence[control_pb2.EngineInfo]) -> None:
+        """Adopt the smallest limits of all engines, because any of them may get a request."""
+        self._inference.limits = replace(
+            self._inference.limits,
+            max_model_len=min(info.max_model_len for info in engines),
+            vocab_size=min(info.vocab_size for info in engines),
+            kv_token_capacity=min(info.kv_cache.token_capacity for info in engines),
+        )
+        self._inference.share(_weights_of_tenants(engines))
+        if self._config.max_queued_tokens is None:
+            capacity = sum(info.kv_cache.token_capacity for info in engines)
+            self._admission.max_tokens = QUEUE_IN_CACHES * capacity // self._config.workers
+
+    async def _drain(self) -> None:
+        """Report NOT_SERVING, refuse new requests, and let running ones finish within the grace period."""
+        if self._group:
+            await self._group.leave()  # otherwise the router that replaces this one would drain too
+        await self._state.drain()
+        if not self._live:
+            return
+        log.info("draining: %d requests, up to %.0f s", len(self._live), self._config.grace_s)
+        self._stop.clear()  # a second signal ends the wait
+        idle = asyncio.create_task(self._live.wait_idle())
+        again = asyncio.create_task(self._stop.wait())
+        _, pending = await asyncio.wait(
+            {idle, again}, timeout=self._config.grace_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in pending:
+            task.cancel()
+        if self._live:
+            log.warning("ending %d requests unfinished", len(self._live))
+            self._live.abort_all()
+
+    @contextlib.asynccontextmanager
+    async def _running(self, parts: list[Callable[[], Awaitable[None]]]) -> AsyncIterator[None]:
+        """Run the parts beside the body. A part that fails stops the router."""
+
+        async def guarded(part: Callable[[], Awaitable[None]]) -> None:
+            try:
+                await part()
+            except Exception as error:
+                self._fail(error)
+
+        tasks = [asyncio.create_task(guarded(part)) for part in parts]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        self._stop.set()
+
+    def _stop_on_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+
+
+def _weights_of_tenants(engines: Sequence[control_pb2.EngineInfo]) -> dict[str, float] | None:
+    """The weights by which tenants share these engines, as the first one tells them; None if not all are shared.
+
+    Raises ValueError for weights that no engine has.
+    """
+    if any(info.settings.get("policy") != "fair" for info in engines):
+        return None
+    return weights_of_tenants(engines[0].settings.get("tenant_weights", ""))
