@@ -9,6 +9,7 @@ MAX_LOGPROBS = 20  # most likely tokens that are reported for one position
 MAX_STOP_IDS = 64  # that a client gives
 MAX_EOS_IDS = 64  # the model's own, which a request has besides
 MAX_LOGIT_BIAS = 1024
+MAX_DRAFT_TOKENS = 16  # of a sequence in one step
 MAX_REQUEST_ID = 128  # characters
 MAX_SALT_BYTES = 128
 MAX_PRIORITY = 1000

@@ -28,20 +28,16 @@ class Launched(Protocol):
 class Runner(Protocol):
     """Computes plans in the order in which they are launched.
 
-    A sequence's last token may be pending when a plan is launched; the runner then takes it from the step before. That of
-    a sequence with drafts is known, and none of its tokens is pending in the step after.
+    A sequence's last token may be pending when a plan is launched; the runner then takes it from the step before. A chunk
+    with drafts starts at a known token, and no step behind it computes its sequence before it is read.
     A chunk may be computed twice, so a failed step may be run again: it writes the same slots, and chooses a token with
     the same noise. docs/architecture.md, "When the same tokens come again", says where that is the same token.
 
-    lookahead   how many steps can be launched before the first of them is read; 0: `launch` computes the step at once
-    can_verify  chunks may have drafts
+    lookahead  how many steps can be launched before the first of them is read; 0: `launch` computes the step at once
     """
 
     @property
     def lookahead(self) -> int: ...
-
-    @property
-    def can_verify(self) -> bool: ...
 
     def launch(self, plan: StepPlan) -> Launched: ...
 

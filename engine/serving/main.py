@@ -24,6 +24,7 @@ import uvloop
 from pagoda.v1 import control_pb2
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, resolve
 from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.drafting import PromptLookup, Speculation
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.loop import EngineLoop
 from pagoda_server.engine.runners.load import InformedRunner, load_runner
@@ -106,6 +107,7 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, eng
             tenant_weights=config.weight_of_tenant(),
             target_itl_s=config.target_itl_s,
             num_host_blocks=info.num_host_blocks,
+            speculation=_speculation(config, runner),
         ),
         runner,
         server,
@@ -121,6 +123,12 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, eng
     await listener.stop()
     wait([ended], timeout=5.0)
     return EXIT_FAILURE if loop.failure else 0
+
+
+def _speculation(config: EngineConfig, runner: InformedRunner) -> Speculation | None:
+    if config.speculation == "off" or not runner.can_verify:
+        return None
+    return Speculation(PromptLookup(), config.max_draft_tokens, runner.info.vocab_size)
 
 
 def wake(events: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
@@ -144,6 +152,7 @@ def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path) -> c
         max_num_seqs=info.limits.max_num_seqs,
         token_budget=info.limits.token_budget,
         overlap="on" if runner.lookahead else "off",
+        speculation=config.speculation if runner.can_verify else "off",
     )
     return control_pb2.EngineInfo(
         epoch=secrets.randbits(63),
