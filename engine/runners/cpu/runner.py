@@ -22,6 +22,7 @@ from pagoda_server.engine.runners.loaded_model import DEFAULT_CPU_BYTES, check_f
 from pagoda_server.engine.runners.runner_info import count_blocks
 from pagoda_server.kernels import copy_blocks, keep_freed_memory, set_num_threads
 from pagoda_server.settings.engine import EngineConfig
+from pagoda_server.settings.request import MAX_DRAFT_TOKENS
 
 
 class ModelRunner:
@@ -58,7 +59,12 @@ class ModelRunner:
         self._recorded: RecordedSteps | None = None
         if loaded.ops.can_record(self._cache[0]):
             self._recorded = RecordedSteps(
-                loaded.model, loaded.ops, self._cache, limits.max_num_seqs, loaded.longest, loaded.spec.block_size
+                loaded.model,
+                loaded.ops,
+                self._cache,
+                max(limits.max_num_seqs, 1 + MAX_DRAFT_TOKENS),
+                loaded.longest,
+                loaded.spec.block_size,
             )
         self.info = loaded.info(num_blocks, config)
         with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
