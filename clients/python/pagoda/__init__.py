@@ -1,6 +1,7 @@
 """The Python client: `Client` blocks, `AsyncClient` is for asyncio; both stream tokens and raise typed errors."""
 
 from pagoda.aio import AsyncClient
+from pagoda.answer import Answer, ToolCall
 from pagoda.chunk import Chunk, FinishReason, Timing, TokenLogprob, ToolCallDelta, Usage
 from pagoda.client import Client
 from pagoda.errors import (
@@ -19,6 +20,7 @@ from pagoda.errors import (
 
 __all__ = [
     "AlreadyExists",
+    "Answer",
     "AsyncClient",
     "Cancelled",
     "Chunk",
@@ -32,6 +34,7 @@ __all__ = [
     "PermissionDenied",
     "Timing",
     "TokenLogprob",
+    "ToolCall",
     "ToolCallDelta",
     "Unauthenticated",
     "Unavailable",

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, Unpack
 
 import grpc
 
+from pagoda.answer import Answer, answer_of
 from pagoda.chunk import Chunk, chunk_from
 from pagoda.connection import CHANNEL_OPTIONS, Attempts, call_metadata, credentials
 from pagoda.conversation import ChatMessage
@@ -21,6 +22,7 @@ from pagoda.request import (
     abort_request,
     detokenize_request,
     generate_request,
+    one_answer,
     step_trace_request,
     tokenize_request,
     watch_load_request,
@@ -103,6 +105,25 @@ class AsyncClient:
     ) -> AsyncGenerator[Chunk, None]:
         """Answer a conversation: `generate(chat=messages)`."""
         return self.generate(chat=messages, timeout_s=timeout_s, **options)
+
+    async def answer(
+        self,
+        message: str | None = None,
+        *,
+        prompt: str | None = None,
+        chat: str | Sequence[ChatMessage] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Answer:
+        """Wait for the whole answer to one of four inputs, as `generate` takes them.
+
+        With the option `json_schema`, `Answer.parsed` is the answer as an object. Raises InvalidArgument for n above 1.
+        """
+        chunks = self.generate(
+            message, prompt=prompt, chat=chat, token_ids=token_ids, timeout_s=timeout_s, **one_answer(options)
+        )
+        return answer_of([chunk async for chunk in chunks], options.get("json_schema"))
 
     async def tokenize(
         self,

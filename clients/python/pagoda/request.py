@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
-from pagoda.conversation import ChatMessage, Tool, ToolChoice, chat
+from pagoda.conversation import ChatMessage, Tool, ToolChoice, chat, json_text
 from pagoda.fields import assign, wrong
 from pagoda.v1 import admin_pb2, control_pb2, inference_pb2, trace_pb2
 
@@ -31,6 +31,12 @@ class GenerateOptions(ChatOptions, total=False):
 
     protos/pagoda/v1/inference.proto gives meanings and ranges. With `resumable`, the iterator goes on by itself after
     the server, its engine or the connection broke, and yields each token once.
+
+    json_schema  a JSON Schema that the answer matches: a dict, its text, or a class with `model_json_schema`, such as
+                 pydantic's
+    regex, grammar, choice, json_object
+                 instead of it: a regular expression, a grammar, texts of which the answer is one, True for any object
+    unparsed     leave reasoning and tool calls in the text
     """
 
     max_tokens: int | None
@@ -49,6 +55,9 @@ class GenerateOptions(ChatOptions, total=False):
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
     allowed_token_ids: Sequence[int] | None
+    typical_p: float | None
+    no_repeat_ngram_size: int | None
+    bad_words: Sequence[str] | None
     seed: int | None
     n: int | None
     beams: int | None
@@ -59,6 +68,14 @@ class GenerateOptions(ChatOptions, total=False):
     token_bytes: bool | None
     prompt_ids: bool | None
     special_tokens: bool | None
+    unparsed: bool | None
+    prompt_logprobs: int | None
+    json_schema: str | Mapping[str, Any] | type | None
+    regex: str | None
+    grammar: str | None
+    choice: Sequence[str] | None
+    json_object: bool | None
+    max_draft_tokens: int | None
     cache_salt: str | None
     bypass_cache: bool | None
     priority: int | None
@@ -86,6 +103,14 @@ _FIELDS = {
     "token_bytes": "output.token_bytes",
     "prompt_ids": "output.prompt",
     "special_tokens": "output.special_tokens",
+    "unparsed": "output.unparsed",
+    "prompt_logprobs": "output.prompt_logprobs",
+    "json_schema": "guided.json_schema",
+    "regex": "guided.regex",
+    "grammar": "guided.ebnf_grammar",
+    "choice": "guided.choice.options",
+    "json_object": "guided.json_object",
+    "max_draft_tokens": "max_draft_tokens",
     "cache_salt": "cache.salt",
     "bypass_cache": "cache.bypass",
     "priority": "priority",
@@ -96,6 +121,7 @@ _FIELDS = {
     "resumable": "resumable",
 }
 
+_FORMATS = ("json_schema", "regex", "grammar", "choice", "json_object")  # of which at most one is given
 _CHAT_OPTIONS = ("continue_last", "tools", "tool_choice", "template_kwargs")
 
 _EARLY_STOPPING = {
@@ -139,6 +165,9 @@ def generate_request(asked: Input, options: GenerateOptions) -> inference_pb2.Ge
     """Build a request. Raises InvalidArgument for a value that does not fit, TypeError for an unknown option."""
     request = inference_pb2.GenerateRequest()
     asked.put_into(request, options)
+    formats = [name for name in _FORMATS if options.get(name) is not None]
+    if len(formats) > 1:
+        raise wrong("guided", f"is {' and '.join(formats)}; give one")
     for name, value in options.items():
         if name not in _FIELDS and name not in _CHAT_OPTIONS:
             raise TypeError(f"unknown option {name!r}; known: {', '.join((*_FIELDS, *_CHAT_OPTIONS))}")
@@ -146,9 +175,24 @@ def generate_request(asked: Input, options: GenerateOptions) -> inference_pb2.Ge
             if value not in _EARLY_STOPPING:
                 raise wrong(_FIELDS[name], f"{value!r} is none of {', '.join(_EARLY_STOPPING)}")
             value = _EARLY_STOPPING[str(value)]
+        if name == "json_schema" and value is not None:
+            value = _schema_text(value)
         if value is not None and name in _FIELDS:
             assign(request, _FIELDS[name], value)
     return request
+
+
+def one_answer(options: GenerateOptions) -> GenerateOptions:
+    """The options of a call that returns one answer. Raises InvalidArgument for n above 1."""
+    if (options.get("n") or 1) != 1:
+        raise wrong("sampling.n", "gives several answers; `generate` streams them")
+    return options
+
+
+def _schema_text(schema: object) -> str:
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    return json_text(schema, "guided.json_schema")
 
 
 def tokenize_request(
