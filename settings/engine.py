@@ -191,6 +191,12 @@ class EngineSettings(CommonSettings):
         "many as pay, which under load is none, and none on a GPU.",
         panel=ENGINE_SCHEDULING,
     )
+    draft_model: str = setting(
+        "",
+        "A smaller model with the same tokenizer, which drafts instead of prompt lookup: named like --model. Drafts then "
+        "pay for answers that repeat nothing, if the model is many times smaller. Needs a CPU.",
+        panel=ENGINE_SCHEDULING, is_private=True,
+    )  # fmt: skip
     max_draft_tokens: int = setting(
         8,
         "Most tokens that one step drafts for a sequence.",

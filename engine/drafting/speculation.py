@@ -38,7 +38,7 @@ class Drafter(Protocol):
         """Return at most so many tokens: fewer, or none, if there is nothing to go by. None of its own is pending."""
 
     def forget(self, seq: Sequence) -> None:
-        """Drop what is kept for a sequence, if anything: it has ended or gives up its blocks."""
+        """Drop what is kept for a sequence, if anything: it has ended."""
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class Speculation:
         record.num_idle = 0
 
     def forget(self, seq: Sequence) -> None:
-        """Drop what is kept for a sequence: it has ended or gives up its blocks."""
+        """Drop what is kept for a sequence: it has ended."""
         self._records.pop(seq.id, None)
         self._drafter.forget(seq)
 

@@ -212,8 +212,11 @@ class Scheduler:
         """Give decodes drafts for which the step has tokens and blocks, without those that running sequences need."""
         decodes = [chunk for chunk in chunks if chunk.is_decode and not chunk.seq.num_pending]
         room = min(budget, self.token_budget) - sum([chunk.length for chunk in chunks])
+        started = self.clock()
+        proposed = list(speculation.drafts(decodes, room, self.costs))
+        self.costs.drafted(self.clock() - started)
         drafted = []
-        for chunk, drafts in speculation.drafts(decodes, room, self.costs):
+        for chunk, drafts in proposed:
             seq = chunk.seq
             while seq.num_tokens + len(drafts) > len(seq.blocks) * self.pool.block_size:
                 if self.pool.num_available <= len(self.running) or not self._tables.grow(seq):

@@ -70,6 +70,11 @@ class CostModel:
             self._began = self._clock()
         self._in_flight += 1
 
+    def drafted(self, seconds: float) -> None:
+        """Note that drafting took so long: it is no part of the step that is about to be launched."""
+        if not self._in_flight:
+            self._began += seconds
+
     def committed(self, plan: StepPlan, copied_s: float = 0.0) -> None:
         """Learn from the oldest scheduled step, which has ended now.
 

@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence
 from pagoda_server.engine.core.step import Chunk, StepPlan, TokenLogprobs
 from pagoda_server.engine.drafting import PromptLookup, Speculation
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
+from pagoda_server.engine.runners.cpu.draft_model import DraftModel
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.kernels import has_native
+from pagoda_server.settings.engine import EngineConfig
 from tests.engine.drafters import AlwaysDrafts, Oracle
 from tests.engine.tiny_models import MODELS, VOCAB_SIZE, ShuffledBlocks, load_runner, random_prompt, save_model, step
 from tests.engine.unreliable import UnreliableRunner
@@ -186,3 +189,48 @@ def test_prompt_lookup_drafts_what_a_repeating_answer_repeats(folder: Path) -> N
     drafted = serve(runner, 1, AlwaysDrafts(PromptLookup(), 7, VOCAB_SIZE))
     assert drafted.tokens == without.tokens
     assert drafted.drafted > 0
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(folder: Path) -> Path:
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(with_tokenizer: Path) -> None:
+    """It draws with the sequence's own noise, so that even drawn tokens are guessed. Long prompts take it a while."""
+    runner = load_runner(with_tokenizer)
+    drafter = DraftModel(
+        EngineConfig(str(with_tokenizer), device="cpu", dtype="float32", token_budget=24, max_num_seqs=6),
+        with_tokenizer,
+        VOCAB_SIZE,
+    )
+    without = serve(runner, 2, None)
+    drafted = serve(runner, 2, AlwaysDrafts(drafter, 5, VOCAB_SIZE))
+    assert drafted.tokens == without.tokens
+    assert drafted.accepted == drafted.drafted > 50
+    assert drafter.token_s > 0
+
+
+def test_a_model_that_drafts_for_another_one_recovers_from_refusals(
+    with_tokenizer: Path, tmp_path: Path
+) -> None:
+    config = copy.deepcopy(MODELS["smollm"])
+    config.num_hidden_layers = 1
+    save_model(config, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    runner = load_runner(with_tokenizer)
+    settings = EngineConfig(
+        str(with_tokenizer), device="cpu", dtype="float32", token_budget=24, max_num_seqs=6, kv_cache_gb=2e-5
+    )
+    drafter = DraftModel(settings, tmp_path, VOCAB_SIZE)
+    without = serve(runner, 2, None)
+    drafted = serve(runner, 2, AlwaysDrafts(drafter, 5, VOCAB_SIZE))
+    assert drafted.tokens == without.tokens
+    assert 0 < drafted.accepted < drafted.drafted
+
+
+def test_a_model_with_another_tokenizer_is_refused(with_tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{ }")
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        DraftModel(EngineConfig(str(with_tokenizer), device="cpu"), tmp_path, VOCAB_SIZE)
