@@ -35,7 +35,7 @@ from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb
 MAX_TOKENS = 256
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
 TEXT = Path(__file__).parent.parent / "quality_text.txt"
-CODE = '''class Cart:
+CODE = """class Cart:
     def __init__(self, owner):
         self.owner = owner
         self.items = []
@@ -56,7 +56,7 @@ CODE = '''class Cart:
         for item in self.items:
             total += item["price"] * item["count"]
         return total * (1.0 - self.discount)
-'''
+"""
 QUESTIONS = (
     "What can I do in Stockholm on a rainy day?",
     "Write a short story about a lighthouse keeper.",

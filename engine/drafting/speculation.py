@@ -68,6 +68,7 @@ class _Offer:
     chance: float
     is_first_sure: bool
 
+
 class Speculation:
     """
     most        drafts of a sequence in one step at most

@@ -28,8 +28,8 @@ class Launched(Protocol):
 class Runner(Protocol):
     """Computes plans in the order in which they are launched.
 
-    A sequence's last token may be pending when a plan is launched; the runner then takes it from the step before. A chunk
-    with drafts starts at a known token, and no step behind it computes its sequence before it is read.
+    A sequence's last token may be pending when a plan is launched; the runner then takes it from the step before. A
+    chunk with drafts starts at a known token, and no later step computes its sequence before it is committed.
     A chunk may be computed twice, so a failed step may be run again: it writes the same slots, and chooses a token with
     the same noise. docs/architecture.md, "When the same tokens come again", says where that is the same token.
 

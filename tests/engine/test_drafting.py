@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_a_full_batch_drafts_nothing_however_likely() -> None:
 
 
 def test_no_draft_costs_tokens_per_second() -> None:
-    """Whatever batch and chances, the expected rate is at least that without drafts, and one more draft gains little."""
+    """Whatever the chances, the expected rate is at least that without drafts, and one more draft gains little."""
     draw = random.Random(1)
     for _ in range(60):
         count, base_s, row_s = draw.randint(1, 40), draw.uniform(1, 20), draw.uniform(0.1, 1)
@@ -116,7 +117,7 @@ def test_refused_drafts_stop_and_are_tried_again_ever_more_rarely() -> None:
             assert drafted == {0: 1}
             tried.append(number)
             rule.speculation.verified(rule.seqs[0], 1, 0)
-    gaps = [after - before for before, after in zip(tried, tried[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(tried)]
     assert tried[0] == speculation.PATIENCE - 1
     assert gaps == [2 * speculation.PATIENCE, 4 * speculation.PATIENCE]
 
@@ -193,7 +194,7 @@ def test_drafts_shrink_rather_than_preempt_a_sequence() -> None:
 
 
 def test_accepted_drafts_shorten_an_answer_and_the_step_time_decides() -> None:
-    """With the engine's own rule, a lone stream takes far fewer steps; where rows cost all the time, none is drafted."""
+    """With the engine's own rule, drafts save most steps; where rows cost all the time, none is drafted."""
     steps = {}
     for name, step_time in {"idle": StepTime(1.0, 0.01, 0.01), "full": StepTime(0.0, 0.0, 1.0)}.items():
         oracle = Oracle(lambda seq, count: expected_tokens(seq.tokens, count, VOCAB_SIZE), 1.0, VOCAB_SIZE)

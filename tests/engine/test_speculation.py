@@ -212,9 +212,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(with_tokenizer: Path) ->
     assert drafter.token_s > 0
 
 
-def test_a_model_that_drafts_for_another_one_recovers_from_refusals(
-    with_tokenizer: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_drafts_for_another_one_recovers_from_refusals(with_tokenizer: Path, tmp_path: Path) -> None:
     config = copy.deepcopy(MODELS["smollm"])
     config.num_hidden_layers = 1
     save_model(config, tmp_path)

@@ -36,7 +36,9 @@ class DraftModel:
         self._runner = ModelRunner(settings, progress)
         info = self._runner.info
         if info.vocab_size != vocab_size:
-            raise ConfigError(f"--draft-model {folder.name}: its vocabulary has {info.vocab_size} ids, not {vocab_size}")
+            raise ConfigError(
+                f"--draft-model {folder.name}: its vocabulary has {info.vocab_size} ids, not {vocab_size}"
+            )
         self._pool = BlockPool(info.num_blocks, info.kv_cache.block_size)
         self._mirrors: dict[int, Sequence] = {}  # by sequence, the one that drafted last at the end
         self.token_s = 0.0
@@ -81,7 +83,7 @@ class DraftModel:
         return -1 if sampled.faults else sampled.tokens[-1]
 
     def _mirror(self, seq: Sequence) -> Sequence:
-        """Return the sequence as this model knows it: with the same tokens, and as many of them computed as were right."""
+        """Return the sequence as this model knows it: the same tokens, of which those that were right are computed."""
         mirror = self._mirrors.pop(seq.id, None)
         if mirror is None or mirror.request is not seq.request:
             if mirror is not None:

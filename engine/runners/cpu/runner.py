@@ -122,7 +122,7 @@ class ModelRunner:
 
 
 def one_row_each(chunks: list[Chunk]) -> list[Chunk]:
-    """Makes a chunk of its own of each row of the chunks with drafts. It is then computed as a decode is, bit by bit."""
+    """Makes a chunk of each row of the chunks with drafts. It is then computed as a decode is, to the last bit."""
     rows: list[Chunk] = []
     for chunk in chunks:
         if not chunk.drafts:

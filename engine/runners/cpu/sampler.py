@@ -244,8 +244,8 @@ class _SeenTokens:
         counts = np.append(counts, np.zeros(len(drafts), dtype=np.float32))
         new: dict[int, int] = {}
         for draft in drafts:
-            at = self._index.get(draft)
-            counts[new.setdefault(draft, num_distinct + len(new)) if at is None else at] += 1
+            known = self._index.get(draft)
+            counts[new.setdefault(draft, num_distinct + len(new)) if known is None else known] += 1
         return np.append(ids, np.fromiter(new, dtype=np.int64)), counts[: num_distinct + len(new)]
 
     def _place(self, token: int) -> int:
