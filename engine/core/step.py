@@ -97,8 +97,10 @@ class Move:
 class Ended:
     """One sequence's end.
 
-    matched  the token id of reason STOP
-    detail   explains REJECTED and FAILED
+    matched          the token id of reason STOP
+    matched_grammar  reason STOP: the output is complete by its token mask
+    detail           explains REJECTED and FAILED
+    field            of the request, which `detail` is about; empty: it is about its length, or the engine
     """
 
     seq: Sequence
@@ -106,6 +108,8 @@ class Ended:
     at: float
     matched: int | None = None
     detail: str = ""
+    matched_grammar: bool = False
+    field: str = ""
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ class AllowedTokens:
     """A TokenMask that allows the same token ids everywhere. Ids beyond the vocabulary allow nothing."""
 
     depends_on_tokens = False
+    fault = ""
 
     def __init__(self, ids: Iterable[int]) -> None:
         numbers = np.fromiter(ids, dtype=np.int64)
@@ -47,6 +48,9 @@ class AllowedTokens:
     def fill(self, tokens: list[int], words: memoryview) -> None:
         count = min(len(words), len(self._words))
         np.frombuffer(words, dtype="<u4")[:count] = self._words[:count]
+
+    def follow(self, tokens: list[int]) -> list[int] | None:
+        return []
 
 
 def num_mask_words(vocab_size: int) -> int:

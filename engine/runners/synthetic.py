@@ -2,16 +2,19 @@
 
 Each slot of its cache holds one number, a checksum of the sequence up to that position. A checksum is computed from the
 one before it, which is read through the block table, and the next token follows from the last checksum. A single wrong
-block, slot or position therefore changes every later token. `expected_tokens` computes the right ones.
+block, slot or position therefore changes every later token. `expected_tokens` computes the right ones. A token mask
+leaves the choice to the checksum too, among what it allows.
 """
 
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.core.sequence import TokenMask
 from pagoda_server.engine.core.step import Chunk, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo, count_blocks, count_host_blocks
 from pagoda_server.settings.engine import EngineConfig
@@ -49,6 +52,14 @@ def expected_logprobs(checksum: int, count: int, vocab_size: int) -> TokenLogpro
     first, fall = rest % 61 / 64, (1 + rest // 61 % 40) / 64
     ids = [(checksum + at) % vocab_size for at in range(count)]
     return TokenLogprobs(-first, ids, [-first - at * fall for at in range(count)])
+
+
+def _choose(mask: TokenMask, tokens: list[int], checksum: int, vocab_size: int) -> int:
+    """Return the token that a checksum chooses among those that a mask allows; -1 if it allows none."""
+    words = array("I", bytes(4 * -(-vocab_size // 32)))
+    mask.fill(tokens, memoryview(words))
+    allowed = [id for id in range(vocab_size) if words[id // 32] >> id % 32 & 1]
+    return allowed[checksum % len(allowed)] if allowed else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +127,7 @@ class SyntheticRunner:
         chosen: dict[int, int] = {}
         tokens = [-1] * len(plan.chunks)
         logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
+        faults: dict[int, str] = {}
         self._copy_blocks(plan)
         for at, chunk in enumerate(plan.chunks):
             seq = chunk.seq
@@ -126,11 +138,17 @@ class SyntheticRunner:
                 checksum = advance(checksum, self._token(chunk, position))
                 self._cache[self._slot(seq.blocks, position)] = checksum
             if chunk.samples:
-                tokens[at] = chosen[seq.id] = checksum % self.info.vocab_size
+                token = checksum % self.info.vocab_size
+                if seq.token_mask is not None:
+                    token = _choose(seq.token_mask, seq.tokens, checksum, self.info.vocab_size)
+                if token < 0:
+                    faults[at] = "its token mask leaves no token to choose"
+                    continue
+                tokens[at] = chosen[seq.id] = token
                 if seq.params.logprobs is not None:
                     logprobs[at] = expected_logprobs(checksum, seq.params.logprobs, self.info.vocab_size)
         self._chosen = chosen
-        return Sampled(tokens, logprobs)
+        return Sampled(tokens, logprobs, faults)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         size, cache, host = self._block_size, self._cache, self._host

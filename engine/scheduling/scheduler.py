@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from pagoda_server.engine.core.sequence import EndReason, Sequence, State
+from pagoda_server.engine.core.sequence import EndReason, Sequence, State, TokenMask
 from pagoda_server.engine.core.step import Counters, Ended, Hold, Move, Sampled, StepOutput, StepPlan, TokenLogprobs
 from pagoda_server.engine.kv.block_tables import BlockTables
 from pagoda_server.engine.kv.blocks import BlockPool
@@ -161,12 +161,14 @@ class Scheduler:
                 continue
             seq.num_pending -= chunk.samples
             if at in sampled.faults:
-                self._end(seq, EndReason.FAILED, detail=sampled.faults[at])
+                self._fail(seq, sampled.faults[at])
                 continue
             if seq.state is State.RUNNING:
                 self._tables.computed(seq, chunk.end)
             if token >= 0:  # its own, even if it has been preempted since the step was scheduled
                 self._append(seq, token, sampled.logprobs[at])
+                if seq.token_mask is not None and seq.token_mask.depends_on_tokens:
+                    self._follow(seq, seq.token_mask)
         self.costs.committed(plan, sampled.copied_s)
         self._tables.commit(plan)
         self._num_committed += 1
@@ -313,10 +315,54 @@ class Scheduler:
         self._output.add(seq.id, token, logprobs)
         if token in seq.params.stop_token_ids and seq.output_len > seq.params.min_tokens:
             self._end(seq, EndReason.STOP, matched=token)
-        elif len(seq.tokens) >= seq.max_len:
+        elif len(seq.tokens) >= seq.max_len and not self._ends_by_mask(seq):
             self._end(seq, EndReason.LENGTH)
 
-    def _end(self, seq: Sequence, reason: EndReason, *, matched: int | None = None, detail: str = "") -> None:
+    def _follow(self, seq: Sequence, mask: TokenMask) -> None:
+        """Append the tokens that must come next (jump-ahead); end the sequence if it is complete."""
+        while seq.id in self._live:
+            forced = mask.follow(seq.tokens)
+            if forced is None:
+                self._end(seq, EndReason.STOP, matched_grammar=True)
+            elif not forced:
+                return
+            else:
+                self._append_forced(seq, forced)
+
+    def _append_forced(self, seq: Sequence, tokens: list[int]) -> None:
+        for token in tokens:
+            if seq.id not in self._live:
+                return
+            seq.account.is_forced()
+            self._append(seq, token, None)
+
+    def _ends_by_mask(self, seq: Sequence) -> bool:
+        """End a sequence that is complete by its token mask; say whether it is."""
+        mask = seq.token_mask
+        if mask is None or not mask.depends_on_tokens or mask.follow(seq.tokens) is not None:
+            return False
+        self._end(seq, EndReason.STOP, matched_grammar=True)
+        return True
+
+    def _fail(self, seq: Sequence, fault: str) -> None:
+        """End a sequence for which no token could be chosen, unless that only means that its output is complete."""
+        if self._ends_by_mask(seq):
+            return
+        if seq.token_mask is not None and seq.token_mask.fault:
+            self._end(seq, EndReason.REJECTED, detail=seq.token_mask.fault, field="guided")
+        else:
+            self._end(seq, EndReason.FAILED, detail=fault)
+
+    def _end(
+        self,
+        seq: Sequence,
+        reason: EndReason,
+        *,
+        matched: int | None = None,
+        matched_grammar: bool = False,
+        detail: str = "",
+        field: str = "",
+    ) -> None:
         if seq.state is State.RUNNING:
             self._tables.publish_begun(seq)
             self._leave(seq)
@@ -330,7 +376,7 @@ class Scheduler:
             self.waiting.add(sibling)
         for by_id in (self._live, self._prefill_plan, self._protected_len):
             by_id.pop(seq.id, None)
-        self._output.ended.append(Ended(seq, reason, now, matched, detail))
+        self._output.ended.append(Ended(seq, reason, now, matched, detail, matched_grammar, field))
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)

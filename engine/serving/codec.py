@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, trace_pb2
-from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.core.step import Ended, Hold, TokenLogprobs
+from pagoda_server.engine.guidance.grammar_mask import GrammarMask
 from pagoda_server.engine.kv.blocks import chain_root
 from pagoda_server.engine.loop.loop import LoadSnapshot
 from pagoda_server.engine.loop.step_trace import Move, MoveKind, Step, TraceSnapshot
@@ -17,6 +18,7 @@ from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.engine.scheduling.tenants import TenantTable
 from pagoda_server.settings.request import (
     MAX_EOS_IDS,
+    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -100,6 +102,7 @@ def check_submit(submit: engine_pb2.Submit, vocab_size: int, max_model_len: int)
     _check(len(sampling.logit_bias) <= MAX_LOGIT_BIAS, "sampling.logit_bias")
     _check(all(bias in LOGIT_BIAS for bias in sampling.logit_bias.values()), "sampling.logit_bias")
     _check(len(sampling.allowed_token_ids) <= vocab_size, "sampling.allowed_token_ids")
+    _check(submit.guided.ByteSize() <= 2 * MAX_GRAMMAR_BYTES, "guided")
     longest = len(submit.prompt) + max((len(output.ids) for output in submit.outputs), default=0)
     if longest >= max_model_len:
         raise Rejected(f"prompt of {longest} tokens, the limit is {max_model_len - 1}")
@@ -124,8 +127,17 @@ def _check(is_valid: bool, field: str) -> None:
         raise InvalidMessage(f"it sent an invalid {field}")
 
 
-def sequences_from_submit(submit: engine_pb2.Submit, ids: Iterable[int], now: float, vocab_size: int) -> list[Sequence]:
-    """Return the sequences of a request that was checked; `ids` are theirs."""
+def sequences_from_submit(
+    submit: engine_pb2.Submit,
+    ids: Iterable[int],
+    now: float,
+    vocab_size: int,
+    make_mask: Callable[..., GrammarMask] | None = None,
+) -> list[Sequence]:
+    """Return the sequences of a request that was checked; `ids` are theirs.
+
+    make_mask  makes the masks of its grammar, if it has one, with the other arguments of GrammarMask
+    """
     request = Request(
         prompt_len=len(submit.prompt),
         arrived=now,
@@ -142,11 +154,16 @@ def sequences_from_submit(submit: engine_pb2.Submit, ids: Iterable[int], now: fl
     )
     # A model's own ids may be beyond its vocabulary. They never occur, and runners count on ids that exist.
     stop_token_ids = frozenset(id for id in submit.stop_token_ids if id < vocab_size)
-    return [_sequence(submit, request, stop_token_ids, index, id) for index, id in enumerate(ids)]
+    return [_sequence(submit, request, stop_token_ids, index, id, make_mask) for index, id in enumerate(ids)]
 
 
 def _sequence(
-    submit: engine_pb2.Submit, request: Request, stop_token_ids: frozenset[int], index: int, id: int
+    submit: engine_pb2.Submit,
+    request: Request,
+    stop_token_ids: frozenset[int],
+    index: int,
+    id: int,
+    make_mask: Callable[..., GrammarMask] | None,
 ) -> Sequence:
     """Return the request's sequence number `index`. Siblings draw from different seeds."""
     sampling = submit.sampling
@@ -160,14 +177,22 @@ def _sequence(
         logprobs=submit.logprobs if submit.HasField("logprobs") else None,
     )
     output = submit.outputs[index].ids if submit.outputs else ()
-    mask = AllowedTokens(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
+    mask: TokenMask | None = AllowedTokens(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
+    if make_mask is not None:
+        mask = make_mask(
+            prompt_len=request.prompt_len,
+            stop_ids=stop_token_ids,
+            min_tokens=params.min_tokens,
+            also=mask,
+            jumps=params.logprobs is None,
+        )
     return Sequence(id, [*submit.prompt, *output], request, params, mask)
 
 
-def rejected(now: float, detail: str) -> Ended:
+def rejected(now: float, detail: str, field: str = "") -> Ended:
     """The end of a sequence that never reaches the scheduler."""
     seq = Sequence(-1, [], Request(prompt_len=0, arrived=now), SamplingParams())
-    return Ended(seq, EndReason.REJECTED, now, detail=detail)
+    return Ended(seq, EndReason.REJECTED, now, detail=detail, field=field)
 
 
 @dataclass(slots=True)
@@ -216,6 +241,9 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
         preempted_tokens=account.preempted_tokens,
         saved_tokens=account.saved_tokens,
         loaded_tokens=account.loaded_tokens,
+        forced_tokens=account.forced_tokens,
+        matched_grammar=ended.matched_grammar,
+        field=ended.field,
     )
 
 

@@ -150,6 +150,7 @@ class GenerateCall:
                 max((output.ended.cached_tokens for output in self._outputs if output.ended), default=0),
                 self._prompt_len,
             ),
+            forced_tokens=sum(output.ended.forced_tokens for output in self._outputs if output.ended),
         )
 
     def timing(self) -> inference_pb2.Timing:
@@ -178,6 +179,6 @@ def raise_if_failed(ended: engine_pb2.Ended) -> None:
         case engine_pb2.END_REASON_DEADLINE:
             raise DeadlineExceeded("the deadline passed or can no longer be met")
         case engine_pb2.END_REASON_REJECTED:
-            raise InvalidArgument("input", ended.detail)
+            raise InvalidArgument(ended.field or "input", ended.detail)
         case engine_pb2.END_REASON_FAILED:
             raise Internal(f"sequence failed in the engine: {ended.detail}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -25,6 +25,7 @@ from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.client_call import ClientCall
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.generate_call import GenerateCall, Stream
+from pagoda_server.router.request.guided import GrammarChecker
 from pagoda_server.router.request.output import ClientWriter
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages, Parse, Received, from_protobuf
 from pagoda_server.router.request.record import Observers, Record
@@ -102,6 +103,7 @@ class InferenceServicer:
         self._tokenizer = tokenizer
         self._admission = admission
         self._quotas = quotas
+        self._grammars = GrammarChecker(tokenizer)
         self._conversions = Admission(MAX_CONVERSIONS, max_tokens=1)
         self._messages = messages
         self._dispatcher = dispatcher
@@ -166,6 +168,8 @@ class InferenceServicer:
             params = await message.parsed(
                 lambda raw: validate_generate(parse(raw, limits), limits, self._model, record.metadata)
             )
+            if params.guided is not None:
+                params = replace(params, guided=await self._grammars.check(params.guided))
             if self._admission.is_draining:  # since this call was admitted
                 raise Unavailable("the server is draining")
             record.request_id, record.is_chat = params.request_id, params.is_chat

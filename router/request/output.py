@@ -89,6 +89,9 @@ class SequenceOutput:
         if self.stop is not None:
             reason = FinishReason.FINISH_REASON_STOP
             return inference_pb2.Finished(index=self.index, reason=reason, stop_string=self.stop)
+        if self.ended.matched_grammar:
+            reason = FinishReason.FINISH_REASON_STOP
+            return inference_pb2.Finished(index=self.index, reason=reason, grammar=True)
         return inference_pb2.Finished(
             index=self.index,
             reason=_FINISH_REASONS.get(self.ended.reason, FinishReason.FINISH_REASON_UNSPECIFIED),

@@ -22,6 +22,7 @@ from pagoda_server.router.request.fields import (
     check_integer,
     check_number,
 )
+from pagoda_server.router.request.guided import grammar_of, guided_from
 from pagoda_server.router.tenants.caller import ANYONE, Caller
 from pagoda_server.router.text.chat_template import Chat, Message
 from pagoda_server.router.text.tokenizer import Prompt
@@ -50,6 +51,7 @@ class GenerateParams:
     keeps_special_tokens  whether the text keeps special tokens
     includes_stop         whether the text includes the stop string or token that ended it
     is_resumable          whether the stream is kept, so that Resume can continue it
+    guided                the format of the output, whose grammar is checked later (router/request/guided.py); or None
     """
 
     request_id: str
@@ -72,6 +74,7 @@ class GenerateParams:
     priority: int
     slo: inference_pb2.Slo
     is_resumable: bool
+    guided: inference_pb2.Guided | None
 
     @property
     def n(self) -> int:
@@ -113,6 +116,8 @@ def validate_generate(
         raise InvalidArgument("stopping.stop", "needs output.text, which is off")
     if request.sampling.HasField("beam_search"):
         check_stopping(stopping, output)
+        if request.HasField("guided"):
+            raise InvalidArgument("guided", "is set; a beam search takes the tokens that its beams are given")
         if request.resumable:
             raise InvalidArgument("resumable", "is set; a beam search sends nothing before it ends: send it again")
     return GenerateParams(
@@ -136,6 +141,7 @@ def validate_generate(
         priority=request.priority,
         slo=_slo(request.slo, metadata),
         is_resumable=request.resumable,
+        guided=guided_from(request.guided) if request.HasField("guided") else None,
     )
 
 
@@ -198,6 +204,7 @@ def to_submit(
         tenant=caller.tenant,
         slo=params.slo,
         request_id=params.request_id,
+        guided=grammar_of(params.guided),
     )
 
 
@@ -254,8 +261,6 @@ def _request_id(request_id: str, limits: Limits) -> str:
 
 def _check_supported(request: inference_pb2.GenerateRequest) -> None:
     """Raise Unimplemented for a field that the protocol has and this server does not support."""
-    if request.HasField("guided"):
-        raise Unimplemented(f"guided.{request.guided.WhichOneof('format') or 'format'}")
     if request.lora_name:
         raise Unimplemented("lora_name")
     if request.output.HasField("prompt_logprobs"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, fields
 
@@ -56,15 +57,25 @@ class Sampler:
             return [self._choice(row, token) for row, token in zip(rows, self._most_likely(logits), strict=True)]
         asking = [at for at, row in enumerate(rows) if row.seq.params.logprobs is not None]
         logprobs = logits[asking].float().log_softmax(dim=-1) if asking else None
-        adjustments = self._adjustments(rows)
-        if adjustments is not None:
-            logits = logits.float()
-            self._ops.adjust_logits(logits, adjustments)
-        tokens = self._ops.sample(logits, self._draws(rows)).tolist()
+        changing = [at for at, row in enumerate(rows) if row.fault is None and row.changes_logits]
+        if len(changing) == len(rows):
+            tokens = self._sample_changed(rows, logits.float())
+        else:
+            tokens = self._ops.sample(logits, self._draws(rows, without=changing)).tolist()
+            if changing:  # apart, because a copy of all rows in float32 would slow the others down
+                changed = self._sample_changed([rows[at] for at in changing], logits[changing].float())
+                for at, token in zip(changing, changed, strict=True):
+                    tokens[at] = token
         choices = [self._choice(row, token) for row, token in zip(rows, tokens, strict=True)]
         if logprobs is not None:
             self._attach(choices, asking, rows, logprobs)
         return choices
+
+    def _sample_changed(self, rows: list[_Row], logits: Tensor) -> list[int]:
+        """Chooses tokens after everything that changes the logits of these rows. The logits are overwritten."""
+        self._ops.adjust_logits(logits, self._adjustments(rows))
+        tokens: list[int] = self._ops.sample(logits, self._draws(rows)).tolist()
+        return tokens
 
     def _row(self, seq: Sequence) -> _Row:
         row = self._rows.get(seq.id)
@@ -81,8 +92,8 @@ class Sampler:
             return Choice(-1, fault="the model's logits hold NaN or infinity, or leave no token to choose")
         return Choice(token)
 
-    def _draws(self, rows: list[_Row]) -> Draws:
-        drawing = [at for at, row in enumerate(rows) if row.draws and row.fault is None]
+    def _draws(self, rows: list[_Row], without: Collection[int] = ()) -> Draws:
+        drawing = [at for at, row in enumerate(rows) if row.draws and row.fault is None and at not in without]
         params = [rows[at].seq.params for at in drawing]
         return Draws(
             rows=self._integers(drawing),
@@ -94,11 +105,9 @@ class Sampler:
         values = [getattr(each, parameter.name) for each in params]
         return self._integers(values) if parameter.is_integer else self._numbers(values)
 
-    def _adjustments(self, rows: list[_Row]) -> LogitAdjustments | None:
-        """Everything that changes the logits of these rows; None if nothing does."""
-        changed = [(at, row) for at, row in enumerate(rows) if row.fault is None and row.changes_logits]
-        if not changed:
-            return None
+    def _adjustments(self, rows: list[_Row]) -> LogitAdjustments:
+        """Everything that changes the logits of these rows."""
+        changed = list(enumerate(rows))
         penalised = [(at, row.seq.params, *row.seen.follow()) for at, row in changed if row.seen is not None]
         biased = [(at, row) for at, row in changed if len(row.bias)]
         banned = [(at, row.stop_ids) for at, row in changed if row.bans_stops]
