@@ -108,7 +108,6 @@ def test_recommended_sampling_is_not_applied(client: Client) -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"message": "x", "guided": {"regex": "a+"}}, "guided.regex"),
         ({"message": "x", "lora_name": "mine"}, "lora_name"),
         ({"message": "x", "output": {"prompt_logprobs": 1}}, "output.prompt_logprobs"),
     ],

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol, TypedDict, Unpack
 
-from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.core.step import Ended, Sampled, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool, chain_root
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
@@ -99,6 +99,7 @@ class Rules(TypedDict, total=False):
     min_tokens: int
     output: list[int]  # that exists already
     age_s: float
+    make_mask: Callable[..., TokenMask]  # of a grammar
 
 
 class TakesTime(Protocol):
@@ -179,7 +180,14 @@ class SteppedEngine:
             bypass_cache=rules.get("bypass", False),
             shares_prompt=count > 1,
         )
-        seqs = [Sequence(next(self._ids), list(tokens), request, params) for _ in range(count)]
+        make_mask = rules.get("make_mask")
+        masks = [
+            make_mask(prompt_len=len(prompt), stop_ids=params.stop_token_ids, min_tokens=params.min_tokens)
+            if make_mask
+            else None
+            for _ in range(count)
+        ]
+        seqs = [Sequence(next(self._ids), list(tokens), request, params, mask) for mask in masks]
         for seq in seqs:
             self.outputs[seq.id] = []
             self.arrived_with[seq.id] = seq.num_tokens
