@@ -42,6 +42,11 @@ class MasksAhead:
             jobs = [self._jobs.get()]
             while not self._jobs.empty():
                 jobs.append(self._jobs.get())
+            if len(jobs) == 1:  # without waking another thread
+                (job,) = jobs
+                job.matcher.unsafe_compute_mask_ptr(job.words.ctypes.data, job.words.nbytes)
+                job.is_done.set()
+                continue
             if len(jobs) > len(words):
                 words = np.zeros((2 * len(jobs), self.num_words), dtype=np.int32)
             matchers = [(job.matcher, row) for row, job in enumerate(jobs)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
@@ -31,6 +32,12 @@ class GenerateOptions(ChatOptions, total=False):
 
     protos/pagoda/v1/inference.proto gives meanings and ranges. With `resumable`, the iterator goes on by itself after
     the server, its engine or the connection broke, and yields each token once.
+
+    json_schema  the answer's JSON schema, as a dict or as its text
+    json_object  the answer is any JSON object
+    regex        the whole answer matches this regular expression
+    grammar      the answer matches this grammar, in the notation of Lark or GBNF
+    choice       the answer is one of these texts
     """
 
     max_tokens: int | None
@@ -64,6 +71,11 @@ class GenerateOptions(ChatOptions, total=False):
     priority: int | None
     ttft_s: float | None
     tpot_s: float | None
+    json_schema: Mapping[str, Any] | str | None
+    json_object: bool | None
+    regex: str | None
+    grammar: str | None
+    choice: Sequence[str] | None
     model: str | None
     request_id: str | None
     resumable: bool | None
@@ -91,12 +103,19 @@ _FIELDS = {
     "priority": "priority",
     "ttft_s": "slo.ttft_s",
     "tpot_s": "slo.tpot_s",
+    "json_schema": "guided.json_schema",
+    "json_object": "guided.json_object",
+    "regex": "guided.regex",
+    "grammar": "guided.ebnf_grammar",
+    "choice": "guided.choice.options",
     "model": "model",
     "request_id": "request_id",
     "resumable": "resumable",
 }
 
 _CHAT_OPTIONS = ("continue_last", "tools", "tool_choice", "template_kwargs")
+
+_FORMATS = ("json_schema", "json_object", "regex", "grammar", "choice")
 
 _EARLY_STOPPING = {
     "estimated": inference_pb2.EARLY_STOPPING_ESTIMATED,
@@ -139,6 +158,9 @@ def generate_request(asked: Input, options: GenerateOptions) -> inference_pb2.Ge
     """Build a request. Raises InvalidArgument for a value that does not fit, TypeError for an unknown option."""
     request = inference_pb2.GenerateRequest()
     asked.put_into(request, options)
+    formats = [name for name in _FORMATS if options.get(name) is not None]
+    if len(formats) > 1:
+        raise wrong(_FIELDS[formats[1]], f"goes without {formats[0]}: an answer has one format")
     for name, value in options.items():
         if name not in _FIELDS and name not in _CHAT_OPTIONS:
             raise TypeError(f"unknown option {name!r}; known: {', '.join((*_FIELDS, *_CHAT_OPTIONS))}")
@@ -146,9 +168,18 @@ def generate_request(asked: Input, options: GenerateOptions) -> inference_pb2.Ge
             if value not in _EARLY_STOPPING:
                 raise wrong(_FIELDS[name], f"{value!r} is none of {', '.join(_EARLY_STOPPING)}")
             value = _EARLY_STOPPING[str(value)]
+        if name == "json_schema" and isinstance(value, Mapping):
+            value = _json(value)
         if value is not None and name in _FIELDS:
             assign(request, _FIELDS[name], value)
     return request
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise wrong("guided.json_schema", f"cannot be JSON: {error}") from error
 
 
 def tokenize_request(

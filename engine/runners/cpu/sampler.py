@@ -61,11 +61,15 @@ class Sampler:
         if len(changing) == len(rows):
             tokens = self._sample_changed(rows, logits.float())
         else:
-            tokens = self._ops.sample(logits, self._draws(rows, without=changing)).tolist()
+            draws = self._draws(rows, without=changing) if any(row.draws for row in rows) else self._no_draws
+            tokens = self._ops.sample(logits, draws).tolist()
             if changing:  # apart, because a copy of all rows in float32 would slow the others down
                 changed = self._sample_changed([rows[at] for at in changing], logits[changing].float())
                 for at, token in zip(changing, changed, strict=True):
                     tokens[at] = token
+        for at, row in enumerate(rows):
+            if row.is_only_masked:
+                tokens[at] = self._most_likely_allowed(logits[at : at + 1], tokens[at], row.mask_words())
         choices = [self._choice(row, token) for row, token in zip(rows, tokens, strict=True)]
         if logprobs is not None:
             self._attach(choices, asking, rows, logprobs)
@@ -84,6 +88,29 @@ class Sampler:
     def _most_likely(self, logits: Tensor) -> list[int]:
         tokens: list[int] = self._ops.sample(logits, self._no_draws).tolist()
         return tokens
+
+    def _most_likely_allowed(self, logits: Tensor, token: int, words: np.ndarray) -> int:
+        """The most likely token that a mask allows, the lowest id of several; -1 if it allows none.
+
+        logits  [1, vocab]; may be overwritten
+        token   the most likely of all; -1 if the logits are broken
+        words   [words] int32
+
+        Most often that token is allowed. Otherwise the fewer are looked at: what is allowed, or what is not.
+        """
+        if token < 0 or words[token // 32] >> token % 32 & 1:
+            return token
+        vocab = logits.shape[1]
+        is_allowed = np.unpackbits(words.view(np.uint8), count=vocab, bitorder="little").view(bool)
+        allowed = np.flatnonzero(is_allowed)
+        if len(allowed) > vocab // 2:
+            logits[0, torch.from_numpy(np.flatnonzero(~is_allowed))] = float("-inf")
+            return self._most_likely(logits)[0]
+        if not len(allowed):
+            return -1
+        values = logits[0, torch.from_numpy(allowed)].float().numpy()
+        at = int(values.argmax())
+        return int(allowed[at]) if np.isfinite(values[at]) else -1
 
     def _choice(self, row: _Row, token: int) -> Choice:
         if row.fault is not None:
@@ -176,9 +203,9 @@ class _Row:
         self._words: np.ndarray | None = None
         self._num_words = num_mask_words(vocab_size)
 
-        self._always_changes = params.has_penalties or len(self.bias) > 0 or seq.token_mask is not None
+        self._always_changes = params.has_penalties or len(self.bias) > 0 or (seq.token_mask is not None and self.draws)
         holds_stops_back = params.min_tokens > 0 and len(self.stop_ids) > 0
-        changes = self._always_changes or holds_stops_back
+        changes = self._always_changes or holds_stops_back or seq.token_mask is not None
         self.is_plain = not (self.fault or self.draws or changes or params.logprobs is not None)
 
     @property
@@ -188,6 +215,11 @@ class _Row:
     @property
     def changes_logits(self) -> bool:
         return self._always_changes or self.bans_stops
+
+    @property
+    def is_only_masked(self) -> bool:
+        """Whether its token is the most likely one of those that its mask allows."""
+        return self.seq.token_mask is not None and not self.changes_logits and self.fault is None
 
     @property
     def noise_key(self) -> int:
