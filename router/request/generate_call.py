@@ -211,6 +211,7 @@ class GenerateCall:
             reasoning_tokens=sum(output.num_reasoning for output in self._outputs),
             drafted_tokens=sum(output.ended.drafted_tokens for output in self._outputs if output.ended),
             accepted_tokens=sum(output.ended.accepted_tokens for output in self._outputs if output.ended),
+            forced_tokens=sum(output.ended.forced_tokens for output in self._outputs if output.ended),
         )
 
     def timing(self) -> inference_pb2.Timing:
@@ -247,6 +248,6 @@ def raise_if_failed(ended: engine_pb2.Ended, field: str = "input") -> None:
         case engine_pb2.END_REASON_DEADLINE:
             raise DeadlineExceeded("the deadline passed or can no longer be met")
         case engine_pb2.END_REASON_REJECTED:
-            raise InvalidArgument(field, ended.detail)
+            raise InvalidArgument(ended.field or field, ended.detail)
         case engine_pb2.END_REASON_FAILED:
             raise Internal(f"sequence failed in the engine: {ended.detail}")

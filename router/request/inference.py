@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.client_call import ClientCall, time_left
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.generate_call import GenerateCall, OutputRoom, Stream
+from pagoda_server.router.request.guided import GrammarChecker
 from pagoda_server.router.request.output import ClientWriter
 from pagoda_server.router.request.parsing import guided_by, parsing_of
 from pagoda_server.router.request.readouts import Readouts
@@ -102,6 +103,7 @@ class InferenceServicer:
         self._tokenizer = tokenizer
         self._admission = admission
         self._quotas = quotas
+        self._grammars = GrammarChecker(tokenizer)
         self._conversions = Admission(MAX_CONVERSIONS, max_tokens=1)
         self._messages = messages
         self._dispatcher = dispatcher
@@ -180,6 +182,8 @@ class InferenceServicer:
             params = await message.parsed(
                 lambda raw: validate_generate(parse(raw, limits), limits, self._model, record.metadata)
             )
+            if params.guided is not None:
+                params = replace(params, guided=await self._grammars.check(params.guided))
             if self._admission.is_draining:  # since this call was admitted
                 raise Unavailable("the server is draining")
             record.request_id, record.is_chat = params.request_id, params.is_chat
@@ -196,6 +200,8 @@ class InferenceServicer:
                     spending.reserve(len(prompt) + output)
                     timeout_s = time_left(call)
                     guided = guided_by(params, self._format, self._tokenizer, prompt)
+                    if guided is not None and params.calls_due is not None:
+                        guided = await self._grammars.check(guided, "chat.tools")
                     eos_token_ids = self._tokenizer.eos_token_ids
                     submit = to_submit(params, prompt, max_tokens, eos_token_ids, timeout_s, asker, guided, bad_words)
                     if kept is not None:

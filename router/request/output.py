@@ -140,6 +140,8 @@ class SequenceOutput:
             ended_itself = FinishReason.FINISH_REASON_TOOL_CALLS
         if self.stop is not None:
             return inference_pb2.Finished(index=self.index, reason=ended_itself, stop_string=self.stop)
+        if self.ended.matched_grammar:
+            return inference_pb2.Finished(index=self.index, reason=ended_itself, grammar=True)
         reason = _FINISH_REASONS.get(self.ended.reason, FinishReason.FINISH_REASON_UNSPECIFIED)
         return inference_pb2.Finished(
             index=self.index,

@@ -39,6 +39,7 @@ from pagoda_server.router.request.validation import (
     validate_tokenize,
 )
 from pagoda_server.router.text.chat_template import Chat, Message
+from pagoda_server.settings.request import MAX_CHOICES, MAX_GRAMMAR_BYTES
 
 LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)
 SERVED = "served"
@@ -240,6 +241,15 @@ BAD = [
     ("slo.ttft_s", {"slo": {"ttft_s": "NaN"}}),
     ("slo.tpot_s", {"slo": {"tpot_s": 4e3}}),
     ("priority", {"priority": -1001}),
+    ("guided", {"guided": {}}),
+    ("guided.json_schema", {"guided": {"json_schema": ""}}),
+    ("guided.json_schema", {"guided": {"json_schema": f'{{"const": "{"x" * MAX_GRAMMAR_BYTES}"}}'}}),
+    ("guided.regex", {"guided": {"regex": ""}}),
+    ("guided.choice.options", {"guided": {"choice": {}}}),
+    ("guided.choice.options", {"guided": {"choice": {"options": [""]}}}),
+    ("guided.choice.options", {"guided": {"choice": {"options": ["a"] * (MAX_CHOICES + 1)}}}),
+    ("guided.json_object", {"guided": {"json_object": False}}),
+    ("guided", {"guided": {"regex": "a"}, "sampling": {"beam_search": {"width": 2}}}),
 ]
 
 
@@ -253,12 +263,6 @@ def test_bad_field_is_refused_by_name(field: str, fields: dict[str, object]) -> 
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("guided.json_schema", {"guided": {"json_schema": "{}"}}),
-        ("guided.regex", {"guided": {"regex": "a+"}}),
-        ("guided.ebnf_grammar", {"guided": {"ebnf_grammar": "root ::= 'a'"}}),
-        ("guided.choice", {"guided": {"choice": {"options": ["a"]}}}),
-        ("guided.json_object", {"guided": {"json_object": True}}),
-        ("guided.format", {"guided": {}}),
         ("lora_name", {"lora_name": "mine"}),
         ("output.prompt_logprobs", {"output": {"prompt_logprobs": 0}}),
     ],
