@@ -215,7 +215,6 @@ def test_bad_field_is_refused_by_name(field: str, fields: dict[str, object]) -> 
         ("guided.json_object", {"guided": {"json_object": True}}),
         ("guided.format", {"guided": {}}),
         ("lora_name", {"lora_name": "mine"}),
-        ("output.prompt_logprobs", {"output": {"prompt_logprobs": 0}}),
     ],
 )
 def test_a_field_that_is_not_supported_yet_is_unimplemented_and_named(field: str, fields: dict[str, object]) -> None:
