@@ -1,4 +1,4 @@
-"""Spare Triton's interpreter what it computes again for each operation: half of its time, and more."""
+"""Spare Triton's interpreter what it computes again for each operation: about half of its time."""
 
 from __future__ import annotations
 

@@ -453,7 +453,7 @@ SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 <<
 
 def test_what_a_slow_reader_has_not_read_arrives_in_fewer_messages() -> None:
     with (
-        running_server("--model", "synthetic") as server,
+        running_server("--model", "synthetic", "--stall-timeout-s", "300") as server,
         grpc.insecure_channel(server.address, options=SMALL_WINDOW) as channel,
     ):
         inference, control = stubs(channel)

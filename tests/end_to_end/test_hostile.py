@@ -177,7 +177,8 @@ def test_the_largest_message_counts_as_it_is_unpacked(attacked: Server) -> None:
 
 
 def test_every_call_of_a_burst_of_five_thousand_is_refused_with_a_delay_and_the_queues_depth() -> None:
-    with running_server(*SYNTHETIC, "--max-requests", "1") as server, grpc.insecure_channel(server.address) as channel:
+    arguments = ("--model", "synthetic", "--step-ms", "20", "--max-requests", "1")  # the holder runs for ten minutes
+    with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
         inference = inference_pb2_grpc.InferenceStub(channel)
         holder = inference.Generate(request("holder", max_tokens=30_000))
         next(holder)
@@ -199,7 +200,7 @@ def test_every_call_of_a_burst_of_five_thousand_is_refused_with_a_delay_and_the_
 
         method = channel.unary_unary(GENERATE)
         for _ in range(5000):
-            method.future(PROMPT, timeout=60).add_done_callback(watched)
+            method.future(PROMPT, timeout=600).add_done_callback(watched)
         for _ in range(5000):
             finished.acquire()
         assert refused == {(grpc.StatusCode.RESOURCE_EXHAUSTED, "1"): 5000}
