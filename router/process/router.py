@@ -21,6 +21,7 @@ from pagoda.v1 import (
     admin_pb2_grpc,
     control_pb2,
     control_pb2_grpc,
+    inference_pb2,
 )
 from pagoda_server import installed_version
 from pagoda_server.checkpoints.folder import read_json_object
@@ -42,6 +43,7 @@ from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.request.record import Observers
+from pagoda_server.router.request.validation import recommended_sampling
 from pagoda_server.router.telemetry.logs import RequestLog
 from pagoda_server.router.tenants.identity import Identities, Tenants, TenantsFile
 from pagoda_server.router.tenants.quotas import Quotas
@@ -259,6 +261,9 @@ class Router:
     def _make_inference(self, messages: Messages) -> InferenceServicer:
         """The Inference service, with limits that hold until an engine reports its own."""
         config = self._config
+        recommended = None
+        if config.sampling_defaults == "model":
+            recommended = recommended_sampling(self._tokenizer.recommended)
         limits = Limits(
             max_model_len=config.max_model_len or 1 << 31,
             vocab_size=self._tokenizer.vocab_size,
@@ -267,6 +272,7 @@ class Router:
             has_tool_format=bool(self._format and self._format.tool_format),
             max_text_bytes=config.max_text_bytes,
             default_max_tokens=config.default_max_tokens,
+            recommended=recommended or inference_pb2.Sampling(),
         )
         return InferenceServicer(
             model=self._name,
@@ -405,6 +411,7 @@ class Router:
             vocab_size=min(info.vocab_size for info in engines),
             kv_token_capacity=min(info.kv_cache.token_capacity for info in engines),
             hidden_size=min(info.hidden_size for info in engines),
+            takes_typical_p=all(not info.device.startswith("cuda") for info in engines),
         )
         self._inference.share(_weights_of_tenants(engines))
         if self._config.max_queued_tokens is None:
