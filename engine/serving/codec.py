@@ -16,6 +16,7 @@ from pagoda_server.engine.loop.step_trace import Move, MoveKind, Step, TraceSnap
 from pagoda_server.engine.scheduling.tenants import TenantTable
 from pagoda_server.settings.request import (
     MAX_BAD_WORDS,
+    MAX_DRAFT_TOKENS,
     MAX_EOS_IDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -93,6 +94,7 @@ def check_submit(submit: engine_pb2.Submit, vocab_size: int, max_model_len: int)
     _check(submit.min_tokens <= submit.max_tokens, "min_tokens")
     _check(len(submit.stop_token_ids) <= MAX_STOP_IDS + MAX_EOS_IDS, "stop_token_ids")
     _check(submit.logprobs <= MAX_LOGPROBS, "logprobs")
+    _check(submit.max_draft_tokens <= MAX_DRAFT_TOKENS, "max_draft_tokens")
     _check(len(submit.cache.salt.encode()) <= MAX_SALT_BYTES, "cache.salt")
     _check(abs(submit.priority) <= MAX_PRIORITY, "priority")
     _check(0 <= submit.timeout_s < math.inf, "timeout_s")
@@ -184,6 +186,7 @@ def _sequence(
         min_tokens=submit.min_tokens,
         stop_token_ids=stop_token_ids,
         logprobs=submit.logprobs if submit.HasField("logprobs") else None,
+        max_draft_tokens=submit.max_draft_tokens if submit.HasField("max_draft_tokens") else None,
     )
     output = submit.outputs[index].ids if submit.outputs else ()
     return Sequence(id, [*submit.prompt, *output], request, params, _mask(submit, params, request.prompt_len))
@@ -265,6 +268,8 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
         preempted_tokens=account.preempted_tokens,
         saved_tokens=account.saved_tokens,
         loaded_tokens=account.loaded_tokens,
+        drafted_tokens=account.drafted_tokens,
+        accepted_tokens=account.accepted_tokens,
     )
 
 
