@@ -110,7 +110,6 @@ def test_recommended_sampling_is_not_applied(client: Client) -> None:
     [
         ({"message": "x", "guided": {"regex": "a+"}}, "guided.regex"),
         ({"message": "x", "lora_name": "mine"}, "lora_name"),
-        ({"message": "x", "output": {"prompt_logprobs": 1}}, "output.prompt_logprobs"),
     ],
 )
 def test_a_field_that_is_not_supported_yet_is_unimplemented_and_named(

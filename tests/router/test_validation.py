@@ -214,7 +214,6 @@ def test_bad_field_is_refused_by_name(field: str, fields: dict[str, object]) -> 
         ("guided.json_object", {"guided": {"json_object": True}}),
         ("guided.format", {"guided": {}}),
         ("lora_name", {"lora_name": "mine"}),
-        ("output.prompt_logprobs", {"output": {"prompt_logprobs": 0}}),
         (
             "chat.tool_choice.mode",
             {"chat": {"tool_choice": {"mode": "TOOL_CHOICE_MODE_REQUIRED"}, "messages": [user()]}},
@@ -231,6 +230,14 @@ def test_a_field_that_is_not_supported_yet_is_unimplemented_and_named(field: str
     assert status.code == grpc.StatusCode.UNIMPLEMENTED
     assert bad_request.field_violations[0].field == field
     assert status.details.startswith(f"{field}: ")
+
+
+def test_prompt_logprobs_imply_the_prompt_and_reach_the_engine() -> None:
+    params = params_of(output={"prompt_logprobs": 3})
+    assert params.has_prompt
+    submit = to_submit(params, [1, 2], 5, ())
+    assert submit.readout == engine_pb2.Readout(logprobs_from=1, num_top=3)
+    assert not to_submit(params_of(output={"prompt": True}), [1, 2], 5, ()).HasField("readout")
 
 
 @pytest.mark.parametrize("given", [{"message": "Hi"}, {"chat": {"messages": [user()]}}])
