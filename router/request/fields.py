@@ -30,6 +30,7 @@ class Limits:
     vocab_size         rows of the model's embedding: ids are below it
     kv_token_capacity  tokens that the engine's whole KV cache holds
     has_chat_template  whether the model takes a message or a chat
+    has_tool_format    whether it is known how the model writes tool calls
     max_text_bytes     UTF-8 bytes of a text, or of a chat's texts together; ChatTemplate limits the rendered text
     max_messages       messages of a chat
     max_parts          parts of a message's content
@@ -48,6 +49,7 @@ class Limits:
     vocab_size: int
     kv_token_capacity: int
     has_chat_template: bool = True
+    has_tool_format: bool = True
     max_text_bytes: int = RouterSettings.max_text_bytes
     max_messages: int = 4096
     max_parts: int = 256

@@ -20,6 +20,7 @@ from pagoda_server.router.request.output import (
     write_logprobs,
     write_records,
 )
+from pagoda_server.router.request.parsing import Parsing
 from pagoda_server.router.request.resuming import KeepingOutput, KeptStream, ResumedStream
 from pagoda_server.router.request.token_times import TokenTimes
 from pagoda_server.router.request.validation import GenerateParams
@@ -32,7 +33,8 @@ Stream: TypeAlias = EngineStream | BeamSearchStream | ResumedStream
 class GenerateCall:
     """Takes the engine's output and writes what the client asked for.
 
-    times  counts when tokens are written; None: nothing does
+    times    counts when tokens are written; None: nothing does
+    parsing  how answers are parsed; None: all of them is text
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class GenerateCall:
         received: float,
         kept: KeptStream | None = None,
         times: TokenTimes | None = None,
+        parsing: Parsing | None = None,
     ) -> None:
         self._times = times
         self._prompt_len = prompt_len
@@ -51,16 +54,17 @@ class GenerateCall:
         self._received = received
         self.first_written = None if kept is None else kept.first_written
         self._token_bytes = tokenizer.token_bytes if params.has_token_bytes else None
-        skips_special_tokens = not params.keeps_special_tokens
+        skips, kept_texts = not params.keeps_special_tokens, parsing.format.markers if parsing else ()
         output = SequenceOutput if kept is None else partial(KeepingOutput, kept)
         self._outputs = [
             output(
                 index,
-                tokenizer.detokenizer(skips_special_tokens) if params.has_text else None,
+                tokenizer.detokenizer(skips, kept_texts) if params.has_text else None,
                 params.stop,
                 params.min_tokens,
                 params.includes_stop,
                 self._token_bytes,
+                parsing.parser(index) if parsing else None,
             )
             for index in range(params.n)
         ]
@@ -108,7 +112,7 @@ class GenerateCall:
             assert isinstance(output, KeepingOutput), "this call knows that its stream is kept"
             for inbox, is_lacking in sequence.inboxes(count):
                 if output.replay(inbox, self._response.tokens) and is_lacking:
-                    await self._writer.write(self._response)
+                    await self._write_tokens(output)
                 else:
                     await asyncio.sleep(0)  # other streams write between two parts
             if output.ended is not None:
@@ -142,13 +146,19 @@ class GenerateCall:
                 output.written_at = now
             if self.first_written is None:
                 self.first_written = now
-            await self._writer.write(self._response)
+            await self._write_tokens(output)
         if output.ended is not None:
             raise_if_failed(output.ended)
             self._unfinished -= 1
             await self._write_finished(output, is_last=not self._unfinished)
         elif output.stop is not None:
             stream.abort(output.index)  # only the router knows stop strings; tokens arrive until the engine reads this
+
+    async def _write_tokens(self, output: SequenceOutput) -> None:
+        """Write what an output has taken. Its first message is filled in."""
+        await self._writer.write(self._response)
+        while output.take_more(self._response.tokens):
+            await self._writer.write(self._response)
 
     async def _write_finished(self, output: SequenceOutput, *, is_last: bool) -> None:
         response = inference_pb2.GenerateResponse(request_id=self._response.request_id, finished=output.finished())
@@ -167,6 +177,7 @@ class GenerateCall:
                 max((output.ended.cached_tokens for output in self._outputs if output.ended), default=0),
                 self._prompt_len,
             ),
+            reasoning_tokens=sum(output.num_reasoning for output in self._outputs),
         )
 
     def timing(self) -> inference_pb2.Timing:

@@ -13,6 +13,7 @@ import grpc
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
+from pagoda_server.router.answers.formats import AnswerFormat
 from pagoda_server.router.engines.channel import Dispatcher
 from pagoda_server.router.errors import PagodaError, Unavailable, Unimplemented
 from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests, Reservation
@@ -21,6 +22,7 @@ from pagoda_server.router.request.client_call import ClientCall, time_left
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.generate_call import GenerateCall, Stream
 from pagoda_server.router.request.output import ClientWriter
+from pagoda_server.router.request.parsing import guided_by, parsing_of
 from pagoda_server.router.request.readouts import Readouts
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages, Parse, Received, from_protobuf
 from pagoda_server.router.request.record import Observers, Record
@@ -89,9 +91,11 @@ class InferenceServicer:
         stall_timeout_s: float,
         resume_s: float,
         times: Sequence[TokenTimes] = (),
+        format: AnswerFormat | None = None,
     ) -> None:
         """
-        times  of each engine; empty: nothing counts them
+        times   of each engine; empty: nothing counts them
+        format  how the model writes its answers; None: that is not known
         """
         self.limits = limits  # replaced when an engine reports its own
         self._model = model
@@ -104,6 +108,7 @@ class InferenceServicer:
         self._live = live
         self._observers = observers
         self._times = times
+        self._format = format
         self._stall_timeout_s = stall_timeout_s
         self.resume_elsewhere: ResumeElsewhere | None = None  # set if several routers share the port
         self._kept = KeptStreams(resume_s)
@@ -188,7 +193,9 @@ class InferenceServicer:
                     reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
                     spending.reserve(len(prompt) + params.num_sequences * max_tokens)
                     timeout_s = time_left(call)
-                    submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, timeout_s, asker)
+                    guided = guided_by(params, self._format, self._tokenizer, prompt)
+                    eos_token_ids = self._tokenizer.eos_token_ids
+                    submit = to_submit(params, prompt, max_tokens, eos_token_ids, timeout_s, asker, guided)
                     if kept is not None:
                         kept.submitted(submit)
                     admitted = _Admitted(call, reservation, spending, message, live, record)
@@ -287,7 +294,10 @@ class InferenceServicer:
                 await self._messages.check_end(admitted.call)  # while the engine computes
                 admitted.message.release()
                 async with ClientWriter(admitted.call, self._stall_timeout_s) as writer:
-                    answer = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received, kept, times)
+                    parsing = parsing_of(params, self._format, self._tokenizer, submit.prompt)
+                    answer = GenerateCall(
+                        params, len(submit.prompt), self._tokenizer, writer, received, kept, times, parsing
+                    )
                     admitted.record.answer = answer
                     admitted.reservation.follow(answer, params.n * submit.max_tokens)
                     prompt = submit.prompt if params.has_prompt else ()

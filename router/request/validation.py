@@ -10,9 +10,10 @@ from typing import Any, Literal, TypeAlias
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
+from pagoda_server.router.answers.lark import Calls, Tool
 from pagoda_server.router.errors import InvalidArgument, NotFound, Unimplemented
 from pagoda_server.router.request.beam_search import check_beam_search, check_stop_ids, check_stopping
-from pagoda_server.router.request.chat import chat_from
+from pagoda_server.router.request.chat import calls_due, chat_from, tools_of
 from pagoda_server.router.request.fields import (
     Limits,
     check_bytes,
@@ -51,6 +52,10 @@ class GenerateParams:
     keeps_special_tokens  whether the text keeps special tokens
     includes_stop         whether the text includes the stop string or token that ended it
     is_resumable          whether the stream is kept, so that Resume can continue it
+    guided                the format that the client asks for
+    is_parsed             whether reasoning and tool calls are told from the text, if the model's format is known
+    tools                 what the answer may call
+    calls_due             what it has to call; None: the model decides
     """
 
     request_id: str
@@ -74,6 +79,10 @@ class GenerateParams:
     priority: int
     slo: inference_pb2.Slo
     is_resumable: bool
+    guided: inference_pb2.Guided | None
+    is_parsed: bool
+    tools: tuple[Tool, ...]
+    calls_due: Calls | None
 
     @property
     def n(self) -> int:
@@ -121,9 +130,11 @@ def validate_generate(
             raise InvalidArgument("output.prompt_logprobs", "is set; a beam search does not tell them")
     if request.resumable and output.HasField("prompt_logprobs"):
         raise InvalidArgument("resumable", "is set; a stream with output.prompt_logprobs is not kept")
+    prompt = prompt_from(request, limits)
+    tools = tools_of(prompt) if isinstance(prompt, Chat) else ()
     return GenerateParams(
         request_id=request_id_from(request.request_id, limits),
-        prompt=prompt_from(request, limits),
+        prompt=prompt,
         prompt_field=PROMPT_FIELDS[request.WhichOneof("input")],
         sampling=sampling_from(request.sampling, limits),
         max_tokens=_max_tokens(stopping, limits),
@@ -143,6 +154,10 @@ def validate_generate(
         priority=request.priority,
         slo=_slo(request.slo, metadata),
         is_resumable=request.resumable,
+        guided=request.guided if request.HasField("guided") else None,
+        is_parsed=isinstance(prompt, Chat) and has_text and not output.unparsed,
+        tools=tools,
+        calls_due=_calls_due(request, tools, limits),
     )
 
 
@@ -180,12 +195,14 @@ def to_submit(
     eos_token_ids: Collection[int],
     timeout_s: float | None = None,
     caller: Caller = ANYONE,
+    guided: inference_pb2.Guided | None = None,
 ) -> engine_pb2.Submit:
     """Convert a request for the engine; the channel numbers its sequences.
 
     max_tokens  as `check_prompt` resolved it
     timeout_s   counts from now; None: no deadline
     caller      for whom it is
+    guided      the grammar of the output
 
     Raises InvalidArgument if too many ids end a sequence for a beam search.
     """
@@ -209,6 +226,7 @@ def to_submit(
         slo=params.slo,
         request_id=params.request_id,
         readout=readout,
+        guided=guided,
     )
 
 
@@ -305,6 +323,20 @@ def _text_input(
             _check_chats(limits, "chat")
             return chat_from(request.chat, limits)
     return None
+
+
+def _calls_due(request: inference_pb2.GenerateRequest, tools: tuple[Tool, ...], limits: Limits) -> Calls | None:
+    due = calls_due(request.chat.tool_choice, tools)
+    if due is None:
+        return None
+    field = f"chat.tool_choice.{request.chat.tool_choice.WhichOneof('choice')}"
+    if not limits.has_tool_format:
+        raise InvalidArgument(field, "requires a call; how this model writes calls is not known: see --tool-format")
+    if request.HasField("guided"):
+        raise InvalidArgument(field, "requires a call, whose format is not that of guided")
+    if request.sampling.HasField("beam_search"):
+        raise InvalidArgument(field, "requires a call, which a beam search cannot ensure")
+    return due
 
 
 def _check_chats(limits: Limits, field: str) -> None:

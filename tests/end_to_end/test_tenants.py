@@ -272,7 +272,7 @@ def test_health_is_anyones_and_reflection_needs_a_token(server: Server, stubs: S
 
 def test_a_step_trace_holds_ones_own_sequences_alone(stubs: Stubs) -> None:
     calls = [stubs.started(ACME, "a secret of acme"), stubs.started(BROWN, "brown's own")]
-    time.sleep(0.05)
+    wait_for("a step of both", lambda: any(s.running >= 2 for part in stubs.trace(BROWN) for s in part.steps))
     seen, whole = stubs.trace(BROWN), stubs.trace(OPERATORS)
     for call in calls:
         call.cancel()
@@ -354,7 +354,7 @@ def exceeded(caught: grpc.RpcError) -> tuple[str, str, float | None]:
 
 def test_quotas_hold_one_tenant_and_no_other(server: Server, stubs: Stubs) -> None:
     small = by("small")
-    calls = [stubs.started(small, f"{at}", 1000) for at in range(2)]
+    calls = [stubs.started(small, f"{at}", 10_000) for at in range(2)]
     with pytest.raises(grpc.RpcError) as caught:
         stubs.ask(small, request("third", max_tokens=1))
     assert exceeded(caught.value)[:2] == ("max_requests", "2")
@@ -374,17 +374,17 @@ def test_tokens_are_reserved_for_the_longest_answer_and_come_back_if_it_is_short
     with pytest.raises(grpc.RpcError) as caught:
         stubs.ask(small, request("longer than the quota", max_tokens=31_000))
     assert exceeded(caught.value) == ("tokens_per_minute", "30000", None)
+    began = time.monotonic()
     call = stubs.started(small, "most of it", 29_500)
     with pytest.raises(grpc.RpcError) as caught:
-        stubs.ask(small, request("the rest and more", max_tokens=900))
+        stubs.ask(small, request("the rest and more", max_tokens=20_000))
     quota, _, delay_s = exceeded(caught.value)
     assert quota == "tokens_per_minute"
     assert delay_s is not None
-    assert 0 < delay_s < 1  # 500 tokens come each second
-    began = time.monotonic()
+    assert 0 < delay_s < 40  # 500 tokens come each second
     with Client(server.address, token="token of small") as client:  # it waits as it is told
-        assert next(client.generate(prompt="the rest and more", max_tokens=900)).tokens
-    assert time.monotonic() - began > delay_s / 2
+        assert next(client.generate(prompt="the rest and more", max_tokens=2000)).tokens
+    assert time.monotonic() - began > 1500 / 500
     with pytest.raises(grpc.RpcError) as caught:
         stubs.ask(small, request("more again", max_tokens=20_000))
     assert exceeded(caught.value)[0] == "tokens_per_minute"

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,7 @@ def outputs(seqs: Iterable[Sequence]) -> list[list[int]]:
     return [seq.tokens[seq.request.prompt_len :] for seq in seqs]
 
 
+@cache
 def one_by_one(folder: Path, count: int, max_tokens: int = 100) -> list[list[int]]:
     """Return what the plain runner generates for the same requests, one step at a time, with room for all."""
     runner = load_runner(folder, max_num_seqs=6, token_budget=19, max_model_len=120)
@@ -290,16 +292,19 @@ def test_a_padded_step_computes_what_the_step_does_and_nothing_that_is_not_a_num
     monkeypatch.setattr(StepGraphs, "capture", lambda *_: None)  # the steps run kernel by kernel
     monkeypatch.setattr(DeviceRunner, "warm_up", lambda *_: None)
     runner = device_runner(llama, "triton")
-    found = []
+    found, chunks = [], []
+    fill_cache(runner, math.nan)
+    for at, (start, end) in enumerate(((5, 6), (9, 10), (0, 7), (3, 8))):  # two decodes and two chunks
+        blocks = BlockTable(range(4 * at, 4 * at + -(-end // 4)))
+        seq = Sequence(at, random_prompt(end, seed=at), Request(end), SamplingParams(), blocks=blocks)
+        chunks.append(Chunk(seq, start, end - start, samples=True))
+    runner.execute(StepPlan([Chunk(chunk.seq, 0, chunk.start, samples=False) for chunk in chunks if chunk.start]))
+    pages = [page for kv in runner._cache for page in (kv.keys, kv.values)]
+    before = [page.clone() for page in pages]
     for shape in (StepShape(2, 12, 2), StepShape(2, 12, 4), StepShape(6, 16, 7)):
-        fill_cache(runner, math.nan)
-        chunks = []
-        for at, (start, end) in enumerate(((5, 6), (9, 10), (0, 7), (3, 8))):  # two decodes and two chunks
-            blocks = BlockTable(range(4 * at, 4 * at + -(-end // 4)))
-            seq = Sequence(at, random_prompt(end, seed=at), Request(end), SamplingParams(), blocks=blocks)
-            if start:
-                runner.execute(StepPlan([Chunk(seq, 0, start, samples=False)]))
-            chunks.append(Chunk(seq, start, end - start, samples=True))
+        for page, values in zip(pages, before, strict=True):
+            page.copy_(values)
+        synchronize()
         with torch.cuda.stream(runner._stream), torch.inference_mode():
             entries = runner._inputs.send(chunks, runner._rows.place(chunks), shape)
             logits = runner._model.forward(runner._inputs.of_model(shape), runner._cache).cpu()

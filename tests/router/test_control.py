@@ -167,6 +167,7 @@ async def test_few_step_traces_are_taken_at_once() -> None:
     await servicer.GetStepTrace(request, UNUSED)
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_watchers_share_one_load_which_outlives_the_first_of_them() -> None:
     made: list[control_pb2.Load] = []
     written: list[control_pb2.Load] = []
