@@ -148,7 +148,8 @@ class RouterSettings(CommonSettings):
     )  # fmt: skip
     max_queued_tokens: int | None = setting(
         None,
-        "Most tokens of all admitted requests: prompts and max_tokens together.",
+        "Most tokens of all admitted requests: prompts and max_tokens together. An answer without max_tokens counts as "
+        "long as such answers usually become, and longer once it is.",
         panel=LIMITS, unit="tokens", at_least=1, at_most=MAX_QUEUED_TOKENS,
         shown_default="eight times what the KV caches hold",
     )  # fmt: skip
@@ -157,10 +158,16 @@ class RouterSettings(CommonSettings):
         "Longest text of a prompt, in bytes of UTF-8.",
         panel=LIMITS, unit="bytes", at_least=1, at_most=MAX_UINT32,
     )  # fmt: skip
-    default_max_tokens: int = setting(
-        256,
+    default_max_tokens: int | None = setting(
+        None,
         "Most tokens to generate for a request that sets no max_tokens. Fewer if the context leaves fewer.",
-        panel=LIMITS, unit="tokens", at_least=1, at_most=MAX_UINT32,
+        panel=LIMITS, unit="tokens", at_least=1, at_most=MAX_UINT32, shown_default="what the context leaves",
+    )  # fmt: skip
+    sampling_defaults: Literal["model", "none"] = setting(
+        "model",
+        "Where sampling parameters come from that a request leaves out: what generation_config.json recommends, or "
+        "always the protocol's own defaults, which take the most likely token.",
+        panel=LIMITS,
     )  # fmt: skip
     stall_timeout_s: float = setting(
         30.0,

@@ -40,6 +40,9 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System message, for a model that chats.")] = None,
     max_tokens: MaxTokens = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be repeated.")] = None,
+    bad_word: Annotated[
+        list[str] | None, typer.Option(help="Text that the answer must not hold. May be repeated.")
+    ] = None,
     beams: Annotated[int | None, typer.Option(help="Use beam search with this many beams.", show_default=False)] = None,
     length_penalty: Annotated[
         float | None, typer.Option(help="With --beams: above 0 favours long answers.", show_default=False)
@@ -67,6 +70,7 @@ def generate(
         **sampling,
         "max_tokens": max_tokens,
         "stop": stop,
+        "bad_words": bad_word,
         "beams": beams,
         "length_penalty": length_penalty,
         "resumable": resumable,

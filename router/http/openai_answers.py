@@ -15,7 +15,7 @@ from typing import Protocol
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import Aborted
 from pagoda_server.router.http.call import Answer
-from pagoda_server.router.http.openai_requests import Asked
+from pagoda_server.router.http.openai_requests import Asked, check_whole
 
 DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -143,6 +143,8 @@ class _Whole:
         self._reasonings: list[list[str]] = [[] for _ in range(asked.n)]
         self._calls: list[dict[int, _ToolCall]] = [{} for _ in range(asked.n)]
         self._entries: list[list[tuple[str, ...]]] = [[] for _ in range(asked.n)]
+        self._num_logprobs = 0
+        self._per_token = 1 + (asked.logprobs or 0)
         self._reasons = ["null"] * asked.n
         self._usage = ""
         self._is_cut = False
@@ -171,6 +173,8 @@ class _Whole:
                 self._calls[tokens.index].setdefault(part.index, _ToolCall()).add(part)
         if self._shape.logprobs is not None:
             self._entries[tokens.index] += self._shape.logprobs[tokens.index].of(tokens.tokens)
+            self._num_logprobs += len(tokens.tokens) * self._per_token
+            check_whole(self._num_logprobs)  # without max_tokens only this tells
         return b""
 
     def _echo(self, prompt: inference_pb2.Prompt) -> None:

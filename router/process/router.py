@@ -21,6 +21,7 @@ from pagoda.v1 import (
     admin_pb2_grpc,
     control_pb2,
     control_pb2_grpc,
+    inference_pb2,
 )
 from pagoda_server import installed_version
 from pagoda_server.checkpoints.folder import read_json_object
@@ -29,6 +30,7 @@ from pagoda_server.router.adapters.translation import Adapter
 from pagoda_server.router.adapters.vllm import VllmEngine
 from pagoda_server.router.answers.formats import format_of
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
+from pagoda_server.router.engines.stream import Wakeups
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.process.calls import CallGuard, Refusal
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
@@ -42,6 +44,7 @@ from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.request.record import Observers
+from pagoda_server.router.request.validation import recommended_sampling
 from pagoda_server.router.telemetry.logs import RequestLog
 from pagoda_server.router.tenants.identity import Identities, Tenants, TenantsFile
 from pagoda_server.router.tenants.quotas import Quotas
@@ -147,6 +150,8 @@ class Router:
         with contextlib.ExitStack() as stack:
             stack.callback(self._tokenizer.close)
             addresses = self._engine_addresses(stack)
+            wakeups = Wakeups()
+            self._observers.on_refusal.append(lambda method, error: wakeups.give_way())
             channels = [
                 EngineChannel(
                     address,
@@ -155,6 +160,7 @@ class Router:
                     check=partial(self._check_engine, address),
                     on_change=self._on_engine_change,
                     on_hang=self._keeper.kill if self._keeper else lambda: None,
+                    wakeups=wakeups,
                 )
                 for address in addresses
             ]
@@ -259,6 +265,9 @@ class Router:
     def _make_inference(self, messages: Messages) -> InferenceServicer:
         """The Inference service, with limits that hold until an engine reports its own."""
         config = self._config
+        recommended = None
+        if config.sampling_defaults == "model":
+            recommended = recommended_sampling(self._tokenizer.recommended)
         limits = Limits(
             max_model_len=config.max_model_len or 1 << 31,
             vocab_size=self._tokenizer.vocab_size,
@@ -267,6 +276,7 @@ class Router:
             has_tool_format=bool(self._format and self._format.tool_format),
             max_text_bytes=config.max_text_bytes,
             default_max_tokens=config.default_max_tokens,
+            recommended=recommended or inference_pb2.Sampling(),
         )
         return InferenceServicer(
             model=self._name,
@@ -405,6 +415,7 @@ class Router:
             vocab_size=min(info.vocab_size for info in engines),
             kv_token_capacity=min(info.kv_cache.token_capacity for info in engines),
             hidden_size=min(info.hidden_size for info in engines),
+            takes_typical_p=all(not info.device.startswith("cuda") for info in engines),
         )
         self._inference.share(_weights_of_tenants(engines))
         if self._config.max_queued_tokens is None:

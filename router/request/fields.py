@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_float
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.settings import RouterSettings
 from pagoda_server.settings.request import (
+    MAX_BAD_WORD_BYTES,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -43,6 +46,9 @@ class Limits:
     max_n              sequences from one input
     max_readouts       inputs to embed, or continuations to score, in one call
     max_request_id     characters of a request's id
+    takes_typical_p    whether every engine can sample by typical_p
+    recommended        sampling parameters of a request that leaves them out; those that it lacks have the protocol's
+                       defaults
     """
 
     max_model_len: int
@@ -67,10 +73,14 @@ class Limits:
     max_stop_bytes: int = 256
     max_stop_ids: int = MAX_STOP_IDS
     max_logit_bias: int = MAX_LOGIT_BIAS
+    max_bad_words: int = MAX_BAD_WORDS
+    max_bad_word_bytes: int = MAX_BAD_WORD_BYTES
     max_request_id: int = MAX_REQUEST_ID
     max_salt_bytes: int = MAX_SALT_BYTES
     max_priority: int = MAX_PRIORITY
-    default_max_tokens: int = RouterSettings.default_max_tokens
+    default_max_tokens: int | None = RouterSettings.default_max_tokens
+    takes_typical_p: bool = True
+    recommended: inference_pb2.Sampling = field(default_factory=inference_pb2.Sampling)
 
 
 def too_many(field: str, most: int) -> InvalidArgument:

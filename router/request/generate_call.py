@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -30,11 +30,33 @@ _PROMPT_AT_ONCE = 256  # tokens: with all logprobs a message of about 100 KB, wh
 Stream: TypeAlias = EngineStream | BeamSearchStream | ResumedStream
 
 
+class OutputRoom:
+    """What is reserved for an output whose length the client left open. It grows by half whenever the output does.
+
+    num_tokens  reserved for all sequences together
+    most        tokens that they can have
+    """
+
+    def __init__(self, num_tokens: int, most: int, *grow: Callable[[int], None]) -> None:
+        self.num_tokens = num_tokens
+        self._most = most
+        self._grow = grow
+
+    def hold(self, num_tokens: int) -> None:
+        """Make sure that so many fit."""
+        while self.num_tokens < num_tokens:
+            more = max(1, min(self.num_tokens // 2, self._most - self.num_tokens))
+            self.num_tokens += more
+            for grow in self._grow:
+                grow(more)
+
+
 class GenerateCall:
     """Takes the engine's output and writes what the client asked for.
 
     times    counts when tokens are written; None: nothing does
     parsing  how answers are parsed; None: all of them is text
+    room     grows with the output; None: all of it is reserved
     """
 
     def __init__(
@@ -47,8 +69,10 @@ class GenerateCall:
         kept: KeptStream | None = None,
         times: TokenTimes | None = None,
         parsing: Parsing | None = None,
+        room: OutputRoom | None = None,
     ) -> None:
         self._times = times
+        self._room = room
         self._prompt_len = prompt_len
         self._writer = writer
         self._received = received
@@ -75,6 +99,11 @@ class GenerateCall:
     @property
     def num_tokens(self) -> int:
         return sum(output.num_tokens for output in self._outputs)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [output.num_tokens for output in self._outputs]
 
     @property
     def num_computed(self) -> int:
@@ -147,6 +176,8 @@ class GenerateCall:
             if self.first_written is None:
                 self.first_written = now
             await self._write_tokens(output)
+        if self._room is not None:
+            self._room.hold(self.num_tokens)
         if output.ended is not None:
             raise_if_failed(output.ended)
             self._unfinished -= 1
@@ -168,7 +199,7 @@ class GenerateCall:
         await self._writer.write(response)
 
     def usage(self) -> inference_pb2.Usage:
-        """The tokens so far. `cached_tokens` is 0 until a sequence has ended."""
+        """The tokens so far. Cached and drafted tokens count those of sequences that have ended."""
         return inference_pb2.Usage(
             prompt_tokens=self._prompt_len,
             completion_tokens=self.num_tokens,
@@ -178,6 +209,8 @@ class GenerateCall:
                 self._prompt_len,
             ),
             reasoning_tokens=sum(output.num_reasoning for output in self._outputs),
+            drafted_tokens=sum(output.ended.drafted_tokens for output in self._outputs if output.ended),
+            accepted_tokens=sum(output.ended.accepted_tokens for output in self._outputs if output.ended),
         )
 
     def timing(self) -> inference_pb2.Timing:

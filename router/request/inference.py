@@ -20,7 +20,7 @@ from pagoda_server.router.request.admission import Admission, LiveRequest, LiveR
 from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.client_call import ClientCall, time_left
 from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.generate_call import GenerateCall, Stream
+from pagoda_server.router.request.generate_call import GenerateCall, OutputRoom, Stream
 from pagoda_server.router.request.output import ClientWriter
 from pagoda_server.router.request.parsing import guided_by, parsing_of
 from pagoda_server.router.request.readouts import Readouts
@@ -189,19 +189,27 @@ class InferenceServicer:
                 async with self._keeping(asker.tenant, params, received) as kept:
                     prompt = await self._tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
                     record.prompt_len = len(prompt)
+                    bad_words = await self._tokenizer.encode_bad_words(params.bad_words) if params.bad_words else ()
                     max_tokens = check_prompt(params, len(prompt), self.limits)
-                    reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
-                    spending.reserve(len(prompt) + params.num_sequences * max_tokens)
+                    output = params.num_sequences * self._likely_length(params, max_tokens)
+                    reservation.grow(params.num_sequences * len(prompt) + output - reservation.tokens)
+                    spending.reserve(len(prompt) + output)
                     timeout_s = time_left(call)
                     guided = guided_by(params, self._format, self._tokenizer, prompt)
                     eos_token_ids = self._tokenizer.eos_token_ids
-                    submit = to_submit(params, prompt, max_tokens, eos_token_ids, timeout_s, asker, guided)
+                    submit = to_submit(params, prompt, max_tokens, eos_token_ids, timeout_s, asker, guided, bad_words)
                     if kept is not None:
                         kept.submitted(submit)
                     admitted = _Admitted(call, reservation, spending, message, live, record)
-                    await self._stream(submit, params, admitted, received, kept)
+                    await self._stream(submit, params, admitted, output, received, kept)
             finally:
                 self._live.remove(asker.tenant, params.request_id)
+
+    def _likely_length(self, params: GenerateParams, max_tokens: int) -> int:
+        """Tokens to reserve for each sequence of a request, at first."""
+        if not params.has_open_length:
+            return max_tokens
+        return min(max(self._admission.output_lengths.likely, params.min_tokens), max_tokens)
 
     def _keeping(
         self, tenant: str, params: GenerateParams, received: float
@@ -246,12 +254,13 @@ class InferenceServicer:
                 submit = kept.submit
                 assert submit is not None, "a stream without it is not kept once its call has ended"
                 record.prompt_len, record.is_chat = len(submit.prompt), kept.params.is_chat
-                reservation.grow(kept.num_unfinished * (len(submit.prompt) + submit.max_tokens))
-                spending.reserve(kept.num_unfinished * submit.max_tokens)
+                output = kept.num_unfinished * self._likely_length(kept.params, submit.max_tokens)
+                reservation.grow(kept.num_unfinished * len(submit.prompt) + output)
+                spending.reserve(output)
                 live = self._live.add(tenant, request.request_id)
                 try:
                     admitted = _Admitted(call, reservation, spending, message, live, record)
-                    await self._stream(submit, kept.params, admitted, kept.received, kept, counts)
+                    await self._stream(submit, kept.params, admitted, output, kept.received, kept, counts)
                 finally:
                     self._live.remove(tenant, request.request_id)
 
@@ -260,12 +269,14 @@ class InferenceServicer:
         submit: engine_pb2.Submit,
         params: GenerateParams,
         admitted: _Admitted,
+        reserved: int,
         received: float,
         kept: KeptStream | None,
         counts: Sequence[int] = (),
     ) -> None:
         """Stream a request to its end.
 
+        reserved  tokens for its output, beside what is kept of it
         kept    what is kept of the stream, if it is resumable
         counts  of a stream that is resumed: the tokens that the client has of each sequence
         """
@@ -288,6 +299,11 @@ class InferenceServicer:
             admitted.live.stream = stream
             num_before = kept.num_tokens if kept is not None else 0
             answer: GenerateCall | None = None
+            room: OutputRoom | None = None
+            if params.has_open_length:
+                reservation = admitted.reservation
+                grow = (reservation.extend, admitted.spending.extend)
+                room = OutputRoom(num_before + reserved, params.n * submit.max_tokens, *grow)
             try:
                 if admitted.live.is_aborted:  # during tokenization
                     stream.abort()
@@ -296,15 +312,18 @@ class InferenceServicer:
                 async with ClientWriter(admitted.call, self._stall_timeout_s) as writer:
                     parsing = parsing_of(params, self._format, self._tokenizer, submit.prompt)
                     answer = GenerateCall(
-                        params, len(submit.prompt), self._tokenizer, writer, received, kept, times, parsing
+                        params, len(submit.prompt), self._tokenizer, writer, received, kept, times, parsing, room
                     )
                     admitted.record.answer = answer
-                    admitted.reservation.follow(answer, params.n * submit.max_tokens)
+                    admitted.reservation.follow(answer, room.num_tokens if room else params.n * submit.max_tokens)
                     prompt = submit.prompt if params.has_prompt else ()
                     if kept is not None and kept.has_begun:
                         await answer.replay(kept, counts, prompt)
                         prompt = ()
                     await answer.run(stream, prompt)
+                    if params.has_open_length:
+                        for length in answer.lengths:
+                            self._admission.output_lengths.add(length)
             finally:
                 stream.close()
                 if answer is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -26,8 +27,10 @@ from pagoda_server.router.request.fields import (
 from pagoda_server.router.tenants.caller import ANYONE, Caller
 from pagoda_server.router.text.chat_template import Chat, Message
 from pagoda_server.router.text.tokenizer import Prompt
-from pagoda_server.settings.request import MAX_SLO_S
+from pagoda_server.settings.request import MAX_DRAFT_TOKENS, MAX_SLO_S
 from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
+
+log = logging.getLogger("pagoda.router")
 
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
@@ -42,9 +45,11 @@ class GenerateParams:
     """A valid request with its defaults filled in.
 
     prompt_field          the input field that is set, as errors name it
-    sampling              every field is set, the seed included; beam_search only if requested
-    max_tokens            None: as many as the context leaves, up to a default (see `check_prompt`)
+    sampling              every field is set, the seed included; beam_search only if requested; without bad_words
+    bad_words             words that the output must not contain
+    max_tokens            None: as many as the context leaves, or the server's default (see `check_prompt`)
     logprobs              None: none; 0: of the chosen token; N: also of the N most likely
+    max_draft_tokens      None: as many as the engine finds worth its time
     has_text              whether the response carries text besides token ids
     has_prompt            whether the response begins with the prompt's token ids
     prompt_logprobs       as `logprobs`, for the prompt's tokens
@@ -62,6 +67,7 @@ class GenerateParams:
     prompt: Prompt
     prompt_field: str
     sampling: inference_pb2.Sampling
+    bad_words: tuple[str, ...]
     max_tokens: int | None
     min_tokens: int
     stop: tuple[str, ...]
@@ -69,6 +75,7 @@ class GenerateParams:
     ignore_eos: bool
     has_text: bool
     logprobs: int | None
+    max_draft_tokens: int | None
     has_prompt: bool
     prompt_logprobs: int | None
     has_token_bytes: bool
@@ -102,6 +109,11 @@ class GenerateParams:
     def num_sequences(self) -> int:
         """Sequences that the engine holds at once."""
         return self.sampling.beam_search.width if self.is_search else self.n
+
+    @property
+    def has_open_length(self) -> bool:
+        """Whether outputs may end long before max_tokens. A search tells nothing before it is complete."""
+        return self.max_tokens is None and not self.is_search
 
 
 def validate_generate(
@@ -137,6 +149,7 @@ def validate_generate(
         prompt=prompt,
         prompt_field=PROMPT_FIELDS[request.WhichOneof("input")],
         sampling=sampling_from(request.sampling, limits),
+        bad_words=tuple(request.sampling.bad_words),
         max_tokens=_max_tokens(stopping, limits),
         min_tokens=_min_tokens(stopping, limits),
         stop=_stop(stopping.stop, limits),
@@ -144,6 +157,7 @@ def validate_generate(
         ignore_eos=stopping.ignore_eos,
         has_text=has_text,
         logprobs=_logprobs(output, "logprobs", limits),
+        max_draft_tokens=_max_draft_tokens(request),
         has_prompt=output.prompt or output.HasField("prompt_logprobs"),
         prompt_logprobs=_logprobs(output, "prompt_logprobs", limits),
         has_token_bytes=output.token_bytes,
@@ -177,7 +191,7 @@ def check_prompt(params: GenerateParams, prompt_len: int, limits: Limits) -> int
         )
     room = longest - prompt_len
     if params.max_tokens is None:
-        max_tokens = min(limits.default_max_tokens, room)
+        max_tokens = min(limits.default_max_tokens or room, room)
         _check_min_tokens(params.min_tokens, max_tokens)
         return max_tokens
     if params.max_tokens > room:
@@ -196,6 +210,7 @@ def to_submit(
     timeout_s: float | None = None,
     caller: Caller = ANYONE,
     guided: inference_pb2.Guided | None = None,
+    bad_words: Iterable[Sequence[int]] = (),
 ) -> engine_pb2.Submit:
     """Convert a request for the engine; the channel numbers its sequences.
 
@@ -203,6 +218,7 @@ def to_submit(
     timeout_s   counts from now; None: no deadline
     caller      for whom it is
     guided      the grammar of the output
+    bad_words   tokens of the words that the output must not contain
 
     Raises InvalidArgument if too many ids end a sequence for a beam search.
     """
@@ -219,6 +235,7 @@ def to_submit(
         min_tokens=params.min_tokens,
         stop_token_ids=sorted(stop_ids),
         logprobs=params.logprobs,
+        max_draft_tokens=params.max_draft_tokens,
         cache=inference_pb2.Cache(salt=caller.cache_salt(params.cache_salt), bypass=params.bypasses_cache),
         priority=params.priority,
         timeout_s=timeout_s,
@@ -227,6 +244,7 @@ def to_submit(
         request_id=params.request_id,
         readout=readout,
         guided=guided,
+        bad_words=(inference_pb2.TokenIds(ids=ids) for ids in bad_words),
     )
 
 
@@ -373,8 +391,16 @@ def _max_tokens(stopping: inference_pb2.Stopping, limits: Limits) -> int | None:
     return stopping.max_tokens
 
 
+def _max_draft_tokens(request: inference_pb2.GenerateRequest) -> int | None:
+    if not request.HasField("max_draft_tokens"):
+        return None
+    check_integer(request.max_draft_tokens, "max_draft_tokens", 0, MAX_DRAFT_TOKENS)
+    return request.max_draft_tokens
+
+
 def _min_tokens(stopping: inference_pb2.Stopping, limits: Limits) -> int:
-    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else limits.default_max_tokens
+    longest = limits.default_max_tokens or limits.max_model_len - 1
+    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else longest
     _check_min_tokens(stopping.min_tokens, max_tokens)
     return stopping.min_tokens
 
@@ -411,16 +437,53 @@ def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb
         check_id(id, f"sampling.logit_bias[{id}]", limits.vocab_size)
         check_number(bias, f"sampling.logit_bias[{id}]", LOGIT_BIAS.low, LOGIT_BIAS.high)
     check_ids(given.allowed_token_ids, "sampling.allowed_token_ids", limits.vocab_size, limits.vocab_size)
+    _check_bad_words(given.bad_words, limits)
     resolved = inference_pb2.Sampling(n=1, seed=secrets.randbits(64), **_DEFAULTS)
+    if not given.HasField("beam_search"):  # a search ranks by the model's own log-probabilities
+        resolved.MergeFrom(limits.recommended)
+    if not limits.takes_typical_p:
+        resolved.typical_p = _DEFAULTS["typical_p"]
     resolved.MergeFrom(given)
+    resolved.ClearField("bad_words")  # the engine knows nothing of text
     resolved.DiscardUnknownFields()  # a client may send megabytes of them, and this message goes to the engine
-    for each in PARAMETERS:
-        low, high, is_low_allowed = each.interval.low, each.interval.high, each.interval.includes_low
-        value = getattr(resolved, each.name)
-        check_number(value, f"sampling.{each.name}", low, high, is_low_allowed=is_low_allowed)
+    _check_parameters(resolved)
+    if resolved.typical_p != _DEFAULTS["typical_p"] and not limits.takes_typical_p:
+        raise Unimplemented("sampling.typical_p")
     check_integer(resolved.n, "sampling.n", 1, limits.max_n)
     if resolved.top_k >= limits.vocab_size:
         resolved.top_k = 0  # both keep every token
     if resolved.HasField("beam_search"):
+        if given.bad_words:
+            raise InvalidArgument("sampling.bad_words", "is set; a beam search considers every token")
         check_beam_search(resolved, limits)
     return resolved
+
+
+def _check_bad_words(words: Sequence[str], limits: Limits) -> None:
+    check_count(len(words), "sampling.bad_words", limits.max_bad_words)
+    for at, word in enumerate(words):
+        if not word:
+            raise InvalidArgument(f"sampling.bad_words[{at}]", "is empty")
+        check_bytes(word, f"sampling.bad_words[{at}]", limits.max_bad_word_bytes)
+
+
+def recommended_sampling(recommended: Mapping[str, Any]) -> inference_pb2.Sampling | None:
+    """The model's recommended sampling; None if it has none, or recommends values that no request may set."""
+    if not recommended:
+        return None
+    try:
+        sampling = inference_pb2.Sampling(**recommended)
+        _check_parameters(sampling)
+    except (TypeError, ValueError, OverflowError, InvalidArgument) as error:
+        log.warning("ignoring the sampling parameters in generation_config.json: %s", error)
+        return None
+    return sampling
+
+
+def _check_parameters(sampling: inference_pb2.Sampling) -> None:
+    """Check the numbers that are set. Raises InvalidArgument."""
+    for each in PARAMETERS:
+        if sampling.HasField(each.name):
+            low, high, is_low_allowed = each.interval.low, each.interval.high, each.interval.includes_low
+            value = getattr(sampling, each.name)
+            check_number(value, f"sampling.{each.name}", low, high, is_low_allowed=is_low_allowed)

@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeVar
 import tokenizers
 
 from pagoda_server.checkpoints.folder import quoted
-from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.errors import ConfigError, InvalidArgument
 from pagoda_server.router.text.chat_template import NUM_PROCESSES, Chat, ChatTemplate
 from pagoda_server.router.text.detokenizer import Detokenization, Detokenizer
 from pagoda_server.router.text.panics import contained
@@ -118,6 +118,24 @@ class Tokenizer:
                 return await self._in_thread(lambda: self._special_tokens.encode_rendered(rendered, is_large), is_large)
             case _:
                 return list(prompt)
+
+    async def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Encode each word as it stands in a text, after a space and after anything else; no tokens come twice.
+
+        Raises InvalidArgument for a word that the tokenizer makes no token of.
+        """
+
+        def encode() -> list[list[int]]:
+            found: dict[tuple[int, ...], None] = {}
+            for at, word in enumerate(words):
+                bare = word.removeprefix(" ")
+                forms = [ids for text in (bare, f" {bare}") if (ids := tuple(self.encode(text, False)))]
+                if not forms:
+                    raise InvalidArgument(f"sampling.bad_words[{at}]", "becomes no tokens")
+                found.update(dict.fromkeys(forms))
+            return [list(ids) for ids in found]
+
+        return await self._in_thread(encode, is_large=False)
 
     async def decode_ids(self, ids: Sequence[int], skip_special_tokens: bool = True, *, is_large: bool = False) -> str:
         """Run `decode` in a thread."""

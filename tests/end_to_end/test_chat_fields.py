@@ -98,14 +98,6 @@ def test_the_model_tells_what_its_template_reads_and_what_its_authors_recommend(
     assert model.recommended_sampling == inference_pb2.Sampling(temperature=0.5, top_k=20)
 
 
-def test_recommended_sampling_is_not_applied(client: Client) -> None:
-    def tokens(**options: Any) -> list[int]:
-        chunks = client.generate(prompt="x", max_tokens=30, ignore_eos=True, logprobs=1, **options)
-        return [id for chunk in chunks for id in chunk.tokens]
-
-    assert tokens(seed=1) == tokens(seed=2) == tokens(temperature=0.0)
-
-
 @pytest.mark.parametrize(
     ("fields", "field"),
     [

@@ -22,6 +22,7 @@ USER = {"role": 2, "content": "Hi"}
 TOO_MANY: dict[str, dict[str, Any]] = {
     "token_ids.ids": {"token_ids": {"ids": [900] * 2048}},
     "sampling.allowed_token_ids": {"prompt": "x", "sampling": {"allowed_token_ids": [1] * 1001}},
+    "sampling.bad_words": {"prompt": "x", "sampling": {"bad_words": ["a"] * 65}},
     "sampling.logit_bias": {"prompt": "x", "sampling": {"logit_bias": dict.fromkeys(range(1025), 1.0)}},
     "stopping.stop": {"prompt": "x", "stopping": {"stop": ["x"] * 17}},
     "stopping.stop_token_ids": {"prompt": "x", "stopping": {"stop_token_ids": [999] * 65}},

@@ -51,15 +51,15 @@ class GenerateOptions(ChatOptions, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None
     top_n_sigma: float | None
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    allowed_token_ids: Sequence[int] | None
-    typical_p: float | None
     no_repeat_ngram_size: int | None
     bad_words: Sequence[str] | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
     seed: int | None
     n: int | None
     beams: int | None

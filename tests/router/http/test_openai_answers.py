@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import Aborted
+from pagoda_server.router.errors import Aborted, InvalidArgument
 from pagoda_server.router.http.openai_answers import DONE, answer_to
-from pagoda_server.router.http.openai_requests import Asked
+from pagoda_server.router.http.openai_requests import MAX_WHOLE_LOGPROBS, Asked
 
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
 CANCELLED = inference_pb2.FINISH_REASON_CANCELLED
@@ -279,3 +279,13 @@ def test_a_completion_that_repeats_its_prompt(is_stream: bool, drops_output: boo
     numbers = [number for each in told for number in each["token_logprobs"]]
     assert numbers == [None, -0.5] + ([] if drops_output else [-1])
     assert [offset for each in told for offset in each["text_offset"]] == [0, 1, 4][: len(numbers)]
+
+
+def test_a_whole_answer_ends_when_it_has_too_many_log_probabilities() -> None:
+    answer = answer_to(Asked(is_chat=True, logprobs=0), "r", "m")
+    message = tokens("a")
+    message.tokens.tokens.extend(inference_pb2.Token(id=1, logprob=-1) for _ in range(MAX_WHOLE_LOGPROBS // 2 - 1))
+    for _ in range(2):
+        answer.take(message)
+    with pytest.raises(InvalidArgument, match="stream: must be true"):
+        answer.take(message)
