@@ -23,6 +23,10 @@ from pagoda_server.settings.setting import (
 
 AUTH_TOKEN_VARIABLE = "PAGODA_AUTH_TOKEN"
 SPAWN = "spawn"
+ToolFormatName = Literal[
+    "auto", "none", "deepseek", "deepseek-v3", "gemma", "harmony", "hermes", "llama3", "mistral", "mistral-v3"
+]
+ReasoningFormatName = Literal["auto", "none", "harmony", "mistral", "think"]
 MAX_QUEUED_TOKENS = 1 << 62
 MAX_CONNECTION_AGE_S = 2_000_000  # gRPC counts milliseconds in 32 bits
 _OTLP_HEADERS = tuple(f"OTEL_EXPORTER_OTLP_{part}HEADERS" for part in ("", "TRACES_", "METRICS_"))
@@ -90,6 +94,14 @@ class RouterSettings(CommonSettings):
 
     served_model_name: str | None = setting(
         None, "Name that clients call the model by.", check=_check_name, shown_default="its own, or its folder's"
+    )
+    tool_format: ToolFormatName = setting(
+        "auto",
+        "How the model writes tool calls. auto finds it in the chat template; none leaves calls in the text.",
+    )
+    reasoning_format: ReasoningFormatName = setting(
+        "auto",
+        "How the model marks its reasoning. auto finds it in the chat template; none leaves reasoning in the text.",
     )
     listen: str = setting(
         "127.0.0.1:50051",

@@ -97,14 +97,12 @@ class _Stream:
         """A completion's prompt, as the beginning of each of its texts."""
         if self._echo is None:
             return b""
-        events = []
+        text, events = quoted(self._echo.next(prompt)), []
         for index, before in enumerate(self._before):
             told = "null"
             if self._logprobs is not None:
                 told = self._logprobs[index].joined(self._logprobs[index].of(prompt.tokens))
-            events.append(
-                f'{before}{quoted(self._echo.text(prompt))}{self._before_logprobs}{told},"finish_reason":null{self._end}'
-            )
+            events.append(f'{before}{text}{self._before_logprobs}{told},"finish_reason":null{self._end}')
         return "".join(events).encode()
 
     def _first(self, index: int) -> str:
@@ -182,8 +180,9 @@ class _Whole:
     def _echo(self, prompt: inference_pb2.Prompt) -> None:
         if self._shape.echo is None:
             return
+        text = self._shape.echo.next(prompt)
         for index, texts in enumerate(self._texts):
-            texts.append(self._shape.echo.text(prompt))
+            texts.append(text)
             if self._shape.logprobs is not None:
                 self._entries[index] += self._shape.logprobs[index].of(prompt.tokens)
 
@@ -237,13 +236,19 @@ def _delta(tokens: inference_pb2.Tokens) -> str:
 
 
 class _Echo:
-    """The prompt's text, as a completion repeats it."""
+    """The prompt's text, as a completion repeats it. A prompt with log-probabilities may come in several parts."""
 
     def __init__(self, asked: Asked) -> None:
         self._given = asked.echoed
+        self._is_told = False
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def text(self, prompt: inference_pb2.Prompt) -> str:
-        return self._given or b"".join(each.bytes for each in prompt.tokens).decode(errors="replace")
+    def next(self, part: inference_pb2.Prompt) -> str:
+        """The text that a part adds; a prompt that was given as text comes whole with its first part."""
+        if not self._given:
+            return self._decoder.decode(b"".join(each.bytes for each in part.tokens))
+        text, self._is_told = "" if self._is_told else self._given, True
+        return text
 
 
 def _usage(usage: inference_pb2.Usage) -> str:

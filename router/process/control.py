@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, trace_pb2
 from pagoda_server import installed_version
+from pagoda_server.router.answers.formats import AnswerFormat
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel
 from pagoda_server.router.errors import InvalidArgument, Unavailable
 from pagoda_server.router.process.load_feed import MAX_TRACES, LoadFeed, Places
@@ -82,6 +83,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         engine_restarts: Callable[[], int],
         max_message_bytes: int,
         settings: dict[str, str],
+        format: AnswerFormat | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -92,6 +94,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._engine_restarts = engine_restarts
         self._max_message_bytes = max_message_bytes
         self._settings = settings
+        self._format = format
         self._started = time.monotonic()
         self._feed = LoadFeed(self.current_load)
         self._traces = Places("GetStepTrace", MAX_TRACES)
@@ -139,6 +142,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             capabilities.append(control_pb2.CAPABILITY_CHAT)
             if template.reads_tools:
                 capabilities.append(control_pb2.CAPABILITY_TOOLS)
+        capabilities += [control_pb2.CAPABILITY_EMBED, control_pb2.CAPABILITY_SCORE]
         model = control_pb2.ModelInfo(
             name=self._model,
             architecture=info.architecture,
@@ -147,7 +151,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             eos_token_ids=self._tokenizer.eos_token_ids,
             capabilities=capabilities,
             template_kwargs=template.kwargs if template is not None else (),
+            hidden_size=limits.hidden_size,
             recommended_sampling=recommended_sampling(self._tokenizer.recommended),
+            tool_format=self._format.tool_format if self._format else "",
+            reasoning_format=self._format.reasoning_format if self._format else "",
         )
         return control_pb2.ListModelsResponse(models=[model])
 

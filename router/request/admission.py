@@ -10,10 +10,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Protocol
 
-from pagoda_server.router.engines.stream import EngineStream
 from pagoda_server.router.errors import AlreadyExists, NotFound, PagodaError, ResourceExhausted, Unavailable
-from pagoda_server.router.request.beam_search import BeamSearchStream
-from pagoda_server.router.request.resuming import ResumedStream
 from pagoda_server.router.request.shares import Shares
 
 _SMOOTHING = 0.1
@@ -258,12 +255,17 @@ class Admission:
         return left * (now - progress.first_written) / (done - 1)
 
 
+class Abortable(Protocol):
+    def abort(self) -> None:
+        """Ask the engine to end all sequences of a request."""
+
+
 class LiveRequest:
     """An admitted request that has not ended."""
 
     def __init__(self) -> None:
         # None while the prompt is being tokenized
-        self.stream: EngineStream | BeamSearchStream | ResumedStream | None = None
+        self.stream: Abortable | None = None
         self.is_aborted = False
 
 

@@ -7,13 +7,14 @@ import re
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
+from pagoda_server.router.answers.lark import Calls, Tool
 from pagoda_server.router.errors import InvalidArgument, NotFound, Unimplemented
 from pagoda_server.router.request.beam_search import check_beam_search, check_stop_ids, check_stopping
-from pagoda_server.router.request.chat import chat_from
+from pagoda_server.router.request.chat import calls_due, chat_from, tools_of
 from pagoda_server.router.request.fields import (
     Limits,
     check_bytes,
@@ -36,7 +37,7 @@ Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 # The headers by which the gateway llm-d asks for latencies.
 SLO_KEYS = {"x-llm-d-slo-ttft-ms": "ttft_s", "x-llm-d-slo-tpot-ms": "tpot_s"}
 _MILLISECONDS = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?")
-_PROMPT_FIELDS = {"prompt": "prompt", "message": "message", "chat": "chat", "token_ids": "token_ids.ids"}
+PROMPT_FIELDS = {"prompt": "prompt", "message": "message", "chat": "chat", "token_ids": "token_ids.ids"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,15 @@ class GenerateParams:
     logprobs              None: none; 0: of the chosen token; N: also of the N most likely
     has_text              whether the response carries text besides token ids
     has_prompt            whether the response begins with the prompt's token ids
+    prompt_logprobs       as `logprobs`, for the prompt's tokens
     has_token_bytes       whether each token carries its bytes
     keeps_special_tokens  whether the text keeps special tokens
     includes_stop         whether the text includes the stop string or token that ended it
     is_resumable          whether the stream is kept, so that Resume can continue it
+    guided                the format that the client asks for
+    is_parsed             whether reasoning and tool calls are told from the text, if the model's format is known
+    tools                 what the answer may call
+    calls_due             what it has to call; None: the model decides
     """
 
     request_id: str
@@ -69,6 +75,7 @@ class GenerateParams:
     has_text: bool
     logprobs: int | None
     has_prompt: bool
+    prompt_logprobs: int | None
     has_token_bytes: bool
     keeps_special_tokens: bool
     includes_stop: bool
@@ -77,6 +84,10 @@ class GenerateParams:
     priority: int
     slo: inference_pb2.Slo
     is_resumable: bool
+    guided: inference_pb2.Guided | None
+    is_parsed: bool
+    tools: tuple[Tool, ...]
+    calls_due: Calls | None
 
     @property
     def n(self) -> int:
@@ -125,10 +136,16 @@ def validate_generate(
         check_stopping(stopping, output)
         if request.resumable:
             raise InvalidArgument("resumable", "is set; a beam search sends nothing before it ends: send it again")
+        if output.HasField("prompt_logprobs"):
+            raise InvalidArgument("output.prompt_logprobs", "is set; a beam search does not tell them")
+    if request.resumable and output.HasField("prompt_logprobs"):
+        raise InvalidArgument("resumable", "is set; a stream with output.prompt_logprobs is not kept")
+    prompt = prompt_from(request, limits)
+    tools = tools_of(prompt) if isinstance(prompt, Chat) else ()
     return GenerateParams(
-        request_id=_request_id(request.request_id, limits),
-        prompt=_prompt(request, limits),
-        prompt_field=_PROMPT_FIELDS[request.WhichOneof("input")],
+        request_id=request_id_from(request.request_id, limits),
+        prompt=prompt,
+        prompt_field=PROMPT_FIELDS[request.WhichOneof("input")],
         sampling=sampling_from(request.sampling, limits),
         bad_words=tuple(request.sampling.bad_words),
         max_tokens=_max_tokens(stopping, limits),
@@ -137,8 +154,9 @@ def validate_generate(
         stop_token_ids=tuple(stopping.stop_token_ids),
         ignore_eos=stopping.ignore_eos,
         has_text=has_text,
-        logprobs=_logprobs(output, limits),
-        has_prompt=output.prompt,
+        logprobs=_logprobs(output, "logprobs", limits),
+        has_prompt=output.prompt or output.HasField("prompt_logprobs"),
+        prompt_logprobs=_logprobs(output, "prompt_logprobs", limits),
         has_token_bytes=output.token_bytes,
         keeps_special_tokens=output.special_tokens,
         includes_stop=stopping.include_stop_in_output,
@@ -147,6 +165,10 @@ def validate_generate(
         priority=request.priority,
         slo=_slo(request.slo, metadata),
         is_resumable=request.resumable,
+        guided=request.guided if request.HasField("guided") else None,
+        is_parsed=isinstance(prompt, Chat) and has_text and not output.unparsed,
+        tools=tools,
+        calls_due=_calls_due(request, tools, limits),
     )
 
 
@@ -184,6 +206,7 @@ def to_submit(
     eos_token_ids: Collection[int],
     timeout_s: float | None = None,
     caller: Caller = ANYONE,
+    guided: inference_pb2.Guided | None = None,
     bad_words: Iterable[Sequence[int]] = (),
 ) -> engine_pb2.Submit:
     """Convert a request for the engine; the channel numbers its sequences.
@@ -191,6 +214,7 @@ def to_submit(
     max_tokens  as `check_prompt` resolved it
     timeout_s   counts from now; None: no deadline
     caller      for whom it is
+    guided      the grammar of the output
     bad_words   tokens of the words that the output must not contain
 
     Raises InvalidArgument if too many ids end a sequence for a beam search.
@@ -198,6 +222,9 @@ def to_submit(
     stop_ids = {*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids}
     if params.is_search:
         check_stop_ids(stop_ids, params.num_sequences)
+    readout = None
+    if params.prompt_logprobs is not None:
+        readout = engine_pb2.Readout(logprobs_from=1, num_top=params.prompt_logprobs)
     return engine_pb2.Submit(
         prompt=prompt_ids,
         sampling=params.sampling,
@@ -211,6 +238,8 @@ def to_submit(
         tenant=caller.tenant,
         slo=params.slo,
         request_id=params.request_id,
+        readout=readout,
+        guided=guided,
         bad_words=(inference_pb2.TokenIds(ids=ids) for ids in bad_words),
     )
 
@@ -256,7 +285,8 @@ def check_model(model: str, served: str) -> None:
         raise NotFound(f"model: not served here; the served model is {served}")
 
 
-def _request_id(request_id: str, limits: Limits) -> str:
+def request_id_from(request_id: str, limits: Limits) -> str:
+    """The client's id, or a new one. Raises InvalidArgument."""
     if not request_id:
         return secrets.token_hex(16)
     if len(request_id) > limits.max_request_id:
@@ -272,11 +302,10 @@ def _check_supported(request: inference_pb2.GenerateRequest) -> None:
         raise Unimplemented(f"guided.{request.guided.WhichOneof('format') or 'format'}")
     if request.lora_name:
         raise Unimplemented("lora_name")
-    if request.output.HasField("prompt_logprobs"):
-        raise Unimplemented("output.prompt_logprobs")
 
 
-def _prompt(request: inference_pb2.GenerateRequest, limits: Limits) -> Prompt:
+def prompt_from(request: inference_pb2.GenerateRequest | inference_pb2.ScoreRequest, limits: Limits) -> Prompt:
+    """Check a request's input. Raises InvalidArgument."""
     field = request.WhichOneof("input")
     if field in ("prompt", "message") and not getattr(request, field):
         raise InvalidArgument(field, "is empty")
@@ -293,7 +322,7 @@ def _prompt(request: inference_pb2.GenerateRequest, limits: Limits) -> Prompt:
 
 
 def _text_input(
-    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, limits: Limits
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.ScoreRequest, limits: Limits
 ) -> str | Chat | None:
     """The input's text or chat; None if neither is given."""
     match request.WhichOneof("input"):
@@ -308,6 +337,20 @@ def _text_input(
             _check_chats(limits, "chat")
             return chat_from(request.chat, limits)
     return None
+
+
+def _calls_due(request: inference_pb2.GenerateRequest, tools: tuple[Tool, ...], limits: Limits) -> Calls | None:
+    due = calls_due(request.chat.tool_choice, tools)
+    if due is None:
+        return None
+    field = f"chat.tool_choice.{request.chat.tool_choice.WhichOneof('choice')}"
+    if not limits.has_tool_format:
+        raise InvalidArgument(field, "requires a call; how this model writes calls is not known: see --tool-format")
+    if request.HasField("guided"):
+        raise InvalidArgument(field, "requires a call, whose format is not that of guided")
+    if request.sampling.HasField("beam_search"):
+        raise InvalidArgument(field, "requires a call, which a beam search cannot ensure")
+    return due
 
 
 def _check_chats(limits: Limits, field: str) -> None:
@@ -365,11 +408,12 @@ def _stop(stops: Sequence[str], limits: Limits) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _logprobs(output: inference_pb2.Output, limits: Limits) -> int | None:
-    if not output.HasField("logprobs"):
+def _logprobs(output: inference_pb2.Output, name: Literal["logprobs", "prompt_logprobs"], limits: Limits) -> int | None:
+    if not output.HasField(name):
         return None
-    check_integer(output.logprobs, "output.logprobs", 0, limits.max_logprobs)
-    return output.logprobs
+    count: int = getattr(output, name)
+    check_integer(count, f"output.{name}", 0, limits.max_logprobs)
+    return count
 
 
 _DEFAULTS: dict[str, Any] = {each.name: each.default for each in PARAMETERS}

@@ -43,6 +43,8 @@ def most_entries(limits: Limits) -> Mapping[str, int]:
         "pagoda.v1.ChatMessage.parts": limits.max_parts,
         "pagoda.v1.ChatMessage.tool_calls": limits.max_tools,
         "pagoda.v1.DetokenizeRequest.token_ids": limits.max_model_len,
+        "pagoda.v1.EmbedRequest.inputs": limits.max_readouts,
+        "pagoda.v1.ScoreRequest.continuations": limits.max_readouts,
     }
 
 

@@ -41,6 +41,7 @@ class Tokenizer:
     vocab_size     highest token id + 1; the model's embedding may have more rows
     eos_token_ids  ids that end a sequence, in ascending order
     chat_template  None if the model has none
+    special_ids    ids of special tokens, by text
     recommended    sampling parameters that the model's authors recommend, by Hugging Face's names
     """
 
@@ -63,6 +64,8 @@ class Tokenizer:
         self.chat_template = ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
         self.recommended = files.recommended
         with _usable():
+            added = tokenizer.get_added_tokens_decoder()
+            self.special_ids = {token.content: id for id, token in added.items() if token.special}
             self._detokenization = Detokenization(tokenizer)
             self._special_tokens = SpecialTokens(tokenizer)
             sample = self.encode(_SAMPLE)
@@ -98,9 +101,9 @@ class Tokenizer:
         """A token's UTF-8 bytes inside a text; a special token's name."""
         return self._detokenization.token_bytes(id)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokenizer for a new sequence."""
-        return self._detokenization.detokenizer(skip_special_tokens)
+    def detokenizer(self, skip_special_tokens: bool = True, kept: Sequence[str] = ()) -> Detokenizer:
+        """A detokenizer for a new sequence. Of special tokens that it skips, it keeps those of these texts."""
+        return self._detokenization.detokenizer(skip_special_tokens, kept)
 
     async def encode_prompt(
         self, prompt: Prompt, add_special_tokens: bool = True, *, is_large: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from pagoda.engine.v1 import engine_pb2
@@ -25,7 +27,7 @@ class Letters:
     def flush(self) -> str:
         return ""
 
-    def detokenizer(self, skips_special_tokens: bool) -> Letters:
+    def detokenizer(self, skips_special_tokens: bool, kept: Sequence[str] = ()) -> Letters:
         return self
 
 

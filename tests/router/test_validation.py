@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from pagoda.v1 import chat_pb2, inference_pb2
 from pagoda.v1.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from pagoda_server.router.answers.lark import Calls
 from pagoda_server.router.errors import (
     INTERNAL_MESSAGE,
     Internal,
@@ -253,11 +254,6 @@ def test_bad_field_is_refused_by_name(field: str, fields: dict[str, object]) -> 
         ("guided.format", {"guided": {}}),
         ("lora_name", {"lora_name": "mine"}),
         ("output.prompt_logprobs", {"output": {"prompt_logprobs": 0}}),
-        (
-            "chat.tool_choice.mode",
-            {"chat": {"tool_choice": {"mode": "TOOL_CHOICE_MODE_REQUIRED"}, "messages": [user()]}},
-        ),
-        ("chat.tool_choice.tool", {"chat": {"tool_choice": {"tool": "f"}, "messages": [user()]}}),
     ],
 )
 def test_a_field_that_is_not_supported_yet_is_unimplemented_and_named(field: str, fields: dict[str, object]) -> None:
@@ -269,6 +265,21 @@ def test_a_field_that_is_not_supported_yet_is_unimplemented_and_named(field: str
     assert status.code == grpc.StatusCode.UNIMPLEMENTED
     assert bad_request.field_violations[0].field == field
     assert status.details.startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("choice", [{"mode": "TOOL_CHOICE_MODE_REQUIRED"}, {"tool": "f"}])
+def test_a_call_can_be_required_where_it_can_be_enforced(choice: dict[str, str]) -> None:
+    chat = {"messages": [user()], "tools": [{"name": "f"}, {"name": "g"}], "tool_choice": choice}
+    params = params_of(chat=chat)
+    assert params.calls_due == Calls(params.tools[:1] if "tool" in choice else params.tools, "mode" in choice)
+    for others, limits in (
+        ({}, dataclasses.replace(LIMITS, has_tool_format=False)),
+        ({"sampling": {"beam_search": {"width": 2}}}, LIMITS),
+    ):
+        with pytest.raises(InvalidArgument) as refused:
+            params_of(limits, chat=chat, **others)
+        assert refused.value.field == f"chat.tool_choice.{next(iter(choice))}"
+    assert params_of(chat=chat | {"tool_choice": {}}).calls_due is None
 
 
 @pytest.mark.parametrize("given", [{"message": "Hi"}, {"chat": {"messages": [user()]}}])

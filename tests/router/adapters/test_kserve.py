@@ -220,7 +220,7 @@ def test_requests_and_streams_are_bounded() -> None:
     ):
         model, control = Model(channel), control_pb2_grpc.ControlStub(channel)
         requests, more = Requests(), Requests()
-        long = GREEDY | {"max_tokens": 3000}
+        long = GREEDY | {"max_tokens": 20_000}
         responses = model.stream(iter(requests))
         requests.put(*(inferring(f"{at}", f"{at}", parameters=long, stream=True) for at in range(MAX_IN_FLIGHT + 5)))
         while engine_load(control).running + engine_load(control).waiting < MAX_IN_FLIGHT:
@@ -303,6 +303,7 @@ async def stream_ended(given: Given, delay_s: float) -> ResourceExhausted:
     return caught.value
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_stream_ends_that_stays_idle_and_not_while_a_request_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "IDLE_S", 0.2)
     given = Given(inferring().SerializeToString())
@@ -312,6 +313,7 @@ async def test_a_stream_ends_that_stays_idle_and_not_while_a_request_runs(monkey
     ]
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_stream_ends_whose_client_does_not_read() -> None:
     given = Given(*[inferring(f"{at}", stream=True).SerializeToString() for at in range(3)], reads=False)
     assert "has read nothing" in (await stream_ended(given, delay_s=0.0)).message

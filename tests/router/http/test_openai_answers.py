@@ -250,6 +250,21 @@ def test_a_whole_answer_holds_reasoning_and_tool_calls() -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("given", ["", "Zoë sat"])
+def test_a_prompt_that_comes_in_parts_is_repeated_once(is_stream: bool, given: str) -> None:
+    asked = Asked(False, is_stream, logprobs=0, is_echo=True, echoed=given, created=5)
+    first = [inference_pb2.Token(id=1, bytes=b"Zo"), inference_pb2.Token(id=2, bytes=b"\xc3", logprob=-2)]
+    second = [inference_pb2.Token(id=3, bytes=b"\xab sat", logprob=-0.5)]
+    prompts = [inference_pb2.GenerateResponse(prompt=inference_pb2.Prompt(tokens=each)) for each in (first, second)]
+    after = tokens(" down", inference_pb2.Token(id=4, bytes=b" down", logprob=-1))
+    raw = answered(asked, *prompts, after, finished())
+    parts = [each["choices"][0] for each in (events(raw) if is_stream else [json.loads(raw)])]
+    assert "".join(each["text"] for each in parts) == "Zoë sat down"
+    told = [each["logprobs"] for each in parts if each["logprobs"]]
+    assert [number for each in told for number in each["token_logprobs"]] == [None, -2, -0.5, -1]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("drops_output", [False, True])
 def test_a_completion_that_repeats_its_prompt(is_stream: bool, drops_output: bool) -> None:
     asked = Asked(False, is_stream, logprobs=0, is_echo=True, drops_output=drops_output, created=5)
