@@ -11,6 +11,7 @@ MAX_EOS_IDS = 64  # the model's own, which a request has besides
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_BYTES = 256
+MAX_DRAFT_TOKENS = 16  # of a sequence in one step
 MAX_REQUEST_ID = 128  # characters
 MAX_SALT_BYTES = 128
 MAX_PRIORITY = 1000

@@ -21,12 +21,13 @@ PACKAGES = {
     "bench": ROOT / "bench",
 }
 PUBLIC_IN_SPITE_OF_ITS_NAME = {"_fields"}  # an attribute of every NamedTuple
-SCHEDULING = ["core", "kv", "scheduling", "timing"]  # rooms of the engine
+SCHEDULING = ["core", "kv", "drafting", "scheduling", "timing"]  # rooms of the engine
 WRITERS = {  # of each part of a sequence that changes after it is made
     "seq.tokens": {"scheduling.scheduler"},
     "seq.state": {"scheduling.scheduler"},
     "seq.max_len": {"scheduling.scheduler"},
     "seq.num_pending": {"scheduling.scheduler"},
+    "seq.is_drafted": {"scheduling.scheduler"},
     "seq.num_computed": {"scheduling.scheduler"},
     "seq.pooled": {"scheduling.scheduler"},
     "seq.blocks": {"kv.block_tables"},
@@ -209,6 +210,6 @@ def test_each_part_of_a_sequence_has_one_writer() -> None:
     assert found == WRITERS
 
 
-def test_the_engine_has_at_most_ten_rooms() -> None:
+def test_the_engine_has_at_most_a_dozen_rooms() -> None:
     rooms = {path.parent for path in folder("engine").rglob("*.py")} - {folder("engine")}
-    assert len(rooms) <= 10, sorted(str(room.relative_to(ROOT)) for room in rooms)
+    assert len(rooms) <= 12, sorted(str(room.relative_to(ROOT)) for room in rooms)

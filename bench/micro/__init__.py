@@ -5,5 +5,6 @@ channel      latency and CPU time of the link between router and engine
 crowds       schedule() with thousands of sequences waiting
 resume       restarting a preempted sequence: recomputed, or loaded from host memory
 router       capacity of a router process, and what it adds to TTFT and ITL
+speculation  what drafts gain one stream, and cost many
 step         milliseconds of the default model's steps
 """

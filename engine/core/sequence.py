@@ -38,14 +38,16 @@ class TokenMask(Protocol):
 class SamplingParams(Sampling):
     """How one sequence's tokens are chosen, and when it ends.
 
-    stop_token_ids  end the sequence; they cannot be chosen before min_tokens tokens exist
-    logprobs        None: none; 0: of the chosen token; N: also of the N most likely
+    stop_token_ids    end the sequence; they cannot be chosen before min_tokens tokens exist
+    logprobs          None: none; 0: of the chosen token; N: also of the N most likely
+    max_draft_tokens  of one step; None: as many as pay
     """
 
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
+    max_draft_tokens: int | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -163,6 +165,7 @@ class Account:
     preempted_tokens  their sum over all preemptions
     recomputed_tokens those of them that were neither cached nor kept when it started again
     saved_tokens      copied to host memory while it was preempted; loaded_tokens were copied back
+    drafted_tokens    guessed and verified; accepted_tokens of them became output
     """
 
     booked_until: float
@@ -179,6 +182,8 @@ class Account:
     recomputed_tokens: int = 0
     saved_tokens: int = 0
     loaded_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def starts(self, now: float, num_computed: int) -> int:
         """Note that a waiting sequence runs from now on; return how many lost tokens it computes again."""
@@ -212,6 +217,10 @@ class Account:
     def loads(self, num_tokens: int) -> None:
         self.loaded_tokens += num_tokens
 
+    def verified(self, num_drafted: int, num_accepted: int) -> None:
+        self.drafted_tokens += num_drafted
+        self.accepted_tokens += num_accepted
+
     def _book(self, now: float, is_running: bool) -> None:
         spent, self.booked_until = now - self.booked_until, now
         if is_running and self.first_token is None:
@@ -237,6 +246,7 @@ class Sequence:
     token_mask    restricts which tokens it may choose; None: all are allowed
     max_len       tokens, prompt included, at which it ends with LENGTH; set on arrival
     num_pending   tokens after those in `tokens` that scheduled steps choose and that are not known yet
+    is_drafted    a scheduled step verifies drafts of it, and may choose more tokens than are counted as pending
     num_computed  leading tokens whose keys and values are in the cache once all scheduled steps are done
     pooled        the sum of the hidden states so far, where their mean is wanted
     """
@@ -250,6 +260,7 @@ class Sequence:
     state: State = State.WAITING
     max_len: int = 0
     num_pending: int = 0
+    is_drafted: bool = False
     num_computed: int = 0
     blocks: BlockTable = field(default_factory=BlockTable)
     pooled: list[float] = field(default_factory=list)
@@ -289,6 +300,8 @@ class Sequence:
     @property
     def awaits_token(self) -> bool:
         """Whether nothing can be computed because the next step, or the end, depends on a token that is pending."""
+        if self.is_drafted:
+            return True
         if self.num_pending and self.token_mask is not None and self.token_mask.depends_on_tokens:
             return True
         return len(self.tokens) + self.num_pending >= self.max_len

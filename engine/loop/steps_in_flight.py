@@ -28,7 +28,8 @@ class Launched(Protocol):
 class Runner(Protocol):
     """Computes plans in the order in which they are launched.
 
-    A sequence's last token may be pending when a plan is launched; the runner then takes it from the step before.
+    A sequence's last token may be pending when a plan is launched; the runner then takes it from the step before. A
+    chunk with drafts starts at a known token, and no later step computes its sequence before it is committed.
     A chunk may be computed twice, so a failed step may be run again: it writes the same slots, and chooses a token with
     the same noise. docs/architecture.md, "When the same tokens come again", says where that is the same token.
 
@@ -137,6 +138,7 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
     logprobs: list[TokenLogprobs | None] = []
     faults: dict[int, str] = {}
     readings: dict[int, Reading] = {}
+    more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
     failed: list[Exception] = []
     for at, chunk in enumerate(plan.chunks):
         try:
@@ -152,9 +154,11 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
             faults[at] = alone.faults[0]
         if alone.readings:
             readings[at] = alone.readings[0]
+        if alone.more:
+            more[at] = alone.more[0]
     if len(failed) == len(plan.chunks) > 1:
         raise failed[0]
-    return Sampled(tokens, logprobs, faults, readings=readings)
+    return Sampled(tokens, logprobs, faults, readings=readings, more=more)
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.core.sequence import Sequence
 from pagoda_server.engine.core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo, count_blocks, count_host_blocks
 from pagoda_server.settings.engine import EngineConfig
@@ -104,6 +105,8 @@ class SyntheticRunner:
                that the host has not read
     """
 
+    can_verify = True
+
     def __init__(self, info: RunnerInfo, step_time: StepTime | None = None, lookahead: int = 0) -> None:
         self.info = info
         self.lookahead = lookahead
@@ -128,23 +131,25 @@ class SyntheticRunner:
         tokens = [-1] * len(plan.chunks)
         logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
         readings: dict[int, Reading] = {}
+        more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
         self._copy_blocks(plan)
         for at, chunk in enumerate(plan.chunks):
             seq = chunk.seq
             checksum = self._cache[self._slot(seq.blocks, chunk.start - 1)] if chunk.start else 0
             if checksum == _POISON:
                 raise AssertionError(f"sequence {seq.id} reads a slot that was never written")
-            for position in range(chunk.start, chunk.end):
+            for position in range(chunk.start, chunk.end - len(chunk.drafts)):
                 checksum = advance(checksum, self._token(chunk, position))
                 self._cache[self._slot(seq.blocks, position)] = checksum
             if seq.reads(chunk.start, chunk.end):
                 readings[at] = self._read(chunk)
             if chunk.samples:
-                tokens[at] = chosen[seq.id] = checksum % self.info.vocab_size
-                if seq.params.logprobs is not None:
-                    logprobs[at] = expected_logprobs(checksum, seq.params.logprobs, self.info.vocab_size)
+                tokens[at], logprobs[at] = self._choose(seq, checksum)
+                chosen[seq.id] = tokens[at]
+            if chunk.drafts:
+                more[at] = self._verify(chunk, checksum)
         self._chosen = chosen
-        return Sampled(tokens, logprobs, readings=readings)
+        return Sampled(tokens, logprobs, readings=readings, more=more)
 
     def _read(self, chunk: Chunk) -> Reading:
         seq, readout = chunk.seq, chunk.seq.request.readout
@@ -158,6 +163,22 @@ class SyntheticRunner:
         ]
         states = [expected_hidden(checksums[row]) for row in pooled]
         return Reading(scored.start + 1, logprobs, [sum(values) for values in zip(*states, strict=True)])
+
+    def _choose(self, seq: Sequence, checksum: int) -> tuple[int, TokenLogprobs | None]:
+        token, count = checksum % self.info.vocab_size, seq.params.logprobs
+        return token, None if count is None else expected_logprobs(checksum, count, self.info.vocab_size)
+
+    def _verify(self, chunk: Chunk, checksum: int) -> list[tuple[int, TokenLogprobs | None]]:
+        """Compute a chunk's drafts behind the checksum of its last token; return the tokens behind accepted ones."""
+        run: list[tuple[int, TokenLogprobs | None]] = []
+        is_accepted = True
+        for position, draft in enumerate(chunk.drafts, chunk.end - len(chunk.drafts)):
+            is_accepted = is_accepted and draft == checksum % self.info.vocab_size
+            checksum = advance(checksum, draft)
+            self._cache[self._slot(chunk.seq.blocks, position)] = checksum
+            if is_accepted:
+                run.append(self._choose(chunk.seq, checksum))
+        return run
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         size, cache, host = self._block_size, self._cache, self._host

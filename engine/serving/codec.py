@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pagoda.engine.v1 import engine_pb2
@@ -16,6 +16,7 @@ from pagoda_server.engine.loop.step_trace import Move, MoveKind, Step, TraceSnap
 from pagoda_server.engine.scheduling.tenants import TenantTable
 from pagoda_server.settings.request import (
     MAX_BAD_WORDS,
+    MAX_DRAFT_TOKENS,
     MAX_EOS_IDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -93,6 +94,7 @@ def check_submit(submit: engine_pb2.Submit, vocab_size: int, max_model_len: int)
     _check(submit.min_tokens <= submit.max_tokens, "min_tokens")
     _check(len(submit.stop_token_ids) <= MAX_STOP_IDS + MAX_EOS_IDS, "stop_token_ids")
     _check(submit.logprobs <= MAX_LOGPROBS, "logprobs")
+    _check(submit.max_draft_tokens <= MAX_DRAFT_TOKENS, "max_draft_tokens")
     _check(len(submit.cache.salt.encode()) <= MAX_SALT_BYTES, "cache.salt")
     _check(abs(submit.priority) <= MAX_PRIORITY, "priority")
     _check(0 <= submit.timeout_s < math.inf, "timeout_s")
@@ -107,10 +109,10 @@ def check_submit(submit: engine_pb2.Submit, vocab_size: int, max_model_len: int)
     _check(len(sampling.logit_bias) <= MAX_LOGIT_BIAS, "sampling.logit_bias")
     _check(all(bias in LOGIT_BIAS for bias in sampling.logit_bias.values()), "sampling.logit_bias")
     _check(len(sampling.allowed_token_ids) <= vocab_size, "sampling.allowed_token_ids")
-    _check(len(submit.bad_words) <= _MAX_BAD_WORDS and all(word.ids for word in submit.bad_words), "bad_words")
-    _check(not sampling.bad_words, "sampling.bad_words")
     if submit.HasField("readout"):
         _check_readout(submit)
+    _check(len(submit.bad_words) <= _MAX_BAD_WORDS and all(word.ids for word in submit.bad_words), "bad_words")
+    _check(not sampling.bad_words, "sampling.bad_words")
     longest = len(submit.prompt) + max((len(output.ids) for output in submit.outputs), default=0)
     if longest >= max_model_len:
         raise Rejected(f"prompt of {longest} tokens, the limit is {max_model_len - 1}")
@@ -184,23 +186,23 @@ def _sequence(
         min_tokens=submit.min_tokens,
         stop_token_ids=stop_token_ids,
         logprobs=submit.logprobs if submit.HasField("logprobs") else None,
+        max_draft_tokens=submit.max_draft_tokens if submit.HasField("max_draft_tokens") else None,
     )
     output = submit.outputs[index].ids if submit.outputs else ()
-    bad_words = [word.ids for word in submit.bad_words]
-    mask = _mask(request.prompt_len, params.no_repeat_ngram_size, bad_words, sampling.allowed_token_ids)
-    return Sequence(id, [*submit.prompt, *output], request, params, mask)
+    return Sequence(id, [*submit.prompt, *output], request, params, _mask(submit, params, request.prompt_len))
 
 
-def _mask(
-    prompt_len: int, ngram_size: int, bad_words: Collection[Iterable[int]], allowed_token_ids: Collection[int]
-) -> TokenMask | None:
-    if not (ngram_size or bad_words or allowed_token_ids):
+def _mask(submit: engine_pb2.Submit, params: SamplingParams, prompt_len: int) -> TokenMask | None:
+    allowed, has_bans = submit.sampling.allowed_token_ids, bool(params.no_repeat_ngram_size or submit.bad_words)
+    if not allowed and not has_bans:
         return None
     # Only now: numpy takes a fifth of the time in which an engine of the synthetic model starts.
     from pagoda_server.engine.runners.sampling import AllowedTokens, TokenBans
 
-    allowed = AllowedTokens(allowed_token_ids) if allowed_token_ids else None
-    return TokenBans(prompt_len, ngram_size, bad_words, allowed) if ngram_size or bad_words else allowed
+    mask: TokenMask | None = AllowedTokens(allowed) if allowed else None
+    if has_bans:
+        mask = TokenBans(prompt_len, params.no_repeat_ngram_size, (word.ids for word in submit.bad_words), mask)
+    return mask
 
 
 def rejected(now: float, detail: str) -> Ended:
@@ -266,6 +268,8 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
         preempted_tokens=account.preempted_tokens,
         saved_tokens=account.saved_tokens,
         loaded_tokens=account.loaded_tokens,
+        drafted_tokens=account.drafted_tokens,
+        accepted_tokens=account.accepted_tokens,
     )
 
 

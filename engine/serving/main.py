@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ import uvloop
 from pagoda.v1 import control_pb2
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, resolve
 from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.drafting import PromptLookup, Speculation
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.loop import EngineLoop
 from pagoda_server.engine.runners.load import InformedRunner, load_runner
@@ -51,9 +53,10 @@ def run(config: EngineConfig) -> int:
         folder = resolve(config.model, progress)
         engine = OneThread("engine")
         runner = engine.submit(lambda: load_runner(config, folder, progress)).result()
+        speculation = engine.submit(lambda: _speculation(replace(config, model=str(folder)), runner, progress)).result()
         gc.collect()
         gc.freeze()  # else a full collection, in the middle of any step, walks the 170,000 objects that torch made
-        return uvloop.run(_serve(config, folder, runner, engine))
+        return uvloop.run(_serve(config, folder, runner, speculation, engine))
     except (ConfigError, CheckpointError, SettingError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
@@ -86,7 +89,9 @@ class OneThread:
             self._calls.get()()
 
 
-async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, engine: OneThread) -> int:
+async def _serve(
+    config: EngineConfig, folder: Path, runner: InformedRunner, speculation: Speculation | None, engine: OneThread
+) -> int:
     info = runner.info
     stop = asyncio.Event()
     events = asyncio.get_running_loop()
@@ -106,6 +111,7 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, eng
             tenant_weights=config.weight_of_tenant(),
             target_itl_s=config.target_itl_s,
             num_host_blocks=info.num_host_blocks,
+            speculation=speculation,
         ),
         runner,
         server,
@@ -121,6 +127,21 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, eng
     await listener.stop()
     wait([ended], timeout=5.0)
     return EXIT_FAILURE if loop.failure else 0
+
+
+def _speculation(config: EngineConfig, runner: InformedRunner, progress: PrintedProgress) -> Speculation | None:
+    """Choose what drafts. Raises ConfigError if the draft model cannot draft for this runner."""
+    info = runner.info
+    if config.draft_model and not (runner.can_verify and info.architecture != "synthetic"):
+        raise ConfigError(f"--draft-model: drafts of a model are not verified for {info.architecture} on {info.device}")
+    if config.speculation == "off" or not runner.can_verify:
+        return None
+    if not config.draft_model:
+        return Speculation(PromptLookup(), config.max_draft_tokens, info.vocab_size)
+    from pagoda_server.engine.runners.cpu.draft_model import DraftModel  # only now, because torch takes a second
+
+    drafter = DraftModel(config, resolve(config.draft_model, progress), info.vocab_size, progress)
+    return Speculation(drafter, config.max_draft_tokens, info.vocab_size)
 
 
 def wake(events: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
@@ -144,6 +165,7 @@ def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path) -> c
         max_num_seqs=info.limits.max_num_seqs,
         token_budget=info.limits.token_budget,
         overlap="on" if runner.lookahead else "off",
+        speculation=config.speculation if runner.can_verify else "off",
     )
     return control_pb2.EngineInfo(
         epoch=secrets.randbits(63),

@@ -199,7 +199,7 @@ class GenerateCall:
         await self._writer.write(response)
 
     def usage(self) -> inference_pb2.Usage:
-        """The tokens so far. `cached_tokens` is 0 until a sequence has ended."""
+        """The tokens so far. Cached and drafted tokens count those of sequences that have ended."""
         return inference_pb2.Usage(
             prompt_tokens=self._prompt_len,
             completion_tokens=self.num_tokens,
@@ -209,6 +209,8 @@ class GenerateCall:
                 self._prompt_len,
             ),
             reasoning_tokens=sum(output.num_reasoning for output in self._outputs),
+            drafted_tokens=sum(output.ended.drafted_tokens for output in self._outputs if output.ended),
+            accepted_tokens=sum(output.ended.accepted_tokens for output in self._outputs if output.ended),
         )
 
     def timing(self) -> inference_pb2.Timing:

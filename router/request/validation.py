@@ -27,7 +27,7 @@ from pagoda_server.router.request.fields import (
 from pagoda_server.router.tenants.caller import ANYONE, Caller
 from pagoda_server.router.text.chat_template import Chat, Message
 from pagoda_server.router.text.tokenizer import Prompt
-from pagoda_server.settings.request import MAX_SLO_S
+from pagoda_server.settings.request import MAX_DRAFT_TOKENS, MAX_SLO_S
 from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
 
 log = logging.getLogger("pagoda.router")
@@ -49,6 +49,7 @@ class GenerateParams:
     bad_words             words that the output must not contain
     max_tokens            None: as many as the context leaves, or the server's default (see `check_prompt`)
     logprobs              None: none; 0: of the chosen token; N: also of the N most likely
+    max_draft_tokens      None: as many as the engine finds worth its time
     has_text              whether the response carries text besides token ids
     has_prompt            whether the response begins with the prompt's token ids
     prompt_logprobs       as `logprobs`, for the prompt's tokens
@@ -74,6 +75,7 @@ class GenerateParams:
     ignore_eos: bool
     has_text: bool
     logprobs: int | None
+    max_draft_tokens: int | None
     has_prompt: bool
     prompt_logprobs: int | None
     has_token_bytes: bool
@@ -155,6 +157,7 @@ def validate_generate(
         ignore_eos=stopping.ignore_eos,
         has_text=has_text,
         logprobs=_logprobs(output, "logprobs", limits),
+        max_draft_tokens=_max_draft_tokens(request),
         has_prompt=output.prompt or output.HasField("prompt_logprobs"),
         prompt_logprobs=_logprobs(output, "prompt_logprobs", limits),
         has_token_bytes=output.token_bytes,
@@ -232,6 +235,7 @@ def to_submit(
         min_tokens=params.min_tokens,
         stop_token_ids=sorted(stop_ids),
         logprobs=params.logprobs,
+        max_draft_tokens=params.max_draft_tokens,
         cache=inference_pb2.Cache(salt=caller.cache_salt(params.cache_salt), bypass=params.bypasses_cache),
         priority=params.priority,
         timeout_s=timeout_s,
@@ -385,6 +389,13 @@ def _max_tokens(stopping: inference_pb2.Stopping, limits: Limits) -> int | None:
         return None
     check_integer(stopping.max_tokens, "stopping.max_tokens", 1, limits.max_model_len - 1)
     return stopping.max_tokens
+
+
+def _max_draft_tokens(request: inference_pb2.GenerateRequest) -> int | None:
+    if not request.HasField("max_draft_tokens"):
+        return None
+    check_integer(request.max_draft_tokens, "max_draft_tokens", 0, MAX_DRAFT_TOKENS)
+    return request.max_draft_tokens
 
 
 def _min_tokens(stopping: inference_pb2.Stopping, limits: Limits) -> int:

@@ -10,6 +10,7 @@ from typing import Protocol, TypedDict, Unpack
 
 from pagoda_server.engine.core.sequence import Readout, Request, SamplingParams, Sequence
 from pagoda_server.engine.core.step import Ended, Reading, Sampled, StepPlan
+from pagoda_server.engine.drafting import Speculation
 from pagoda_server.engine.kv.blocks import BlockPool, chain_root
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo
@@ -125,6 +126,7 @@ class SteppedEngine:
         step_time: TakesTime | None = None,
         host_blocks: int = 0,
         copy_s: float = 0.0,
+        speculation: Speculation | None = None,
     ) -> None:
         """
         step_time  how long a step takes in simulated time; None: no time, and a second passes between steps
@@ -145,6 +147,7 @@ class SteppedEngine:
             tenant_weights=tenant_weights,
             target_itl_s=target_itl_s,
             num_host_blocks=host_blocks,
+            speculation=speculation,
         )
         self.copy_s = copy_s
         self.runner = synthetic_runner(num_blocks, block_size, lookahead, host_blocks, copy_s)

@@ -111,6 +111,12 @@ def test_smallest_request_gets_every_default() -> None:
     )
 
 
+def test_a_limit_of_drafts_reaches_the_engine_and_zero_is_one() -> None:
+    for most in (0, 16):
+        assert to_submit(params_of(max_draft_tokens=most), [1], 5, []).max_draft_tokens == most
+    assert not to_submit(params_of(), [1], 5, []).HasField("max_draft_tokens")
+
+
 def test_made_up_seeds_and_request_ids_differ() -> None:
     assert len({params_of().sampling.seed for _ in range(100)}) == 100
     assert len({params_of().request_id for _ in range(100)}) == 100
@@ -229,6 +235,7 @@ BAD = [
     ("output.logprobs", {"output": {"logprobs": 21}}),
     ("cache.salt", {"cache": {"salt": "é" * 64 + "a"}}),
     ("priority", {"priority": 1001}),
+    ("max_draft_tokens", {"max_draft_tokens": 17}),
     ("slo.ttft_s", {"slo": {"ttft_s": 0}}),
     ("slo.ttft_s", {"slo": {"ttft_s": "NaN"}}),
     ("slo.tpot_s", {"slo": {"tpot_s": 4e3}}),

@@ -40,6 +40,7 @@ class DeviceRunner:
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, progress: Progress = no_progress) -> None:
         self.lookahead = 0 if config.overlap == "off" else 1
+        self.can_verify = False  # its rows and outcomes have room for one token of a sequence in a step
         self._ops, self._model, self._device = loaded.ops, loaded.model, loaded.device
         limits = config.step_limits(self._device.type)
         self._most, self._token_budget = limits.max_num_seqs, limits.token_budget
