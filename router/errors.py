@@ -81,7 +81,7 @@ class AlreadyExists(PagodaError):
 
 
 class Aborted(PagodaError):
-    """Another call has taken over."""
+    """Another call has taken over, or has ended this one."""
 
     code = grpc.StatusCode.ABORTED
 

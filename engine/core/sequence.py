@@ -10,9 +10,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from pagoda_server.settings.sampling import Sampling
+
+Pooling: TypeAlias = Literal["last", "mean", "cls"]
 
 
 class TokenMask(Protocol):
@@ -52,6 +54,38 @@ class SamplingParams(Sampling):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Readout:
+    """What a client wants to know of a prompt, beside the tokens that follow it.
+
+    logprobs_from  the first token, by position from 1 on, whose log-probability is wanted, with all that follow it in
+                   the prompt; None: none. The row before a token, which the model computes there, tells it
+    num_top        also of the N most likely tokens in its place
+    pooling        which rows' hidden states become a vector: the last one's, the mean of all, or the first one's
+    """
+
+    logprobs_from: int | None = None
+    num_top: int = 0
+    pooling: Pooling | None = None
+
+    def first_row(self, prompt_len: int) -> int:
+        """Return the first row that must be computed: the prefix cache may serve all before it."""
+        rows = [self.scored_rows(0, prompt_len, prompt_len), self.pooled_rows(0, prompt_len, prompt_len)]
+        return min((each.start for each in rows if each), default=prompt_len)
+
+    def scored_rows(self, start: int, end: int, prompt_len: int) -> range:
+        """Return those of the rows from `start` to `end` that tell a wanted log-probability."""
+        first = prompt_len if self.logprobs_from is None else self.logprobs_from - 1
+        return range(max(start, first), min(end, prompt_len - 1))
+
+    def pooled_rows(self, start: int, end: int, prompt_len: int) -> range:
+        """Return those of the rows from `start` to `end` whose hidden states are a part of the vector."""
+        first, behind = {None: (0, 0), "last": (prompt_len - 1, prompt_len), "mean": (0, prompt_len), "cls": (0, 1)}[
+            self.pooling
+        ]
+        return range(max(start, first), min(end, behind))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """What a client asked for, as far as its sequences have it in common. Requests are told apart by identity.
@@ -64,6 +98,7 @@ class Request:
     cache_root     where the addresses of its blocks start (engine/kv/blocks.py: chain_root)
     request_id     the client's name for it
     shares_prompt  it has several sequences: the first computes the prompt for all
+    readout        what else is wanted of the prompt; None: nothing
     """
 
     prompt_len: int
@@ -78,6 +113,7 @@ class Request:
     bypass_cache: bool = False
     request_id: str = ""
     shares_prompt: bool = False
+    readout: Readout | None = None
 
     @property
     def in_line_since(self) -> float:
@@ -212,6 +248,7 @@ class Sequence:
     num_pending   tokens after those in `tokens` that scheduled steps choose and that are not known yet
     is_drafted    a scheduled step verifies drafts of it, and may choose more tokens than are counted as pending
     num_computed  leading tokens whose keys and values are in the cache once all scheduled steps are done
+    pooled        the sum of the hidden states so far, where their mean is wanted
     """
 
     id: int
@@ -226,6 +263,7 @@ class Sequence:
     is_drafted: bool = False
     num_computed: int = 0
     blocks: BlockTable = field(default_factory=BlockTable)
+    pooled: list[float] = field(default_factory=list)
     account: Account = field(init=False)
 
     def __post_init__(self) -> None:
@@ -243,6 +281,21 @@ class Sequence:
     def remaining_len(self) -> int:
         """Tokens that exist but are not computed: 1 for a decode."""
         return len(self.tokens) + self.num_pending - self.num_computed
+
+    @property
+    def cacheable_len(self) -> int:
+        """Leading tokens that need not be computed if they are cached. The last one's logits are always needed."""
+        longest = len(self.tokens) - 1
+        if self.request.readout is None or self.output_len:
+            return longest
+        return min(longest, self.request.readout.first_row(self.request.prompt_len))
+
+    def reads(self, start: int, end: int) -> bool:
+        """Say whether something is to be read from these rows of its prompt; not once it has output."""
+        readout, prompt_len = self.request.readout, self.request.prompt_len
+        if readout is None or len(self.tokens) > prompt_len:
+            return False
+        return bool(readout.scored_rows(start, end, prompt_len) or readout.pooled_rows(start, end, prompt_len))
 
     @property
     def awaits_token(self) -> bool:

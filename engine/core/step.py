@@ -75,6 +75,19 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """What a chunk tells of its prompt.
+
+    logprobs  of tokens that follow each other, the first at position `start`
+    hidden    the hidden state that was asked for, in float32; where the mean is: the sum of those in the chunk
+    """
+
+    start: int
+    logprobs: list[TokenLogprobs]
+    hidden: list[float]
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """A step's outcome, one entry a chunk of its plan.
 
@@ -84,6 +97,7 @@ class Sampled:
     copied_s  seconds that copies to and from host memory took
     more      chunk position → the tokens that follow the chosen one, because that was drafted: the token after each
               draft as long as the one before it equals its draft
+    readings  chunk position → what was read from its prompt
     """
 
     tokens: list[int]
@@ -91,6 +105,7 @@ class Sampled:
     faults: dict[int, str] = field(default_factory=dict)
     copied_s: float = 0.0
     more: dict[int, list[tuple[int, TokenLogprobs | None]]] = field(default_factory=dict)
+    readings: dict[int, Reading] = field(default_factory=dict)
 
 
 # Why a sequence does not compute in a step: the batch is full; no blocks are left; other sequences have the step's
@@ -125,13 +140,17 @@ class Ended:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What happened since the last one: sequence ids and their new tokens as parallel lists, moves and ends."""
+    """What happened since the last one: sequence ids and their new tokens as parallel lists, moves and ends.
+
+    readings  sequence id and what was read from its prompt; `hidden` is the whole vector here
+    """
 
     sequences: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
+    readings: list[tuple[int, Reading]] = field(default_factory=list)
 
     def add(self, id: int, token: int, logprobs: TokenLogprobs | None) -> None:
         self.sequences.append(id)
@@ -141,7 +160,7 @@ class StepOutput:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to send to a router."""
-        return not self.tokens and not self.ended
+        return not self.tokens and not self.ended and not self.readings
 
 
 @dataclass(slots=True)

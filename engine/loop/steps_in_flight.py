@@ -11,7 +11,7 @@ from typing import Protocol
 
 from pagoda_server.engine.core.errors import EngineError
 from pagoda_server.engine.core.sequence import State
-from pagoda_server.engine.core.step import Chunk, Sampled, StepPlan, TokenLogprobs
+from pagoda_server.engine.core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.loop.step_trace import Sketch, StepTrace
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 
@@ -138,6 +138,7 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
     logprobs: list[TokenLogprobs | None] = []
     faults: dict[int, str] = {}
     more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
+    readings: dict[int, Reading] = {}
     failed: list[Exception] = []
     for at, chunk in enumerate(plan.chunks):
         try:
@@ -153,9 +154,11 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
             faults[at] = alone.faults[0]
         if alone.more:
             more[at] = alone.more[0]
+        if alone.readings:
+            readings[at] = alone.readings[0]
     if len(failed) == len(plan.chunks) > 1:
         raise failed[0]
-    return Sampled(tokens, logprobs, faults, more=more)
+    return Sampled(tokens, logprobs, faults, more=more, readings=readings)
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -21,6 +21,8 @@ the sequence, and only its last token counts as computed; a refused draft's slot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from operator import add
 
 from pagoda_server.engine.core.sequence import EndReason, Sequence, State
 from pagoda_server.engine.core.step import (
@@ -29,6 +31,7 @@ from pagoda_server.engine.core.step import (
     Ended,
     Hold,
     Move,
+    Reading,
     Sampled,
     StepOutput,
     StepPlan,
@@ -174,6 +177,9 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, sampled: Sampled) -> None:
         """Take in a step's outcome: what is computed, which tokens are new, which sequences end."""
+        for at, reading in sampled.readings.items():
+            if at not in sampled.faults:
+                self._read(plan.chunks[at], reading)
         for at, (chunk, token) in enumerate(zip(plan.chunks, sampled.tokens, strict=True)):
             seq = chunk.seq
             if seq.state is State.FINISHED:
@@ -379,6 +385,19 @@ class Scheduler:
             self._end(seq, EndReason.STOP, matched=token)
         elif len(seq.tokens) >= seq.max_len:
             self._end(seq, EndReason.LENGTH)
+
+    def _read(self, chunk: Chunk, reading: Reading) -> None:
+        """Report what was read from a prompt. A mean is complete with the prompt; no cached token is a part of it."""
+        seq, readout = chunk.seq, chunk.seq.request.readout
+        if seq.state is State.FINISHED or readout is None:
+            return
+        if readout.pooling == "mean":
+            seq.pooled = list(map(add, seq.pooled, reading.hidden)) if chunk.start else reading.hidden
+            is_whole = chunk.end >= seq.request.prompt_len
+            mean = [total / seq.request.prompt_len for total in seq.pooled] if is_whole else []
+            reading = replace(reading, hidden=mean)
+        if reading.logprobs or reading.hidden:
+            self._output.readings.append((seq.id, reading))
 
     def _end(self, seq: Sequence, reason: EndReason, *, matched: int | None = None, detail: str = "") -> None:
         if seq.state is State.RUNNING:

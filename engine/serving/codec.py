@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda.v1 import control_pb2, trace_pb2
-from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence
-from pagoda_server.engine.core.step import Ended, Hold, TokenLogprobs
+from pagoda.v1 import control_pb2, inference_pb2, trace_pb2
+from pagoda_server.engine.core.sequence import EndReason, Pooling, Readout, Request, SamplingParams, Sequence, TokenMask
+from pagoda_server.engine.core.step import Ended, Hold, Reading, TokenLogprobs
 from pagoda_server.engine.kv.blocks import chain_root
 from pagoda_server.engine.loop.loop import LoadSnapshot
 from pagoda_server.engine.loop.step_trace import Move, MoveKind, Step, TraceSnapshot
-from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.engine.scheduling.tenants import TenantTable
 from pagoda_server.settings.request import (
+    MAX_BAD_WORDS,
     MAX_DRAFT_TOKENS,
     MAX_EOS_IDS,
     MAX_LOGIT_BIAS,
@@ -59,9 +59,16 @@ _MOVE_KINDS: dict[MoveKind, trace_pb2.MoveKind] = {
     EndReason.REJECTED: trace_pb2.MOVE_KIND_REJECTED,
     EndReason.FAILED: trace_pb2.MOVE_KIND_FAILED,
 }
+_POOLINGS: dict[int, Pooling | None] = {
+    inference_pb2.POOLING_UNSPECIFIED: None,
+    inference_pb2.POOLING_LAST: "last",
+    inference_pb2.POOLING_MEAN: "mean",
+    inference_pb2.POOLING_CLS: "cls",
+}
 _NUMBERS = {parameter.name for parameter in PARAMETERS}
 _SEED_MASK = (1 << 64) - 1
 _NUM_SEQUENCE_NUMBERS = 1 << 64
+_MAX_BAD_WORDS = 2 * MAX_BAD_WORDS  # each with and without a space before it
 _MAX_ABORTED = 1 << 16  # sequences, of one message: more than a router ever aborts at once
 
 
@@ -102,13 +109,26 @@ def check_submit(submit: engine_pb2.Submit, vocab_size: int, max_model_len: int)
     _check(len(sampling.logit_bias) <= MAX_LOGIT_BIAS, "sampling.logit_bias")
     _check(all(bias in LOGIT_BIAS for bias in sampling.logit_bias.values()), "sampling.logit_bias")
     _check(len(sampling.allowed_token_ids) <= vocab_size, "sampling.allowed_token_ids")
+    if submit.HasField("readout"):
+        _check_readout(submit)
+    _check(len(submit.bad_words) <= _MAX_BAD_WORDS and all(word.ids for word in submit.bad_words), "bad_words")
+    _check(not sampling.bad_words, "sampling.bad_words")
     longest = len(submit.prompt) + max((len(output.ids) for output in submit.outputs), default=0)
     if longest >= max_model_len:
         raise Rejected(f"prompt of {longest} tokens, the limit is {max_model_len - 1}")
-    outputs = (output.ids for output in submit.outputs)
-    for ids in (submit.prompt, *outputs, sampling.logit_bias, sampling.allowed_token_ids):
+    lists = (each.ids for each in (*submit.outputs, *submit.bad_words))
+    for ids in (submit.prompt, *lists, sampling.logit_bias, sampling.allowed_token_ids):
         if ids and (highest := max(ids)) >= vocab_size:
             raise Rejected(f"token id {highest} is not below {vocab_size}, the size of the vocabulary")
+
+
+def _check_readout(submit: engine_pb2.Submit) -> None:
+    readout = submit.readout
+    if readout.HasField("logprobs_from"):
+        _check(1 <= readout.logprobs_from <= len(submit.prompt), "readout.logprobs_from")
+    _check(readout.num_top <= MAX_LOGPROBS, "readout.num_top")
+    _check(readout.pooling in _POOLINGS, "readout.pooling")
+    _check(not submit.outputs, "readout of a sequence that continues another one")
 
 
 def check_abort(abort: engine_pb2.Abort) -> None:
@@ -141,10 +161,16 @@ def sequences_from_submit(submit: engine_pb2.Submit, ids: Iterable[int], now: fl
         bypass_cache=submit.cache.bypass,
         request_id=submit.request_id,
         shares_prompt=submit.sampling.n > 1 and not submit.outputs,
+        readout=_readout(submit.readout) if submit.HasField("readout") else None,
     )
     # A model's own ids may be beyond its vocabulary. They never occur, and runners count on ids that exist.
     stop_token_ids = frozenset(id for id in submit.stop_token_ids if id < vocab_size)
     return [_sequence(submit, request, stop_token_ids, index, id) for index, id in enumerate(ids)]
+
+
+def _readout(readout: engine_pb2.Readout) -> Readout:
+    logprobs_from = readout.logprobs_from if readout.HasField("logprobs_from") else None
+    return Readout(logprobs_from, readout.num_top, _POOLINGS[readout.pooling])
 
 
 def _sequence(
@@ -163,8 +189,20 @@ def _sequence(
         max_draft_tokens=submit.max_draft_tokens if submit.HasField("max_draft_tokens") else None,
     )
     output = submit.outputs[index].ids if submit.outputs else ()
-    mask = AllowedTokens(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
-    return Sequence(id, [*submit.prompt, *output], request, params, mask)
+    return Sequence(id, [*submit.prompt, *output], request, params, _mask(submit, params, request.prompt_len))
+
+
+def _mask(submit: engine_pb2.Submit, params: SamplingParams, prompt_len: int) -> TokenMask | None:
+    allowed, has_bans = submit.sampling.allowed_token_ids, bool(params.no_repeat_ngram_size or submit.bad_words)
+    if not allowed and not has_bans:
+        return None
+    # Only now: numpy takes a fifth of the time in which an engine of the synthetic model starts.
+    from pagoda_server.engine.runners.sampling import AllowedTokens, TokenBans
+
+    mask: TokenMask | None = AllowedTokens(allowed) if allowed else None
+    if has_bans:
+        mask = TokenBans(prompt_len, params.no_repeat_ngram_size, (word.ids for word in submit.bad_words), mask)
+    return mask
 
 
 def rejected(now: float, detail: str) -> Ended:
@@ -182,24 +220,35 @@ class PendingOutput:
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     ended: list[tuple[int, Ended]] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
+    readings: list[tuple[int, Reading]] = field(default_factory=list)
     load: LoadSnapshot | None = None
 
     @property
     def is_empty(self) -> bool:
-        return self.load is None and not self.tokens and not self.ended
+        return self.load is None and not self.tokens and not self.ended and not self.readings
 
     def to_message(self) -> engine_pb2.StepOutput:
         return engine_pb2.StepOutput(
             sequences=self.sequences,
             tokens=self.tokens,
-            logprobs=[
-                engine_pb2.Logprobs(at=at, logprob=found.chosen, top_ids=found.top_ids, top_logprobs=found.top)
-                for at, found in self.logprobs
-            ],
+            logprobs=[_logprobs_message(at, found) for at, found in self.logprobs],
             ended=[_ended_message(sequence, ended) for sequence, ended in self.ended],
             load=_load_message(self.load) if self.load else None,
             started=self.started,
+            readings=[
+                engine_pb2.Reading(
+                    sequence=sequence,
+                    start=reading.start,
+                    logprobs=[_logprobs_message(at, found) for at, found in enumerate(reading.logprobs, reading.start)],
+                    embedding=reading.hidden,
+                )
+                for sequence, reading in self.readings
+            ],
         )
+
+
+def _logprobs_message(at: int, found: TokenLogprobs) -> engine_pb2.Logprobs:
+    return engine_pb2.Logprobs(at=at, logprob=found.chosen, top_ids=found.top_ids, top_logprobs=found.top)
 
 
 def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:

@@ -175,6 +175,7 @@ def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path) -> c
         dtype=info.dtype,
         kernel_backend=info.kernels,
         vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
         max_model_len=info.max_model_len,
         max_num_seqs=info.limits.max_num_seqs,
         token_budget=info.limits.token_budget,

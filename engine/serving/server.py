@@ -118,6 +118,9 @@ class EngineServer:
         for move in output.moves:
             if move.to is State.RUNNING and (route := self._routes.get(move.seq.id)):
                 route[0].pending.started.append(route[1])
+        for id, reading in output.readings:
+            if route := self._routes.get(id):
+                route[0].pending.readings.append((route[1], reading))
         for ended in output.ended:
             if route := self._routes.pop(ended.seq.id, None):
                 connection, number = route

@@ -262,6 +262,9 @@ class EngineChannel:
         for number in step.started:
             if route := self._routes.get(number):
                 route[0].on_start()
+        for reading in step.readings:
+            if route := self._routes.get(reading.sequence):
+                route[0].inboxes[route[1]].readings.append(reading)
         logprobs = {entry.at: entry for entry in step.logprobs}
         running: list[EngineStream] = []
         for at, (number, token) in enumerate(zip(step.sequences, step.tokens, strict=True)):

@@ -27,8 +27,7 @@ from pagoda_server import installed_version
 from pagoda_server.router.engines.channel import Dispatcher
 from pagoda_server.router.errors import PagodaError, Passed
 from pagoda_server.router.request.admission import Admission
-from pagoda_server.router.request.generate_call import GenerateCall
-from pagoda_server.router.request.record import Record
+from pagoda_server.router.request.record import Answer, Record
 from pagoda_server.router.request.token_times import TOKEN_BOUNDS, Histogram, TokenTimes
 from pagoda_server.router.telemetry.families import FAMILIES, OF_REQUESTS, Family
 
@@ -36,7 +35,7 @@ from pagoda_server.router.telemetry.families import FAMILIES, OF_REQUESTS, Famil
 Sample: TypeAlias = tuple[str, tuple[str, ...], "float | list[float]"]
 
 _LAG_EVERY_S = 0.1
-_METHODS = {method: method for method in ("Generate", "Resume", "Tokenize", "Detokenize")}
+_METHODS = {method: method for method in ("Generate", "Resume", "Embed", "Score", "Tokenize", "Detokenize")}
 _METHODS |= dict.fromkeys(("ModelInfer", "ModelStreamInfer"), "Generate")  # of KServe's protocol
 _FINISHED = {
     inference_pb2.FINISH_REASON_STOP: "stop",
@@ -119,7 +118,7 @@ class Tally:
         return json.dumps(list(self.samples())).encode()
 
 
-def _values_of(answer: GenerateCall) -> Iterator[tuple[str, float]]:
+def _values_of(answer: Answer) -> Iterator[tuple[str, float]]:
     """What the histograms of requests count of one that has completed; times are those of its slowest sequence."""
     usage, timing = answer.usage(), answer.timing()
     yield "e2e_request_latency_seconds", timing.total_s

@@ -51,6 +51,7 @@ def submit(prompt_len: int = 1) -> engine_pb2.Submit:
     return engine_pb2.Submit(prompt=[1] * prompt_len, sampling=inference_pb2.Sampling(n=1), max_tokens=9)
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_first_tokens_are_taken_before_those_of_streams_that_run() -> None:
     order: list[tuple[int, int]] = []
 
@@ -72,6 +73,7 @@ async def test_first_tokens_are_taken_before_those_of_streams_that_run() -> None
             task.cancel()
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_stream_hears_of_its_start_however_the_engine_tells_it() -> None:
     starts: list[int] = []
     steps = [
@@ -98,6 +100,7 @@ async def test_requests_reach_an_engine_that_reads_late_in_their_order() -> None
         assert all(len(message.submit.prompt) == 20_000 for message in got if message)
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_flush_whose_call_was_cancelled_leaves_the_channel_as_it_was() -> None:
     def flushed(freed_blocks: int) -> engine_pb2.EngineMessage:
         return engine_pb2.EngineMessage(cache_flushed=engine_pb2.CacheFlushed(freed_blocks=freed_blocks))
@@ -113,11 +116,12 @@ async def test_a_flush_whose_call_was_cancelled_leaves_the_channel_as_it_was() -
         assert channel.is_ready
 
 
-async def run_for(channel: EngineChannel, seconds: float) -> None:
-    running = asyncio.create_task(channel.run())
-    await asyncio.sleep(seconds)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+@asynccontextmanager
+async def running(channel: EngineChannel) -> AsyncIterator[None]:
+    task = asyncio.create_task(channel.run())
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def nothing() -> None:
@@ -128,13 +132,17 @@ async def nothing() -> None:
 async def test_an_address_where_no_engine_answers_is_logged_once_and_not_at_once(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    patient = EngineChannel(address, hang_timeout_s=60, patience_s=60, on_change=nothing)
-    await run_for(patient, 0.5)
+    async with running(EngineChannel(address, hang_timeout_s=60, patience_s=600, on_change=nothing)):
+        await asyncio.sleep(0.5)
     assert not caplog.records
-    await run_for(EngineChannel(address, hang_timeout_s=60, patience_s=0.3, on_change=nothing), 1.0)
+    async with running(EngineChannel(address, hang_timeout_s=60, patience_s=0.3, on_change=nothing)):
+        while not caplog.records:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
     assert [record.message.startswith(f"no engine at {address}: ") for record in caplog.records] == [True]
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_an_engine_that_goes_is_told_with_its_address(caplog: pytest.LogCaptureFixture) -> None:
     async with connected() as (channel, engine):
         engine.close()

@@ -6,6 +6,8 @@ import pytest
 
 from pagoda_server.router.engines.stream import Wake
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 
 async def test_what_is_set_before_the_wait_is_not_lost_and_counts_once() -> None:
     wake = Wake()

@@ -90,7 +90,8 @@ class Chunk:
     tokens         new ids; often one, more if the reader is slower than the server
     logprobs       one per id if requested, else empty
     token_bytes    one per id if requested, else empty; a token's bytes need not be whole characters
-    prompt_ids     the prompt's ids, on the first chunk, if requested; `logprobs` is theirs then, without the first's
+    prompt_ids     the prompt's ids, on the first chunk, if requested; `logprobs` is theirs then, without the first's.
+                   A long prompt with log-probabilities comes on several chunks
     finish_reason  set when the sequence ends
     matched        the stop string or token id that ended it; True: its format, which allows no more
     score          the score of a beam search's hypothesis
@@ -111,6 +112,30 @@ class Chunk:
     score: float | None = None
     usage: Usage | None = None
     timing: Timing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What the model thinks of a continuation.
+
+    logprob      the sum of its tokens' log-probabilities
+    logprobs     one per token
+    token_bytes  one per token if requested, else empty
+    """
+
+    logprob: float
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    token_bytes: tuple[bytes, ...] = ()
+
+
+def score_from(score: inference_pb2.ContinuationScore) -> Score:
+    return Score(
+        score.logprob,
+        tuple(token.id for token in score.tokens),
+        tuple(token.logprob for token in score.tokens),
+        tuple(token.bytes for token in score.tokens) if any(token.bytes for token in score.tokens) else (),
+    )
 
 
 _REASONS = {

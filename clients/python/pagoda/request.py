@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
+from google.protobuf.message import Message
+
 from pagoda.conversation import ChatMessage, Tool, ToolChoice, chat, json_text
 from pagoda.fields import assign, wrong
 from pagoda.v1 import admin_pb2, control_pb2, inference_pb2, trace_pb2
@@ -49,15 +51,15 @@ class GenerateOptions(ChatOptions, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None
     top_n_sigma: float | None
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    allowed_token_ids: Sequence[int] | None
-    typical_p: float | None
     no_repeat_ngram_size: int | None
     bad_words: Sequence[str] | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
     seed: int | None
     n: int | None
     beams: int | None
@@ -84,6 +86,35 @@ class GenerateOptions(ChatOptions, total=False):
     model: str | None
     request_id: str | None
     resumable: bool | None
+
+
+class EmbedOptions(TypedDict, total=False):
+    """Options of `embed`. An option that is None or left out has the server's default.
+
+    pooling     which hidden states become the vector: of the last token, the mean of all, or of the first token
+    normalize   scale each vector to a length of 1
+    dimensions  keep the first ones alone, before scaling
+    """
+
+    pooling: Literal["last", "mean", "cls"] | None
+    normalize: bool | None
+    dimensions: int | None
+    cache_salt: str | None
+    bypass_cache: bool | None
+    priority: int | None
+    model: str | None
+    request_id: str | None
+
+
+class ScoreOptions(ChatOptions, total=False):
+    """Options of `score`. An option that is None or left out has the server's default."""
+
+    token_bytes: bool | None
+    cache_salt: str | None
+    bypass_cache: bool | None
+    priority: int | None
+    model: str | None
+    request_id: str | None
 
 
 # Option → field of GenerateRequest.
@@ -122,12 +153,29 @@ _FIELDS = {
 }
 
 _FORMATS = ("json_schema", "regex", "grammar", "choice", "json_object")  # of which at most one is given
+_READOUT_FIELDS = {
+    "cache_salt": "cache.salt",
+    "bypass_cache": "cache.bypass",
+    "priority": "priority",
+    "model": "model",
+    "request_id": "request_id",
+}
+_EMBED_FIELDS = {"pooling": "pooling", "normalize": "normalize", "dimensions": "dimensions"} | _READOUT_FIELDS
+_SCORE_FIELDS = {"token_bytes": "token_bytes"} | _READOUT_FIELDS
+
 _CHAT_OPTIONS = ("continue_last", "tools", "tool_choice", "template_kwargs")
 
 _EARLY_STOPPING = {
     "estimated": inference_pb2.EARLY_STOPPING_ESTIMATED,
     "enough": inference_pb2.EARLY_STOPPING_ENOUGH,
     "best": inference_pb2.EARLY_STOPPING_BEST,
+}
+
+
+_POOLINGS = {
+    "last": inference_pb2.POOLING_LAST,
+    "mean": inference_pb2.POOLING_MEAN,
+    "cls": inference_pb2.POOLING_CLS,
 }
 
 
@@ -141,7 +189,9 @@ class Input:
     token_ids: Sequence[int] | None = None
 
     def put_into(
-        self, request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, options: ChatOptions
+        self,
+        request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.ScoreRequest,
+        options: ChatOptions,
     ) -> None:
         """Write the input to a request. Raises InvalidArgument for none, for two, and for options without a chat."""
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
@@ -154,7 +204,7 @@ class Input:
         elif chat_options:
             raise wrong(next(iter(chat_options)), f"goes with chat, not with {given[0]}")
         elif self.token_ids is not None:
-            assert isinstance(request, inference_pb2.GenerateRequest), "Tokenize has no token ids"
+            assert not isinstance(request, inference_pb2.TokenizeRequest), "Tokenize has no token ids"
             request.token_ids.SetInParent()  # the server refuses an empty prompt; it is not "no input"
             assign(request, "token_ids.ids", self.token_ids)
         else:
@@ -193,6 +243,51 @@ def _schema_text(schema: object) -> str:
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
     return json_text(schema, "guided.json_schema")
+
+
+def embed_request(inputs: Sequence[str | Sequence[int]], options: EmbedOptions) -> inference_pb2.EmbedRequest:
+    """Build a request. Raises InvalidArgument for a value that does not fit, TypeError for an unknown option."""
+    request = inference_pb2.EmbedRequest()
+    _put_texts(request.inputs, "inputs", inputs)
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if (pooling := given.get("pooling")) is not None:
+        if pooling not in _POOLINGS:
+            raise wrong("pooling", f"{pooling!r} is none of {', '.join(_POOLINGS)}")
+        given["pooling"] = _POOLINGS[pooling]
+    _put_options(request, given, _EMBED_FIELDS)
+    return request
+
+
+def score_request(
+    asked: Input, continuations: Sequence[str | Sequence[int]], options: ScoreOptions
+) -> inference_pb2.ScoreRequest:
+    """Build a request. Raises InvalidArgument for a value that does not fit, TypeError for an unknown option."""
+    request = inference_pb2.ScoreRequest()
+    asked.put_into(request, options)
+    _put_texts(request.continuations, "continuations", continuations)
+    given = {name: value for name, value in options.items() if value is not None and name not in _CHAT_OPTIONS}
+    _put_options(request, given, _SCORE_FIELDS)
+    return request
+
+
+def _put_texts(entries: Any, field: str, given: Sequence[str | Sequence[int]]) -> None:
+    """Add texts and lists of token ids to a repeated field. Raises InvalidArgument."""
+    if isinstance(given, str):
+        raise wrong(field, "is a text, must be a list of texts or of token ids")
+    for at, each in enumerate(given):
+        entry = entries.add()
+        if isinstance(each, str):
+            assign(entry, "text", each, called=f"{field}[{at}].text")
+        else:
+            entry.token_ids.SetInParent()  # the server refuses an empty list; it is not "nothing"
+            assign(entry, "token_ids.ids", each, called=f"{field}[{at}].token_ids.ids")
+
+
+def _put_options(request: Message, given: Mapping[str, Any], fields: Mapping[str, str]) -> None:
+    for name, value in given.items():
+        if name not in fields:
+            raise TypeError(f"unknown option {name!r}; known: {', '.join(fields)}")
+        assign(request, fields[name], value)
 
 
 def tokenize_request(

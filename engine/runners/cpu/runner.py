@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
 
 import torch
 from torch import Tensor
 
 from pagoda_server.checkpoints.progress import Progress, no_progress
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.step import Chunk, Sampled, StepPlan, TokenLogprobs
+from pagoda_server.engine.core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.loop.steps_in_flight import Computed
 from pagoda_server.engine.models import StepInputs
 from pagoda_server.engine.runners.cpu.host_memory import HostMemory
@@ -19,6 +19,7 @@ from pagoda_server.engine.runners.cpu.recorded_steps import RecordedSteps
 from pagoda_server.engine.runners.cpu.sampler import Choice, Sampler
 from pagoda_server.engine.runners.cpu.step_arrays import StepArrays
 from pagoda_server.engine.runners.loaded_model import DEFAULT_CPU_BYTES, check_fp8, enough_memory, load_for_serving
+from pagoda_server.engine.runners.readings import NOT_FINITE, is_read, read
 from pagoda_server.engine.runners.runner_info import count_blocks
 from pagoda_server.kernels import copy_blocks, keep_freed_memory, set_num_threads
 from pagoda_server.settings.engine import EngineConfig
@@ -84,7 +85,7 @@ class ModelRunner:
             sources, targets = torch.tensor(plan.copies).T
             copy_blocks(self._cache, sources, targets)
         drafts = {at: chunk.drafts for at, chunk in enumerate(plan.chunks) if chunk.drafts}
-        logits = self._forward(one_row_each(plan.chunks) if drafts else plan.chunks)
+        logits, readings = self._forward(plan.chunks, one_row_each(plan.chunks) if drafts else plan.chunks)
         sampling = [at for at, chunk in enumerate(plan.chunks) if chunk.samples]
         by_place = {place: drafts[at] for place, at in enumerate(sampling) if at in drafts} if drafts else None
         choices = iter(self._sampler.sample([plan.chunks[at].seq for at in sampling], logits, by_place))
@@ -99,14 +100,27 @@ class ModelRunner:
             if choice.fault is not None:
                 faults[at] = choice.fault
             if at in drafts:
-                more[at] = accepted_run(choice.token, drafts[at], list(islice(choices, len(drafts[at]))))
-        return Sampled(tokens, logprobs, faults, copied_s, more)
+                run = list(itertools.islice(choices, len(drafts[at])))
+                more[at] = accepted_run(choice.token, drafts[at], run)
+        faults |= {at: NOT_FINITE for at, reading in readings.items() if reading is None}
+        found = {at: reading for at, reading in readings.items() if reading is not None}
+        return Sampled(tokens, logprobs, faults, copied_s, more, found)
 
-    def _forward(self, chunks: list[Chunk]) -> Tensor:
-        """Logits after the chunks that sample."""
-        if self._recorded is not None and self._recorded.has_room_for(chunks):
-            return self._recorded.logits(chunks)
-        return self._model.forward(self._pack(chunks), self._cache)
+    def _forward(self, chunks: list[Chunk], rows: list[Chunk]) -> tuple[Tensor, dict[int, Reading | None]]:
+        """Logits after the chunks that sample, and what is read from prompts; None for one that is not finite.
+
+        rows  the chunks, each row of one with drafts by itself
+        """
+        if is_read(chunks):
+            inputs = self._pack(rows)
+            hidden = self._model.hidden_states(self._model.embed(inputs), inputs, self._cache)
+            offsets = itertools.accumulate((chunk.length for chunk in chunks[:-1]), initial=0)
+            pending = read(self._model, hidden, inputs.token_ids, chunks, offsets)
+            readings = {at: each.result() for at, each in pending.items()}
+            return self._model.head(hidden, inputs.logit_rows), readings
+        if self._recorded is not None and self._recorded.has_room_for(rows):
+            return self._recorded.logits(rows), {}
+        return self._model.forward(self._pack(rows), self._cache), {}
 
     def _pack(self, chunks: list[Chunk]) -> StepInputs:
         return self._arrays.pack(chunks, self._ops, self._cache[0], self._model.config.windows)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pagoda_server.engine.core.sequence import SamplingParams, Sequence
 from pagoda_server.engine.core.step import TokenLogprobs
 from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault, num_mask_words
-from pagoda_server.kernels import Backend, Draws, LogitAdjustments, noise_key
+from pagoda_server.kernels import Backend, Draws, LogitAdjustments, drop_untypical, noise_key
 from pagoda_server.settings.sampling import PARAMETERS, Parameter
 
 _NAMES_OF_DRAWS = {each.name for each in fields(Draws)}
@@ -72,6 +72,9 @@ class Sampler:
         if adjustments is not None:
             logits = logits.float()
             self._ops.adjust_logits(logits, adjustments)
+        if typical := [at for at, row in enumerate(rows) if row.takes_typical]:
+            logits = logits.float()
+            self._drop_untypical(logits, typical, rows)
         tokens = self._ops.sample(logits, self._draws(rows)).tolist()
         choices = [self._choice(row, token) for row, token in zip(rows, tokens, strict=True)]
         if logprobs is not None:
@@ -133,6 +136,13 @@ class Sampler:
             token_masks=self._masks([row for _, row in masked]),
         )
 
+    def _drop_untypical(self, logits: Tensor, typical: list[int], rows: list[_Row]) -> None:
+        params = [rows[at].seq.params for at in typical]
+        temperature = self._numbers([each.temperature for each in params])
+        kept = logits[typical]
+        drop_untypical(kept, temperature, self._numbers([each.typical_p for each in params]))
+        logits[typical] = kept
+
     def _masks(self, rows: list[_Row]) -> Tensor:
         if not rows:
             return self._no_masks
@@ -161,6 +171,7 @@ class _Row:
 
     fault           why the sequence cannot be sampled; None: it can
     draws           its token is drawn at random; otherwise it is the most likely one
+    takes_typical   it is drawn among its typical tokens alone
     seen            the tokens that penalties apply to; None: it has no penalties
     bias_ids, bias  int64 and float32
     stop_ids        int64; banned while fewer than min_tokens tokens exist
@@ -174,6 +185,7 @@ class _Row:
         self.drafts: tuple[int, ...] = ()
         self.fault = find_fault(params, vocab_size)
         self.draws = draws_at_random(params)
+        self.takes_typical = self.draws and params.typical_p < 1 and self.fault is None
         self.seen = _SeenTokens(seq) if params.has_penalties else None
         self.bias_ids = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
