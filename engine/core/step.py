@@ -95,17 +95,17 @@ class Sampled:
     logprobs  None where not asked for
     faults    chunk position → what went wrong with that sequence alone; its token is not to be used
     copied_s  seconds that copies to and from host memory took
+    readings  chunk position → what was read from its prompt
     more      chunk position → the tokens that follow the chosen one, because that was drafted: the token after each
               draft as long as the one before it equals its draft
-    readings  chunk position → what was read from its prompt
     """
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     faults: dict[int, str] = field(default_factory=dict)
     copied_s: float = 0.0
-    more: dict[int, list[tuple[int, TokenLogprobs | None]]] = field(default_factory=dict)
     readings: dict[int, Reading] = field(default_factory=dict)
+    more: dict[int, list[tuple[int, TokenLogprobs | None]]] = field(default_factory=dict)
 
 
 # Why a sequence does not compute in a step: the batch is full; no blocks are left; other sequences have the step's

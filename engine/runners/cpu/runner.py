@@ -104,7 +104,7 @@ class ModelRunner:
                 more[at] = accepted_run(choice.token, drafts[at], run)
         faults |= {at: NOT_FINITE for at, reading in readings.items() if reading is None}
         found = {at: reading for at, reading in readings.items() if reading is not None}
-        return Sampled(tokens, logprobs, faults, copied_s, more, found)
+        return Sampled(tokens, logprobs, faults, copied_s, found, more)
 
     def _forward(self, chunks: list[Chunk], rows: list[Chunk]) -> tuple[Tensor, dict[int, Reading | None]]:
         """Logits after the chunks that sample, and what is read from prompts; None for one that is not finite.
