@@ -193,8 +193,8 @@ class EngineSettings(CommonSettings):
     )
     draft_model: str = setting(
         "",
-        "A smaller model with the same tokenizer, which drafts instead of prompt lookup: named like --model. If it is "
-        "many times smaller, it can pay for answers that repeat nothing. Needs a CPU.",
+        "A smaller model with the same tokenizer, which drafts instead of prompt lookup: named like --model. It can "
+        "pay for answers that repeat nothing, if it is many times smaller. Needs a CPU.",
         panel=ENGINE_SCHEDULING, is_private=True,
     )  # fmt: skip
     max_draft_tokens: int = setting(

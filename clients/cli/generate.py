@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,6 +48,15 @@ def generate(
     length_penalty: Annotated[
         float | None, typer.Option(help="With --beams: above 0 favours long answers.", show_default=False)
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with the JSON schema that the answer matches.", show_default=False)
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression that the whole answer matches.", show_default=False)
+    ] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="File with the answer's grammar, in Lark or GBNF.", show_default=False)
+    ] = None,
     resumable: Annotated[
         bool, typer.Option("--resumable", help="Go on after the engine or the connection broke.")
     ] = False,
@@ -73,6 +83,9 @@ def generate(
         "bad_words": bad_word,
         "beams": beams,
         "length_penalty": length_penalty,
+        "json_schema": read_file(json_schema, "--json-schema"),
+        "regex": regex,
+        "grammar": read_file(grammar, "--grammar"),
         "resumable": resumable,
         "priority": priority,
         "ttft_s": None if ttft_ms is None else ttft_ms / 1e3,
@@ -94,6 +107,13 @@ def generate(
         meter, reason = asyncio.run(answer())
     print_ending(reason)
     typer.secho(str(meter), dim=True, err=True)
+
+
+def read_file(path: Path | None, option: str) -> str | None:
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path}: {error}", param_hint=option) from None
 
 
 def read_standard_input() -> str:

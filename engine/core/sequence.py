@@ -27,10 +27,19 @@ class TokenMask(Protocol):
     @property
     def depends_on_tokens(self) -> bool: ...
 
+    @property
+    def fault(self) -> str: ...
+
     def fill(self, tokens: list[int], words: memoryview) -> None:
         """Write the mask of the token that follows `tokens`. The same tokens always give the same mask.
 
         words  uint32, all zero, one bit for each token id of the vocabulary: bit i of word w allows token 32 * w + i
+        """
+
+    def follow(self, tokens: list[int]) -> list[int] | None:
+        """Note a sequence's new tokens. Return those that must come next, or None if the output must end here.
+
+        Called only where the mask depends on tokens. It may start to compute the mask that `fill` is asked for next.
         """
 
 
@@ -166,6 +175,7 @@ class Account:
     recomputed_tokens those of them that were neither cached nor kept when it started again
     saved_tokens      copied to host memory while it was preempted; loaded_tokens were copied back
     drafted_tokens    guessed and verified; accepted_tokens of them became output
+    forced_tokens     of its output that no step chose, because its token mask allowed no others
     """
 
     booked_until: float
@@ -184,6 +194,7 @@ class Account:
     loaded_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    forced_tokens: int = 0
 
     def starts(self, now: float, num_computed: int) -> int:
         """Note that a waiting sequence runs from now on; return how many lost tokens it computes again."""
@@ -221,6 +232,10 @@ class Account:
         self.drafted_tokens += num_drafted
         self.accepted_tokens += num_accepted
 
+    def is_forced(self) -> None:
+        """Note that its mask decided its next token."""
+        self.forced_tokens += 1
+
     def _book(self, now: float, is_running: bool) -> None:
         spent, self.booked_until = now - self.booked_until, now
         if is_running and self.first_token is None:
@@ -240,7 +255,7 @@ class Sequence:
     What was asked never changes: `id`, `request`, `params` and `token_mask`. Only engine/kv changes or replaces
     `blocks`, `account` changes through its own methods, and the scheduler alone writes the rest.
 
-    tokens        prompt, then output, which grows by one token at a time; a sequence that continues another one arrives
+    tokens        prompt, then output, which only grows; a sequence that continues another one arrives
                   with output
     params        siblings differ in their seeds alone
     token_mask    restricts which tokens it may choose; None: all are allowed

@@ -127,8 +127,10 @@ class Move:
 class Ended:
     """One sequence's end.
 
-    matched  the token id of reason STOP
-    detail   explains REJECTED and FAILED
+    matched          the token id of reason STOP
+    matched_grammar  reason STOP: the output is complete by its token mask
+    detail           explains REJECTED and FAILED
+    field            of the request, which `detail` is about; empty: it is about its length, or the engine
     """
 
     seq: Sequence
@@ -136,6 +138,8 @@ class Ended:
     at: float
     matched: int | None = None
     detail: str = ""
+    matched_grammar: bool = False
+    field: str = ""
 
 
 @dataclass(slots=True)

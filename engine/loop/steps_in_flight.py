@@ -137,8 +137,8 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
     tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []
     faults: dict[int, str] = {}
-    more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
     readings: dict[int, Reading] = {}
+    more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
     failed: list[Exception] = []
     for at, chunk in enumerate(plan.chunks):
         try:
@@ -152,13 +152,13 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
         logprobs += alone.logprobs
         if alone.faults:
             faults[at] = alone.faults[0]
-        if alone.more:
-            more[at] = alone.more[0]
         if alone.readings:
             readings[at] = alone.readings[0]
+        if alone.more:
+            more[at] = alone.more[0]
     if len(failed) == len(plan.chunks) > 1:
         raise failed[0]
-    return Sampled(tokens, logprobs, faults, more=more, readings=readings)
+    return Sampled(tokens, logprobs, faults, readings=readings, more=more)
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -37,6 +37,8 @@ class AllowedTokens:
     """A TokenMask that allows the same token ids everywhere. Ids beyond the vocabulary allow nothing."""
 
     depends_on_tokens = False
+    fault = ""
+    fault = ""
 
     def __init__(self, ids: Iterable[int]) -> None:
         numbers = np.fromiter(ids, dtype=np.int64)
@@ -47,6 +49,9 @@ class AllowedTokens:
     def fill(self, tokens: list[int], words: memoryview) -> None:
         count = min(len(words), len(self._words))
         np.frombuffer(words, dtype="<u4")[:count] = self._words[:count]
+
+    def follow(self, tokens: list[int]) -> list[int] | None:
+        return []
 
 
 class TokenBans:
@@ -59,6 +64,7 @@ class TokenBans:
     """
 
     depends_on_tokens = True
+    fault = ""
 
     def __init__(
         self,
@@ -81,6 +87,10 @@ class TokenBans:
         for token in self._banned_after(tokens):
             if token < 32 * len(mask):
                 mask[token >> 5] &= ~np.uint32(1 << (token & 31))
+
+    def follow(self, tokens: list[int]) -> list[int]:
+        """Nothing must come next."""
+        return []
 
     def _banned_after(self, tokens: list[int]) -> set[int]:
         banned = set(self._ngrams.following(tokens)) if self._ngrams is not None else set()

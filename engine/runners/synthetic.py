@@ -2,17 +2,19 @@
 
 Each slot of its cache holds one number, a checksum of the sequence up to that position. A checksum is computed from the
 one before it, which is read through the block table, and the next token follows from the last checksum. A single wrong
-block, slot or position therefore changes every later token. `expected_tokens` computes the right ones.
+block, slot or position therefore changes every later token. `expected_tokens` computes the right ones. A token mask
+leaves the choice to the checksum too, among what it allows.
 """
 
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.sequence import Sequence
+from pagoda_server.engine.core.sequence import Sequence, TokenMask
 from pagoda_server.engine.core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo, count_blocks, count_host_blocks
 from pagoda_server.settings.engine import EngineConfig
@@ -61,6 +63,14 @@ def expected_hidden(checksum: int) -> list[float]:
     """Make up the hidden state after a checksum: values in [-1, 1), whose sums are exact."""
     values = (checksum >> at * _STATE_BITS & (1 << _STATE_BITS) - 1 for at in range(HIDDEN_SIZE))
     return [value / (1 << _STATE_BITS - 1) - 1 for value in values]
+
+
+def _allowed(mask: TokenMask, tokens: list[int], checksum: int, vocab_size: int) -> int:
+    """Return the token that a checksum chooses among those that a mask allows; -1 if it allows none."""
+    words = array("I", bytes(4 * -(-vocab_size // 32)))
+    mask.fill(tokens, memoryview(words))
+    allowed = [id for id in range(vocab_size) if words[id // 32] >> id % 32 & 1]
+    return allowed[checksum % len(allowed)] if allowed else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +140,9 @@ class SyntheticRunner:
         chosen: dict[int, int] = {}
         tokens = [-1] * len(plan.chunks)
         logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
-        more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
         readings: dict[int, Reading] = {}
+        more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
+        faults: dict[int, str] = {}
         self._copy_blocks(plan)
         for at, chunk in enumerate(plan.chunks):
             seq = chunk.seq
@@ -144,28 +155,15 @@ class SyntheticRunner:
             if seq.reads(chunk.start, chunk.end):
                 readings[at] = self._read(chunk)
             if chunk.samples:
-                tokens[at], logprobs[at] = self._choose(seq, checksum)
-                chosen[seq.id] = tokens[at]
+                token, logprobs[at] = self._choose(seq, checksum, seq.tokens)
+                if token < 0:
+                    faults[at] = "its token mask leaves no token to choose"
+                    continue
+                tokens[at] = chosen[seq.id] = token
             if chunk.drafts:
-                more[at] = self._verify(chunk, checksum)
+                more[at] = self._verify(chunk, tokens[at], checksum)
         self._chosen = chosen
-        return Sampled(tokens, logprobs, more=more, readings=readings)
-
-    def _choose(self, seq: Sequence, checksum: int) -> tuple[int, TokenLogprobs | None]:
-        token, count = checksum % self.info.vocab_size, seq.params.logprobs
-        return token, None if count is None else expected_logprobs(checksum, count, self.info.vocab_size)
-
-    def _verify(self, chunk: Chunk, checksum: int) -> list[tuple[int, TokenLogprobs | None]]:
-        """Compute a chunk's drafts behind the checksum of its last token; return the tokens behind accepted ones."""
-        run: list[tuple[int, TokenLogprobs | None]] = []
-        is_accepted = True
-        for position, draft in enumerate(chunk.drafts, chunk.end - len(chunk.drafts)):
-            is_accepted = is_accepted and draft == checksum % self.info.vocab_size
-            checksum = advance(checksum, draft)
-            self._cache[self._slot(chunk.seq.blocks, position)] = checksum
-            if is_accepted:
-                run.append(self._choose(chunk.seq, checksum))
-        return run
+        return Sampled(tokens, logprobs, faults, readings=readings, more=more)
 
     def _read(self, chunk: Chunk) -> Reading:
         seq, readout = chunk.seq, chunk.seq.request.readout
@@ -179,6 +177,31 @@ class SyntheticRunner:
         ]
         states = [expected_hidden(checksums[row]) for row in pooled]
         return Reading(scored.start + 1, logprobs, [sum(values) for values in zip(*states, strict=True)])
+
+    def _choose(self, seq: Sequence, checksum: int, tokens: list[int]) -> tuple[int, TokenLogprobs | None]:
+        """Choose the token that follows `tokens`, whose checksum is given; -1 if the sequence's mask allows none."""
+        size, count = self.info.vocab_size, seq.params.logprobs
+        token = checksum % size if seq.token_mask is None else _allowed(seq.token_mask, tokens, checksum, size)
+        return token, None if count is None else expected_logprobs(checksum, count, size)
+
+    def _verify(self, chunk: Chunk, token: int, checksum: int) -> list[tuple[int, TokenLogprobs | None]]:
+        """Compute a chunk's drafts behind its last token; return the tokens behind accepted ones.
+
+        token, checksum  chosen behind the chunk's last token, and that token's
+        """
+        run: list[tuple[int, TokenLogprobs | None]] = []
+        tokens = [*chunk.seq.tokens]
+        for position, draft in enumerate(chunk.drafts, chunk.end - len(chunk.drafts)):
+            is_accepted = token >= 0 and draft == token
+            checksum = advance(checksum, draft)
+            self._cache[self._slot(chunk.seq.blocks, position)] = checksum
+            token = -1
+            if is_accepted:
+                tokens.append(draft)
+                token, logprobs = self._choose(chunk.seq, checksum, tokens)
+                if token >= 0:
+                    run.append((token, logprobs))
+        return run
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         size, cache, host = self._block_size, self._cache, self._host

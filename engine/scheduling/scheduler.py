@@ -186,15 +186,17 @@ class Scheduler:
                 self.counters.dropped_tokens += chunk.length
                 continue
             seq.num_pending -= chunk.samples
+            goes_on = True
             if at in sampled.faults:
-                self._end(seq, EndReason.FAILED, detail=sampled.faults[at])
+                self._fail(seq, sampled.faults[at])
                 continue
             if seq.state is State.RUNNING:
                 self._tables.computed(seq, chunk.end - len(chunk.drafts))
             if token >= 0:  # its own, even if it has been preempted since the step was scheduled
                 self._append(seq, token, sampled.logprobs[at])
+                goes_on = self._follow(seq)
             if chunk.drafts:
-                self._accept(chunk, sampled.more.get(at, []))
+                self._accept(chunk, sampled.more.get(at, []) if goes_on else [])
         self.costs.committed(plan, sampled.copied_s)
         self._tables.commit(plan)
         self._num_committed += 1
@@ -250,6 +252,8 @@ class Scheduler:
                 seq.num_computed += 1
                 self._tables.computed(seq, seq.num_computed)
             self._append(seq, token, logprobs)
+            if not self._follow(seq):
+                break
         self.counters.drafted_tokens += len(chunk.drafts)
         self.counters.accepted_tokens += num_accepted
         seq.account.verified(len(chunk.drafts), num_accepted)
@@ -383,7 +387,7 @@ class Scheduler:
         self._output.add(seq.id, token, logprobs)
         if token in seq.params.stop_token_ids and seq.output_len > seq.params.min_tokens:
             self._end(seq, EndReason.STOP, matched=token)
-        elif len(seq.tokens) >= seq.max_len:
+        elif len(seq.tokens) >= seq.max_len and not self._ends_by_mask(seq):
             self._end(seq, EndReason.LENGTH)
 
     def _read(self, chunk: Chunk, reading: Reading) -> None:
@@ -399,7 +403,60 @@ class Scheduler:
         if reading.logprobs or reading.hidden:
             self._output.readings.append((seq.id, reading))
 
-    def _end(self, seq: Sequence, reason: EndReason, *, matched: int | None = None, detail: str = "") -> None:
+    def _follow(self, seq: Sequence) -> bool:
+        """Append the tokens that must come next (jump-ahead); end the sequence if it is complete.
+
+        Return whether a token is to be chosen next, as if it had no mask.
+        """
+        mask = seq.token_mask
+        if mask is None or not mask.depends_on_tokens:
+            return True
+        is_as_before = True
+        while seq.id in self._live:
+            forced = mask.follow(seq.tokens)
+            if forced is None:
+                self._end(seq, EndReason.STOP, matched_grammar=True)
+                return False
+            if not forced:
+                return is_as_before
+            is_as_before = False
+            self._append_forced(seq, forced)
+        return False
+
+    def _append_forced(self, seq: Sequence, tokens: list[int]) -> None:
+        for token in tokens:
+            if seq.id not in self._live:
+                return
+            seq.account.is_forced()
+            self._append(seq, token, None)
+
+    def _ends_by_mask(self, seq: Sequence) -> bool:
+        """End a sequence that is complete by its token mask; say whether it is."""
+        mask = seq.token_mask
+        if mask is None or not mask.depends_on_tokens or mask.follow(seq.tokens) is not None:
+            return False
+        self._end(seq, EndReason.STOP, matched_grammar=True)
+        return True
+
+    def _fail(self, seq: Sequence, fault: str) -> None:
+        """End a sequence for which no token could be chosen, unless that only means that its output is complete."""
+        if self._ends_by_mask(seq):
+            return
+        if seq.token_mask is not None and seq.token_mask.fault:
+            self._end(seq, EndReason.REJECTED, detail=seq.token_mask.fault, field="guided")
+        else:
+            self._end(seq, EndReason.FAILED, detail=fault)
+
+    def _end(
+        self,
+        seq: Sequence,
+        reason: EndReason,
+        *,
+        matched: int | None = None,
+        matched_grammar: bool = False,
+        detail: str = "",
+        field: str = "",
+    ) -> None:
         if seq.state is State.RUNNING:
             self._tables.publish_begun(seq)
             self._leave(seq)
@@ -415,7 +472,7 @@ class Scheduler:
             by_id.pop(seq.id, None)
         if self._speculation is not None:
             self._speculation.forget(seq)
-        self._output.ended.append(Ended(seq, reason, now, matched, detail))
+        self._output.ended.append(Ended(seq, reason, now, matched, detail, matched_grammar, field))
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pagoda.engine.v1 import engine_pb2
@@ -18,6 +18,7 @@ from pagoda_server.settings.request import (
     MAX_BAD_WORDS,
     MAX_DRAFT_TOKENS,
     MAX_EOS_IDS,
+    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -113,6 +114,7 @@ def check_submit(submit: engine_pb2.Submit, vocab_size: int, max_model_len: int)
         _check_readout(submit)
     _check(len(submit.bad_words) <= _MAX_BAD_WORDS and all(word.ids for word in submit.bad_words), "bad_words")
     _check(not sampling.bad_words, "sampling.bad_words")
+    _check(submit.guided.ByteSize() <= 2 * MAX_GRAMMAR_BYTES, "guided")
     longest = len(submit.prompt) + max((len(output.ids) for output in submit.outputs), default=0)
     if longest >= max_model_len:
         raise Rejected(f"prompt of {longest} tokens, the limit is {max_model_len - 1}")
@@ -146,8 +148,17 @@ def _check(is_valid: bool, field: str) -> None:
         raise InvalidMessage(f"it sent an invalid {field}")
 
 
-def sequences_from_submit(submit: engine_pb2.Submit, ids: Iterable[int], now: float, vocab_size: int) -> list[Sequence]:
-    """Return the sequences of a request that was checked; `ids` are theirs."""
+def sequences_from_submit(
+    submit: engine_pb2.Submit,
+    ids: Iterable[int],
+    now: float,
+    vocab_size: int,
+    make_mask: Callable[..., TokenMask] | None = None,
+) -> list[Sequence]:
+    """Return the sequences of a request that was checked; `ids` are theirs.
+
+    make_mask  makes the masks of its grammar, if it has one, with the other arguments of GrammarMask
+    """
     request = Request(
         prompt_len=len(submit.prompt),
         arrived=now,
@@ -165,7 +176,7 @@ def sequences_from_submit(submit: engine_pb2.Submit, ids: Iterable[int], now: fl
     )
     # A model's own ids may be beyond its vocabulary. They never occur, and runners count on ids that exist.
     stop_token_ids = frozenset(id for id in submit.stop_token_ids if id < vocab_size)
-    return [_sequence(submit, request, stop_token_ids, index, id) for index, id in enumerate(ids)]
+    return [_sequence(submit, request, stop_token_ids, index, id, make_mask) for index, id in enumerate(ids)]
 
 
 def _readout(readout: engine_pb2.Readout) -> Readout:
@@ -174,7 +185,12 @@ def _readout(readout: engine_pb2.Readout) -> Readout:
 
 
 def _sequence(
-    submit: engine_pb2.Submit, request: Request, stop_token_ids: frozenset[int], index: int, id: int
+    submit: engine_pb2.Submit,
+    request: Request,
+    stop_token_ids: frozenset[int],
+    index: int,
+    id: int,
+    make_mask: Callable[..., TokenMask] | None,
 ) -> Sequence:
     """Return the request's sequence number `index`. Siblings draw from different seeds."""
     sampling = submit.sampling
@@ -189,7 +205,16 @@ def _sequence(
         max_draft_tokens=submit.max_draft_tokens if submit.HasField("max_draft_tokens") else None,
     )
     output = submit.outputs[index].ids if submit.outputs else ()
-    return Sequence(id, [*submit.prompt, *output], request, params, _mask(submit, params, request.prompt_len))
+    mask = _mask(submit, params, request.prompt_len)
+    if make_mask is not None:
+        mask = make_mask(
+            prompt_len=request.prompt_len,
+            stop_ids=stop_token_ids,
+            min_tokens=params.min_tokens,
+            also=mask,
+            jumps=params.logprobs is None,
+        )
+    return Sequence(id, [*submit.prompt, *output], request, params, mask)
 
 
 def _mask(submit: engine_pb2.Submit, params: SamplingParams, prompt_len: int) -> TokenMask | None:
@@ -205,10 +230,10 @@ def _mask(submit: engine_pb2.Submit, params: SamplingParams, prompt_len: int) ->
     return mask
 
 
-def rejected(now: float, detail: str) -> Ended:
+def rejected(now: float, detail: str, field: str = "") -> Ended:
     """The end of a sequence that never reaches the scheduler."""
     seq = Sequence(-1, [], Request(prompt_len=0, arrived=now), SamplingParams())
-    return Ended(seq, EndReason.REJECTED, now, detail=detail)
+    return Ended(seq, EndReason.REJECTED, now, detail=detail, field=field)
 
 
 @dataclass(slots=True)
@@ -270,6 +295,9 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
         loaded_tokens=account.loaded_tokens,
         drafted_tokens=account.drafted_tokens,
         accepted_tokens=account.accepted_tokens,
+        forced_tokens=account.forced_tokens,
+        matched_grammar=ended.matched_grammar,
+        field=ended.field,
     )
 
 

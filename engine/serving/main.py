@@ -26,6 +26,7 @@ from pagoda.v1 import control_pb2
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, resolve
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.drafting import PromptLookup, Speculation
+from pagoda_server.engine.guidance import Grammars
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.loop import EngineLoop
 from pagoda_server.engine.runners.load import InformedRunner, load_runner
@@ -97,7 +98,7 @@ async def _serve(
     events = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         events.add_signal_handler(number, stop.set)
-    server = EngineServer(engine_info(config, runner, folder))
+    server = EngineServer(engine_info(config, runner, folder), Grammars(folder, info.vocab_size))
     loop = EngineLoop(
         Scheduler(
             BlockPool(info.num_blocks, info.kv_cache.block_size),

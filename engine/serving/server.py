@@ -8,14 +8,17 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import TypeAlias
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda.v1 import control_pb2
+from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server.channel.link import Link
-from pagoda_server.engine.core.sequence import State
+from pagoda_server.engine.core.sequence import Sequence, State
 from pagoda_server.engine.core.step import StepOutput
+from pagoda_server.engine.guidance.grammars import Grammars
 from pagoda_server.engine.loop import loop as engine_loop
 from pagoda_server.engine.loop.step_trace import TraceSnapshot
 from pagoda_server.engine.scheduling.tenants import TenantTable
@@ -31,6 +34,7 @@ from pagoda_server.engine.serving.codec import (
     tenants_message,
     trace_messages,
 )
+from pagoda_server.settings.grammars import GrammarError
 
 log = logging.getLogger("pagoda.engine")
 
@@ -87,7 +91,15 @@ class Connection:
 class EngineServer:
     """Names each router's sequences for the loop, and sorts each step's output by router."""
 
-    def __init__(self, info: control_pb2.EngineInfo, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        info: control_pb2.EngineInfo,
+        grammars: Grammars | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        grammars  compiles those of requests; None: the model has none to follow
+        """
         self._info = info
         self._clock = clock
         self._inbox: engine_loop.Inbox | None = None
@@ -96,6 +108,9 @@ class EngineServer:
         self._routes: dict[int, tuple[Connection, int]] = {}  # our sequence id → router, its number
         self._connections: set[Connection] = set()
         self._load: engine_loop.LoadSnapshot | None = None  # as of the last step
+        self._grammars = grammars
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammars")  # one may take a second
+        self._compiling: set[int] = set()  # our ids of sequences whose grammar is being compiled
 
     def attach(self, inbox: engine_loop.Inbox) -> None:
         self._inbox = inbox
@@ -164,7 +179,7 @@ class EngineServer:
                 case "abort":
                     check_abort(message.abort)
                     known = [connection.ids[number] for number in message.abort.sequences if number in connection.ids]
-                    self._put(engine_loop.Abort(known))
+                    self._abort(known)
                 case "flush_cache":
                     self._put(engine_loop.FlushCache(lambda freed: self._reply_flushed(connection, freed)))
                 case "take_trace":
@@ -189,11 +204,64 @@ class EngineServer:
             connection.wake.set()
             return
         ids = [next(self._next_id) for _ in numbers]
-        first, *siblings = sequences_from_submit(submit, ids, self._clock(), self._info.vocab_size)
         for id, number in zip(ids, numbers, strict=True):
             self._routes[id] = (connection, number)
             connection.ids[number] = id
+        make = partial(sequences_from_submit, submit, ids, self._clock(), self._info.vocab_size)
+        if not submit.HasField("guided"):
+            self._add(make())
+        elif self._grammars is None:
+            self._refuse(ids, "cannot be followed: this model has no tokenizer")
+        elif self._grammars.knows(submit.guided):
+            self._add(make(self._grammars.mask_maker(submit.guided)))
+        else:
+            self._compiling.update(ids)
+            self._compilers.submit(self._compile, self._grammars, submit.guided, make, ids)
+
+    def _add(self, sequences: list[Sequence]) -> None:
+        first, *siblings = sequences
         self._put(engine_loop.Add(first, tuple(siblings)))
+
+    def _compile(
+        self,
+        grammars: Grammars,
+        guided: inference_pb2.Guided,
+        make: Callable[..., list[Sequence]],
+        ids: list[int],
+    ) -> None:
+        """Compile a grammar and make the sequences that follow it; on a thread of its own."""
+        try:
+            sequences = make(grammars.mask_maker(guided))
+        except GrammarError as error:
+            done = partial(self._refuse, ids, str(error))
+        except Exception:
+            log.exception("a grammar could not be compiled")
+            done = partial(self._refuse, ids, "could not be compiled")
+        else:
+            done = partial(self._compiled, ids, sequences)
+        with suppress(RuntimeError):  # the event loop has closed, so no router is left
+            self._events.call_soon_threadsafe(done)
+
+    def _compiled(self, ids: list[int], sequences: list[Sequence]) -> None:
+        """Queue sequences, and end those that were aborted while their grammar was compiled."""
+        self._add(sequences)
+        aborted = [id for id in ids if id not in self._compiling]
+        self._compiling.difference_update(ids)
+        if aborted:
+            self._put(engine_loop.Abort(aborted))
+
+    def _refuse(self, ids: list[int], reason: str) -> None:
+        self._compiling.difference_update(ids)
+        for id in ids:
+            if route := self._routes.pop(id, None):
+                connection, number = route
+                del connection.ids[number]
+                connection.pending.ended.append((number, rejected(self._clock(), reason, "guided")))
+                connection.wake.set()
+
+    def _abort(self, ids: list[int]) -> None:
+        self._compiling.difference_update(ids)
+        self._put(engine_loop.Abort(ids))
 
     def _reply_flushed(self, connection: Connection, freed: int) -> None:
         def reply() -> None:
@@ -239,7 +307,7 @@ class EngineServer:
 
     def _drop(self, connection: Connection) -> None:
         self._connections.discard(connection)
-        self._put(engine_loop.Abort(list(connection.ids.values())))
+        self._abort(list(connection.ids.values()))
         for id in connection.ids.values():
             del self._routes[id]
         connection.ids.clear()

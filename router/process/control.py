@@ -138,6 +138,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         info, limits, template = ready[0].info, self._limits(), self._tokenizer.chat_template
         assert info is not None
         capabilities = [control_pb2.CAPABILITY_GENERATE]
+        if self._tokenizer.has_bytes:
+            capabilities.append(control_pb2.CAPABILITY_GUIDED)
         if template is not None:
             capabilities.append(control_pb2.CAPABILITY_CHAT)
             if template.reads_tools:

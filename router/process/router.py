@@ -30,6 +30,7 @@ from pagoda_server.router.adapters.translation import Adapter
 from pagoda_server.router.adapters.vllm import VllmEngine
 from pagoda_server.router.answers.formats import format_of
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
+from pagoda_server.router.engines.stream import Wakeups
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.process.calls import CallGuard, Refusal
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
@@ -149,6 +150,8 @@ class Router:
         with contextlib.ExitStack() as stack:
             stack.callback(self._tokenizer.close)
             addresses = self._engine_addresses(stack)
+            wakeups = Wakeups()
+            self._observers.on_refusal.append(lambda method, error: wakeups.give_way())
             channels = [
                 EngineChannel(
                     address,
@@ -157,6 +160,7 @@ class Router:
                     check=partial(self._check_engine, address),
                     on_change=self._on_engine_change,
                     on_hang=self._keeper.kill if self._keeper else lambda: None,
+                    wakeups=wakeups,
                 )
                 for address in addresses
             ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.client_call import ClientCall, time_left
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.generate_call import GenerateCall, OutputRoom, Stream
+from pagoda_server.router.request.guided import GrammarChecker
 from pagoda_server.router.request.output import ClientWriter
 from pagoda_server.router.request.parsing import guided_by, parsing_of
 from pagoda_server.router.request.readouts import Readouts
@@ -102,6 +103,7 @@ class InferenceServicer:
         self._tokenizer = tokenizer
         self._admission = admission
         self._quotas = quotas
+        self._grammars = GrammarChecker(tokenizer)
         self._conversions = Admission(MAX_CONVERSIONS, max_tokens=1)
         self._messages = messages
         self._dispatcher = dispatcher
@@ -112,7 +114,7 @@ class InferenceServicer:
         self._stall_timeout_s = stall_timeout_s
         self.resume_elsewhere: ResumeElsewhere | None = None  # set if several routers share the port
         self._kept = KeptStreams(resume_s)
-        self._readouts = Readouts(
+        self.readouts = Readouts(
             model=model,
             tokenizer=tokenizer,
             limits=lambda: self.limits,
@@ -137,8 +139,8 @@ class InferenceServicer:
             "Detokenize": grpc.stream_unary_rpc_method_handler(
                 self._detokenize, None, inference_pb2.DetokenizeResponse.SerializeToString
             ),
-            "Embed": grpc.stream_unary_rpc_method_handler(self._readouts.embed),
-            "Score": grpc.stream_unary_rpc_method_handler(self._readouts.score),
+            "Embed": grpc.stream_unary_rpc_method_handler(self._embed),
+            "Score": grpc.stream_unary_rpc_method_handler(self._score),
         }
 
     def share(self, weights: Mapping[str, float] | None) -> None:
@@ -180,6 +182,8 @@ class InferenceServicer:
             params = await message.parsed(
                 lambda raw: validate_generate(parse(raw, limits), limits, self._model, record.metadata)
             )
+            if params.guided is not None:
+                params = replace(params, guided=await self._grammars.check(params.guided))
             if self._admission.is_draining:  # since this call was admitted
                 raise Unavailable("the server is draining")
             record.request_id, record.is_chat = params.request_id, params.is_chat
@@ -196,6 +200,8 @@ class InferenceServicer:
                     spending.reserve(len(prompt) + output)
                     timeout_s = time_left(call)
                     guided = guided_by(params, self._format, self._tokenizer, prompt)
+                    if guided is not None and params.calls_due is not None:
+                        guided = await self._grammars.check(guided, "chat.tools")
                     eos_token_ids = self._tokenizer.eos_token_ids
                     submit = to_submit(params, prompt, max_tokens, eos_token_ids, timeout_s, asker, guided, bad_words)
                     if kept is not None:
@@ -332,6 +338,12 @@ class InferenceServicer:
             if kept is None or not kept.is_kept:
                 raise
             raise kept.resumable(error, self._dispatcher.retry_after_s) from error
+
+    async def _embed(self, _: object, call: ClientCall) -> bytes:
+        return await self.readouts.embed(call)
+
+    async def _score(self, _: object, call: ClientCall) -> bytes:
+        return await self.readouts.score(call)
 
     async def _tokenize(self, _: object, call: ClientCall) -> bytes:
         tenant = caller().tenant

@@ -145,9 +145,10 @@ class KeptStream:
         """Note the request for the engine. The input itself is not needed any more."""
         self.submit = submit
         self.submitted_at = time.monotonic()
-        self.params = replace(self.params, prompt=(), sampling=submit.sampling)
+        self.params = replace(self.params, prompt=(), sampling=submit.sampling, guided=None)
         ids = len(submit.prompt) + 2 * len(submit.sampling.allowed_token_ids)
-        self._streams.grow(self, _STREAM_BYTES + _TOKEN_BYTES * ids + 32 * len(submit.sampling.logit_bias))
+        others = 32 * len(submit.sampling.logit_bias) + submit.guided.ByteSize()
+        self._streams.grow(self, _STREAM_BYTES + _TOKEN_BYTES * ids + others)
 
     def note(
         self,

@@ -24,6 +24,7 @@ from pagoda_server.router.request.fields import (
     check_integer,
     check_number,
 )
+from pagoda_server.router.request.guided import guided_from
 from pagoda_server.router.tenants.caller import ANYONE, Caller
 from pagoda_server.router.text.chat_template import Chat, Message
 from pagoda_server.router.text.tokenizer import Prompt
@@ -57,7 +58,7 @@ class GenerateParams:
     keeps_special_tokens  whether the text keeps special tokens
     includes_stop         whether the text includes the stop string or token that ended it
     is_resumable          whether the stream is kept, so that Resume can continue it
-    guided                the format that the client asks for
+    guided                the format that the client asks for, whose grammar is checked later (router/request/guided.py)
     is_parsed             whether reasoning and tool calls are told from the text, if the model's format is known
     tools                 what the answer may call
     calls_due             what it has to call; None: the model decides
@@ -136,6 +137,8 @@ def validate_generate(
         raise InvalidArgument("stopping.stop", "needs output.text, which is off")
     if request.sampling.HasField("beam_search"):
         check_stopping(stopping, output)
+        if request.HasField("guided"):
+            raise InvalidArgument("guided", "is set; a beam search takes the tokens that its beams are given")
         if request.resumable:
             raise InvalidArgument("resumable", "is set; a beam search sends nothing before it ends: send it again")
         if output.HasField("prompt_logprobs"):
@@ -168,7 +171,7 @@ def validate_generate(
         priority=request.priority,
         slo=_slo(request.slo, metadata),
         is_resumable=request.resumable,
-        guided=request.guided if request.HasField("guided") else None,
+        guided=guided_from(request.guided) if request.HasField("guided") else None,
         is_parsed=isinstance(prompt, Chat) and has_text and not output.unparsed,
         tools=tools,
         calls_due=_calls_due(request, tools, limits),
@@ -302,8 +305,6 @@ def request_id_from(request_id: str, limits: Limits) -> str:
 
 def _check_supported(request: inference_pb2.GenerateRequest) -> None:
     """Raise Unimplemented for a field that the protocol has and this server does not support."""
-    if request.HasField("guided"):
-        raise Unimplemented(f"guided.{request.guided.WhichOneof('format') or 'format'}")
     if request.lora_name:
         raise Unimplemented("lora_name")
 

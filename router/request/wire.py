@@ -15,6 +15,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.request.fields import Limits, too_many
+from pagoda_server.settings.request import MAX_CHOICES
 
 MAX_FIELDS = 65_536  # of a request and of the messages inside it; a packed list is one field
 
@@ -36,6 +37,7 @@ def most_entries(limits: Limits) -> Mapping[str, int]:
         "pagoda.v1.Sampling.logit_bias": limits.max_logit_bias,
         "pagoda.v1.Sampling.allowed_token_ids": limits.vocab_size,
         "pagoda.v1.Sampling.bad_words": limits.max_bad_words,
+        "pagoda.v1.Choice.options": MAX_CHOICES,
         "pagoda.v1.Stopping.stop": limits.max_stop,
         "pagoda.v1.Stopping.stop_token_ids": limits.max_stop_ids,
         "pagoda.v1.Chat.messages": limits.max_messages,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,8 @@ class Tokenizer:
     chat_template  None if the model has none
     special_ids    ids of special tokens, by text
     recommended    sampling parameters that the model's authors recommend, by Hugging Face's names
+    special_tokens  text by id
+    has_bytes      the bytes of every token are known, which grammars need
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,6 +66,9 @@ class Tokenizer:
         self.eos_token_ids = tuple(sorted(eos_token_ids))
         self.chat_template = ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
         self.recommended = files.recommended
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {id: token.content for id, token in added.items() if token.special}
+        self.has_bytes = _has_bytes(tokenizer)
         with _usable():
             added = tokenizer.get_added_tokens_decoder()
             self.special_ids = {token.content: id for id, token in added.items() if token.special}
@@ -149,6 +155,14 @@ class Tokenizer:
 
     async def _in_thread(self, work: Callable[[], Result], is_large: bool) -> Result:
         return await _run_in(self._large_thread if is_large else self._threads, work)
+
+
+def _has_bytes(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Whether llguidance can tell the bytes of tokens: their decoder is of one of two kinds."""
+    if tokenizer.decoder is None:
+        return False
+    decoder = json.loads(tokenizer.decoder.__getstate__())
+    return any(part["type"] in ("ByteLevel", "ByteFallback") for part in (decoder, *decoder.get("decoders", ())))
 
 
 @contextmanager

@@ -593,10 +593,10 @@ def test_an_invalid_argument_names_its_field(client: Blocking, server: FakeServe
 
 
 def test_an_unsupported_field_is_named(client: Blocking, server: FakeServer) -> None:
-    violation = error_details_pb2.BadRequest.FieldViolation(field="guided.regex")
+    violation = error_details_pb2.BadRequest.FieldViolation(field="lora_name")
     details = error_details_pb2.BadRequest(field_violations=[violation])
     server.behaviours = [fail(grpc.StatusCode.UNIMPLEMENTED, "not yet", details), fail(grpc.StatusCode.UNIMPLEMENTED)]
-    for field in ("guided.regex", None):
+    for field in ("lora_name", None):
         with pytest.raises(Unimplemented) as caught:
             client.collect("generate", "text")
         assert (caught.value.field, caught.value.code) == (field, grpc.StatusCode.UNIMPLEMENTED)

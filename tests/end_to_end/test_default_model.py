@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.end_to_end.asking import Answer, ask, chat, engine_load, request
+from tests.engine.random_schemas import assert_matches
 from tests.servers import Server, running_server
 
 COUNT = 16
@@ -272,3 +274,24 @@ def test_the_engine_takes_450_megabytes_beside_its_weights_and_its_cache(served_
     resident = served_by_default.engine().memory_info().rss
     assert resident < 0.45e9 + weight_bytes_kept(engine) + used_bytes, f"{resident} {engine.kernel_backend}"
     assert psutil.Process(served_by_default.process.pid).memory_info().rss < 0.4e9
+
+
+def test_the_default_model_answers_in_json(served_by_default: Server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 30}, "is_capital": {"type": "boolean"}},
+        "required": ["city", "is_capital"],
+        "additionalProperties": False,
+    }
+    message = chat("Describe Stockholm in JSON.", 60)
+    message.guided.json_schema = json.dumps(schema)
+    with grpc.insecure_channel(served_by_default.address) as channel:
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        answer = ask(inference, message)
+        assert_matches(answer.text(), schema)
+        assert answer.finished().grammar
+        assert answer.responses[-1].usage.forced_tokens >= 6
+        message.output.logprobs = 0
+        alone = ask(inference, message)
+    assert_matches(alone.text(), schema)
+    assert alone.responses[-1].usage.forced_tokens == 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol, TypedDict, Unpack
 
-from pagoda_server.engine.core.sequence import Readout, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import Readout, Request, SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.core.step import Ended, Reading, Sampled, StepPlan
 from pagoda_server.engine.drafting import Speculation
 from pagoda_server.engine.kv.blocks import BlockPool, chain_root
@@ -102,6 +102,7 @@ class Rules(TypedDict, total=False):
     output: list[int]  # that exists already
     age_s: float
     readout: Readout
+    make_mask: Callable[..., TokenMask]  # of a grammar
 
 
 class TakesTime(Protocol):
@@ -186,7 +187,14 @@ class SteppedEngine:
             shares_prompt=count > 1,
             readout=rules.get("readout"),
         )
-        seqs = [Sequence(next(self._ids), list(tokens), request, params) for _ in range(count)]
+        make_mask = rules.get("make_mask")
+        masks = [
+            make_mask(prompt_len=len(prompt), stop_ids=params.stop_token_ids, min_tokens=params.min_tokens)
+            if make_mask
+            else None
+            for _ in range(count)
+        ]
+        seqs = [Sequence(next(self._ids), list(tokens), request, params, mask) for mask in masks]
         for seq in seqs:
             self.outputs[seq.id] = []
             self.arrived_with[seq.id] = seq.num_tokens

@@ -176,8 +176,8 @@ SUBMIT = st.builds(
     cache=st.builds(inference_pb2.Cache, salt=st.text(max_size=40), bypass=st.booleans()),
     slo=st.one_of(st.none(), st.builds(inference_pb2.Slo, ttft_s=st.floats(), tpot_s=st.floats())),
     outputs=st.lists(st.builds(inference_pb2.TokenIds, ids=IDS), max_size=2),
-    max_draft_tokens=st.one_of(st.none(), st.integers(0, 17), UINT32),
     readout=st.one_of(st.none(), READOUT),
+    max_draft_tokens=st.one_of(st.none(), st.integers(0, 17), UINT32),
 )  # fmt: skip
 MESSAGE = st.one_of(
     st.builds(RouterMessage, submit=SUBMIT),

@@ -104,6 +104,21 @@ def test_a_mask_that_allows_no_token_is_the_fault_of_its_row_alone(sampler: Samp
     assert "leave no token" in bad.fault
 
 
+@pytest.mark.parametrize("share", [0.01, 0.4, 0.9])
+def test_the_most_likely_allowed_token_is_chosen_and_the_lowest_of_equal_ones(share: float) -> None:
+    vocab, rows = 1000, 40
+    generator = torch.Generator().manual_seed(1)
+    sampler = Sampler(load_backend("cpu"), vocab, torch.device("cpu"))
+    logits = torch.randn(rows, vocab, generator=generator).mul(4).round().bfloat16()  # with many equal ones
+    is_allowed = torch.rand(rows, vocab, generator=generator) < share
+    masks = [AllowedTokens(row.nonzero()[:, 0].tolist()) for row in is_allowed]
+    seqs = [sequence(n, [0], mask=mask, **({"logprobs": 1} if n % 2 else {})) for n, mask in enumerate(masks)]
+    chosen = [choice.token for choice in sampler.sample(seqs, logits.clone())]
+    for token, row, allowed in zip(chosen, logits.float(), is_allowed, strict=True):
+        best = row[allowed].max()
+        assert token == int(((row == best) & allowed).nonzero()[0])
+
+
 def test_a_mask_that_depends_on_the_tokens_is_asked_at_each_of_them(sampler: Sampler) -> None:
     seq = sequence(1, [7], mask=NextToLast(VOCAB_SIZE))
     for _ in range(5):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import chain
 from typing import TypeAlias
 
 import pytest
@@ -16,7 +19,8 @@ from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server.channel.link import Link
 from pagoda_server.channel.shm import ShmServer
 from pagoda_server.router.engines.channel import EngineChannel
-from pagoda_server.router.engines.stream import EngineStream
+from pagoda_server.router.engines.stream import WOKEN_AT_ONCE, EngineStream
+from pagoda_server.router.errors import Unavailable
 
 EngineEnd: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
 
@@ -47,6 +51,12 @@ async def connected() -> AsyncIterator[tuple[EngineChannel, EngineEnd]]:
     await server.stop()
 
 
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not is_so():  # noqa: ASYNC110 (other tasks make it so)
+            await asyncio.sleep(0.001)
+
+
 def submit(prompt_len: int = 1) -> engine_pb2.Submit:
     return engine_pb2.Submit(prompt=[1] * prompt_len, sampling=inference_pb2.Sampling(n=1), max_tokens=9)
 
@@ -69,6 +79,74 @@ async def test_first_tokens_are_taken_before_those_of_streams_that_run() -> None
             await engine.write(engine_pb2.EngineMessage(step=step))
             await asyncio.sleep(0.02)
         assert order == [(1, 10), (2, 20), (3, 30), (1, 11), (2, 21)]
+        for task in tasks:
+            task.cancel()
+
+
+@pytest.mark.parametrize("news", ["first tokens", "tokens", "ends", "the engine's loss"])
+async def test_what_arrives_while_a_step_is_written_does_not_wait_for_its_end(news: str) -> None:
+    count = 10 * WOKEN_AT_ONCE
+    sequences = range(1, count + 1)
+    woken: list[int] = []
+    seen = 0  # how many were woken when the loop saw what had arrived
+    here, peer = socket.socketpair()
+
+    def see() -> None:
+        nonlocal seen
+        here.recv(1)
+        seen = len(woken)
+
+    async def take(stream: EngineStream) -> None:
+        while stream.error is None:
+            with contextlib.suppress(Unavailable):
+                await stream.wait()
+            woken.append(stream.first_sequence)
+            if len(woken) == 1:
+                peer.send(b"!")
+
+    async with connected() as (channel, engine), asyncio.TaskGroup() as group:
+        asyncio.get_running_loop().add_reader(here, see)
+        tasks = [group.create_task(take(channel.submit(submit()))) for _ in sequences]
+        tokens = engine_pb2.StepOutput(sequences=sequences, tokens=[5] * count)
+        if news != "first tokens":
+            await engine.write(engine_pb2.EngineMessage(step=tokens))
+            await until(lambda: len(woken) == count)
+            woken.clear()
+        if news == "the engine's loss":
+            engine.close()
+        elif news == "ends":
+            ended = [engine_pb2.Ended(sequence=at, reason=engine_pb2.END_REASON_LENGTH) for at in sequences]
+            await engine.write(engine_pb2.EngineMessage(step=engine_pb2.StepOutput(ended=ended)))
+        else:
+            await engine.write(engine_pb2.EngineMessage(step=tokens))
+        await until(lambda: len(woken) == count)
+        for task in tasks:
+            task.cancel()
+        asyncio.get_running_loop().remove_reader(here)
+    assert woken == list(sequences)
+    assert 0 < seen < count
+    here.close()
+    peer.close()
+
+
+async def test_a_stream_that_waits_for_its_turn_keeps_its_place_and_gets_all_its_tokens_at_once() -> None:
+    count = 10 * WOKEN_AT_ONCE
+    taken: dict[int, list[list[int]]] = {at: [] for at in range(1, count + 1)}
+
+    async def take(stream: EngineStream) -> None:
+        while True:
+            await stream.wait()
+            if tokens := stream.inboxes[0].tokens[:]:
+                taken[stream.first_sequence].append(tokens)
+                stream.inboxes[0].tokens.clear()
+
+    async with connected() as (channel, engine):
+        tasks = [asyncio.create_task(take(channel.submit(submit()))) for _ in taken]
+        for token in range(5):  # one after another, before the first few have been woken
+            step = engine_pb2.StepOutput(sequences=taken, tokens=[token] * count)
+            await engine.write(engine_pb2.EngineMessage(step=step))
+        await until(lambda: all(list(chain(*each)) == list(range(5)) for each in taken.values()))
+        assert len(taken[count]) < 5
         for task in tasks:
             task.cancel()
 

@@ -14,6 +14,7 @@ from google.protobuf import any_pb2
 from google.protobuf.json_format import ParseDict
 from google.rpc import error_details_pb2, status_pb2
 
+from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import chat_pb2, inference_pb2
 from pagoda.v1.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from pagoda_server.router.answers.lark import Calls
@@ -39,6 +40,7 @@ from pagoda_server.router.request.validation import (
     validate_tokenize,
 )
 from pagoda_server.router.text.chat_template import Chat, Message
+from pagoda_server.settings.request import MAX_CHOICES, MAX_GRAMMAR_BYTES
 
 LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)
 SERVED = "served"
@@ -240,6 +242,15 @@ BAD = [
     ("slo.ttft_s", {"slo": {"ttft_s": "NaN"}}),
     ("slo.tpot_s", {"slo": {"tpot_s": 4e3}}),
     ("priority", {"priority": -1001}),
+    ("guided", {"guided": {}}),
+    ("guided.json_schema", {"guided": {"json_schema": ""}}),
+    ("guided.json_schema", {"guided": {"json_schema": f'{{"const": "{"x" * MAX_GRAMMAR_BYTES}"}}'}}),
+    ("guided.regex", {"guided": {"regex": ""}}),
+    ("guided.choice.options", {"guided": {"choice": {}}}),
+    ("guided.choice.options", {"guided": {"choice": {"options": [""]}}}),
+    ("guided.choice.options", {"guided": {"choice": {"options": ["a"] * (MAX_CHOICES + 1)}}}),
+    ("guided.json_object", {"guided": {"json_object": False}}),
+    ("guided", {"guided": {"regex": "a"}, "sampling": {"beam_search": {"width": 2}}}),
 ]
 
 
@@ -253,14 +264,7 @@ def test_bad_field_is_refused_by_name(field: str, fields: dict[str, object]) -> 
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("guided.json_schema", {"guided": {"json_schema": "{}"}}),
-        ("guided.regex", {"guided": {"regex": "a+"}}),
-        ("guided.ebnf_grammar", {"guided": {"ebnf_grammar": "root ::= 'a'"}}),
-        ("guided.choice", {"guided": {"choice": {"options": ["a"]}}}),
-        ("guided.json_object", {"guided": {"json_object": True}}),
-        ("guided.format", {"guided": {}}),
         ("lora_name", {"lora_name": "mine"}),
-        ("output.prompt_logprobs", {"output": {"prompt_logprobs": 0}}),
     ],
 )
 def test_a_field_that_is_not_supported_yet_is_unimplemented_and_named(field: str, fields: dict[str, object]) -> None:
@@ -272,6 +276,14 @@ def test_a_field_that_is_not_supported_yet_is_unimplemented_and_named(field: str
     assert status.code == grpc.StatusCode.UNIMPLEMENTED
     assert bad_request.field_violations[0].field == field
     assert status.details.startswith(f"{field}: ")
+
+
+def test_prompt_logprobs_imply_the_prompt_and_reach_the_engine() -> None:
+    params = params_of(output={"prompt_logprobs": 3})
+    assert params.has_prompt
+    submit = to_submit(params, [1, 2], 5, ())
+    assert submit.readout == engine_pb2.Readout(logprobs_from=1, num_top=3)
+    assert not to_submit(params_of(output={"prompt": True}), [1, 2], 5, ()).HasField("readout")
 
 
 @pytest.mark.parametrize("choice", [{"mode": "TOOL_CHOICE_MODE_REQUIRED"}, {"tool": "f"}])

@@ -100,16 +100,15 @@ class ModelRunner:
             if choice.fault is not None:
                 faults[at] = choice.fault
             if at in drafts:
-                run = list(itertools.islice(choices, len(drafts[at])))
-                more[at] = accepted_run(choice.token, drafts[at], run)
+                more[at] = accepted_run(choice.token, drafts[at], list(itertools.islice(choices, len(drafts[at]))))
         faults |= {at: NOT_FINITE for at, reading in readings.items() if reading is None}
         found = {at: reading for at, reading in readings.items() if reading is not None}
         return Sampled(tokens, logprobs, faults, copied_s, found, more)
 
     def _forward(self, chunks: list[Chunk], rows: list[Chunk]) -> tuple[Tensor, dict[int, Reading | None]]:
-        """Logits after the chunks that sample, and what is read from prompts; None for one that is not finite.
+        """Logits after what samples, and what is read from prompts; None for one that is not finite.
 
-        rows  the chunks, each row of one with drafts by itself
+        rows  the chunks, with one of its own for each row of those with drafts
         """
         if is_read(chunks):
             inputs = self._pack(rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Rows
 from copy import copy
 from dataclasses import dataclass, fields
@@ -68,18 +68,31 @@ class Sampler:
             return [self._choice(row, token) for row, token in zip(rows, self._most_likely(logits), strict=True)]
         asking = [at for at, row in enumerate(rows) if row.seq.params.logprobs is not None]
         logprobs = logits[asking].float().log_softmax(dim=-1) if asking else None
-        adjustments = self._adjustments(rows)
-        if adjustments is not None:
-            logits = logits.float()
-            self._ops.adjust_logits(logits, adjustments)
-        if typical := [at for at, row in enumerate(rows) if row.takes_typical]:
-            logits = logits.float()
-            self._drop_untypical(logits, typical, rows)
-        tokens = self._ops.sample(logits, self._draws(rows)).tolist()
+        changing = [at for at, row in enumerate(rows) if row.fault is None and row.changes_logits]
+        if len(changing) == len(rows):
+            tokens = self._sample_changed(rows, logits.float())
+        else:
+            draws = self._draws(rows, without=changing) if any(row.draws for row in rows) else self._no_draws
+            tokens = self._ops.sample(logits, draws).tolist()
+            if changing:  # apart, because a copy of all rows in float32 would slow the others down
+                changed = self._sample_changed([rows[at] for at in changing], logits[changing].float())
+                for at, token in zip(changing, changed, strict=True):
+                    tokens[at] = token
+        for at, row in enumerate(rows):
+            if row.is_only_masked:
+                tokens[at] = self._most_likely_allowed(logits[at : at + 1], tokens[at], row.mask_words())
         choices = [self._choice(row, token) for row, token in zip(rows, tokens, strict=True)]
         if logprobs is not None:
             self._attach(choices, asking, rows, logprobs)
         return choices
+
+    def _sample_changed(self, rows: list[_Row], logits: Tensor) -> list[int]:
+        """Chooses tokens after everything that changes the logits of these rows. The logits are overwritten."""
+        self._ops.adjust_logits(logits, self._adjustments(rows))
+        if typical := [at for at, row in enumerate(rows) if row.takes_typical]:
+            self._drop_untypical(logits, typical, rows)
+        tokens: list[int] = self._ops.sample(logits, self._draws(rows)).tolist()
+        return tokens
 
     def _row(self, seq: Sequence) -> _Row:
         row = self._rows.get(seq.id)
@@ -89,6 +102,29 @@ class Sampler:
         tokens: list[int] = self._ops.sample(logits, self._no_draws).tolist()
         return tokens
 
+    def _most_likely_allowed(self, logits: Tensor, token: int, words: np.ndarray) -> int:
+        """The most likely token that a mask allows, the lowest id of several; -1 if it allows none.
+
+        logits  [1, vocab]; may be overwritten
+        token   the most likely of all; -1 if the logits are broken
+        words   [words] int32
+
+        Most often that token is allowed. Otherwise the fewer are looked at: what is allowed, or what is not.
+        """
+        if token < 0 or words[token // 32] >> token % 32 & 1:
+            return token
+        vocab = logits.shape[1]
+        is_allowed = np.unpackbits(words.view(np.uint8), count=vocab, bitorder="little").view(bool)
+        allowed = np.flatnonzero(is_allowed)
+        if len(allowed) > vocab // 2:
+            logits[0, torch.from_numpy(np.flatnonzero(~is_allowed))] = float("-inf")
+            return self._most_likely(logits)[0]
+        if not len(allowed):
+            return -1
+        values = logits[0, torch.from_numpy(allowed)].float().numpy()
+        at = int(values.argmax())
+        return int(allowed[at]) if np.isfinite(values[at]) else -1
+
     def _choice(self, row: _Row, token: int) -> Choice:
         if row.fault is not None:
             return Choice(-1, fault=row.fault)
@@ -96,8 +132,8 @@ class Sampler:
             return Choice(-1, fault="the model's logits hold NaN or infinity, or leave no token to choose")
         return Choice(token)
 
-    def _draws(self, rows: list[_Row]) -> Draws:
-        drawing = [at for at, row in enumerate(rows) if row.draws and row.fault is None]
+    def _draws(self, rows: list[_Row], without: Collection[int] = ()) -> Draws:
+        drawing = [at for at, row in enumerate(rows) if row.draws and row.fault is None and at not in without]
         params = [rows[at].seq.params for at in drawing]
         return Draws(
             rows=self._integers(drawing),
@@ -109,11 +145,9 @@ class Sampler:
         values = [getattr(each, parameter.name) for each in params]
         return self._integers(values) if parameter.is_integer else self._numbers(values)
 
-    def _adjustments(self, rows: list[_Row]) -> LogitAdjustments | None:
-        """Everything that changes the logits of these rows; None if nothing does."""
-        changed = [(at, row) for at, row in enumerate(rows) if row.fault is None and row.changes_logits]
-        if not changed:
-            return None
+    def _adjustments(self, rows: list[_Row]) -> LogitAdjustments:
+        """Everything that changes the logits of these rows, but for what typical_p drops."""
+        changed = list(enumerate(rows))
         penalised = [(at, row.seq.params, *row.seen.follow(row.drafts)) for at, row in changed if row.seen is not None]
         biased = [(at, row) for at, row in changed if len(row.bias)]
         banned = [(at, row.stop_ids) for at, row in changed if row.bans_stops]
@@ -193,9 +227,9 @@ class _Row:
         self._words: np.ndarray | None = None
         self._num_words = num_mask_words(vocab_size)
 
-        self._always_changes = params.has_penalties or len(self.bias) > 0 or seq.token_mask is not None
+        self._always_changes = params.has_penalties or len(self.bias) > 0 or (seq.token_mask is not None and self.draws)
         holds_stops_back = params.min_tokens > 0 and len(self.stop_ids) > 0
-        changes = self._always_changes or holds_stops_back
+        changes = self._always_changes or holds_stops_back or seq.token_mask is not None
         self.is_plain = not (self.fault or self.draws or changes or params.logprobs is not None)
 
     def after(self, drafts: tuple[int, ...]) -> _Row:
@@ -211,6 +245,11 @@ class _Row:
     @property
     def changes_logits(self) -> bool:
         return self._always_changes or self.bans_stops
+
+    @property
+    def is_only_masked(self) -> bool:
+        """Whether its token is the most likely one of those that its mask allows."""
+        return self.seq.token_mask is not None and not self.changes_logits and self.fault is None
 
     @property
     def noise_key(self) -> int:

@@ -219,7 +219,9 @@ def test_no_text_no_token_and_no_authorization_is_logged_on_any_path(
     calls = [with_canary(fields) for _, fields, _ in BAD]
     for more in (
         {"model": CANARY},
-        {"guided": {"regex": CANARY}},
+        {"guided": {"regex": f"({CANARY}"}},
+        {"guided": {"json_schema": CANARY}},
+        {"guided": {"choice": {"options": [CANARY]}}, "stopping": {"max_tokens": 2}},
         {"lora_name": CANARY},
         {"request_id": f"{CANARY}\n"},
         {"chat": {"messages": [{"role": "ROLE_USER", "content": CANARY}], "template_kwargs": {"messages": CANARY}}},
@@ -416,7 +418,7 @@ def test_what_does_not_fit_is_dropped_and_counted() -> None:
         (InvalidArgument("sampling.logit_bias[4711]", "is 1000"), "sampling.logit_bias[]"),
         (InvalidArgument(f"a name with {CANARY}", "is unknown"), "a field"),
         (InvalidArgument("x" * 81, "is unknown"), "a field"),
-        (Unimplemented("guided.regex"), "guided.regex"),
+        (Unimplemented("lora_name"), "lora_name"),
         (NotFound(f"model: {CANARY} is not served here"), ""),
         (Unavailable("the server is draining"), "the server is draining"),
         (QuotaExceeded("max_requests", 3, CANARY), "QUOTA_EXCEEDED"),

@@ -1,0 +1,158 @@
+"""A token mask that follows a grammar."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+from llguidance import LLMatcher
+
+from pagoda_server.engine.core.sequence import TokenMask
+from pagoda_server.engine.guidance.masks_ahead import Job, MasksAhead
+from pagoda_server.settings.grammars import GrammarError, check_matcher
+
+SLOW_S = 0.02  # of processor time, to follow new tokens: it passes on the engine's loop
+MOST_SLOW = 10  # times that a sequence may be slow
+
+
+class GrammarMask:
+    """The mask of one sequence's grammar. One thread uses it at a time.
+
+    matcher     compiled, at its start; it is copied
+    first       its mask there
+    end_id      stands in masks for the end of the output; no sequence chooses it
+    vocab_size  ids from there on are not allowed
+    ahead       computes masks while this thread does other things
+    prompt_len  tokens before the output
+    stop_ids    allowed wherever the output may end; below vocab_size
+    min_tokens  of the output before a stop id can be chosen
+    also        what restricts the tokens besides the grammar; None: nothing does
+    jumps       `follow` tells forced tokens
+
+    The matcher goes forward by the tokens that are new since the last call, and back where the tokens differ from
+    those, so the mask follows from the tokens alone.
+    """
+
+    depends_on_tokens = True
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        first: bytes,
+        end_id: int,
+        vocab_size: int,
+        ahead: MasksAhead,
+        *,
+        prompt_len: int,
+        stop_ids: Iterable[int] = (),
+        min_tokens: int = 0,
+        also: TokenMask | None = None,
+        jumps: bool = True,
+    ) -> None:
+        self.fault = ""
+        self._matcher = matcher.deep_copy()
+        self._ahead = ahead
+        self._prompt_len = prompt_len
+        self._min_tokens = min_tokens
+        self._also = also
+        self._jumps = jumps and also is None
+        self._followed: list[int] = []  # the output that the matcher has consumed
+        self._words = np.frombuffer(first, dtype=np.uint32).copy()
+        self._has_words = True  # `_words` is the mask after `_followed`
+        self._job: Job | None = None
+        self._num_slow = 0
+        num_words = -(-vocab_size // 32)
+        self._end_word, self._end_bit = end_id // 32, np.uint32(1 << end_id % 32)
+        self._within = _bits(range(vocab_size - vocab_size % 32, vocab_size), num_words)
+        self._within[: vocab_size // 32] = 0xFFFF_FFFF
+        if end_id < vocab_size:
+            self._within[self._end_word] &= ~self._end_bit
+        self._stops = _bits(stop_ids, num_words)
+
+    def fill(self, tokens: list[int], words: memoryview) -> None:
+        mask = np.frombuffer(words, dtype=np.uint32)
+        self.fault = ""
+        if not self._go_to(tokens):
+            self.fault = self.fault or "does not allow the output that exists"
+            return
+        self._compute()
+        try:
+            check_matcher(self._matcher)
+        except GrammarError as error:
+            self.fault = str(error)
+            return
+        np.bitwise_and(self._words[: len(mask)], self._within, out=mask)
+        if self._words[self._end_word] & self._end_bit:
+            mask |= self._stops
+        if self._also is not None:
+            others = np.zeros_like(mask)
+            self._also.fill(tokens, others.data)
+            mask &= others
+        if not mask.any():
+            self.fault = "leaves no token that the request's other rules allow"
+        elif len(self._followed) < self._min_tokens and not (mask & ~self._stops).any():
+            self.fault = "leaves only stop tokens, before stopping.min_tokens"
+
+    def follow(self, tokens: list[int]) -> list[int] | None:
+        began = time.thread_time()
+        if not self._go_to(tokens):
+            return []
+        if self._is_complete:
+            return None
+        forced = self._matcher.compute_ff_tokens() if self._jumps else []
+        if time.thread_time() - began > SLOW_S:
+            self._num_slow += 1
+        if not forced and not self._has_words and self._job is None:
+            self._job = Job(self._matcher, self._words)
+            self._ahead.start(self._job)
+        return forced
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether the output matches and nothing may follow. For some grammars only the mask tells."""
+        if self._job is None and self._has_words:
+            words = self._words
+            return bool(words[self._end_word] == self._end_bit) and np.count_nonzero(words) == 1
+        return self._job is None and self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def _go_to(self, tokens: list[int]) -> bool:
+        """Bring the matcher to the state after `tokens`. Return False if there is none."""
+        output = tokens[self._prompt_len :]
+        followed = self._followed
+        if output != followed:
+            self._settle()
+            self._has_words = False
+            if output[: len(followed)] != followed:
+                same = 0
+                while same < len(output) and output[same] == followed[same]:
+                    same += 1
+                self._matcher.rollback(len(followed) - same)
+                del followed[same:]
+            new = output[len(followed) :]
+            followed += new[: self._matcher.try_consume_tokens(new)]
+        if self._num_slow > MOST_SLOW:
+            self.fault = "takes too long to follow"
+            return False
+        return len(followed) == len(output)
+
+    def _compute(self) -> None:
+        self._settle()
+        if not self._has_words:
+            self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+            self._has_words = True
+
+    def _settle(self) -> None:
+        """Wait for the mask that is being computed, if there is one."""
+        if self._job is not None:
+            self._job.is_done.wait()
+            self._job = None
+            self._has_words = True
+
+
+def _bits(ids: Iterable[int], num_words: int) -> np.ndarray:
+    """[num_words] uint32 with the bits of these ids set."""
+    words = np.zeros(num_words, dtype=np.uint32)
+    for id in ids:
+        words[id // 32] |= np.uint32(1 << id % 32)
+    return words

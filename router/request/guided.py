@@ -1,0 +1,121 @@
+"""Structured output: check the format that a client asks for, and make the grammar that the engine follows."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from pagoda.v1 import inference_pb2
+from pagoda_server.router.errors import InvalidArgument, Unimplemented
+from pagoda_server.router.request.fields import check_bytes, check_count
+from pagoda_server.router.text.tokenizer import Tokenizer
+from pagoda_server.router.text.turns import turn
+from pagoda_server.settings.grammars import (
+    GrammarError,
+    compiled,
+    to_lark,
+)
+from pagoda_server.settings.grammars import (
+    grammar_of as grammar_text,
+)
+from pagoda_server.settings.request import MAX_CHOICES, MAX_GRAMMAR_BYTES
+
+_MOST_CHECKED = 1024  # grammars that are remembered as right
+
+
+def guided_from(given: inference_pb2.Guided) -> inference_pb2.Guided:
+    """Check what costs little: that a format is set, and how long it is. Raises InvalidArgument."""
+    match given.WhichOneof("format"):
+        case None:
+            raise InvalidArgument("guided", "is empty: set json_schema, regex, ebnf_grammar, choice or json_object")
+        case "choice":
+            options = given.choice.options
+            if not any(options):
+                raise InvalidArgument("guided.choice.options", "holds no text")
+            check_count(len(options), "guided.choice.options", MAX_CHOICES)
+            check_bytes("".join(options), "guided.choice.options", MAX_GRAMMAR_BYTES)
+        case "json_object":
+            if not given.json_object:
+                raise InvalidArgument("guided.json_object", "must be true")
+        case format:
+            if not getattr(given, format):
+                raise InvalidArgument(f"guided.{format}", "is empty")
+            check_bytes(getattr(given, format), f"guided.{format}", MAX_GRAMMAR_BYTES)
+    return given
+
+
+class GrammarChecker:
+    """Compiles grammars as the engine will, in a thread, so that a wrong one ends its call before it reaches an engine.
+
+    The engine's vocabulary is not needed for that: the checker's has each byte and each special token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._model = tokenizer
+        self._tokenizer: LLTokenizer | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._checked: OrderedDict[bytes, inference_pb2.Guided] = OrderedDict()
+
+    async def check(self, guided: inference_pb2.Guided, field: str = "") -> inference_pb2.Guided:
+        """Return the format with its grammar in Lark, if it has one.
+
+        field  of the request, as errors name it; by default that of the format
+
+        Raises InvalidArgument with the place of what is wrong, Unimplemented if the model's tokenizer has no bytes.
+        """
+        if not self._model.has_bytes:
+            raise Unimplemented(field or "guided")
+        key = hashlib.sha256(guided.SerializeToString(deterministic=True)).digest()
+        if (known := self._checked.get(key)) is not None:
+            self._checked.move_to_end(key)
+            return known
+        format = guided.WhichOneof("format") or ""
+        try:
+            checked = await asyncio.get_running_loop().run_in_executor(self._thread, self._check, guided, format)
+        except GrammarError as error:
+            raise InvalidArgument(field or f"guided.{format}", str(error)) from None
+        self._checked[key] = checked
+        if len(self._checked) > _MOST_CHECKED:
+            self._checked.popitem(last=False)
+        return checked
+
+    def _check(self, guided: inference_pb2.Guided, format: str) -> inference_pb2.Guided:
+        with turn(True):  # Python's part of the work
+            if format == "ebnf_grammar":
+                guided = inference_pb2.Guided(ebnf_grammar=to_lark(guided.ebnf_grammar))
+            grammar = grammar_text(format, guided.choice.options if format == "choice" else getattr(guided, format))
+            if self._tokenizer is None:
+                vocabulary = _Bytes(self._model.special_tokens, self._model.vocab_size)
+                self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary))
+        compiled(grammar, self._tokenizer)
+        return guided
+
+
+class _Bytes:
+    """A vocabulary with a token for each byte, beside a model's special tokens; in the form that llguidance takes.
+
+    An id that is left over stands for no text.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, special_tokens: Mapping[int, str], vocab_size: int) -> None:
+        most = max(vocab_size, max(special_tokens, default=0) + 1)
+        free = [id for id in range(most + 257) if id not in special_tokens]
+        self._ids = free[:256]
+        self.eos_token_id = max(most, free[256])
+        self.special_token_ids: Sequence[int] = [*special_tokens, self.eos_token_id]
+        self.tokens = [b""] * (self.eos_token_id + 1)
+        for byte, id in enumerate(self._ids):
+            self.tokens[id] = bytes([byte])
+        for id, text in special_tokens.items():
+            self.tokens[id] = text.encode()
+        self.tokens[self.eos_token_id] = b"<|end of guided output|>"
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return [self._ids[byte] for byte in (text if isinstance(text, bytes) else text.encode())]

@@ -1,0 +1,167 @@
+"""Grammars of structured output: how each format becomes one that llguidance reads, and what it may cost.
+
+The router checks a grammar with the same code and the same limits with which the engine compiles it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_SCHEMA_DEPTH = 64
+MAX_GBNF_RULES = 500  # the time to convert them grows with the square of their number
+
+# How JSON is written where the schema leaves it open, as most programs and models write it. A schema can ask for other
+# white space itself, by its keyword "x-guidance".
+_JSON_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+# Work and memory for one grammar, about a tenth of what llguidance allows by default: a grammar of any size compiles
+# within about a second, a step follows it within some hundredths, and its automaton takes at most some 40 MB.
+_LIMITS = LLParserLimits(
+    max_items_in_row=1000,
+    step_max_items=5000,
+    step_lexer_fuel=50_000,
+    max_lexer_states=20_000,
+    max_grammar_size=30_000,
+    verbose_errors=False,
+)
+_LONGEST_ERROR = 300
+
+
+class GrammarError(ValueError):
+    """A grammar that is wrong, or too complex to follow. The message is for the client, and names the place."""
+
+
+def grammar_of(format: str, value: str | Sequence[str]) -> str:
+    """Return a grammar as llguidance reads it. Raises GrammarError.
+
+    format  the name of the field of Guided; `value` is its content: the options of a choice, nothing of a json_object
+    """
+    if format == "json_schema":
+        return _schema_grammar(str(value))
+    if format == "json_object":
+        return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON_STYLE)
+    if format == "regex":
+        return LLMatcher.grammar_from_regex(str(value))
+    if format == "choice":  # one terminal, whose size does not slow its steps
+        options = " | ".join(json.dumps(option, ensure_ascii=False) for option in value)
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}")
+    return LLMatcher.grammar_from_lark(str(value))
+
+
+def _schema_grammar(schema: str) -> str:
+    try:
+        value = json.loads(schema)
+    except json.JSONDecodeError as error:
+        raise GrammarError(f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except (RecursionError, ValueError) as error:
+        raise GrammarError(f"is not JSON that can be read: {error}"[:_LONGEST_ERROR]) from None
+    if not isinstance(value, dict) and value is not True:
+        raise GrammarError("must be a JSON object, or true")
+    if _depth_exceeds(value, MAX_SCHEMA_DEPTH):
+        raise GrammarError(f"nests objects and lists more than {MAX_SCHEMA_DEPTH} deep")
+    try:
+        return LLMatcher.grammar_from_json_schema("{}" if value is True else schema, defaults=_JSON_STYLE)
+    except ValueError as error:
+        raise GrammarError(_explained(str(error))) from None
+
+
+def to_lark(grammar: str) -> str:
+    """Convert a grammar from GBNF to Lark, unless it is in Lark already. Raises GrammarError."""
+    if is_lark_syntax(grammar):
+        return grammar
+    if (rules := grammar.count("::=")) > MAX_GBNF_RULES:
+        raise GrammarError(f"has {rules} rules in GBNF, at most {MAX_GBNF_RULES} are allowed; Lark has no such limit")
+    try:
+        return gbnf_to_lark(grammar)
+    except RecursionError:
+        raise GrammarError("nests parentheses too deep") from None
+    except Exception as error:  # the library raises nothing narrower
+        message = re.sub(r" at line (\d+), (.*)$", r" at line \1, \2", str(error), flags=re.DOTALL)
+        raise GrammarError(f"is not a grammar in GBNF: {message}"[:_LONGEST_ERROR]) from None
+
+
+def compiled(grammar: str, tokenizer: LLTokenizer) -> tuple[LLMatcher, bytes]:
+    """Compile a grammar for a vocabulary; return it with the mask of the first token.
+
+    grammar  from `grammar_of`
+
+    Takes up to about a second, without the interpreter's lock. Raises GrammarError.
+    """
+    matcher = LLMatcher(tokenizer, grammar, limits=_LIMITS, log_level=0)
+    check_matcher(matcher, grammar)
+    mask = matcher.compute_bitmask()
+    check_matcher(matcher, grammar)
+    if int.from_bytes(mask, "little") == 1 << tokenizer.eos_token:
+        raise GrammarError("allows the empty text alone")
+    return matcher, mask
+
+
+def check_matcher(matcher: LLMatcher, grammar: str = "") -> None:
+    """Raise GrammarError if the matcher has failed, as it does for a grammar that is wrong or exceeds a limit."""
+    if matcher.is_error():
+        raise GrammarError(_explained(matcher.get_error(), grammar))
+
+
+def _explained(error: str, grammar: str = "") -> str:
+    """Return llguidance's error as one line that names the place in what the client sent."""
+    if error.startswith("NoExtensionBias"):
+        return "allows no text at all"
+    if found := re.search(r"regex parse error:\n(.*?)\nerror: ([^\n]*)", error, re.DOTALL):
+        lines, what = found[1].split("\n"), found[2]
+        marker = next((line for line in lines if line.strip() and not line.strip(" ^")), None)
+        place = "" if marker is None else f" at character {marker.index('^') - 3}"
+        return f"has a regular expression that cannot be used: {what}{place}"
+    if found := re.match(r"Unimplemented keys: (\[.*\])", error):
+        key = json.loads(found[1])[0]
+        return f"uses the keyword {key!r}{_place(grammar, key)}, which is not supported"
+    if found := re.match(r"(?:at )?(\d+)\((\d+)\): (?:invalid regex \".*?\" \(in regex\): )?([^\n]*)", error):
+        what = found[3].partition("; following ")[0]
+        return f"is wrong at line {found[1]}, column {found[2]}: {what}"[:_LONGEST_ERROR]
+    if "too many" in error.lower() or "too big" in error or "too large" in error or "Current row has" in error:
+        return f"is too complex: {_first_line(error)}"
+    return f"cannot be used: {_first_line(error)}"
+
+
+def _first_line(error: str) -> str:
+    return error.split("\n", 1)[0][:_LONGEST_ERROR]
+
+
+def _place(grammar: str, key: str) -> str:
+    """Say where a JSON schema has a keyword, as a JSON pointer; nothing if it is nowhere."""
+    try:
+        (whole,) = json.loads(grammar)["grammars"]
+        schemas: list[tuple[str, object]] = [("", whole["json_schema"])]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    while schemas:
+        pointer, value = schemas.pop()
+        if isinstance(value, dict):
+            if key in value:
+                return f" at {pointer or '/'}"
+            schemas += [(f"{pointer}/{name}", each) for name, each in value.items()]
+        elif isinstance(value, list):
+            schemas += [(f"{pointer}/{at}", each) for at, each in enumerate(value)]
+    return ""
+
+
+def _depth_exceeds(value: object, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth + 1):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return False
+    return True

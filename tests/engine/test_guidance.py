@@ -1,0 +1,268 @@
+"""Grammars in the engine: masks that follow a sequence's tokens, forced tokens, and answers that match."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.v1 import inference_pb2
+from pagoda_server.checkpoints import resolve
+from pagoda_server.engine.core.sequence import EndReason, Sequence
+from pagoda_server.engine.guidance import Grammars
+from pagoda_server.engine.guidance.grammar_mask import GrammarMask
+from pagoda_server.engine.runners.sampling import AllowedTokens, fill_mask, num_mask_words
+from pagoda_server.settings.grammars import GrammarError
+from tests.engine.harness import VOCAB_SIZE, SteppedEngine
+from tests.engine.random_schemas import assert_matches, random_schema
+
+END = 257  # the synthetic model's; its ids below 256 are bytes
+PROMPT = [1, 2, 3]
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "kind": {"enum": ["alpha", "beta"]}},
+        "required": ["name", "kind"],
+    }
+)
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(resolve("synthetic"), VOCAB_SIZE)
+
+
+def maker(**format: object) -> Callable[..., GrammarMask]:
+    return grammars().mask_maker(inference_pb2.Guided(**format))  # type: ignore[arg-type]
+
+
+def choices(*options: str) -> Callable[..., GrammarMask]:
+    return maker(choice=inference_pb2.Choice(options=options))
+
+
+def mask_of(make: Callable[..., GrammarMask], **options: object) -> GrammarMask:
+    return make(prompt_len=len(PROMPT), **{"stop_ids": [END], **options})
+
+
+def allowed(mask: GrammarMask, output: bytes | list[int]) -> set[int]:
+    words = np.full(num_mask_words(VOCAB_SIZE), -1, dtype=np.int32)
+    fill_mask(mask, [*PROMPT, *output], words)
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+
+
+def test_a_mask_allows_what_the_grammar_can_go_on_with() -> None:
+    mask = mask_of(choices("cat", "cow", "dog"))
+    assert allowed(mask, b"") == {ord("c"), ord("d")}
+    assert allowed(mask, b"c") == {ord("a"), ord("o")}
+    assert allowed(mask, b"co") == {ord("w")}
+
+
+def test_stop_ids_are_allowed_only_where_the_output_may_end() -> None:
+    mask = mask_of(maker(regex="ab*"))
+    assert allowed(mask, b"") == {ord("a")}
+    assert allowed(mask, b"a") == {ord("b"), END}
+    assert allowed(mask_of(maker(regex="ab*"), stop_ids=[]), b"a") == {ord("b")}  # as with ignore_eos
+
+
+def test_no_id_beyond_the_tokens_is_allowed() -> None:
+    small, large = (Grammars(resolve("synthetic"), rows) for rows in (258, 1000))
+    guided = inference_pb2.Guided(regex="[^x]*")
+    for found, rows in ((small, 258), (large, 1000)):
+        words = np.zeros(num_mask_words(rows), dtype=np.int32)
+        fill_mask(found.mask_maker(guided)(prompt_len=0), [], words)
+        ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        assert ids.max() < 256
+        assert ord("x") not in ids
+
+
+def test_other_allowed_tokens_and_the_grammar_hold_together() -> None:
+    mask = mask_of(maker(regex="[a-z]+"), also=AllowedTokens([ord("a"), ord("1"), END]))
+    assert allowed(mask, b"") == {ord("a")}
+    assert allowed(mask, b"a") == {ord("a"), END}
+    assert mask.fault == ""
+    none_left = mask_of(maker(regex="[a-z]+"), also=AllowedTokens([ord("1")]))
+    assert allowed(none_left, b"") == set()
+    assert "other rules" in none_left.fault
+
+
+def test_a_mask_tells_why_it_allows_nothing() -> None:
+    mask = mask_of(maker(regex="ab*"))
+    assert allowed(mask, b"x") == set()
+    assert "output that exists" in mask.fault
+    assert allowed(mask, b"a") == {ord("b"), END}
+    assert mask.fault == ""
+    held_back = mask_of(maker(regex="a<?"), stop_ids=[ord("<"), END], min_tokens=3)
+    assert allowed(held_back, b"a") == {ord("<"), END}
+    assert "min_tokens" in held_back.fault
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.binary(max_size=3), st.booleans()), max_size=12))
+def test_a_mask_follows_from_the_tokens_alone(moves: list[tuple[int, bytes, bool]]) -> None:
+    """Forward, back, and to what the grammar does not allow: always the mask that a new one gives."""
+    make, text = maker(json_schema=SCHEMA), b'{"name": "Ada", "kind": "alpha"}'
+    mask = mask_of(make)
+    for length, others, is_followed in moves:
+        output = text[:length] + others
+        if is_followed:
+            mask.follow([*PROMPT, *output])
+        assert allowed(mask, output) == allowed(mask_of(make), output)
+
+
+def test_forced_tokens_are_told_and_a_complete_output_too() -> None:
+    mask = mask_of(maker(json_schema=SCHEMA))
+    assert bytes(mask.follow([*PROMPT]) or []) == b'{"name": "'
+    assert mask.follow([*PROMPT, *b'{"name": "Ada']) == []
+    assert bytes(mask.follow([*PROMPT, *b'{"name": "Ada",']) or []) == b' "kind": "'
+    assert mask.follow([*PROMPT, *b'{"name": "Ada", "kind": "beta"}']) is None
+
+
+@pytest.mark.parametrize("options", [{"jumps": False}, {"also": AllowedTokens(range(256))}])
+def test_no_token_is_forced_where_each_is_to_be_chosen(options: dict[str, object]) -> None:
+    assert mask_of(maker(json_schema=SCHEMA), **options).follow([*PROMPT]) == []
+
+
+def text_of(engine: SteppedEngine, seq: Sequence) -> str:
+    return bytes(id for id in engine.outputs[seq.id] if id != END).decode()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_forced_tokens_take_no_step_each(lookahead: int) -> None:
+    engine = SteppedEngine(lookahead=lookahead)
+    seq = engine.add(PROMPT, 50, make_mask=choices("a very long text", "b"), stop_token_ids=frozenset([END]))
+    steps = engine.run()
+    ended = engine.ended[seq.id]
+    assert (ended.reason, ended.matched_grammar, ended.matched) == (EndReason.STOP, True, None)
+    assert text_of(engine, seq) in ("a very long text", "b")
+    assert seq.account.forced_tokens == len(text_of(engine, seq)) - 1
+    assert steps <= 3
+
+
+def test_forced_tokens_end_at_the_longest_length_and_before_a_stop_id_does() -> None:
+    engine = SteppedEngine()
+    cut = engine.add(PROMPT, 5, make_mask=choices("abcdefgh"))
+    stopped = engine.add(PROMPT, 50, make_mask=choices("abcdefgh"), stop_token_ids=frozenset([ord("d")]))
+    late = engine.add(PROMPT, 50, make_mask=choices("abcdefgh"), stop_token_ids=frozenset([ord("d")]), min_tokens=6)
+    just = engine.add(PROMPT, 8, make_mask=choices("abcdefgh"))
+    engine.run()
+    assert (text_of(engine, cut), engine.ended[cut.id].reason) == ("abcde", EndReason.LENGTH)
+    assert (text_of(engine, stopped), engine.ended[stopped.id].matched) == ("abcd", ord("d"))
+    assert (text_of(engine, late), engine.ended[late.id].matched_grammar) == ("abcdefgh", True)
+    assert (text_of(engine, just), engine.ended[just.id].matched_grammar) == ("abcdefgh", True)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_sequence_without_a_token_to_choose_ends_alone(lookahead: int) -> None:
+    engine = SteppedEngine(lookahead=lookahead)
+
+    def make(**options: object) -> GrammarMask:
+        return maker(regex="[a-z]{2}1")(**options, also=AllowedTokens(range(97, 123)))
+
+    seq, neighbour = engine.add(PROMPT, 20, make_mask=make), engine.add(PROMPT, 20)
+    engine.run()
+    ended = engine.ended[seq.id]
+    assert (ended.reason, ended.field) == (EndReason.REJECTED, "guided")
+    assert "other rules" in ended.detail
+    assert engine.outputs[neighbour.id] == engine.expected(neighbour)
+
+
+def test_a_sequence_goes_on_from_output_that_it_arrives_with() -> None:
+    engine = SteppedEngine()
+    make = maker(json_schema=SCHEMA)
+    whole = engine.add(PROMPT, 150, make_mask=make, stop_token_ids=frozenset([END]))
+    engine.run()
+    for count in (1, 12, 20):
+        rest = engine.outputs[whole.id][:count]
+        seq = engine.add(PROMPT, 150, make_mask=make, stop_token_ids=frozenset([END]), output=rest)
+        engine.run()
+        assert rest + engine.outputs[seq.id] == engine.outputs[whole.id]
+
+
+def check_schemas(count: int, seed: int) -> None:
+    """Sequences of random schemas in a cache that holds few of them at once, some with siblings; each text matches."""
+    random = Random(seed)
+    preemptions = forced = 0
+    for at in range(0, count, 10):
+        engine = SteppedEngine(num_blocks=40, lookahead=at // 10 % 2, max_model_len=160, token_budget=24)
+        asked = []
+        for _ in range(10):
+            schema = random_schema(random)
+            prompt = [random.randrange(256) for _ in range(random.randint(1, 20))]
+            stops = frozenset([END]) if random.random() < 0.7 else frozenset()
+            make = maker(json_schema=json.dumps(schema))
+            seqs = engine.add_siblings(random.choice([1, 1, 3]), prompt, 120, make_mask=make, stop_token_ids=stops)
+            asked += [(seq, schema, make) for seq in seqs]
+        engine.run()
+        for seq, schema, make in asked:
+            ended = engine.ended[seq.id]
+            if ended.reason is EndReason.STOP:
+                assert_matches(text_of(engine, seq), schema)
+                assert ended.matched_grammar or ended.matched == END
+            else:
+                assert ended.reason is EndReason.LENGTH, ended
+                begun = make(prompt_len=0)
+                begun.follow(engine.outputs[seq.id])
+                assert allowed(mask_of(make), engine.outputs[seq.id]), "it is not the beginning of a text that matches"
+            preemptions += seq.account.preemptions
+            forced += seq.account.forced_tokens
+    assert preemptions
+    assert forced
+
+
+def test_answers_to_random_schemas_match() -> None:
+    check_schemas(30, seed=1)
+
+
+@pytest.mark.slow
+def test_answers_to_a_thousand_random_schemas_match() -> None:
+    check_schemas(1000, seed=2)
+
+
+HOSTILE = {
+    "ambiguous": {"ebnf_grammar": 'start: a\na: a a | "x"'},
+    "very ambiguous": {"ebnf_grammar": 'start: a\na: a a a a a | "x" | b\nb: a b | "x" a'},
+    "repetition": {"ebnf_grammar": 'start: a{1,1000000}\na: b{1,100000}\nb: "x"'},
+    "exponential regex": {"regex": "(a|b)*a(a|b){40}"},
+    "powers": {"regex": "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"},
+    "parentheses": {"regex": "(" * 60_000 + "a" + ")" * 60_000},
+    "alternatives": {"ebnf_grammar": "start: " + " | ".join(f'"{at}"' for at in range(25_000))},
+    "items": {"json_schema": '{"type": "array", "minItems": 1000000000, "items": {"type": "integer"}}'},
+    "length": {"json_schema": '{"type": "string", "minLength": 1000000000}'},
+    "depth": {"json_schema": '{"items": ' * 20_000 + "{}" + "}" * 20_000},
+    "itself": {"json_schema": '{"$ref": "#"}'},
+    "products": {
+        "json_schema": json.dumps(
+            {"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(4)]} for i in range(9)]}
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("format", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_grammar_ends_at_most_its_own_request(format: dict[str, str]) -> None:
+    try:
+        make = maker(**format)
+    except GrammarError:
+        return
+    engine = SteppedEngine(num_blocks=200, max_model_len=400)
+    seq = engine.add(PROMPT, 300, make_mask=make, stop_token_ids=frozenset([END]))
+    neighbour = engine.add(PROMPT, 300)
+    engine.run()
+    ended = engine.ended[seq.id]
+    assert ended.reason in (EndReason.STOP, EndReason.LENGTH) or (ended.field, bool(ended.detail)) == ("guided", True)
+    assert engine.outputs[neighbour.id] == engine.expected(neighbour)
+
+
+def test_grammars_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda_server.engine.guidance.grammars.MOST_KEPT", 2)
+    found = Grammars(resolve("synthetic"), VOCAB_SIZE)
+    formats = [inference_pb2.Guided(regex=regex) for regex in "abc"]
+    for each in formats:
+        assert not found.knows(each)
+        found.mask_maker(each)
+    assert [found.knows(each) for each in formats] == [False, True, True]
