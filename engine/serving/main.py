@@ -26,7 +26,6 @@ from pagoda.v1 import control_pb2
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, resolve
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.drafting import PromptLookup, Speculation
-from pagoda_server.engine.guidance import Grammars
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.loop import EngineLoop
 from pagoda_server.engine.runners.load import InformedRunner, load_runner

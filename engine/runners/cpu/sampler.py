@@ -244,7 +244,7 @@ class _Row:
 
     @property
     def changes_logits(self) -> bool:
-        return self._always_changes or self.bans_stops
+        return self._always_changes or self.bans_stops or self.takes_typical
 
     @property
     def is_only_masked(self) -> bool:
