@@ -53,6 +53,7 @@ class GrammarMask:
         self.fault = ""
         self._matcher = matcher.deep_copy()
         self._ahead = ahead
+        self._vocab_size = vocab_size
         self._prompt_len = prompt_len
         self._min_tokens = min_tokens
         self._also = also
@@ -101,6 +102,8 @@ class GrammarMask:
         if self._is_complete:
             return None
         forced = self._matcher.compute_ff_tokens() if self._jumps else []
+        if max(forced, default=0) >= self._vocab_size:
+            forced = []
         if time.thread_time() - began > SLOW_S:
             self._num_slow += 1
         if not forced and not self._has_words and self._job is None:
