@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -175,8 +175,7 @@ class EngineServer:
                     self.submit(connection, message.submit)
                 case "abort":
                     check_abort(message.abort)
-                    known = [connection.ids[number] for number in message.abort.sequences if number in connection.ids]
-                    self._abort(known)
+                    self.abort(connection, message.abort.sequences)
                 case "flush_cache":
                     self._put(engine_loop.FlushCache(lambda freed: self._reply_flushed(connection, freed)))
                 case "take_trace":
@@ -255,6 +254,10 @@ class EngineServer:
                 del connection.ids[number]
                 connection.pending.ended.append((number, rejected(self._clock(), reason, "guided")))
                 connection.wake.set()
+
+    def abort(self, connection: Connection, numbers: Iterable[int]) -> None:
+        """End sequences by the router's numbers; unknown ones have just ended."""
+        self._abort([connection.ids[number] for number in numbers if number in connection.ids])
 
     def _abort(self, ids: list[int]) -> None:
         self._compiling.difference_update(ids)
