@@ -12,6 +12,9 @@ IMAGE  := protos/published.binpb
 
 comma := ,
 
+# Nothing is compiled to bytecode when it is installed: each process would compile what it imports, and keep nothing.
+unexport PYTHONDONTWRITEBYTECODE
+
 # $(call install,REQUIREMENTS): one line that moves on a terminal, one line a package in a log. Everything else goes to
 # $(LOG), the compiler's messages too. Only what is imported gets compiled to bytecode: most of torch never is.
 define install
@@ -34,7 +37,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
+.PHONY: help demo serve test test-simulated test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
 
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -42,8 +45,11 @@ demo: $(SERVE)            ## stream eight prompts at once from a real server
 serve: $(SERVE)           ## run a server until Ctrl-C: gRPC on 127.0.0.1:50051, HTTP on 127.0.0.1:8000; ARGS="--model …"
 	@$(BIN)/pagoda serve --http 127.0.0.1:8000 $(ARGS)
 
-test: $(DEV)              ## run the tests, except slow, nightly and GPU ones; about 7 minutes on 2 cores
-	@$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not nightly and not gpu and not counterpart" $(ARGS)
+test: $(DEV)              ## run the tests, except slow, nightly and most GPU ones; about 7 minutes on 2 cores
+	@$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not nightly and not gpu and not counterpart and not simulated" $(ARGS)
+
+test-simulated: $(DEV)    ## run the rest of the tests of GPU code and its benchmark that need no GPU; a minute
+	@$(BIN)/python -m pytest -n 3 --dist worksteal -m "simulated and not slow" $(ARGS)
 
 test-native:              ## test every CPU kernel in C++, in every instruction set of this processor
 	@$(MAKE) --no-print-directory -j$$(nproc) build/host/self_test

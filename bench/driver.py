@@ -75,6 +75,7 @@ class _Calls:
         """Return when each token arrived, in seconds since the start."""
         message = inference_pb2.GenerateRequest(
             token_ids=inference_pb2.TokenIds(ids=request.prompt),
+            sampling=inference_pb2.Sampling(temperature=0),
             stopping=inference_pb2.Stopping(max_tokens=request.output_len, ignore_eos=True),
             cache=inference_pb2.Cache(bypass=self.bypass_cache),
         )

@@ -105,6 +105,26 @@ def modes(figures: Mapping[str, Mapping[int, Spread]], title: str, path: Path) -
         figure.savefig(path, dpi=DPI)
 
 
+def speed_up(ratios: Mapping[str, Mapping[int, Spread]], title: str, path: Path) -> None:
+    """Draw ratios by the number of streams: medians, with bars from minimum to maximum, and a line at 1."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(7, 4.4))
+        axis = figure.subplots()
+        axis.axhline(1.0, color="#666666", linewidth=1.2)
+        counts: list[int] = []
+        for at, (name, values) in enumerate(ratios.items()):
+            counts = list(values)
+            spreads = list(values.values())
+            _spread(axis, counts, [[of.least, of.median, of.most] for of in spreads], name, at)
+        axis.set(xlabel="streams at once", ylabel="with ÷ without", ylim=(0, None))
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(counts, [str(count) for count in counts])
+        axis.minorticks_off()
+        axis.legend()
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        figure.savefig(path, dpi=DPI)
+
+
 def _cumulative(axis: Axes, names: Sequence[str], values_ms: Sequence[NDArray[np.float64]]) -> None:
     for at, (name, values) in enumerate(zip(names, values_ms, strict=True)):
         shares = np.arange(1, len(values) + 1) / len(values)

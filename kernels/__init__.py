@@ -20,7 +20,7 @@ from pagoda_server.kernels.row_sampling import (
     allocate_rows,
     allocate_sampled,
 )
-from pagoda_server.kernels.sample import Draws
+from pagoda_server.kernels.sample import Draws, drop_untypical
 
 __all__ = [
     "MAX_TOP_LOGPROBS",
@@ -41,6 +41,7 @@ __all__ = [
     "allocate_sampled",
     "bytes_of_block",
     "copy_blocks",
+    "drop_untypical",
     "has_native",
     "has_native_int8_weight",
     "instruction_set",

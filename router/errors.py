@@ -27,7 +27,7 @@ class PagodaError(Exception):
 
     The message goes to the client, so it must not hold a path, host name, repr or prompt.
 
-    details        google.rpc messages that travel with the status
+    about          google.rpc messages that travel with the status
     retry_after_s  how long the client should wait before a retry; None if waiting does not help
     queue_depth    requests admitted now, for clients that balance load themselves; None if that is not the reason
     reason         UPPER_SNAKE_CASE constant for programs to compare; empty if the code says it all
@@ -35,13 +35,18 @@ class PagodaError(Exception):
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
 
-    def __init__(self, message: str, *details: Message, retry_after_s: float | None = None) -> None:
+    def __init__(self, message: str, *about: Message, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.details = (*details, *_retry_info(retry_after_s))
         self.retry_after_s = retry_after_s
         self.queue_depth: int | None = None
         self.reason = ""
+        self._about = about
+
+    @property
+    def details(self) -> tuple[Message, ...]:
+        """All google.rpc messages that travel with the status; made when asked for, since refusals often share one."""
+        return (*self._about, *_retry_info(self.retry_after_s))
 
 
 class InvalidArgument(PagodaError):
@@ -81,7 +86,7 @@ class AlreadyExists(PagodaError):
 
 
 class Aborted(PagodaError):
-    """Another call has taken over."""
+    """Another call has taken over, or has ended this one."""
 
     code = grpc.StatusCode.ABORTED
 
@@ -103,11 +108,16 @@ class ResourceExhausted(PagodaError):
         reason: str = "QUEUE_FULL",
         **about: str,
     ) -> None:
-        metadata = about if queue_depth is None else about | {"queue_depth": str(queue_depth)}
-        info = error_details_pb2.ErrorInfo(reason=reason, domain=ERROR_DOMAIN, metadata=metadata)
-        super().__init__(message, info, retry_after_s=retry_after_s)
+        super().__init__(message, retry_after_s=retry_after_s)
         self.queue_depth = queue_depth
         self.reason = reason
+        self._metadata = about
+
+    @property
+    def details(self) -> tuple[Message, ...]:
+        depth = {} if self.queue_depth is None else {"queue_depth": str(self.queue_depth)}
+        info = error_details_pb2.ErrorInfo(reason=self.reason, domain=ERROR_DOMAIN, metadata=self._metadata | depth)
+        return (info, *super().details)
 
 
 class QuotaExceeded(ResourceExhausted):

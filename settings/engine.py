@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pagoda_server.channel.address import check_address
+from pagoda_server.settings.request import MAX_DRAFT_TOKENS
 from pagoda_server.settings.setting import (
     ENGINE_KV_CACHE,
     ENGINE_MODEL,
@@ -26,6 +27,7 @@ Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
 KVCacheDType = Literal["auto", "fp8"]
 PolicyName = Literal["fcfs", "priority", "fair", "deadline"]
 Overlap = Literal["auto", "on", "off"]
+Speculation = Literal["auto", "off"]
 
 MAX_GB = 1_000_000_000  # more than any machine has, and as bytes it still fits into 64 bits
 MAX_THREADS = 4096
@@ -183,6 +185,23 @@ class EngineSettings(CommonSettings):
         "Launch a step before the tokens of the last one have been read. auto does so on a GPU.",
         panel=ENGINE_SCHEDULING,
     )
+    speculation: Speculation = setting(
+        "auto",
+        "Draft tokens that are likely to follow, and verify them in the next step. It changes no token. auto drafts as "
+        "many as pay, which under load is none, and none on a GPU.",
+        panel=ENGINE_SCHEDULING,
+    )
+    draft_model: str = setting(
+        "",
+        "A smaller model with the same tokenizer, which drafts instead of prompt lookup: named like --model. It can "
+        "pay for answers that repeat nothing, if it is many times smaller. Needs a CPU.",
+        panel=ENGINE_SCHEDULING, is_private=True,
+    )  # fmt: skip
+    max_draft_tokens: int = setting(
+        8,
+        "Most tokens that one step drafts for a sequence.",
+        panel=ENGINE_SCHEDULING, unit="tokens", at_least=1, at_most=MAX_DRAFT_TOKENS,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,6 +23,10 @@ from pagoda_server.settings.setting import (
 
 AUTH_TOKEN_VARIABLE = "PAGODA_AUTH_TOKEN"
 SPAWN = "spawn"
+ToolFormatName = Literal[
+    "auto", "none", "deepseek", "deepseek-v3", "gemma", "harmony", "hermes", "llama3", "mistral", "mistral-v3"
+]
+ReasoningFormatName = Literal["auto", "none", "harmony", "mistral", "think"]
 MAX_QUEUED_TOKENS = 1 << 62
 MAX_CONNECTION_AGE_S = 2_000_000  # gRPC counts milliseconds in 32 bits
 _OTLP_HEADERS = tuple(f"OTEL_EXPORTER_OTLP_{part}HEADERS" for part in ("", "TRACES_", "METRICS_"))
@@ -91,6 +95,14 @@ class RouterSettings(CommonSettings):
     served_model_name: str | None = setting(
         None, "Name that clients call the model by.", check=_check_name, shown_default="its own, or its folder's"
     )
+    tool_format: ToolFormatName = setting(
+        "auto",
+        "How the model writes tool calls. auto finds it in the chat template; none leaves calls in the text.",
+    )
+    reasoning_format: ReasoningFormatName = setting(
+        "auto",
+        "How the model marks its reasoning. auto finds it in the chat template; none leaves reasoning in the text.",
+    )
     listen: str = setting(
         "127.0.0.1:50051",
         "Address for clients to connect to: HOST:PORT (port 0 takes a free one) or unix:PATH.",
@@ -136,7 +148,8 @@ class RouterSettings(CommonSettings):
     )  # fmt: skip
     max_queued_tokens: int | None = setting(
         None,
-        "Most tokens of all admitted requests: prompts and max_tokens together.",
+        "Most tokens of all admitted requests: prompts and max_tokens together. An answer without max_tokens counts as "
+        "long as such answers usually become, and longer once it is.",
         panel=LIMITS, unit="tokens", at_least=1, at_most=MAX_QUEUED_TOKENS,
         shown_default="eight times what the KV caches hold",
     )  # fmt: skip
@@ -145,10 +158,16 @@ class RouterSettings(CommonSettings):
         "Longest text of a prompt, in bytes of UTF-8.",
         panel=LIMITS, unit="bytes", at_least=1, at_most=MAX_UINT32,
     )  # fmt: skip
-    default_max_tokens: int = setting(
-        256,
+    default_max_tokens: int | None = setting(
+        None,
         "Most tokens to generate for a request that sets no max_tokens. Fewer if the context leaves fewer.",
-        panel=LIMITS, unit="tokens", at_least=1, at_most=MAX_UINT32,
+        panel=LIMITS, unit="tokens", at_least=1, at_most=MAX_UINT32, shown_default="what the context leaves",
+    )  # fmt: skip
+    sampling_defaults: Literal["model", "none"] = setting(
+        "model",
+        "Where sampling parameters come from that a request leaves out: what generation_config.json recommends, or "
+        "always the protocol's own defaults, which take the most likely token.",
+        panel=LIMITS,
     )  # fmt: skip
     stall_timeout_s: float = setting(
         30.0,

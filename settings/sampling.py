@@ -64,6 +64,13 @@ class Sampling:
     min_p: float = field(
         default=0.0, metadata=_spec(Interval(0, 1), "Keep tokens at least this many times as likely as the best one.")
     )
+    typical_p: float = field(
+        default=1.0,
+        metadata=_spec(
+            Interval(0, 1, includes_low=False),
+            "Keep the tokens of the most typical information up to this probability.",
+        ),
+    )
     top_n_sigma: float = field(
         default=0.0,
         metadata=_spec(Interval(0, 100), "Keep tokens within so many standard deviations of the best; 0 keeps all."),
@@ -77,6 +84,9 @@ class Sampling:
     )
     frequency_penalty: float = field(
         default=0.0, metadata=_spec(Interval(-10, 10), "Subtract this for each time that the output holds a token.")
+    )
+    no_repeat_ngram_size: int = field(
+        default=0, metadata=_spec(Interval(0, 64), "Repeat no sequence of this many tokens; 0 allows all.")
     )
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import importlib
 import os
 import signal
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.triton_interpreter import patch_interpreter
 
 # Servers and stubs are imported where they are used: tests of the kernels run where no gRPC package is.
 if TYPE_CHECKING:
@@ -39,36 +43,33 @@ if os.environ.get("PAGODA_INSTRUCTION_SET"):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _triton_language_is_patched_once_a_launch() -> Iterator[None]:
-    """Save two fifths of the interpreter's time: it patches triton.language for a launch, and for each inner call."""
-    if "triton" not in sys.modules or os.environ["TRITON_INTERPRET"] != "1":
-        yield
-        return
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    patch_language, scope_type = interpreter._patch_lang, interpreter._LangPatchScope
-    # It patches the modules that a function knows; those of Triton's own functions know another.
-    all_modules = SimpleNamespace(__globals__={"tl": interpreter.tl, "core": interpreter.tl.core})
-    is_patched = False
-
-    def patch_once(_: object) -> Any:
-        nonlocal is_patched
-        if is_patched:
-            return scope_type()
-        scope = patch_language(all_modules)
-        restore = scope.restore
-
-        def restored() -> None:
-            nonlocal is_patched
-            is_patched = False
-            restore()
-
-        scope.restore = restored
-        is_patched = True
-        return scope
-
+def _triton_is_interpreted_without_detours() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", patch_once)
+        if "triton" in sys.modules and os.environ["TRITON_INTERPRET"] == "1":
+            patch_interpreter(patch)
         yield
+
+
+@pytest.fixture
+async def virtual_time(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """A clock that jumps to the event loop's next timer as soon as nothing else is left to do.
+
+    A sleep then ends when all that can happen has happened, and a time is exact, however slow the machine is.
+    """
+    selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+    select, now = selector.select, time.monotonic()
+
+    def select_or_jump(timeout_s: float | None) -> Any:
+        nonlocal now
+        found = select(timeout_s and 0)  # None: without a timer it really waits
+        if timeout_s and not found:
+            now += timeout_s
+        return found
+
+    monkeypatch.setattr(selector, "select", select_or_jump)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    yield
+    monkeypatch.undo()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -77,6 +78,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"{count} skipped: {reason}")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _imported_modules_are_no_garbage() -> Iterator[None]:
+    """Keep what collection imported out of every search for garbage: with torch's, one takes half a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

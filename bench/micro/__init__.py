@@ -6,5 +6,6 @@ crowds       schedule() with thousands of sequences waiting
 guided       what a grammar costs per step, and what forced tokens save
 resume       restarting a preempted sequence: recomputed, or loaded from host memory
 router       capacity of a router process, and what it adds to TTFT and ITL
+speculation  what drafts gain one stream, and cost many
 step         milliseconds of the default model's steps
 """

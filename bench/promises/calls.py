@@ -57,7 +57,13 @@ async def generate(
 ) -> Call:
     """Call `Generate` until it ends, also by deadline or refusal. A given `call` shows the progress to others."""
     call = call or Call(time.perf_counter(), len(prompt))
-    asked: GenerateOptions = {"ignore_eos": True, "text": False, "bypass_cache": True, **options}
+    asked: GenerateOptions = {
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "text": False,
+        "bypass_cache": True,
+        **options,
+    }
     try:
         async for chunk in client.generate(token_ids=prompt, timeout_s=timeout_s, **asked):
             call.arrivals += [time.perf_counter()] * len(chunk.tokens)

@@ -41,6 +41,9 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System message, for a model that chats.")] = None,
     max_tokens: MaxTokens = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be repeated.")] = None,
+    bad_word: Annotated[
+        list[str] | None, typer.Option(help="Text that the answer must not hold. May be repeated.")
+    ] = None,
     beams: Annotated[int | None, typer.Option(help="Use beam search with this many beams.", show_default=False)] = None,
     length_penalty: Annotated[
         float | None, typer.Option(help="With --beams: above 0 favours long answers.", show_default=False)
@@ -77,6 +80,7 @@ def generate(
         **sampling,
         "max_tokens": max_tokens,
         "stop": stop,
+        "bad_words": bad_word,
         "beams": beams,
         "length_penalty": length_penalty,
         "json_schema": read_file(json_schema, "--json-schema"),
@@ -123,13 +127,22 @@ def read_standard_input() -> str:
 
 
 async def write_stream(chunks: AsyncIterator[Chunk]) -> tuple[StreamMeter, FinishReason | None]:
-    """Write each delta to standard output as it arrives. Ends the line even if the answer breaks off."""
-    meter, reason, has_text = StreamMeter(), None, False
+    """Write each delta as it arrives: text to standard output, reasoning to standard error.
+
+    Ends the line even if the answer breaks off.
+    """
+    meter, reason, has_text, is_thinking = StreamMeter(), None, False, False
     try:
         async for chunk in chunks:
             meter.add(len(chunk.tokens))
             reason = chunk.finish_reason or reason
             has_text = has_text or bool(chunk.text)
+            if is_thinking and not chunk.reasoning and (chunk.text or chunk.finish_reason):
+                typer.echo(err=True)
+                is_thinking = False
+            if chunk.reasoning:
+                typer.secho(chunk.reasoning, dim=True, err=True, nl=False)
+                is_thinking = True
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
     except BaseException:

@@ -41,7 +41,7 @@ TlsCa = Annotated[
 Timeout = Annotated[float | None, typer.Option(help="Deadline in seconds.", show_default=False)]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(help="Most tokens to generate.", show_default="the server's --default-max-tokens"),
+    typer.Option(help="Most tokens to generate.", show_default="what the context leaves"),
 ]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -107,7 +107,8 @@ def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     The command receives the given options by name as `sampling`.
     """
     options = {
-        each.name: _option(each.help, f"{each.default:g}", int if each.is_integer else float) for each in PARAMETERS
+        each.name: _option(each.help, f"the model's, or {each.default:g}", int if each.is_integer else float)
+        for each in PARAMETERS
     }
     options["seed"] = _option("The same seed gives the same answer.", False, int)
 

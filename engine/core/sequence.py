@@ -10,9 +10,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from pagoda_server.settings.sampling import Sampling
+
+Pooling: TypeAlias = Literal["last", "mean", "cls"]
 
 
 class TokenMask(Protocol):
@@ -45,18 +47,52 @@ class TokenMask(Protocol):
 class SamplingParams(Sampling):
     """How one sequence's tokens are chosen, and when it ends.
 
-    stop_token_ids  end the sequence; they cannot be chosen before min_tokens tokens exist
-    logprobs        None: none; 0: of the chosen token; N: also of the N most likely
+    stop_token_ids    end the sequence; they cannot be chosen before min_tokens tokens exist
+    logprobs          None: none; 0: of the chosen token; N: also of the N most likely
+    max_draft_tokens  of one step; None: as many as pay
     """
 
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
+    max_draft_tokens: int | None = None
 
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Readout:
+    """What a client wants to know of a prompt, beside the tokens that follow it.
+
+    logprobs_from  the first token, by position from 1 on, whose log-probability is wanted, with all that follow it in
+                   the prompt; None: none. The row before a token, which the model computes there, tells it
+    num_top        also of the N most likely tokens in its place
+    pooling        which rows' hidden states become a vector: the last one's, the mean of all, or the first one's
+    """
+
+    logprobs_from: int | None = None
+    num_top: int = 0
+    pooling: Pooling | None = None
+
+    def first_row(self, prompt_len: int) -> int:
+        """Return the first row that must be computed: the prefix cache may serve all before it."""
+        rows = [self.scored_rows(0, prompt_len, prompt_len), self.pooled_rows(0, prompt_len, prompt_len)]
+        return min((each.start for each in rows if each), default=prompt_len)
+
+    def scored_rows(self, start: int, end: int, prompt_len: int) -> range:
+        """Return those of the rows from `start` to `end` that tell a wanted log-probability."""
+        first = prompt_len if self.logprobs_from is None else self.logprobs_from - 1
+        return range(max(start, first), min(end, prompt_len - 1))
+
+    def pooled_rows(self, start: int, end: int, prompt_len: int) -> range:
+        """Return those of the rows from `start` to `end` whose hidden states are a part of the vector."""
+        first, behind = {None: (0, 0), "last": (prompt_len - 1, prompt_len), "mean": (0, prompt_len), "cls": (0, 1)}[
+            self.pooling
+        ]
+        return range(max(start, first), min(end, behind))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +107,7 @@ class Request:
     cache_root     where the addresses of its blocks start (engine/kv/blocks.py: chain_root)
     request_id     the client's name for it
     shares_prompt  it has several sequences: the first computes the prompt for all
+    readout        what else is wanted of the prompt; None: nothing
     """
 
     prompt_len: int
@@ -85,6 +122,7 @@ class Request:
     bypass_cache: bool = False
     request_id: str = ""
     shares_prompt: bool = False
+    readout: Readout | None = None
 
     @property
     def in_line_since(self) -> float:
@@ -137,6 +175,7 @@ class Account:
     recomputed_tokens those of them that were neither cached nor kept when it started again
     saved_tokens      copied to host memory while it was preempted; loaded_tokens were copied back
     forced_tokens     of its output that no step chose, because its token mask allowed no others
+    drafted_tokens    guessed and verified; accepted_tokens of them became output
     """
 
     booked_until: float
@@ -154,6 +193,8 @@ class Account:
     saved_tokens: int = 0
     loaded_tokens: int = 0
     forced_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def starts(self, now: float, num_computed: int) -> int:
         """Note that a waiting sequence runs from now on; return how many lost tokens it computes again."""
@@ -191,6 +232,10 @@ class Account:
         """Note that its mask decided its next token."""
         self.forced_tokens += 1
 
+    def verified(self, num_drafted: int, num_accepted: int) -> None:
+        self.drafted_tokens += num_drafted
+        self.accepted_tokens += num_accepted
+
     def _book(self, now: float, is_running: bool) -> None:
         spent, self.booked_until = now - self.booked_until, now
         if is_running and self.first_token is None:
@@ -216,7 +261,9 @@ class Sequence:
     token_mask    restricts which tokens it may choose; None: all are allowed
     max_len       tokens, prompt included, at which it ends with LENGTH; set on arrival
     num_pending   tokens after those in `tokens` that scheduled steps choose and that are not known yet
+    is_drafted    a scheduled step verifies drafts of it, and may choose more tokens than are counted as pending
     num_computed  leading tokens whose keys and values are in the cache once all scheduled steps are done
+    pooled        the sum of the hidden states so far, where their mean is wanted
     """
 
     id: int
@@ -228,8 +275,10 @@ class Sequence:
     state: State = State.WAITING
     max_len: int = 0
     num_pending: int = 0
+    is_drafted: bool = False
     num_computed: int = 0
     blocks: BlockTable = field(default_factory=BlockTable)
+    pooled: list[float] = field(default_factory=list)
     account: Account = field(init=False)
 
     def __post_init__(self) -> None:
@@ -249,8 +298,25 @@ class Sequence:
         return len(self.tokens) + self.num_pending - self.num_computed
 
     @property
+    def cacheable_len(self) -> int:
+        """Leading tokens that need not be computed if they are cached. The last one's logits are always needed."""
+        longest = len(self.tokens) - 1
+        if self.request.readout is None or self.output_len:
+            return longest
+        return min(longest, self.request.readout.first_row(self.request.prompt_len))
+
+    def reads(self, start: int, end: int) -> bool:
+        """Say whether something is to be read from these rows of its prompt; not once it has output."""
+        readout, prompt_len = self.request.readout, self.request.prompt_len
+        if readout is None or len(self.tokens) > prompt_len:
+            return False
+        return bool(readout.scored_rows(start, end, prompt_len) or readout.pooled_rows(start, end, prompt_len))
+
+    @property
     def awaits_token(self) -> bool:
         """Whether nothing can be computed because the next step, or the end, depends on a token that is pending."""
+        if self.is_drafted:
+            return True
         if self.num_pending and self.token_mask is not None and self.token_mask.depends_on_tokens:
             return True
         return len(self.tokens) + self.num_pending >= self.max_len

@@ -13,12 +13,16 @@ class Chunk:
     """Compute `length` tokens of a sequence from position `start` on; its blocks are allocated.
 
     samples  it reaches the last token that exists, so that its last row's logits choose the next one
+    drafts   guesses of the tokens that follow the last one that exists. They are counted in `length` and verified in
+             this step: each row of them chooses a token too. Only a chunk that samples, and starts at the last token,
+             has any
     """
 
     seq: Sequence
     start: int
     length: int
     samples: bool
+    drafts: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -26,12 +30,20 @@ class Chunk:
 
     @property
     def is_decode(self) -> bool:
-        return self.length == 1 and self.samples
+        """Whether it computes a sequence's last token, with or without drafts behind it."""
+        return self.samples and self.length == 1 + len(self.drafts)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids that it computes. None of them may be pending."""
+        return [*self.seq.tokens[self.start : self.end - len(self.drafts)], *self.drafts]
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step computes: chunks of different sequences, decodes first, after the copies of blocks that they need.
+
+    Decodes without drafts come before those with drafts.
 
     saves   (block, host block), made first: no host block twice, and a host block that is also loaded from is loaded
             with what was saved
@@ -63,6 +75,19 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """What a chunk tells of its prompt.
+
+    logprobs  of tokens that follow each other, the first at position `start`
+    hidden    the hidden state that was asked for, in float32; where the mean is: the sum of those in the chunk
+    """
+
+    start: int
+    logprobs: list[TokenLogprobs]
+    hidden: list[float]
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """A step's outcome, one entry a chunk of its plan.
 
@@ -70,12 +95,17 @@ class Sampled:
     logprobs  None where not asked for
     faults    chunk position → what went wrong with that sequence alone; its token is not to be used
     copied_s  seconds that copies to and from host memory took
+    readings  chunk position → what was read from its prompt
+    more      chunk position → the tokens that follow the chosen one, because that was drafted: the token after each
+              draft as long as the one before it equals its draft
     """
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     faults: dict[int, str] = field(default_factory=dict)
     copied_s: float = 0.0
+    readings: dict[int, Reading] = field(default_factory=dict)
+    more: dict[int, list[tuple[int, TokenLogprobs | None]]] = field(default_factory=dict)
 
 
 # Why a sequence does not compute in a step: the batch is full; no blocks are left; other sequences have the step's
@@ -114,13 +144,17 @@ class Ended:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What happened since the last one: sequence ids and their new tokens as parallel lists, moves and ends."""
+    """What happened since the last one: sequence ids and their new tokens as parallel lists, moves and ends.
+
+    readings  sequence id and what was read from its prompt; `hidden` is the whole vector here
+    """
 
     sequences: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
+    readings: list[tuple[int, Reading]] = field(default_factory=list)
 
     def add(self, id: int, token: int, logprobs: TokenLogprobs | None) -> None:
         self.sequences.append(id)
@@ -130,7 +164,7 @@ class StepOutput:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to send to a router."""
-        return not self.tokens and not self.ended
+        return not self.tokens and not self.ended and not self.readings
 
 
 @dataclass(slots=True)
@@ -145,6 +179,8 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # drafted tokens that became output
     step_sequences: int = 0
     step_tokens: int = 0
 

@@ -53,7 +53,7 @@ class BlockTables:
 
     def num_cached(self, seq: Sequence) -> int:
         """Count the leading tokens of a waiting sequence that need not be computed."""
-        return max(self._prefixes.num_cached(seq), self._host.num_kept(seq))
+        return max(self._prefixes.num_cached(seq), min(self._host.num_kept(seq), seq.cacheable_len))
 
     def start(self, seq: Sequence, length: int, num_running: int) -> Prefix | None:
         """Give a waiting sequence blocks for `length` tokens; return its prefix, or None if blocks are too few."""

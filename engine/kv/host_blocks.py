@@ -76,6 +76,8 @@ class HostBlocks:
         self._loads.pop(seq.id, None)
         if not seq.blocks.num_committed:  # nothing is new since it started, and what it started from is still kept
             return
+        if not seq.cacheable_len:  # it will compute everything again, to read it
+            return
         blocks = seq.blocks[: -(-seq.blocks.num_committed // self._block_size)]
         if not self._costs.is_worth_saving(len(blocks), seq.blocks.num_committed):
             return
@@ -112,7 +114,9 @@ class HostBlocks:
         kept = self._kept.get(seq.id)
         if kept is None:
             return prefix
-        num_tokens = min(kept.num_tokens, seq.num_tokens - 1)
+        num_tokens = kept.num_tokens
+        if num_tokens > seq.cacheable_len:  # whole blocks: others may have the one that it would write to
+            num_tokens = seq.cacheable_len // self._block_size * self._block_size
         if num_tokens <= prefix.num_tokens:
             return prefix
         positions = range(len(prefix.blocks), -(-num_tokens // self._block_size))

@@ -60,10 +60,10 @@ class PrefixCache:
         self._heads = BlockHeads(pool) if pool.block_size >= LEAST_BLOCK_SIZE else None
 
     def match(self, seq: Sequence) -> Prefix:
-        """Find what is cached of a sequence. Its last token is always computed, because its logits are needed."""
+        """Find what is cached of a sequence, as far as it may start from that."""
         if not self._serves(seq):
             return Prefix()
-        size, usable_len, hashes = self._pool.block_size, seq.num_tokens - 1, seq.blocks.hashes
+        size, usable_len, hashes = self._pool.block_size, seq.cacheable_len, seq.blocks.hashes
         self._extend_hashes(seq, usable_len // size)
         blocks = self._pool.match(hashes[: usable_len // size])
         start = len(blocks) * size

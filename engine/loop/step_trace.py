@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import Literal, TypeAlias
 
 from pagoda_server.engine.core.sequence import EndReason, Sequence, State
-from pagoda_server.engine.core.step import Hold, StepOutput, StepPlan
+from pagoda_server.engine.core.step import Chunk, Hold, StepOutput, StepPlan
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 
 KEEP_S = 60.0
@@ -78,10 +78,10 @@ class StepTrace:
         self._ids = ids
         starts: tuple[int, ...] = ()
         lengths: tuple[int, ...] = ()
-        if not chunks[-1].is_decode:  # decodes come first
-            prompts = [chunk for chunk in chunks if not chunk.is_decode]
-            starts = tuple([chunk.start for chunk in prompts])
-            lengths = tuple([chunk.length for chunk in prompts])
+        if not _is_one_token(chunks[-1]):  # such chunks come first
+            longer = [chunk for chunk in chunks if not _is_one_token(chunk)]
+            starts = tuple([chunk.start for chunk in longer])
+            lengths = tuple([chunk.length for chunk in longer])
         idle: tuple[int, ...] = ()
         holds: tuple[Hold, ...] = ()
         if len(scheduler.running) > len(chunks):
@@ -154,6 +154,10 @@ class StepTrace:
                 yield _move(seq, "waits", seq.request.arrived, 0)
             else:
                 yield _move(seq, "preempted", seq.account.booked_until, seq.account.lost_tokens)
+
+
+def _is_one_token(chunk: Chunk) -> bool:
+    return chunk.length == 1 and chunk.samples
 
 
 def _move(seq: Sequence, kind: MoveKind, at: float, num_computed: int) -> Move:

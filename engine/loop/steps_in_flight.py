@@ -11,7 +11,7 @@ from typing import Protocol
 
 from pagoda_server.engine.core.errors import EngineError
 from pagoda_server.engine.core.sequence import State
-from pagoda_server.engine.core.step import Chunk, Sampled, StepPlan, TokenLogprobs
+from pagoda_server.engine.core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.loop.step_trace import Sketch, StepTrace
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 
@@ -28,7 +28,8 @@ class Launched(Protocol):
 class Runner(Protocol):
     """Computes plans in the order in which they are launched.
 
-    A sequence's last token may be pending when a plan is launched; the runner then takes it from the step before.
+    A sequence's last token may be pending when a plan is launched; the runner then takes it from the step before. A
+    chunk with drafts starts at a known token, and no later step computes its sequence before it is committed.
     A chunk may be computed twice, so a failed step may be run again: it writes the same slots, and chooses a token with
     the same noise. docs/architecture.md, "When the same tokens come again", says where that is the same token.
 
@@ -136,6 +137,8 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
     tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []
     faults: dict[int, str] = {}
+    readings: dict[int, Reading] = {}
+    more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
     failed: list[Exception] = []
     for at, chunk in enumerate(plan.chunks):
         try:
@@ -149,9 +152,13 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
         logprobs += alone.logprobs
         if alone.faults:
             faults[at] = alone.faults[0]
+        if alone.readings:
+            readings[at] = alone.readings[0]
+        if alone.more:
+            more[at] = alone.more[0]
     if len(failed) == len(plan.chunks) > 1:
         raise failed[0]
-    return Sampled(tokens, logprobs, faults)
+    return Sampled(tokens, logprobs, faults, readings=readings, more=more)
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -191,10 +191,17 @@ class Decoder(ABC):
 
     def logits(self, embedded: Embedded, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
         """The rest of `forward`. Calls ops of the backend only, if all rows are wanted. Changes `embedded.tokens`."""
+        return self.head(self.hidden_states(embedded, inputs, cache), inputs.logit_rows)
+
+    def hidden_states(self, embedded: Embedded, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
+        """[num_tokens, hidden], after the last norm. Fills `cache`, and changes `embedded.tokens`."""
         stream = ResidualStream(embedded.tokens, self.config.rms_norm_eps, self._ops)
         positions = inputs.positions if self._rope.has_tables else None
         step = LayerInputs(embedded.cosines, embedded.sines, positions, inputs.slots, inputs.attention)
         for layer, kv in zip(self._layers, cache, strict=True):
             layer(stream, step, kv)
-        x = stream.read_normalised(self._final_norm)
-        return self._head(x if inputs.logit_rows is None else x.index_select(0, inputs.logit_rows))
+        return stream.read_normalised(self._final_norm)
+
+    def head(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Logits after these rows of the hidden states, or after all."""
+        return self._head(hidden if rows is None else hidden.index_select(0, rows))

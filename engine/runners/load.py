@@ -25,8 +25,15 @@ log = logging.getLogger("pagoda.engine")
 
 
 class InformedRunner(Runner, Protocol):
+    """
+    can_verify  the chunks of a step may have drafts
+    """
+
     @property
     def info(self) -> RunnerInfo: ...
+
+    @property
+    def can_verify(self) -> bool: ...
 
 
 def load_runner(config: EngineConfig, folder: Path, progress: Progress) -> InformedRunner:

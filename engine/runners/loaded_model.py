@@ -61,6 +61,7 @@ class LoadedModel:
             dtype=str(self.dtype).removeprefix("torch."),
             kernel_backend=self.ops.name,
             vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
             max_model_len=longest_cached(self.longest, num_blocks * self.spec.block_size, wanted_len),
             weight_bytes=self.model.weight_bytes,
             kv_cache=self.spec,

@@ -54,6 +54,7 @@ def count_host_blocks(spec: KVCacheSpec, host_kv_gb: float) -> int:
 class RunnerInfo:
     """
     vocab_size       rows of the embedding: valid token ids are below it
+    hidden_size      length of a hidden state
     max_model_len    the longest prompt and output together
     limits           of a step
     num_host_blocks  in host memory, for the keys and values of preempted sequences
@@ -66,6 +67,7 @@ class RunnerInfo:
     dtype: str
     kernel_backend: str
     vocab_size: int
+    hidden_size: int
     max_model_len: int
     weight_bytes: int
     kv_cache: KVCacheSpec

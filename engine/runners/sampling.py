@@ -53,6 +53,90 @@ class AllowedTokens:
         return []
 
 
+class TokenBans:
+    """A TokenMask that lets nothing be repeated, or nothing be said, that must not be.
+
+    prompt_len  leading tokens that are the prompt
+    ngram_size  no n-gram of prompt and output comes twice, as in transformers' NoRepeatNGramLogitsProcessor; 0: any may
+    bad_words   tokens that must not follow each other in the output
+    allowed     which tokens can be chosen apart from that; None: all
+    """
+
+    depends_on_tokens = True
+    fault = ""
+
+    def __init__(
+        self,
+        prompt_len: int,
+        ngram_size: int = 0,
+        bad_words: Iterable[Iterable[int]] = (),
+        allowed: TokenMask | None = None,
+    ) -> None:
+        self._prompt_len = prompt_len
+        self._ngrams = _NGrams(ngram_size) if ngram_size else None
+        self._bad_words = [list(word) for word in bad_words]
+        self._allowed = allowed
+
+    def fill(self, tokens: list[int], words: memoryview) -> None:
+        mask = np.frombuffer(words, dtype="<u4")
+        if self._allowed is None:
+            mask.fill(0xFFFF_FFFF)
+        else:
+            self._allowed.fill(tokens, words)
+        for token in self._banned_after(tokens):
+            if token < 32 * len(mask):
+                mask[token >> 5] &= ~np.uint32(1 << (token & 31))
+
+    def follow(self, tokens: list[int]) -> list[int] | None:
+        return []
+
+    def _banned_after(self, tokens: list[int]) -> set[int]:
+        banned = set(self._ngrams.following(tokens)) if self._ngrams is not None else set()
+        for word in self._bad_words:
+            start = len(tokens) - (len(word) - 1)
+            if start >= self._prompt_len and tokens[start:] == word[:-1]:
+                banned.add(word[-1])
+        return banned
+
+
+class _NGrams:
+    """The n-grams of a sequence. A token that is added to it, or taken from its end, costs constant time.
+
+    What it keeps follows from the tokens of the last call: those of the next one may be any.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._tokens: list[int] = []
+        self._next: dict[tuple[int, ...], list[int]] = {}  # by all tokens of an n-gram but its last: the last ones
+
+    def following(self, tokens: list[int]) -> list[int]:
+        """The tokens that would end an n-gram which `tokens` hold already."""
+        num_common = self._num_common(tokens)
+        while len(self._tokens) > num_common:
+            if (ends := self._ends()) is not None:
+                ends.pop()
+            self._tokens.pop()
+        for token in tokens[num_common:]:
+            self._tokens.append(token)
+            if (ends := self._ends()) is not None:
+                ends.append(token)
+        if len(tokens) < self._size - 1:
+            return []
+        return self._next.get(tuple(tokens[len(tokens) - self._size + 1 :]), [])
+
+    def _ends(self) -> list[int] | None:
+        """Those that the last n-gram is among; None if there is none yet."""
+        start = len(self._tokens) - self._size
+        return None if start < 0 else self._next.setdefault(tuple(self._tokens[start:-1]), [])
+
+    def _num_common(self, tokens: list[int]) -> int:
+        most = min(len(self._tokens), len(tokens))
+        if self._tokens[:most] == tokens[:most]:  # the usual case, without a loop in Python
+            return most
+        return next(at for at in range(most) if self._tokens[at] != tokens[at])
+
+
 def num_mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.sequence import TokenMask
-from pagoda_server.engine.core.step import Chunk, Sampled, StepPlan, TokenLogprobs
+from pagoda_server.engine.core.sequence import Sequence, TokenMask
+from pagoda_server.engine.core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo, count_blocks, count_host_blocks
 from pagoda_server.settings.engine import EngineConfig
 
@@ -24,6 +24,8 @@ _POISON = -1
 _BYTES_PER_TOKEN = 8  # one checksum
 _MAX_VOCAB_SIZE = 1 << 24
 _MAX_POSITIONS = (1 << 31) - 1
+HIDDEN_SIZE = 8
+_STATE_BITS = 7  # of a checksum's 61, for each value of a hidden state
 _CACHED_TOKENS = 131_072  # room in the cache by default
 
 
@@ -43,18 +45,27 @@ def expected_tokens(prompt: Iterable[int], count: int, vocab_size: int) -> list[
     return tokens
 
 
-def expected_logprobs(checksum: int, count: int, vocab_size: int) -> TokenLogprobs:
-    """Make up logprobs after a checksum: the chosen token is the most likely, each next id is less likely.
+def expected_logprobs(checksum: int, count: int, vocab_size: int, token: int | None = None) -> TokenLogprobs:
+    """Make up logprobs after a checksum: the model's own choice is the most likely, each next id is less likely.
 
     They look like logprobs but form no distribution. The first value and the differences follow from the checksum too.
+
+    token  the one that is there; None: the model's own choice
     """
     rest = checksum // vocab_size
     first, fall = rest % 61 / 64, (1 + rest // 61 % 40) / 64
     ids = [(checksum + at) % vocab_size for at in range(count)]
-    return TokenLogprobs(-first, ids, [-first - at * fall for at in range(count)])
+    rank = 0 if token is None else (token - checksum) % vocab_size
+    return TokenLogprobs(-first - rank * fall, ids, [-first - at * fall for at in range(count)])
 
 
-def _choose(mask: TokenMask, tokens: list[int], checksum: int, vocab_size: int) -> int:
+def expected_hidden(checksum: int) -> list[float]:
+    """Make up the hidden state after a checksum: values in [-1, 1), whose sums are exact."""
+    values = (checksum >> at * _STATE_BITS & (1 << _STATE_BITS) - 1 for at in range(HIDDEN_SIZE))
+    return [value / (1 << _STATE_BITS - 1) - 1 for value in values]
+
+
+def _choose_allowed(mask: TokenMask, tokens: list[int], checksum: int, vocab_size: int) -> int:
     """Return the token that a checksum chooses among those that a mask allows; -1 if it allows none."""
     words = array("I", bytes(4 * -(-vocab_size // 32)))
     mask.fill(tokens, memoryview(words))
@@ -104,6 +115,8 @@ class SyntheticRunner:
                that the host has not read
     """
 
+    can_verify = True
+
     def __init__(self, info: RunnerInfo, step_time: StepTime | None = None, lookahead: int = 0) -> None:
         self.info = info
         self.lookahead = lookahead
@@ -128,27 +141,63 @@ class SyntheticRunner:
         tokens = [-1] * len(plan.chunks)
         logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
         faults: dict[int, str] = {}
+        readings: dict[int, Reading] = {}
+        more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
         self._copy_blocks(plan)
         for at, chunk in enumerate(plan.chunks):
             seq = chunk.seq
             checksum = self._cache[self._slot(seq.blocks, chunk.start - 1)] if chunk.start else 0
             if checksum == _POISON:
                 raise AssertionError(f"sequence {seq.id} reads a slot that was never written")
-            for position in range(chunk.start, chunk.end):
+            for position in range(chunk.start, chunk.end - len(chunk.drafts)):
                 checksum = advance(checksum, self._token(chunk, position))
                 self._cache[self._slot(seq.blocks, position)] = checksum
+            if seq.reads(chunk.start, chunk.end):
+                readings[at] = self._read(chunk)
             if chunk.samples:
-                token = checksum % self.info.vocab_size
-                if seq.token_mask is not None:
-                    token = _choose(seq.token_mask, seq.tokens, checksum, self.info.vocab_size)
-                if token < 0:
+                tokens[at], logprobs[at] = self._choose(seq, checksum)
+                chosen[seq.id] = tokens[at]
+                if tokens[at] < 0:
                     faults[at] = "its token mask leaves no token to choose"
-                    continue
-                tokens[at] = chosen[seq.id] = token
-                if seq.params.logprobs is not None:
-                    logprobs[at] = expected_logprobs(checksum, seq.params.logprobs, self.info.vocab_size)
+            if chunk.drafts:
+                more[at] = self._verify(chunk, checksum, tokens[at])
         self._chosen = chosen
-        return Sampled(tokens, logprobs, faults)
+        return Sampled(tokens, logprobs, faults, readings=readings, more=more)
+
+    def _read(self, chunk: Chunk) -> Reading:
+        seq, readout = chunk.seq, chunk.seq.request.readout
+        assert readout is not None, "there is something to read"
+        scored = readout.scored_rows(chunk.start, chunk.end, seq.request.prompt_len)
+        pooled = readout.pooled_rows(chunk.start, chunk.end, seq.request.prompt_len)
+        checksums = {row: self._cache[self._slot(seq.blocks, row)] for row in {*scored, *pooled}}
+        logprobs = [
+            expected_logprobs(checksums[row], readout.num_top, self.info.vocab_size, seq.tokens[row + 1])
+            for row in scored
+        ]
+        states = [expected_hidden(checksums[row]) for row in pooled]
+        return Reading(scored.start + 1, logprobs, [sum(values) for values in zip(*states, strict=True)])
+
+    def _choose(self, seq: Sequence, checksum: int, drafts: tuple[int, ...] = ()) -> tuple[int, TokenLogprobs | None]:
+        token, count = checksum % self.info.vocab_size, seq.params.logprobs
+        if seq.token_mask is not None:
+            token = _choose_allowed(seq.token_mask, [*seq.tokens, *drafts], checksum, self.info.vocab_size)
+        return token, None if count is None else expected_logprobs(checksum, count, self.info.vocab_size)
+
+    def _verify(self, chunk: Chunk, checksum: int, token: int) -> list[tuple[int, TokenLogprobs | None]]:
+        """Compute a chunk's drafts behind the checksum of its last token; return the tokens behind accepted ones.
+
+        token  chosen after that checksum
+        """
+        run: list[tuple[int, TokenLogprobs | None]] = []
+        is_accepted = True
+        for at, draft in enumerate(chunk.drafts):
+            is_accepted = is_accepted and draft == token
+            checksum = advance(checksum, draft)
+            self._cache[self._slot(chunk.seq.blocks, chunk.end - len(chunk.drafts) + at)] = checksum
+            if is_accepted:
+                token, logprobs = self._choose(chunk.seq, checksum, tuple(chunk.drafts[: at + 1]))
+                run.append((token, logprobs))
+        return run
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         size, cache, host = self._block_size, self._cache, self._host
@@ -189,6 +238,7 @@ def load_synthetic(config: EngineConfig, model_config: Mapping[str, object]) -> 
         dtype="int64",
         kernel_backend="none",
         vocab_size=vocab_size,
+        hidden_size=HIDDEN_SIZE,
         max_model_len=config.max_model_len or max_position_embeddings,
         weight_bytes=0,
         kv_cache=spec,

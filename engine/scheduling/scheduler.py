@@ -12,14 +12,32 @@ gets (engine/kv/block_tables.py). The clock is an argument, so tests run in simu
 A step may be scheduled before the previous one is committed. It then counts on that step's tokens without knowing them.
 If such a token ends its sequence, one row is computed in vain. It writes to blocks that no sequence reads any more, and
 does so before another sequence can write to them, because steps are computed in the order in which they were scheduled.
+
+A decode may carry drafts, guesses of the tokens that follow (engine/drafting/). Its step computes them behind the last
+token, and how many of them the sequence keeps is known when the step is committed. Until then nothing is scheduled for
+the sequence, and only its last token counts as computed; a refused draft's slot is written again by the next step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from operator import add
 
 from pagoda_server.engine.core.sequence import EndReason, Sequence, State, TokenMask
-from pagoda_server.engine.core.step import Counters, Ended, Hold, Move, Sampled, StepOutput, StepPlan, TokenLogprobs
+from pagoda_server.engine.core.step import (
+    Chunk,
+    Counters,
+    Ended,
+    Hold,
+    Move,
+    Reading,
+    Sampled,
+    StepOutput,
+    StepPlan,
+    TokenLogprobs,
+)
+from pagoda_server.engine.drafting import Speculation
 from pagoda_server.engine.kv.block_tables import BlockTables
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.kv.host_blocks import HostBlocks
@@ -43,6 +61,7 @@ class Scheduler:
     policy         one of engine/scheduling/policies.py, with its settings: ageing_s and tenant_weights
     target_itl_s   how long a step that holds decodes should take at most; None: no such target
     num_host_blocks  blocks of host memory, in which preempted sequences keep what they have computed
+    speculation  chooses tokens that a step drafts; None: it drafts none
     """
 
     def __init__(
@@ -59,6 +78,7 @@ class Scheduler:
         tenant_weights: Mapping[str, float] | None = None,
         target_itl_s: float | None = None,
         num_host_blocks: int = 0,
+        speculation: Speculation | None = None,
     ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
@@ -69,7 +89,8 @@ class Scheduler:
         self.tenants = Tenants(clock)
         self.running: list[Sequence] = []  # in the order of admission
         self.hold: Hold | None = None  # why the next in line has not started; None if none waits
-        self.costs = CostModel(token_budget, clock)
+        self._speculation = speculation
+        self.costs = CostModel(token_budget, clock, most_chosen=1 + speculation.most if speculation else 1)
         self._pacing = Pacing(self.costs, token_budget, target_itl_s)
         self.host = HostBlocks(num_host_blocks, pool.block_size, self.costs)
         self.waiting: Policy = POLICIES[policy](
@@ -146,6 +167,8 @@ class Scheduler:
         budget = self._pacing.budget(self.running, self._num_startable)
         self.hold = self._admit(budget)
         chunks = self._pacing.chunks(self._unfinished(), budget, self.waiting.rank, self._idle_plans)
+        if self._speculation is not None:
+            chunks = self._draft(chunks, budget, self._speculation)
         plan = self._tables.plan(chunks)
         if not plan.is_empty:
             self.costs.scheduled(after_idle=is_idle)
@@ -154,6 +177,9 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, sampled: Sampled) -> None:
         """Take in a step's outcome: what is computed, which tokens are new, which sequences end."""
+        for at, reading in sampled.readings.items():
+            if at not in sampled.faults:
+                self._read(plan.chunks[at], reading)
         for at, (chunk, token) in enumerate(zip(plan.chunks, sampled.tokens, strict=True)):
             seq = chunk.seq
             if seq.state is State.FINISHED:
@@ -164,11 +190,13 @@ class Scheduler:
                 self._fail(seq, sampled.faults[at])
                 continue
             if seq.state is State.RUNNING:
-                self._tables.computed(seq, chunk.end)
+                self._tables.computed(seq, chunk.end - len(chunk.drafts))
             if token >= 0:  # its own, even if it has been preempted since the step was scheduled
                 self._append(seq, token, sampled.logprobs[at])
-                if seq.token_mask is not None and seq.token_mask.depends_on_tokens:
-                    self._follow(seq, seq.token_mask)
+            if chunk.drafts:
+                self._accept(chunk, sampled.more.get(at, []))
+            if token >= 0 and seq.token_mask is not None and seq.token_mask.depends_on_tokens:
+                self._follow(seq, seq.token_mask)
         self.costs.committed(plan, sampled.copied_s)
         self._tables.commit(plan)
         self._num_committed += 1
@@ -188,12 +216,54 @@ class Scheduler:
 
     # -- the parts of a step ----------------------------------------------------------------------------------------
 
+    def _draft(self, chunks: list[Chunk], budget: int, speculation: Speculation) -> list[Chunk]:
+        """Give decodes drafts for which the step has tokens and blocks, without those that running sequences need."""
+        decodes = [chunk for chunk in chunks if chunk.is_decode and not chunk.seq.num_pending]
+        room = min(budget, self.token_budget) - sum([chunk.length for chunk in chunks])
+        started = self.clock()
+        proposed = list(speculation.drafts(decodes, room, self.costs))
+        self.costs.drafted(self.clock() - started)
+        drafted = []
+        for chunk, drafts in proposed:
+            seq = chunk.seq
+            while seq.num_tokens + len(drafts) > len(seq.blocks) * self.pool.block_size:
+                if self.pool.num_available <= len(self.running) or not self._tables.grow(seq):
+                    break
+            chunk.drafts = tuple(drafts[: len(seq.blocks) * self.pool.block_size - seq.num_tokens])
+            chunk.length += len(chunk.drafts)
+            if chunk.drafts:
+                seq.is_drafted = True
+                drafted.append(chunk)
+        if not drafted:
+            return chunks
+        plain = [chunk for chunk in chunks if chunk.is_decode and not chunk.drafts]
+        return [*plain, *drafted, *(chunk for chunk in chunks if not chunk.is_decode)]
+
+    def _accept(self, chunk: Chunk, run: list[tuple[int, TokenLogprobs | None]]) -> None:
+        """Append the tokens that follow a chunk's first one, as far as they were drafted, until one ends it."""
+        seq = chunk.seq
+        seq.is_drafted = False
+        num_accepted = 0
+        for token, logprobs in run:
+            if seq.state is State.FINISHED:
+                break
+            num_accepted += 1
+            if seq.state is State.RUNNING:
+                seq.num_computed += 1
+                self._tables.computed(seq, seq.num_computed)
+            self._append(seq, token, logprobs)
+        self.counters.drafted_tokens += len(chunk.drafts)
+        self.counters.accepted_tokens += num_accepted
+        seq.account.verified(len(chunk.drafts), num_accepted)
+        if self._speculation is not None and seq.state is State.RUNNING:
+            self._speculation.verified(seq, len(chunk.drafts), num_accepted)
+
     def _count_on(self, plan: StepPlan) -> None:
         """Count the plan's tokens as computed from now on, and the tokens that it chooses as existing."""
         self._num_planned = number = self._num_planned + 1
         for chunk in plan.chunks:
             seq = chunk.seq
-            seq.num_computed = chunk.start + chunk.length
+            seq.num_computed = chunk.end - len(chunk.drafts)
             if chunk.samples:
                 seq.num_pending += 1
             else:
@@ -353,6 +423,19 @@ class Scheduler:
         else:
             self._end(seq, EndReason.FAILED, detail=fault)
 
+    def _read(self, chunk: Chunk, reading: Reading) -> None:
+        """Report what was read from a prompt. A mean is complete with the prompt; no cached token is a part of it."""
+        seq, readout = chunk.seq, chunk.seq.request.readout
+        if seq.state is State.FINISHED or readout is None:
+            return
+        if readout.pooling == "mean":
+            seq.pooled = list(map(add, seq.pooled, reading.hidden)) if chunk.start else reading.hidden
+            is_whole = chunk.end >= seq.request.prompt_len
+            mean = [total / seq.request.prompt_len for total in seq.pooled] if is_whole else []
+            reading = replace(reading, hidden=mean)
+        if reading.logprobs or reading.hidden:
+            self._output.readings.append((seq.id, reading))
+
     def _end(
         self,
         seq: Sequence,
@@ -376,6 +459,8 @@ class Scheduler:
             self.waiting.add(sibling)
         for by_id in (self._live, self._prefill_plan, self._protected_len):
             by_id.pop(seq.id, None)
+        if self._speculation is not None:
+            self._speculation.forget(seq)
         self._output.ended.append(Ended(seq, reason, now, matched, detail, matched_grammar, field))
 
     def _leave(self, seq: Sequence) -> None:

@@ -16,15 +16,17 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import uvloop
 
 from pagoda.v1 import control_pb2
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, resolve
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.guidance import Grammars
+from pagoda_server.engine.drafting import PromptLookup, Speculation
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.loop import EngineLoop
 from pagoda_server.engine.runners.load import InformedRunner, load_runner
@@ -33,6 +35,9 @@ from pagoda_server.engine.serving.listen import check_exposure, start_listening
 from pagoda_server.engine.serving.server import EngineServer
 from pagoda_server.settings import EXIT_CONFIG, EngineConfig, EngineSettings, SettingError
 from pagoda_server.settings.logs import start_logging
+
+if TYPE_CHECKING:
+    from pagoda_server.engine.guidance import Grammars
 
 log = logging.getLogger("pagoda.engine")
 
@@ -52,9 +57,10 @@ def run(config: EngineConfig) -> int:
         folder = resolve(config.model, progress)
         engine = OneThread("engine")
         runner = engine.submit(lambda: load_runner(config, folder, progress)).result()
+        speculation = engine.submit(lambda: _speculation(replace(config, model=str(folder)), runner, progress)).result()
         gc.collect()
         gc.freeze()  # else a full collection, in the middle of any step, walks the 170,000 objects that torch made
-        return uvloop.run(_serve(config, folder, runner, engine))
+        return uvloop.run(_serve(config, folder, runner, speculation, engine))
     except (ConfigError, CheckpointError, SettingError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
@@ -87,13 +93,15 @@ class OneThread:
             self._calls.get()()
 
 
-async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, engine: OneThread) -> int:
+async def _serve(
+    config: EngineConfig, folder: Path, runner: InformedRunner, speculation: Speculation | None, engine: OneThread
+) -> int:
     info = runner.info
     stop = asyncio.Event()
     events = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         events.add_signal_handler(number, stop.set)
-    server = EngineServer(engine_info(config, runner, folder), Grammars(folder, info.vocab_size))
+    server = EngineServer(engine_info(config, runner, folder), partial(make_grammars, folder, info.vocab_size))
     loop = EngineLoop(
         Scheduler(
             BlockPool(info.num_blocks, info.kv_cache.block_size),
@@ -107,6 +115,7 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, eng
             tenant_weights=config.weight_of_tenant(),
             target_itl_s=config.target_itl_s,
             num_host_blocks=info.num_host_blocks,
+            speculation=speculation,
         ),
         runner,
         server,
@@ -122,6 +131,27 @@ async def _serve(config: EngineConfig, folder: Path, runner: InformedRunner, eng
     await listener.stop()
     wait([ended], timeout=5.0)
     return EXIT_FAILURE if loop.failure else 0
+
+
+def _speculation(config: EngineConfig, runner: InformedRunner, progress: PrintedProgress) -> Speculation | None:
+    """Choose what drafts. Raises ConfigError if the draft model cannot draft for this runner."""
+    info = runner.info
+    if config.draft_model and not (runner.can_verify and info.architecture != "synthetic"):
+        raise ConfigError(f"--draft-model: drafts of a model are not verified for {info.architecture} on {info.device}")
+    if config.speculation == "off" or not runner.can_verify:
+        return None
+    if not config.draft_model:
+        return Speculation(PromptLookup(), config.max_draft_tokens, info.vocab_size)
+    from pagoda_server.engine.runners.cpu.draft_model import DraftModel  # only now, because torch takes a second
+
+    drafter = DraftModel(config, resolve(config.draft_model, progress), info.vocab_size, progress)
+    return Speculation(drafter, config.max_draft_tokens, info.vocab_size)
+
+
+def make_grammars(folder: Path, vocab_size: int) -> Grammars:
+    from pagoda_server.engine.guidance import Grammars  # only now: most engines never see a grammar
+
+    return Grammars(folder, vocab_size)
 
 
 def wake(events: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
@@ -145,6 +175,7 @@ def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path) -> c
         max_num_seqs=info.limits.max_num_seqs,
         token_budget=info.limits.token_budget,
         overlap="on" if runner.lookahead else "off",
+        speculation=config.speculation if runner.can_verify else "off",
     )
     return control_pb2.EngineInfo(
         epoch=secrets.randbits(63),
@@ -154,6 +185,7 @@ def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path) -> c
         dtype=info.dtype,
         kernel_backend=info.kernels,
         vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
         max_model_len=info.max_model_len,
         max_num_seqs=info.limits.max_num_seqs,
         token_budget=info.limits.token_budget,

@@ -42,10 +42,12 @@ class CostModel:
     """
     token_budget  tokens that a step holds at most
     clock         seconds, monotonic
+    most_chosen   tokens that a sequence gets from one step at most: more than 1 if steps verify drafts
     """
 
-    def __init__(self, token_budget: int, clock: Callable[[], float]) -> None:
+    def __init__(self, token_budget: int, clock: Callable[[], float], most_chosen: int = 1) -> None:
         self._token_budget = token_budget
+        self._most_chosen = most_chosen
         self._clock = clock
         self._began = 0.0  # when the step that ends next began: steps are computed one after the other
         self._in_flight = 0
@@ -67,6 +69,11 @@ class CostModel:
         if after_idle and not self._in_flight:
             self._began = self._clock()
         self._in_flight += 1
+
+    def drafted(self, seconds: float) -> None:
+        """Note that drafting took so long: it is no part of the step that is about to be launched."""
+        if not self._in_flight:
+            self._began += seconds
 
     def committed(self, plan: StepPlan, copied_s: float = 0.0) -> None:
         """Learn from the oldest scheduled step, which has ended now.
@@ -97,7 +104,10 @@ class CostModel:
     # -- what its callers ask -----------------------------------------------------------------------------------------
 
     def decodes_s(self, count: int, num_keys: int) -> float:
-        """Predict a step of `count` decodes that read `num_keys` keys together; 0 before the first step."""
+        """Predict a step of `count` decodes that read `num_keys` keys together; 0 before the first step.
+
+        A draft that is verified counts as a decode.
+        """
         return self._steps.predict(StepLoad.of(count, num_keys))
 
     @property
@@ -116,7 +126,7 @@ class CostModel:
         of at most a token budget each. Steps of at least half a budget bound a full one; any step bounds the others.
         """
         full_steps = (num_uncomputed - 1) // self._token_budget
-        other_steps = max(1, seq.params.min_tokens - seq.output_len)
+        other_steps = max(1, -(-(seq.params.min_tokens - seq.output_len) // self._most_chosen))
         least = self._least.value
         return SAFETY * (full_steps * max(least, self._least_large.value) + other_steps * least)
 
@@ -200,16 +210,16 @@ class StepLoad(NamedTuple):
         """`num_tokens`: the sum of their lengths."""
         if num_tokens == len(chunks):
             return cls.of(num_tokens, sum([chunk.start for chunk in chunks]))
-        longer = [chunk for chunk in chunks if chunk.length > 1]
-        fetched_keys = sum([chunk.start for chunk in longer])
-        decodes = len(chunks) - len(longer)
+        longer = [chunk for chunk in chunks if chunk.length > 1 and not chunk.drafts]
+        others = [chunk for chunk in chunks if chunk.length == 1 or chunk.drafts]
+        decodes = sum([chunk.length for chunk in others])
         return cls.of(
             decodes,
-            sum([chunk.start for chunk in chunks]) - fetched_keys,
+            sum([chunk.length * chunk.start for chunk in others]),
             len(longer),
             num_tokens - decodes,
             sum([chunk.length * (chunk.start + chunk.length / 2) for chunk in longer]),
-            fetched_keys,
+            sum([chunk.start for chunk in longer]),
         )
 
 

@@ -359,7 +359,8 @@ def asked_from(theirs: kserve.ModelInferRequest, limits: Limits) -> Asked:
     if streams and not excludes_input:
         raise InvalidArgument("exclude_input_in_output", "is false, which a stream cannot be")
     ours = inference_pb2.GenerateRequest(model=theirs.model_name, prompt=prompt)
-    ours.sampling.temperature = 1.0  # vLLM's default
+    if not limits.recommended.HasField("temperature"):
+        ours.sampling.temperature = 1.0  # vLLM's default
     ours.sampling.n = 1
     check_count(len(theirs.parameters), "parameters", MAX_PARAMETERS)
     for key, parameter in theirs.parameters.items():
@@ -489,6 +490,8 @@ class _Parameter:
                 sampling.logit_bias.update(self._biases())
             case "allowed_token_ids":
                 sampling.allowed_token_ids.extend(self._ids(self.limits.vocab_size))
+            case "bad_words":
+                sampling.bad_words.extend(self._texts(self.limits.max_bad_words))
             case "max_tokens":
                 stopping.max_tokens = self._integer(0, _UINT32)
             case "min_tokens":

@@ -27,6 +27,7 @@ from pagoda_server.router.request.receiving import from_protobuf
 SERVICE = "vllm.grpc.engine.VllmEngine"
 MAX_ABORTS = 64  # ids in one call of Abort
 CHUNK_BYTES = 64 << 10
+_NUMBERS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json", "generation_config.json",
 )  # fmt: skip
@@ -250,16 +251,14 @@ def request_from(theirs: vllm.GenerateRequest, limits: Limits) -> inference_pb2.
     """Translate a request. Raises InvalidArgument, Unimplemented, which name vLLM's fields."""
     _check_supported(theirs)
     params = theirs.sampling_params
-    sampling = inference_pb2.Sampling(
-        temperature=params.temperature if params.HasField("temperature") else 1.0,
-        top_p=params.top_p or 1.0,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty or 1.0,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        n=params.n or 1,
-    )
+    sampling = inference_pb2.Sampling(n=params.n or 1)
+    if params.HasField("temperature"):
+        sampling.temperature = params.temperature
+    elif not limits.recommended.HasField("temperature"):
+        sampling.temperature = 1.0
+    for name in _NUMBERS:
+        if value := getattr(params, name):  # the protocol does not tell 0 from a field that is not set
+            setattr(sampling, name, value)
     if params.HasField("seed"):
         sampling.seed = params.seed % (1 << 64)  # vLLM takes negative ones too
     check_count(len(params.logit_bias), "sampling_params.logit_bias", limits.max_logit_bias)

@@ -15,14 +15,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, trace_pb2
-from pagoda_server.router.engines.stream import EngineStream
+from pagoda_server.router.engines.stream import EngineStream, Wakeups
 from pagoda_server.router.engines.transport import EngineLink, transport_to
 from pagoda_server.router.errors import Unavailable
 
 log = logging.getLogger("pagoda.router")
 
 WRONG_ENGINE_PAUSE_S = 5.0  # the engine answers, so each attempt costs both ends a connection
-WOKEN_AT_ONCE = 8  # streams, which then write their tokens in one turn of the event loop
 RETRY_AFTER_S = (0.1, 30.0)  # what a client is told at least and at most when an engine is away
 RECONNECT_S = 0.1  # an attempt is cheap on one host or to a near one, and finds a restarted engine at once
 
@@ -40,6 +39,7 @@ class EngineChannel:
     check           checks what the engine reports of itself; raises WrongEngine, or an error that ends `run`
     on_change       called when the engine becomes ready and when it is lost
     on_hang         called when the engine hangs, so that its supervisor can kill it
+    wakeups         wakes the streams of this and other channels; None: of this one alone
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class EngineChannel:
         check: Callable[[control_pb2.EngineInfo], None] = lambda info: None,
         on_change: Callable[[], Awaitable[None]],
         on_hang: Callable[[], None] = lambda: None,
+        wakeups: Wakeups | None = None,
     ) -> None:
         self.address = address
         self.info: control_pb2.EngineInfo | None = None
@@ -64,6 +65,7 @@ class EngineChannel:
         self._on_hang = on_hang
         self._next_sequence = itertools.count(1)
         self._routes: dict[int, tuple[EngineStream, int]] = {}
+        self._wakeups = wakeups or Wakeups()
         self._link: EngineLink | None = None
         self._outgoing: asyncio.Queue[engine_pb2.RouterMessage] = asyncio.Queue()
         self._flushes: list[asyncio.Future[int]] = []
@@ -262,28 +264,28 @@ class EngineChannel:
         for number in step.started:
             if route := self._routes.get(number):
                 route[0].on_start()
+        for reading in step.readings:
+            if route := self._routes.get(reading.sequence):
+                route[0].inboxes[route[1]].readings.append(reading)
         logprobs = {entry.at: entry for entry in step.logprobs}
-        running: list[EngineStream] = []
         for at, (number, token) in enumerate(zip(step.sequences, step.tokens, strict=True)):
             if route := self._routes.get(number):
                 stream, index = route
                 stream.inboxes[index].tokens.append(token)
                 if logprobs and at in logprobs:
                     stream.inboxes[index].logprobs.append(logprobs[at])
-                if stream.has_begun:
-                    running.append(stream)
-                else:  # streams that wait for their first token go first
+                self._wakeups.add(stream)
+                if not stream.has_begun:
                     stream.has_begun = True
                     stream.on_start()
-                    stream.wake.set()
-        asyncio.get_running_loop().call_soon(_wake, running, 0)  # runs after first tokens are written
         for ended in step.ended:
             if route := self._routes.pop(ended.sequence, None):
                 stream, index = route
                 stream.inboxes[index].ended = ended
                 stream.live.discard(index)
                 stream.on_start()
-                stream.wake.set()
+                self._wakeups.add(stream)
+        self._wakeups.start()
 
     async def _lose(self) -> None:
         """Fail every request, flush and trace of a stream that has closed."""
@@ -293,7 +295,8 @@ class EngineChannel:
         self.load, self.tenants = control_pb2.EngineLoad(), engine_pb2.Tenants()
         for stream, _ in self._routes.values():
             stream.error = Unavailable("the engine was lost while the request ran")
-            stream.wake.set()
+            self._wakeups.add(stream)
+        self._wakeups.start()
         self._routes.clear()
         for flush in self._flushes:
             if not flush.done():
@@ -303,15 +306,6 @@ class EngineChannel:
             parts.put_nowait(None)
         if was_ready:
             await self._on_change()
-
-
-def _wake(streams: Sequence[EngineStream], start: int) -> None:
-    """Wake a few streams at a time: the event loop takes up one new call in each of its turns."""
-    end = start + WOKEN_AT_ONCE
-    for stream in streams[start:end]:
-        stream.wake.set()
-    if end < len(streams):
-        asyncio.get_running_loop().call_soon(_wake, streams, end)
 
 
 class Dispatcher:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda_server.router.errors import PagodaError
+
+WOKEN_AT_ONCE = 8  # streams, which then write their tokens in one turn of the event loop
+GIVES_WAY_S = 0.02  # for how long tokens give way to refusals, at most
+REFUSALS_FOLLOW_S = 0.001  # so soon after another one, a refusal belongs to the same burst
 
 
 class Wake:
@@ -43,13 +50,15 @@ class Wake:
 class SequenceInbox:
     """Output of one sequence that the handler has not taken yet.
 
-    score  the score of a beam search's hypothesis
+    score     the score of a beam search's hypothesis
+    readings  what was read from its prompt; all of it comes before the end, and before the first token
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[engine_pb2.Logprobs] = field(default_factory=list)  # one per token if requested
     ended: engine_pb2.Ended | None = None
     score: float | None = None
+    readings: list[engine_pb2.Reading] = field(default_factory=list)
 
 
 class EngineStream:
@@ -74,6 +83,7 @@ class EngineStream:
         self.error: PagodaError | None = None
         self.wake = Wake()
         self.has_begun = False  # a token has arrived
+        self.is_due = False  # its reader is to be woken
         self.live = set(range(count))  # sequences that have not ended
         self.on_start = on_start
         self._abort = abort
@@ -94,6 +104,61 @@ class EngineStream:
         """End the sequences that still run, and stop delivery."""
         self.abort()
         self._forget(self)
+
+
+class Wakeups:
+    """Wakes the readers of streams in turn: a few in each turn of the event loop.
+
+    A reader that was woken writes to its client, which takes about as long as the loop needs to refuse a call. If a
+    step woke all readers at once, whatever arrived meanwhile would wait until every token was written. Between two
+    turns the loop looks for what has arrived, so calls, cancels and scrapes come between the writes.
+
+    While calls are refused one after another, the readers wait, but first tokens do not: a burst is answered sooner,
+    and what the engine sends meanwhile shares a message with what waits.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first: deque[EngineStream] = deque()
+        self._others: deque[EngineStream] = deque()
+        self._next: asyncio.Handle | None = None  # the next turn, while any wait
+        self._refused_at = self._waiting_since = -math.inf
+
+    def add(self, stream: EngineStream) -> None:
+        """Wake a stream's reader when it is its turn: first tokens come first. A stream that waits keeps its place."""
+        if not stream.is_due:
+            stream.is_due = True
+            (self._others if stream.has_begun else self._first).append(stream)
+
+    def start(self) -> None:
+        """Wake the first few at once, unless others wait for their turn."""
+        if self._next is None:
+            self._waiting_since = self._clock()
+            self._wake_some()
+        elif self._first:
+            self._next.cancel()
+            self._wake_some()
+
+    def give_way(self) -> None:
+        """Note that a call is being refused."""
+        self._refused_at = self._clock()
+
+    def _wake_some(self) -> None:
+        self._next = None
+        now = self._clock()
+        is_burst = now < min(self._refused_at + REFUSALS_FOLLOW_S, self._waiting_since + GIVES_WAY_S)
+        for _ in range(WOKEN_AT_ONCE):
+            waiting = self._first if self._first or is_burst else self._others
+            if not waiting:
+                break
+            stream = waiting.popleft()
+            stream.is_due = False
+            stream.wake.set()
+        loop = asyncio.get_running_loop()
+        if self._first or (self._others and not is_burst):
+            self._next = loop.call_soon(self._wake_some)
+        elif self._others:
+            self._next = loop.call_later(REFUSALS_FOLLOW_S, self._wake_some)
 
 
 def time_in_engine(ended: engine_pb2.Ended) -> float:

@@ -15,7 +15,7 @@ from typing import Protocol
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import Aborted
 from pagoda_server.router.http.call import Answer
-from pagoda_server.router.http.openai_requests import Asked
+from pagoda_server.router.http.openai_requests import Asked, check_whole
 
 DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -97,14 +97,12 @@ class _Stream:
         """A completion's prompt, as the beginning of each of its texts."""
         if self._echo is None:
             return b""
-        events = []
+        text, events = quoted(self._echo.next(prompt)), []
         for index, before in enumerate(self._before):
             told = "null"
             if self._logprobs is not None:
                 told = self._logprobs[index].joined(self._logprobs[index].of(prompt.tokens))
-            events.append(
-                f'{before}{quoted(self._echo.text(prompt))}{self._before_logprobs}{told},"finish_reason":null{self._end}'
-            )
+            events.append(f'{before}{text}{self._before_logprobs}{told},"finish_reason":null{self._end}')
         return "".join(events).encode()
 
     def _first(self, index: int) -> str:
@@ -145,6 +143,8 @@ class _Whole:
         self._reasonings: list[list[str]] = [[] for _ in range(asked.n)]
         self._calls: list[dict[int, _ToolCall]] = [{} for _ in range(asked.n)]
         self._entries: list[list[tuple[str, ...]]] = [[] for _ in range(asked.n)]
+        self._num_logprobs = 0
+        self._per_token = 1 + (asked.logprobs or 0)
         self._reasons = ["null"] * asked.n
         self._usage = ""
         self._is_cut = False
@@ -173,13 +173,16 @@ class _Whole:
                 self._calls[tokens.index].setdefault(part.index, _ToolCall()).add(part)
         if self._shape.logprobs is not None:
             self._entries[tokens.index] += self._shape.logprobs[tokens.index].of(tokens.tokens)
+            self._num_logprobs += len(tokens.tokens) * self._per_token
+            check_whole(self._num_logprobs)  # without max_tokens only this tells
         return b""
 
     def _echo(self, prompt: inference_pb2.Prompt) -> None:
         if self._shape.echo is None:
             return
+        text = self._shape.echo.next(prompt)
         for index, texts in enumerate(self._texts):
-            texts.append(self._shape.echo.text(prompt))
+            texts.append(text)
             if self._shape.logprobs is not None:
                 self._entries[index] += self._shape.logprobs[index].of(prompt.tokens)
 
@@ -233,13 +236,19 @@ def _delta(tokens: inference_pb2.Tokens) -> str:
 
 
 class _Echo:
-    """The prompt's text, as a completion repeats it."""
+    """The prompt's text, as a completion repeats it. A prompt with log-probabilities may come in several parts."""
 
     def __init__(self, asked: Asked) -> None:
         self._given = asked.echoed
+        self._is_told = False
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def text(self, prompt: inference_pb2.Prompt) -> str:
-        return self._given or b"".join(each.bytes for each in prompt.tokens).decode(errors="replace")
+    def next(self, part: inference_pb2.Prompt) -> str:
+        """The text that a part adds; a prompt that was given as text comes whole with its first part."""
+        if not self._given:
+            return self._decoder.decode(b"".join(each.bytes for each in part.tokens))
+        text, self._is_told = "" if self._is_told else self._given, True
+        return text
 
 
 def _usage(usage: inference_pb2.Usage) -> str:

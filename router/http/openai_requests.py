@@ -102,7 +102,8 @@ def _generation(given: Fields, request: inference_pb2.GenerateRequest, limits: L
     asked.is_stream = given.flag("stream")
     _stream_options(given, asked)
     sampling, stopping, output = request.sampling, request.stopping, request.output
-    sampling.temperature = DEFAULT_TEMPERATURE
+    if not limits.recommended.HasField("temperature"):
+        sampling.temperature = DEFAULT_TEMPERATURE
     for each in PARAMETERS:
         value = given.integer(each.name) if each.is_integer else given.number(each.name)
         if value is not None:
@@ -114,6 +115,7 @@ def _generation(given: Fields, request: inference_pb2.GenerateRequest, limits: L
     for id, bias in _logit_bias(given, limits).items():
         sampling.logit_bias[id] = bias
     sampling.allowed_token_ids.extend(given.integers("allowed_token_ids", limits.vocab_size))
+    sampling.bad_words.extend(_texts(given, "bad_words", limits.max_bad_words))
     max_tokens = _max_tokens(given, asked)
     if max_tokens == 0 and asked.is_echo:  # how evaluations ask for a prompt's log-probabilities
         asked.drops_output, max_tokens = True, 1
@@ -135,9 +137,14 @@ def _generation(given: Fields, request: inference_pb2.GenerateRequest, limits: L
         output.token_bytes = True
         if asked.is_echo:
             output.prompt_logprobs = asked.logprobs
-        tokens = stopping.max_tokens if stopping.HasField("max_tokens") else limits.default_max_tokens
-        if not asked.is_stream and asked.n * tokens * (1 + asked.logprobs) > MAX_WHOLE_LOGPROBS:
-            raise InvalidArgument("stream", f"must be true for more than {MAX_WHOLE_LOGPROBS} log-probabilities")
+        if not asked.is_stream:
+            check_whole(asked.n * stopping.max_tokens * (1 + asked.logprobs))
+
+
+def check_whole(num_logprobs: int) -> None:
+    """Check that an answer that is not streamed is not too large. Raises InvalidArgument."""
+    if num_logprobs > MAX_WHOLE_LOGPROBS:
+        raise InvalidArgument("stream", f"must be true for more than {MAX_WHOLE_LOGPROBS} log-probabilities")
 
 
 def _guided(given: Fields, request: inference_pb2.GenerateRequest, asked: Asked) -> None:
@@ -249,16 +256,16 @@ def _logit_bias(given: Fields, limits: Limits) -> dict[int, float]:
 
 
 def _stop(given: Fields, limits: Limits) -> list[str]:
-    stops: str | list[str] | None = given.take("stop", (str, list), "a string or a list of strings")
-    if stops is None:
-        return []
-    if isinstance(stops, str):
-        return [stops]
-    check_count(len(stops), "stop", limits.max_stop)
-    for at, stop in enumerate(stops):
-        if not isinstance(stop, str):
-            raise InvalidArgument(f"stop[{at}]", "must be a string")
-    return stops
+    stop = given.take("stop", (str, list), "a string or a list of strings")
+    return [stop] if isinstance(stop, str) else _texts(given, "stop", limits.max_stop)
+
+
+def _texts(given: Fields, name: str, most: int) -> list[str]:
+    texts = given.entries(name, most)
+    for at, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InvalidArgument(f"{name}[{at}]", "must be a string")
+    return texts
 
 
 def _prompt(given: Fields, request: inference_pb2.GenerateRequest, limits: Limits) -> None:

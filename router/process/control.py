@@ -10,14 +10,15 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, inference_pb2, trace_pb2
+from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, trace_pb2
 from pagoda_server import installed_version
+from pagoda_server.router.answers.formats import AnswerFormat
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel
 from pagoda_server.router.errors import InvalidArgument, Unavailable
 from pagoda_server.router.process.load_feed import MAX_TRACES, LoadFeed, Places
 from pagoda_server.router.request.admission import Admission, LiveRequests
 from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.validation import sampling_from
+from pagoda_server.router.request.validation import recommended_sampling
 from pagoda_server.router.request.wire import MAX_FIELDS
 from pagoda_server.router.tenants.caller import Right, caller
 from pagoda_server.router.tenants.own_view import seen_info, seen_load, seen_trace
@@ -82,6 +83,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         engine_restarts: Callable[[], int],
         max_message_bytes: int,
         settings: dict[str, str],
+        format: AnswerFormat | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -92,6 +94,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._engine_restarts = engine_restarts
         self._max_message_bytes = max_message_bytes
         self._settings = settings
+        self._format = format
         self._started = time.monotonic()
         self._feed = LoadFeed(self.current_load)
         self._traces = Places("GetStepTrace", MAX_TRACES)
@@ -141,6 +144,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             capabilities.append(control_pb2.CAPABILITY_CHAT)
             if template.reads_tools:
                 capabilities.append(control_pb2.CAPABILITY_TOOLS)
+        capabilities += [control_pb2.CAPABILITY_EMBED, control_pb2.CAPABILITY_SCORE]
         model = control_pb2.ModelInfo(
             name=self._model,
             architecture=info.architecture,
@@ -149,7 +153,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             eos_token_ids=self._tokenizer.eos_token_ids,
             capabilities=capabilities,
             template_kwargs=template.kwargs if template is not None else (),
-            recommended_sampling=_recommended_sampling(self._tokenizer, limits),
+            hidden_size=limits.hidden_size,
+            recommended_sampling=recommended_sampling(self._tokenizer.recommended),
+            tool_format=self._format.tool_format if self._format else "",
+            reasoning_format=self._format.reasoning_format if self._format else "",
         )
         return control_pb2.ListModelsResponse(models=[model])
 
@@ -275,16 +282,3 @@ def _status(at: int, channel: EngineChannel, restarts: int) -> control_pb2.Engin
     else:
         state = control_pb2.ENGINE_STATE_LOADING
     return control_pb2.EngineStatus(engine=at, state=state, restarts=restarts, info=channel.info)
-
-
-def _recommended_sampling(tokenizer: Tokenizer, limits: Limits) -> inference_pb2.Sampling | None:
-    """The model's recommended sampling; None if it has none, or recommends values that no request may set."""
-    if not tokenizer.recommended:
-        return None
-    try:
-        recommended = inference_pb2.Sampling(**tokenizer.recommended)
-        sampling_from(recommended, limits)
-    except (TypeError, ValueError, OverflowError, InvalidArgument) as error:
-        log.warning("ignoring the sampling parameters in generation_config.json: %s", error)
-        return None
-    return recommended

@@ -15,27 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
-from starlette.routing import BaseRoute
 
 from pagoda.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     control_pb2,
     control_pb2_grpc,
+    inference_pb2,
 )
 from pagoda_server import installed_version
 from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.router.adapters.kserve import GrpcInferenceService
 from pagoda_server.router.adapters.translation import Adapter
 from pagoda_server.router.adapters.vllm import VllmEngine
+from pagoda_server.router.answers.formats import format_of
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
+from pagoda_server.router.engines.stream import Wakeups
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.http import health, metrics, openai, page, together
-from pagoda_server.router.http.live import LiveFeed
-from pagoda_server.router.http.server import HttpPort
 from pagoda_server.router.process.calls import CallGuard, Refusal
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
-from pagoda_server.router.process.http_port import http_port
 from pagoda_server.router.process.listen import auth_token, bind, max_message_bytes, server_options
 from pagoda_server.router.process.reflection import add_reflection
 from pagoda_server.router.process.shared_control import RouterGroup
@@ -46,8 +44,8 @@ from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.request.record import Observers
+from pagoda_server.router.request.validation import recommended_sampling
 from pagoda_server.router.telemetry.logs import RequestLog
-from pagoda_server.router.telemetry.metrics import Metrics, Sample, Tally, engine_samples
 from pagoda_server.router.tenants.identity import Identities, Tenants, TenantsFile
 from pagoda_server.router.tenants.quotas import Quotas
 from pagoda_server.router.text.tokenizer import Tokenizer
@@ -55,7 +53,12 @@ from pagoda_server.settings import RouterSettings, ServeConfig
 from pagoda_server.settings.engine import weights_of_tenants
 from pagoda_server.settings.router import SPAWN
 
+# What serves HTTP is imported where it is used: a router without an HTTP port starts sooner, and with less memory.
 if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
+    from pagoda_server.router.http.server import HttpPort
+    from pagoda_server.router.telemetry.metrics import Sample, Tally
     from pagoda_server.router.telemetry.traces import Traces
 
 log = logging.getLogger("pagoda.router")
@@ -110,6 +113,8 @@ class Router:
         self._name = config.served_model_name or folder.name
         self._folder = folder
         self._tokenizer = tokenizer
+        template = tokenizer.chat_template.source if tokenizer.chat_template else None
+        self._format = format_of(template, config.tool_format, config.reasoning_format)
         self._index = index
         self._sockets = sockets
         self._spawned = spawned
@@ -145,6 +150,8 @@ class Router:
         with contextlib.ExitStack() as stack:
             stack.callback(self._tokenizer.close)
             addresses = self._engine_addresses(stack)
+            wakeups = Wakeups()
+            self._observers.on_refusal.append(lambda method, error: wakeups.give_way())
             channels = [
                 EngineChannel(
                     address,
@@ -153,12 +160,15 @@ class Router:
                     check=partial(self._check_engine, address),
                     on_change=self._on_engine_change,
                     on_hang=self._keeper.kill if self._keeper else lambda: None,
+                    wakeups=wakeups,
                 )
                 for address in addresses
             ]
             self._dispatcher = Dispatcher(channels)
             self._state = ServingState(self._dispatcher, self._admission)
             if self._config.http:
+                from pagoda_server.router.telemetry.metrics import Tally
+
                 self._tally = Tally(len(channels), self._admission, self._index)
                 self._observers.append(self._tally)
                 self._observers.on_refusal.append(self._tally.refused)
@@ -204,7 +214,7 @@ class Router:
         self._control = control = self._make_control(max_bytes)
         admin = AdminServicer(dispatcher=self._dispatcher, live=self._live, state=self._state)
         refusals: dict[str, Refusal] = {
-            f"/{SERVICE}/{method}": self._inference.refusal for method in ("Generate", "Resume")
+            f"/{SERVICE}/{method}": self._inference.refusal for method in ("Generate", "Resume", "Embed", "Score")
         }
         guard = CallGuard(messages, self._identities, refusals, self._observers.refused)
         options = server_options(bool(self._sockets), max_bytes, config.max_connection_age_s)
@@ -238,6 +248,8 @@ class Router:
         self._port = bind(server, config)
         await server.start()
         if config.http:
+            from pagoda_server.router.process.http_port import http_port
+
             self._http = http_port(
                 config.http,
                 config,
@@ -253,13 +265,18 @@ class Router:
     def _make_inference(self, messages: Messages) -> InferenceServicer:
         """The Inference service, with limits that hold until an engine reports its own."""
         config = self._config
+        recommended = None
+        if config.sampling_defaults == "model":
+            recommended = recommended_sampling(self._tokenizer.recommended)
         limits = Limits(
             max_model_len=config.max_model_len or 1 << 31,
             vocab_size=self._tokenizer.vocab_size,
             kv_token_capacity=1 << 62,
             has_chat_template=self._tokenizer.chat_template is not None,
+            has_tool_format=bool(self._format and self._format.tool_format),
             max_text_bytes=config.max_text_bytes,
             default_max_tokens=config.default_max_tokens,
+            recommended=recommended or inference_pb2.Sampling(),
         )
         return InferenceServicer(
             model=self._name,
@@ -274,6 +291,7 @@ class Router:
             stall_timeout_s=config.stall_timeout_s,
             resume_s=config.resume_s,
             times=self._tally.times if self._tally else (),
+            format=self._format,
         )
 
     def _make_control(self, max_bytes: int) -> ControlServicer:
@@ -288,6 +306,7 @@ class Router:
             engine_restarts=self._engine_restarts,
             max_message_bytes=max_bytes,
             settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
+            format=self._format,
         )
 
     def _adapters(
@@ -313,6 +332,10 @@ class Router:
         ]
 
     def _http_routes(self, max_bytes: int) -> list[BaseRoute]:
+        from pagoda_server.router.http import health, metrics, openai, page, together
+        from pagoda_server.router.http.live import LiveFeed
+        from pagoda_server.router.telemetry.metrics import Metrics
+
         assert self._tally is not None, "there is one with --http"
         load = self._group.control.current_load if self._group else self._control.current_load
         shown = Metrics(self._name, self._tally, self._known_of_engines, self._other_tallies)
@@ -327,6 +350,8 @@ class Router:
         ]
 
     def _known_of_engines(self) -> Iterator[Sample]:
+        from pagoda_server.router.telemetry.metrics import engine_samples
+
         return engine_samples(
             self._dispatcher,
             self._control.load(),
@@ -389,6 +414,8 @@ class Router:
             max_model_len=min(info.max_model_len for info in engines),
             vocab_size=min(info.vocab_size for info in engines),
             kv_token_capacity=min(info.kv_cache.token_capacity for info in engines),
+            hidden_size=min(info.hidden_size for info in engines),
+            takes_typical_p=all(not info.device.startswith("cuda") for info in engines),
         )
         self._inference.share(_weights_of_tenants(engines))
         if self._config.max_queued_tokens is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
@@ -29,9 +29,11 @@ from pagoda_server.router.process.listen import server_options
 from pagoda_server.router.process.load_feed import LoadFeed
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
-from pagoda_server.router.telemetry.metrics import Tally
 from pagoda_server.router.tenants.identity import TENANT_KEY, Identities
 from pagoda_server.router.tenants.own_view import seen_load
+
+if TYPE_CHECKING:
+    from pagoda_server.router.telemetry.metrics import Tally
 
 ASK_TIMEOUT_S = 2.0
 _NEW_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Protocol
 
-from pagoda_server.router.engines.stream import EngineStream
 from pagoda_server.router.errors import AlreadyExists, NotFound, PagodaError, ResourceExhausted, Unavailable
-from pagoda_server.router.request.beam_search import BeamSearchStream
-from pagoda_server.router.request.resuming import ResumedStream
 from pagoda_server.router.request.shares import Shares
 
 _SMOOTHING = 0.1
 _RETRY_AFTER_S = (0.1, 30.0)
 _UNKNOWN_RETRY_S = 1.0
+_LIKELY = 0.9  # quantile of output lengths: so many fit into what is reserved for them at first
+_FIRST_GUESS = 256  # tokens; it counts like so many outputs:
+_GUESS_WEIGHT = 16
+_LENGTHS_KEPT = 256
 _RETRY_GOOD_S = 0.1  # an estimate walks over all running requests, so refusals share it for this long
 
 
@@ -28,6 +31,24 @@ class Progress(Protocol):
 
     @property
     def first_written(self) -> float | None: ...
+
+
+class OutputLengths:
+    """How long an output likely becomes whose length is not limited: a quantile of the last ones that ended."""
+
+    def __init__(self) -> None:
+        self._lengths = deque([_FIRST_GUESS] * _GUESS_WEIGHT, _LENGTHS_KEPT)
+        self._ordered = list(self._lengths)
+
+    @property
+    def likely(self) -> int:
+        return self._ordered[int(_LIKELY * len(self._ordered))]
+
+    def add(self, length: int) -> None:
+        if len(self._lengths) == _LENGTHS_KEPT:
+            del self._ordered[bisect_left(self._ordered, self._lengths[0])]
+        self._lengths.append(length)
+        insort(self._ordered, length)
 
 
 class Reservation:
@@ -51,12 +72,17 @@ class Reservation:
         """Reserve more tokens. Raises ResourceExhausted."""
         self._admission.grow(self, tokens)
 
+    def extend(self, tokens: int) -> None:
+        """Reserve more tokens for a request that runs, even beyond the limit: new requests wait until it falls."""
+        self._admission.extend(self, tokens)
+        self.max_output += tokens
+
     def starts(self) -> None:
         """Note that it no longer waits: it cannot be evicted from now on. May be called more than once."""
         self._admission.starts(self)
 
     def follow(self, progress: Progress, max_output: int) -> None:
-        """Say how far the request's output is, from now on, and how many tokens it has at most."""
+        """Say how far the request's output is, from now on, and how many tokens are reserved for it."""
         self.progress, self.max_output = progress, max_output
 
     def evict(self, why: ResourceExhausted) -> None:
@@ -82,7 +108,7 @@ class Admission:
     """Admits requests within two limits, and tells those that it refuses when to come back.
 
     max_requests  requests at once, queued and running
-    max_tokens    prompt + max_tokens of all admitted requests
+    max_tokens    tokens that all admitted requests reserve: prompt + max_tokens, or what that likely becomes
 
     Requests are admitted in the order of their arrival, unless tenants share the limits (see `share` and shares.py):
     a request then also needs to be within its tenant's share, or evicts requests that wait. An evicted request leaves
@@ -96,6 +122,7 @@ class Admission:
 
     def __init__(self, max_requests: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_draining = False
+        self.output_lengths = OutputLengths()
         self._places: Shares[Reservation] = Shares(max_requests)
         self._tokens: Shares[Reservation] = Shares(max_tokens)
         self._running: set[Reservation] = set()
@@ -153,6 +180,10 @@ class Admission:
             self._tokens.add(reservation.tenant, reservation, tokens)
         else:
             self._take(self._tokens, reservation, tokens, already=reservation.tokens)
+        reservation.tokens += tokens
+
+    def extend(self, reservation: Reservation, tokens: int) -> None:
+        self._tokens.extend(reservation.tenant, tokens)
         reservation.tokens += tokens
 
     def starts(self, reservation: Reservation) -> None:
@@ -224,12 +255,17 @@ class Admission:
         return left * (now - progress.first_written) / (done - 1)
 
 
+class Abortable(Protocol):
+    def abort(self) -> None:
+        """Ask the engine to end all sequences of a request."""
+
+
 class LiveRequest:
     """An admitted request that has not ended."""
 
     def __init__(self) -> None:
         # None while the prompt is being tokenized
-        self.stream: EngineStream | BeamSearchStream | ResumedStream | None = None
+        self.stream: Abortable | None = None
         self.is_aborted = False
 
 

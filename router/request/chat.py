@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 from google.protobuf.struct_pb2 import ListValue, Struct, Value
 
 from pagoda.v1 import chat_pb2
-from pagoda_server.router.errors import InvalidArgument, Unimplemented
+from pagoda_server.router.answers.lark import Calls, Tool
+from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.request.fields import Limits, check_count
 from pagoda_server.router.text.chat_template import Chat, ChatRole, Json, Message, ToolCall
 
@@ -25,8 +26,21 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 def chat_from(chat: chat_pb2.Chat, limits: Limits) -> Chat:
-    """Convert a chat. Raises InvalidArgument, or Unimplemented for a tool choice that is not supported."""
+    """Convert a chat. Raises InvalidArgument."""
     return _ChatReader(limits).read(chat)
+
+
+def tools_of(chat: Chat) -> tuple[Tool, ...]:
+    """The tools that the model is shown."""
+    functions: list[Any] = [tool["function"] for tool in chat.tools]
+    return tuple(Tool(function["name"], function["parameters"]) for function in functions)
+
+
+def calls_due(choice: chat_pb2.ToolChoice, tools: tuple[Tool, ...]) -> Calls | None:
+    """What the answer has to call of the tools of a chat that was checked; None: the model decides."""
+    if choice.HasField("tool"):
+        return Calls(tuple(tool for tool in tools if tool.name == choice.tool)[:1], may_repeat=False)
+    return Calls(tools, may_repeat=True) if choice.mode == chat_pb2.TOOL_CHOICE_MODE_REQUIRED else None
 
 
 class _ChatReader:
@@ -44,7 +58,7 @@ class _ChatReader:
             raise InvalidArgument("chat.messages", "is empty")
         check_count(len(chat.messages), "chat.messages", limits.max_messages)
         check_count(len(chat.tools), "chat.tools", limits.max_tools)
-        shows_tools = _shows_tools(chat.tool_choice)
+        _check_choice(chat)
         messages = tuple(self._message(each, f"chat.messages[{at}]") for at, each in enumerate(chat.messages))
         tools = [self._tool(each, f"chat.tools[{at}]") for at, each in enumerate(chat.tools)]
         kwargs = self._template_kwargs(chat.template_kwargs)
@@ -52,6 +66,7 @@ class _ChatReader:
             raise InvalidArgument("chat.continue_last", "needs the last message to be the assistant's")
         if chat.continue_last and messages[-1].tool_calls:
             raise InvalidArgument("chat.continue_last", "needs a last message without tool_calls")
+        shows_tools = chat.tool_choice.mode != chat_pb2.TOOL_CHOICE_MODE_NONE
         return Chat(messages, chat.continue_last, tuple(tools) if shows_tools else (), kwargs)
 
     def _message(self, message: chat_pb2.ChatMessage, field: str) -> Message:
@@ -168,15 +183,15 @@ class _ChatReader:
         return [self._value(value, field, depth - 1) for value in values.values]
 
 
-def _shows_tools(choice: chat_pb2.ToolChoice) -> bool:
-    """Whether to show the tools. Raises Unimplemented for a required call, InvalidArgument for an unknown mode."""
+def _check_choice(chat: chat_pb2.Chat) -> None:
+    choice = chat.tool_choice
     if choice.HasField("tool"):
-        raise Unimplemented("chat.tool_choice.tool")
-    if choice.mode == chat_pb2.TOOL_CHOICE_MODE_REQUIRED:
-        raise Unimplemented("chat.tool_choice.mode")
-    if choice.mode not in chat_pb2.ToolChoiceMode.values():
+        if not any(tool.name == choice.tool for tool in chat.tools):
+            raise InvalidArgument("chat.tool_choice.tool", "is the name of none of chat.tools")
+    elif choice.mode not in chat_pb2.ToolChoiceMode.values():
         raise InvalidArgument("chat.tool_choice.mode", f"is {choice.mode}, which is not a known value")
-    return choice.mode != chat_pb2.TOOL_CHOICE_MODE_NONE
+    elif choice.mode == chat_pb2.TOOL_CHOICE_MODE_REQUIRED and not chat.tools:
+        raise InvalidArgument("chat.tool_choice.mode", "requires a call, and chat.tools is empty")
 
 
 def _number(value: float, field: str) -> int | float:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pagoda.v1 import inference_pb2
+from pagoda_server.router.errors import DeadlineExceeded
 
 
 class ClientCall(Protocol):
@@ -22,3 +23,11 @@ class ClientCall(Protocol):
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]] | None:
         """What came with the call, by lower-case names: gRPC's metadata, or HTTP's headers."""
+
+
+def time_left(call: ClientCall) -> float | None:
+    """Seconds until the client's deadline; None: there is none. Raises DeadlineExceeded."""
+    remaining_s = call.time_remaining()
+    if remaining_s is not None and remaining_s <= 0:
+        raise DeadlineExceeded("the deadline passed before the request was scheduled")
+    return remaining_s

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_float
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.settings import RouterSettings
 from pagoda_server.settings.request import (
+    MAX_BAD_WORD_BYTES,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -30,6 +33,7 @@ class Limits:
     vocab_size         rows of the model's embedding: ids are below it
     kv_token_capacity  tokens that the engine's whole KV cache holds
     has_chat_template  whether the model takes a message or a chat
+    has_tool_format    whether it is known how the model writes tool calls
     max_text_bytes     UTF-8 bytes of a text, or of a chat's texts together; ChatTemplate limits the rendered text
     max_messages       messages of a chat
     max_parts          parts of a message's content
@@ -38,14 +42,20 @@ class Limits:
     max_json_depth     nesting of objects and lists in that JSON
     max_kwargs_values  values in a chat's template_kwargs, nested ones included
     max_kwargs_depth   nesting of objects and lists in template_kwargs
+    hidden_size        length of a hidden state
     max_n              sequences from one input
+    max_readouts       inputs to embed, or continuations to score, in one call
     max_request_id     characters of a request's id
+    takes_typical_p    whether every engine can sample by typical_p
+    recommended        sampling parameters of a request that leaves them out; those that it lacks have the protocol's
+                       defaults
     """
 
     max_model_len: int
     vocab_size: int
     kv_token_capacity: int
     has_chat_template: bool = True
+    has_tool_format: bool = True
     max_text_bytes: int = RouterSettings.max_text_bytes
     max_messages: int = 4096
     max_parts: int = 256
@@ -54,17 +64,23 @@ class Limits:
     max_json_depth: int = 32
     max_kwargs_values: int = 1024
     max_kwargs_depth: int = 16
+    hidden_size: int = 0
     max_n: int = MAX_N
+    max_readouts: int = 256
     max_beams: int = 16
     max_logprobs: int = MAX_LOGPROBS
     max_stop: int = 16
     max_stop_bytes: int = 256
     max_stop_ids: int = MAX_STOP_IDS
     max_logit_bias: int = MAX_LOGIT_BIAS
+    max_bad_words: int = MAX_BAD_WORDS
+    max_bad_word_bytes: int = MAX_BAD_WORD_BYTES
     max_request_id: int = MAX_REQUEST_ID
     max_salt_bytes: int = MAX_SALT_BYTES
     max_priority: int = MAX_PRIORITY
-    default_max_tokens: int = RouterSettings.default_max_tokens
+    default_max_tokens: int | None = RouterSettings.default_max_tokens
+    takes_typical_p: bool = True
+    recommended: inference_pb2.Sampling = field(default_factory=inference_pb2.Sampling)
 
 
 def too_many(field: str, most: int) -> InvalidArgument:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -13,19 +13,50 @@ from pagoda.v1 import inference_pb2
 from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, time_in_engine
 from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument
 from pagoda_server.router.request.beam_search import BeamSearchStream
-from pagoda_server.router.request.output import ClientWriter, SequenceOutput, write_records
+from pagoda_server.router.request.output import (
+    ClientWriter,
+    SequenceOutput,
+    write_bytes,
+    write_logprobs,
+    write_records,
+)
+from pagoda_server.router.request.parsing import Parsing
 from pagoda_server.router.request.resuming import KeepingOutput, KeptStream, ResumedStream
 from pagoda_server.router.request.token_times import TokenTimes
 from pagoda_server.router.request.validation import GenerateParams
 from pagoda_server.router.text.tokenizer import Tokenizer
 
+_PROMPT_AT_ONCE = 256  # tokens: with all logprobs a message of about 100 KB, which stock clients accept
 Stream: TypeAlias = EngineStream | BeamSearchStream | ResumedStream
+
+
+class OutputRoom:
+    """What is reserved for an output whose length the client left open. It grows by half whenever the output does.
+
+    num_tokens  reserved for all sequences together
+    most        tokens that they can have
+    """
+
+    def __init__(self, num_tokens: int, most: int, *grow: Callable[[int], None]) -> None:
+        self.num_tokens = num_tokens
+        self._most = most
+        self._grow = grow
+
+    def hold(self, num_tokens: int) -> None:
+        """Make sure that so many fit."""
+        while self.num_tokens < num_tokens:
+            more = max(1, min(self.num_tokens // 2, self._most - self.num_tokens))
+            self.num_tokens += more
+            for grow in self._grow:
+                grow(more)
 
 
 class GenerateCall:
     """Takes the engine's output and writes what the client asked for.
 
-    times  counts when tokens are written; None: nothing does
+    times    counts when tokens are written; None: nothing does
+    parsing  how answers are parsed; None: all of them is text
+    room     grows with the output; None: all of it is reserved
     """
 
     def __init__(
@@ -37,23 +68,27 @@ class GenerateCall:
         received: float,
         kept: KeptStream | None = None,
         times: TokenTimes | None = None,
+        parsing: Parsing | None = None,
+        room: OutputRoom | None = None,
     ) -> None:
         self._times = times
+        self._room = room
         self._prompt_len = prompt_len
         self._writer = writer
         self._received = received
         self.first_written = None if kept is None else kept.first_written
         self._token_bytes = tokenizer.token_bytes if params.has_token_bytes else None
-        skips_special_tokens = not params.keeps_special_tokens
+        skips, kept_texts = not params.keeps_special_tokens, parsing.format.markers if parsing else ()
         output = SequenceOutput if kept is None else partial(KeepingOutput, kept)
         self._outputs = [
             output(
                 index,
-                tokenizer.detokenizer(skips_special_tokens) if params.has_text else None,
+                tokenizer.detokenizer(skips, kept_texts) if params.has_text else None,
                 params.stop,
                 params.min_tokens,
                 params.includes_stop,
                 self._token_bytes,
+                parsing.parser(index) if parsing else None,
             )
             for index in range(params.n)
         ]
@@ -66,6 +101,11 @@ class GenerateCall:
         return sum(output.num_tokens for output in self._outputs)
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [output.num_tokens for output in self._outputs]
+
+    @property
     def num_computed(self) -> int:
         """Tokens computed for the output so far, those of beams that are not returned included."""
         return self._num_beams * max(output.num_tokens for output in self._outputs) or self.num_tokens
@@ -75,10 +115,19 @@ class GenerateCall:
         """Why each sequence that has ended did."""
         return [output.finished().reason for output in self._outputs if output.ended is not None]
 
-    async def _write_prompt(self, ids: Sequence[int]) -> None:
-        response = inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt={})
-        write_records(response.prompt.tokens, ids, token_bytes=self._token_bytes)
-        await self._writer.write(response)
+    async def _write_prompt(self, ids: Sequence[int], readings: Iterable[engine_pb2.Reading] = ()) -> None:
+        """Write the prompt; with log-probabilities, in parts that other streams' messages may come between."""
+        found = {each.at: each for reading in readings for each in reading.logprobs}
+        at_once = _PROMPT_AT_ONCE if found else len(ids)
+        for start in range(0, len(ids), at_once):
+            response = inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt={})
+            write_records(response.prompt.tokens, ids[start : start + at_once])
+            for at, token in enumerate(response.prompt.tokens, start):
+                if (logprobs := found.get(at)) is not None:
+                    write_logprobs(token, logprobs)
+            if self._token_bytes is not None:
+                write_bytes(response.prompt.tokens, self._token_bytes)
+            await self._writer.write(response)
 
     async def replay(self, kept: KeptStream, counts: Sequence[int], prompt: Sequence[int]) -> None:
         """Write what the client of a kept stream lacks, and every end.
@@ -92,7 +141,7 @@ class GenerateCall:
             assert isinstance(output, KeepingOutput), "this call knows that its stream is kept"
             for inbox, is_lacking in sequence.inboxes(count):
                 if output.replay(inbox, self._response.tokens) and is_lacking:
-                    await self._writer.write(self._response)
+                    await self._write_tokens(output)
                 else:
                     await asyncio.sleep(0)  # other streams write between two parts
             if output.ended is not None:
@@ -107,7 +156,8 @@ class GenerateCall:
         while self._unfinished:
             await stream.wait()
             if prompt:
-                await self._write_prompt(prompt)
+                readings = [each for inbox in stream.inboxes for each in inbox.readings]
+                await self._write_prompt(prompt, readings)
                 prompt = ()
             for output, inbox in zip(self._outputs, stream.inboxes, strict=True):
                 if inbox.tokens or inbox.ended is not None:
@@ -125,13 +175,21 @@ class GenerateCall:
                 output.written_at = now
             if self.first_written is None:
                 self.first_written = now
-            await self._writer.write(self._response)
+            await self._write_tokens(output)
+        if self._room is not None:
+            self._room.hold(self.num_tokens)
         if output.ended is not None:
             raise_if_failed(output.ended)
             self._unfinished -= 1
             await self._write_finished(output, is_last=not self._unfinished)
         elif output.stop is not None:
             stream.abort(output.index)  # only the router knows stop strings; tokens arrive until the engine reads this
+
+    async def _write_tokens(self, output: SequenceOutput) -> None:
+        """Write what an output has taken. Its first message is filled in."""
+        await self._writer.write(self._response)
+        while output.take_more(self._response.tokens):
+            await self._writer.write(self._response)
 
     async def _write_finished(self, output: SequenceOutput, *, is_last: bool) -> None:
         response = inference_pb2.GenerateResponse(request_id=self._response.request_id, finished=output.finished())
@@ -141,7 +199,7 @@ class GenerateCall:
         await self._writer.write(response)
 
     def usage(self) -> inference_pb2.Usage:
-        """The tokens so far. `cached_tokens` is 0 until a sequence has ended."""
+        """The tokens so far. Cached and drafted tokens count those of sequences that have ended."""
         return inference_pb2.Usage(
             prompt_tokens=self._prompt_len,
             completion_tokens=self.num_tokens,
@@ -151,34 +209,45 @@ class GenerateCall:
                 self._prompt_len,
             ),
             forced_tokens=sum(output.ended.forced_tokens for output in self._outputs if output.ended),
+            reasoning_tokens=sum(output.num_reasoning for output in self._outputs),
+            drafted_tokens=sum(output.ended.drafted_tokens for output in self._outputs if output.ended),
+            accepted_tokens=sum(output.ended.accepted_tokens for output in self._outputs if output.ended),
         )
 
     def timing(self) -> inference_pb2.Timing:
         """The times so far. Those in the engine are 0 until a sequence has ended."""
-        ends = [output.ended for output in self._outputs if output.ended]
-        slowest = max(ends, key=time_in_engine, default=engine_pb2.Ended())
         now = time.monotonic()
-        return inference_pb2.Timing(
-            queue_s=slowest.queue_s,
-            prefill_s=slowest.prefill_s,
-            decode_s=slowest.decode_s,
-            preempted_s=slowest.preempted_s,
-            preemptions=slowest.preemptions,
-            preempted_tokens=slowest.preempted_tokens,
-            recomputed_tokens=slowest.recomputed_tokens,
-            saved_tokens=slowest.saved_tokens,
-            loaded_tokens=slowest.loaded_tokens,
-            time_to_first_token_s=(self.first_written or now) - self._received,
-            total_s=now - self._received,
-        )
+        first_s, total_s = (self.first_written or now) - self._received, now - self._received
+        return timing_of([output.ended for output in self._outputs if output.ended], first_s, total_s)
 
 
-def raise_if_failed(ended: engine_pb2.Ended) -> None:
-    """Raise the error that ends the whole call, if the engine ended a sequence irregularly."""
+def timing_of(ends: Iterable[engine_pb2.Ended], first_s: float, total_s: float) -> inference_pb2.Timing:
+    """The times and counts of the slowest sequence."""
+    slowest = max(ends, key=time_in_engine, default=engine_pb2.Ended())
+    return inference_pb2.Timing(
+        queue_s=slowest.queue_s,
+        prefill_s=slowest.prefill_s,
+        decode_s=slowest.decode_s,
+        preempted_s=slowest.preempted_s,
+        preemptions=slowest.preemptions,
+        preempted_tokens=slowest.preempted_tokens,
+        recomputed_tokens=slowest.recomputed_tokens,
+        saved_tokens=slowest.saved_tokens,
+        loaded_tokens=slowest.loaded_tokens,
+        time_to_first_token_s=first_s,
+        total_s=total_s,
+    )
+
+
+def raise_if_failed(ended: engine_pb2.Ended, field: str = "input") -> None:
+    """Raise the error that ends the whole call, if the engine ended a sequence irregularly.
+
+    field  of the request, that the sequence is made from; the engine may name another
+    """
     match ended.reason:
         case engine_pb2.END_REASON_DEADLINE:
             raise DeadlineExceeded("the deadline passed or can no longer be met")
         case engine_pb2.END_REASON_REJECTED:
-            raise InvalidArgument(ended.field or "input", ended.detail)
+            raise InvalidArgument(ended.field or field, ended.detail)
         case engine_pb2.END_REASON_FAILED:
             raise Internal(f"sequence failed in the engine: {ended.detail}")

@@ -119,8 +119,3 @@ class _Bytes:
 
     def __call__(self, text: bytes | str) -> list[int]:
         return [self._ids[byte] for byte in (text if isinstance(text, bytes) else text.encode())]
-
-
-def grammar_of(guided: inference_pb2.Guided | None) -> inference_pb2.Guided | None:
-    """Return what restricts the output of a request, for the engine."""
-    return guided

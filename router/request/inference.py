@@ -13,20 +13,18 @@ import grpc
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
+from pagoda_server.router.answers.formats import AnswerFormat
 from pagoda_server.router.engines.channel import Dispatcher
-from pagoda_server.router.errors import (
-    DeadlineExceeded,
-    PagodaError,
-    Unavailable,
-    Unimplemented,
-)
+from pagoda_server.router.errors import PagodaError, Unavailable, Unimplemented
 from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests, Reservation
 from pagoda_server.router.request.beam_search import BeamSearchStream
-from pagoda_server.router.request.client_call import ClientCall
+from pagoda_server.router.request.client_call import ClientCall, time_left
 from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.generate_call import GenerateCall, Stream
+from pagoda_server.router.request.generate_call import GenerateCall, OutputRoom, Stream
 from pagoda_server.router.request.guided import GrammarChecker
 from pagoda_server.router.request.output import ClientWriter
+from pagoda_server.router.request.parsing import guided_by, parsing_of
+from pagoda_server.router.request.readouts import Readouts
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages, Parse, Received, from_protobuf
 from pagoda_server.router.request.record import Observers, Record
 from pagoda_server.router.request.resuming import (
@@ -94,9 +92,11 @@ class InferenceServicer:
         stall_timeout_s: float,
         resume_s: float,
         times: Sequence[TokenTimes] = (),
+        format: AnswerFormat | None = None,
     ) -> None:
         """
-        times  of each engine; empty: nothing counts them
+        times   of each engine; empty: nothing counts them
+        format  how the model writes its answers; None: that is not known
         """
         self.limits = limits  # replaced when an engine reports its own
         self._model = model
@@ -110,9 +110,21 @@ class InferenceServicer:
         self._live = live
         self._observers = observers
         self._times = times
+        self._format = format
         self._stall_timeout_s = stall_timeout_s
         self.resume_elsewhere: ResumeElsewhere | None = None  # set if several routers share the port
         self._kept = KeptStreams(resume_s)
+        self._readouts = Readouts(
+            model=model,
+            tokenizer=tokenizer,
+            limits=lambda: self.limits,
+            admission=admission,
+            quotas=quotas,
+            messages=messages,
+            dispatcher=dispatcher,
+            live=live,
+            observers=observers,
+        )
 
     def handlers(self) -> Mapping[str, grpc.RpcMethodHandler[Any, Any]]:
         """The methods' handlers by name. They take streams of bytes, whatever the protocol says: see receiving.py."""
@@ -127,6 +139,8 @@ class InferenceServicer:
             "Detokenize": grpc.stream_unary_rpc_method_handler(
                 self._detokenize, None, inference_pb2.DetokenizeResponse.SerializeToString
             ),
+            "Embed": grpc.stream_unary_rpc_method_handler(self._readouts.embed),
+            "Score": grpc.stream_unary_rpc_method_handler(self._readouts.score),
         }
 
     def share(self, weights: Mapping[str, float] | None) -> None:
@@ -135,7 +149,7 @@ class InferenceServicer:
         self._conversions.share(weights)
 
     def refusal(self, tenant: str) -> PagodaError | None:
-        """Why a tenant's call of Generate or Resume would be refused now, whatever it asks for."""
+        """Why a tenant's call that needs an engine would be refused now, whatever it asks for."""
         return self._dispatcher.refusal() or self._admission.refusal(tenant) or self._quotas.refusal(tenant)
 
     def refused(self, call: ClientCall, why: PagodaError, route: str) -> None:
@@ -179,17 +193,27 @@ class InferenceServicer:
                 async with self._keeping(asker.tenant, params, received) as kept:
                     prompt = await self._tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
                     record.prompt_len = len(prompt)
+                    bad_words = await self._tokenizer.encode_bad_words(params.bad_words) if params.bad_words else ()
                     max_tokens = check_prompt(params, len(prompt), self.limits)
-                    reservation.grow(params.num_sequences * (len(prompt) + max_tokens) - reservation.tokens)
-                    spending.reserve(len(prompt) + params.num_sequences * max_tokens)
-                    timeout_s = _time_left(call)
-                    submit = to_submit(params, prompt, max_tokens, self._tokenizer.eos_token_ids, timeout_s, asker)
+                    output = params.num_sequences * self._likely_length(params, max_tokens)
+                    reservation.grow(params.num_sequences * len(prompt) + output - reservation.tokens)
+                    spending.reserve(len(prompt) + output)
+                    timeout_s = time_left(call)
+                    guided = guided_by(params, self._format, self._tokenizer, prompt)
+                    eos_token_ids = self._tokenizer.eos_token_ids
+                    submit = to_submit(params, prompt, max_tokens, eos_token_ids, timeout_s, asker, guided, bad_words)
                     if kept is not None:
                         kept.submitted(submit)
                     admitted = _Admitted(call, reservation, spending, message, live, record)
-                    await self._stream(submit, params, admitted, received, kept)
+                    await self._stream(submit, params, admitted, output, received, kept)
             finally:
                 self._live.remove(asker.tenant, params.request_id)
+
+    def _likely_length(self, params: GenerateParams, max_tokens: int) -> int:
+        """Tokens to reserve for each sequence of a request, at first."""
+        if not params.has_open_length:
+            return max_tokens
+        return min(max(self._admission.output_lengths.likely, params.min_tokens), max_tokens)
 
     def _keeping(
         self, tenant: str, params: GenerateParams, received: float
@@ -224,7 +248,7 @@ class InferenceServicer:
             if kept is None:
                 await self._messages.check_end(call)
                 async with ClientWriter(call, self._stall_timeout_s) as writer:
-                    if elsewhere and await elsewhere(request, tenant, _time_left(call), writer.write):
+                    if elsewhere and await elsewhere(request, tenant, time_left(call), writer.write):
                         return
                 raise not_kept()
             counts = kept.check(request.received)
@@ -234,12 +258,13 @@ class InferenceServicer:
                 submit = kept.submit
                 assert submit is not None, "a stream without it is not kept once its call has ended"
                 record.prompt_len, record.is_chat = len(submit.prompt), kept.params.is_chat
-                reservation.grow(kept.num_unfinished * (len(submit.prompt) + submit.max_tokens))
-                spending.reserve(kept.num_unfinished * submit.max_tokens)
+                output = kept.num_unfinished * self._likely_length(kept.params, submit.max_tokens)
+                reservation.grow(kept.num_unfinished * len(submit.prompt) + output)
+                spending.reserve(output)
                 live = self._live.add(tenant, request.request_id)
                 try:
                     admitted = _Admitted(call, reservation, spending, message, live, record)
-                    await self._stream(submit, kept.params, admitted, kept.received, kept, counts)
+                    await self._stream(submit, kept.params, admitted, output, kept.received, kept, counts)
                 finally:
                     self._live.remove(tenant, request.request_id)
 
@@ -248,12 +273,14 @@ class InferenceServicer:
         submit: engine_pb2.Submit,
         params: GenerateParams,
         admitted: _Admitted,
+        reserved: int,
         received: float,
         kept: KeptStream | None,
         counts: Sequence[int] = (),
     ) -> None:
         """Stream a request to its end.
 
+        reserved  tokens for its output, beside what is kept of it
         kept    what is kept of the stream, if it is resumable
         counts  of a stream that is resumed: the tokens that the client has of each sequence
         """
@@ -269,27 +296,38 @@ class InferenceServicer:
             # Before all else, so that the engine can start.
             stream: Stream
             if kept is not None:
-                stream = resumed(engine, kept, _time_left(admitted.call), starts)
+                stream = resumed(engine, kept, time_left(admitted.call), starts)
             else:
                 submitted = partial(BeamSearchStream, engine) if params.is_search else engine.submit
                 stream = submitted(submit, starts)
             admitted.live.stream = stream
             num_before = kept.num_tokens if kept is not None else 0
             answer: GenerateCall | None = None
+            room: OutputRoom | None = None
+            if params.has_open_length:
+                reservation = admitted.reservation
+                grow = (reservation.extend, admitted.spending.extend)
+                room = OutputRoom(num_before + reserved, params.n * submit.max_tokens, *grow)
             try:
                 if admitted.live.is_aborted:  # during tokenization
                     stream.abort()
                 await self._messages.check_end(admitted.call)  # while the engine computes
                 admitted.message.release()
                 async with ClientWriter(admitted.call, self._stall_timeout_s) as writer:
-                    answer = GenerateCall(params, len(submit.prompt), self._tokenizer, writer, received, kept, times)
+                    parsing = parsing_of(params, self._format, self._tokenizer, submit.prompt)
+                    answer = GenerateCall(
+                        params, len(submit.prompt), self._tokenizer, writer, received, kept, times, parsing, room
+                    )
                     admitted.record.answer = answer
-                    admitted.reservation.follow(answer, params.n * submit.max_tokens)
+                    admitted.reservation.follow(answer, room.num_tokens if room else params.n * submit.max_tokens)
                     prompt = submit.prompt if params.has_prompt else ()
                     if kept is not None and kept.has_begun:
                         await answer.replay(kept, counts, prompt)
                         prompt = ()
                     await answer.run(stream, prompt)
+                    if params.has_open_length:
+                        for length in answer.lengths:
+                            self._admission.output_lengths.add(length)
             finally:
                 stream.close()
                 if answer is not None:
@@ -335,14 +373,6 @@ class InferenceServicer:
                 ids, skip_special_tokens=not keeps_special_tokens, is_large=message.is_large
             )
             return inference_pb2.DetokenizeResponse(text=text)
-
-
-def _time_left(call: ClientCall) -> float | None:
-    """Seconds until the client's deadline; None: there is none. Raises DeadlineExceeded."""
-    remaining_s: float | None = call.time_remaining()
-    if remaining_s is not None and remaining_s <= 0:
-        raise DeadlineExceeded("the deadline passed before the request was scheduled")
-    return remaining_s
 
 
 def _serialized(ids: Sequence[int]) -> bytes:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
 
@@ -13,6 +15,8 @@ from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
+from pagoda_server.router.answers.events import CallPart, Event, Reasoning, Text, joined
+from pagoda_server.router.answers.parser import AnswerParser
 from pagoda_server.router.engines.stream import SequenceInbox
 from pagoda_server.router.errors import ResourceExhausted
 from pagoda_server.router.request.client_call import ClientCall
@@ -28,14 +32,30 @@ _FINISH_REASONS = {
 }
 
 
+@dataclass(slots=True)
+class _Part:
+    """One message's tokens and delta."""
+
+    ids: list[int]
+    logprobs: list[engine_pb2.Logprobs]
+    event: Event | None
+
+
 class SequenceOutput:
     """Turns one sequence's tokens into what its client asked for.
+
+    Stop strings are looked for in the text as the model writes it; a parser then tells its parts apart. A message has
+    one delta, so tokens of several parts become several messages. A token has at most one delta, too, and a second one
+    waits for the next token: what a client has therefore follows from how many tokens it has, whatever came together,
+    and a stream can be resumed between any two messages.
 
     detokenizer    None if the client wants no text
     stops          stop strings, looked for after the first min_tokens tokens
     includes_stop  whether the text includes the stop string, or the stop token's text, that ended the sequence
     token_bytes    gives a token's bytes; None if the client does not want them
+    parser         tells reasoning and calls from the text; None: all is text
 
+    num_reasoning  tokens from the reasoning's opening marker to its closing one
     stop           the stop string that was found
     ended          the engine's end, once `take` has met it
     written_at     when its last tokens were written; 0: none were
@@ -49,9 +69,11 @@ class SequenceOutput:
         min_tokens: int,
         includes_stop: bool = False,
         token_bytes: TokenBytes | None = None,
+        parser: AnswerParser | None = None,
     ) -> None:
         self.index = index
         self.num_tokens = 0
+        self.num_reasoning = 0
         self.written_at = 0.0
         self.stop: str | None = None
         self.ended: engine_pb2.Ended | None = None
@@ -61,6 +83,9 @@ class SequenceOutput:
         self._min_tokens = min_tokens
         self._includes_stop = includes_stop
         self._token_bytes = token_bytes
+        self._parser = parser
+        self._events: deque[Event] = deque()  # that no message has taken up
+        self._parts: deque[_Part] = deque()  # messages that follow the one that `take` has filled in
 
     def take(self, inbox: SequenceInbox, into: inference_pb2.Tokens) -> bool:
         """Empty the inbox into a message. Returns False if there is nothing to send.
@@ -69,6 +94,10 @@ class SequenceOutput:
         """
         ids, logprobs, ended = inbox.tokens, inbox.logprobs, inbox.ended
         inbox.tokens, inbox.logprobs, inbox.ended = [], [], None
+        if self._parser is not None:
+            self._parts = self._parsed(self._parser, ids, logprobs, ended)
+            self.ended, self._score = ended, inbox.score
+            return self.take_more(into)
         # After a stop string, the engine's tokens are those that it computed before it read the abort.
         text, count = self._text_of(ids, ended) if self.stop is None else ("", 0)
         self.num_tokens += count
@@ -83,21 +112,73 @@ class SequenceOutput:
         write_records(into.tokens, ids[:count], logprobs, self._token_bytes)
         return True
 
+    def take_more(self, into: inference_pb2.Tokens) -> bool:
+        """Fill in the next message of what `take` took. Returns False if there is none: only a parser makes several."""
+        if not self._parts:
+            return False
+        part = self._parts.popleft()
+        into.index = self.index
+        match part.event:
+            case Text(text):
+                into.text = text
+            case Reasoning(text):
+                into.reasoning = text
+            case CallPart(index, arguments, id, name):
+                into.tool_call.Clear()
+                into.tool_call.index, into.tool_call.arguments = index, arguments
+                into.tool_call.id, into.tool_call.name = id, name
+            case None:
+                into.ClearField("delta")
+        write_records(into.tokens, part.ids, part.logprobs, self._token_bytes)
+        return True
+
     def finished(self) -> inference_pb2.Finished:
         """The `finished` event, once `ended` is set."""
         assert self.ended is not None, "the engine's end comes first"
+        ended_itself = FinishReason.FINISH_REASON_STOP
+        if self._parser is not None and self._parser.num_calls:
+            ended_itself = FinishReason.FINISH_REASON_TOOL_CALLS
         if self.stop is not None:
-            reason = FinishReason.FINISH_REASON_STOP
-            return inference_pb2.Finished(index=self.index, reason=reason, stop_string=self.stop)
+            return inference_pb2.Finished(index=self.index, reason=ended_itself, stop_string=self.stop)
         if self.ended.matched_grammar:
-            reason = FinishReason.FINISH_REASON_STOP
-            return inference_pb2.Finished(index=self.index, reason=reason, grammar=True)
+            return inference_pb2.Finished(index=self.index, reason=ended_itself, grammar=True)
+        reason = _FINISH_REASONS.get(self.ended.reason, FinishReason.FINISH_REASON_UNSPECIFIED)
         return inference_pb2.Finished(
             index=self.index,
-            reason=_FINISH_REASONS.get(self.ended.reason, FinishReason.FINISH_REASON_UNSPECIFIED),
+            reason=ended_itself if reason == FinishReason.FINISH_REASON_STOP else reason,
             stop_token_id=self.ended.matched if self.ended.HasField("matched") else None,
             score=self._score,
         )
+
+    def _parsed(
+        self,
+        parser: AnswerParser,
+        ids: Sequence[int],
+        logprobs: Sequence[engine_pb2.Logprobs],
+        ended: engine_pb2.Ended | None,
+    ) -> deque[_Part]:
+        parts: deque[_Part] = deque()
+        for at, id in enumerate(ids):
+            if self.stop is not None:
+                break
+            is_end = ended is not None and at + 1 == len(ids)
+            text, count = self._text_of((id,), ended if is_end else None)
+            self.num_tokens += count
+            was_thinking = parser.is_thinking
+            self._events += parser.push(text)
+            self.num_reasoning += was_thinking or parser.is_thinking
+            if is_end or self.stop is not None:
+                self._events += parser.flush()
+            event = self._events.popleft() if self._events else None
+            _add(parts, _Part([id], list(logprobs[at : at + 1]), event))
+        if ended is not None and not ids and self.stop is None:
+            self._events += parser.push(self._text_of((), ended)[0])
+            self._events += parser.flush()
+        if ended is not None or self.stop is not None:
+            for event in self._events:
+                _add(parts, _Part([], [], event))
+            self._events.clear()
+        return parts
 
     def _text_of(self, ids: Sequence[int], ended: engine_pb2.Ended | None) -> tuple[str, int]:
         """The text that these tokens add, and the number of tokens that count: those up to a stop string, if found."""
@@ -136,6 +217,19 @@ class SequenceOutput:
         return "".join((*pieces, stop) if self._includes_stop else pieces)
 
 
+def _add(parts: deque[_Part], part: _Part) -> None:
+    """Add a part, to the last one if both have one delta together."""
+    if parts:
+        last = parts[-1]
+        events = joined(event for event in (last.event, part.event) if event is not None)
+        if len(events) <= 1:
+            last.ids += part.ids
+            last.logprobs += part.logprobs
+            last.event = events[0] if events else None
+            return
+    parts.append(part)
+
+
 def write_records(
     records: RepeatedCompositeFieldContainer[inference_pb2.Token],
     ids: Sequence[int],
@@ -150,14 +244,22 @@ def write_records(
     for id in ids:
         records.add(id=id)
     for record, found in zip(records, logprobs, strict=False):
-        record.logprob = found.logprob
-        for top_id, logprob in zip(found.top_ids, found.top_logprobs, strict=True):
-            record.top.add(id=top_id, logprob=logprob)
+        write_logprobs(record, found)
     if token_bytes is not None:
-        for record in records:
-            record.bytes = token_bytes(record.id)
-            for top in record.top:
-                top.bytes = token_bytes(top.id)
+        write_bytes(records, token_bytes)
+
+
+def write_logprobs(record: inference_pb2.Token, found: engine_pb2.Logprobs) -> None:
+    record.logprob = found.logprob
+    for top_id, logprob in zip(found.top_ids, found.top_logprobs, strict=True):
+        record.top.add(id=top_id, logprob=logprob)
+
+
+def write_bytes(records: RepeatedCompositeFieldContainer[inference_pb2.Token], token_bytes: TokenBytes) -> None:
+    for record in records:
+        record.bytes = token_bytes(record.id)
+        for top in record.top:
+            top.bytes = token_bytes(top.id)
 
 
 class ClientWriter:

@@ -1,4 +1,4 @@
-"""What is known of a call of Generate or Resume, for those who count, log and trace calls."""
+"""What is known of a call that an engine serves, for those who count, log and trace calls."""
 
 from __future__ import annotations
 
@@ -12,17 +12,39 @@ from typing import Protocol
 
 import grpc
 
+from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import PagodaError, Passed
-from pagoda_server.router.request.generate_call import GenerateCall
 
 log = logging.getLogger("pagoda.router")
+
+
+class Answer(Protocol):
+    """What the engine has done for a call so far.
+
+    num_tokens     of its output
+    first_written  when the first message was written; None: none was, or the only one is the last
+    reasons        why each sequence that has ended did
+    """
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def first_written(self) -> float | None: ...
+
+    @property
+    def reasons(self) -> list[inference_pb2.FinishReason]: ...
+
+    def usage(self) -> inference_pb2.Usage: ...
+
+    def timing(self) -> inference_pb2.Timing: ...
 
 
 @dataclass(slots=True, eq=False)
 class Record:
     """A call that a handler has taken up, filled in on its way.
 
-    method       Generate or Resume
+    method       Generate, Resume, Embed or Score
     metadata     what came with the call
     route        what the client called: a gRPC method such as pagoda.v1.Inference/Generate, or an HTTP method and path
     received_s   when it came, in seconds since 1970
@@ -45,7 +67,7 @@ class Record:
     is_chat: bool = False
     trace_id: str = ""
     prompt_len: int = 0
-    answer: GenerateCall | None = None
+    answer: Answer | None = None
     engine: int = 0
     code: grpc.StatusCode = grpc.StatusCode.OK
     error: Exception | None = None

@@ -85,8 +85,12 @@ class Shares(Generic[Holder]):
         of_tenant = self._tenants.get(tenant)
         if of_tenant is None:
             of_tenant = self._tenants[tenant] = _Tenant()
-        of_tenant.held += amount
         of_tenant.waiting[holder] = of_tenant.waiting.get(holder, 0) + amount
+        self.extend(tenant, amount)
+
+    def extend(self, tenant: str, amount: int) -> None:
+        """Give an amount to a holder that has started, whether or not there is room. `remove` takes it back too."""
+        self._tenants[tenant].held += amount
         self.total += amount
         if self._weights is not None:
             heapq.heappush(self._heap, (self._load(tenant), tenant))

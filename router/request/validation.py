@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
+from pagoda_server.router.answers.lark import Calls, Tool
 from pagoda_server.router.errors import InvalidArgument, NotFound, Unimplemented
 from pagoda_server.router.request.beam_search import check_beam_search, check_stop_ids, check_stopping
-from pagoda_server.router.request.chat import chat_from
+from pagoda_server.router.request.chat import calls_due, chat_from, tools_of
 from pagoda_server.router.request.fields import (
     Limits,
     check_bytes,
@@ -22,19 +24,21 @@ from pagoda_server.router.request.fields import (
     check_integer,
     check_number,
 )
-from pagoda_server.router.request.guided import grammar_of, guided_from
+from pagoda_server.router.request.guided import guided_from
 from pagoda_server.router.tenants.caller import ANYONE, Caller
 from pagoda_server.router.text.chat_template import Chat, Message
 from pagoda_server.router.text.tokenizer import Prompt
-from pagoda_server.settings.request import MAX_SLO_S
+from pagoda_server.settings.request import MAX_DRAFT_TOKENS, MAX_SLO_S
 from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
+
+log = logging.getLogger("pagoda.router")
 
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 # The headers by which the gateway llm-d asks for latencies.
 SLO_KEYS = {"x-llm-d-slo-ttft-ms": "ttft_s", "x-llm-d-slo-tpot-ms": "tpot_s"}
 _MILLISECONDS = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?")
-_PROMPT_FIELDS = {"prompt": "prompt", "message": "message", "chat": "chat", "token_ids": "token_ids.ids"}
+PROMPT_FIELDS = {"prompt": "prompt", "message": "message", "chat": "chat", "token_ids": "token_ids.ids"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +46,29 @@ class GenerateParams:
     """A valid request with its defaults filled in.
 
     prompt_field          the input field that is set, as errors name it
-    sampling              every field is set, the seed included; beam_search only if requested
-    max_tokens            None: as many as the context leaves, up to a default (see `check_prompt`)
+    sampling              every field is set, the seed included; beam_search only if requested; without bad_words
+    bad_words             words that the output must not contain
+    max_tokens            None: as many as the context leaves, or the server's default (see `check_prompt`)
     logprobs              None: none; 0: of the chosen token; N: also of the N most likely
+    max_draft_tokens      None: as many as the engine finds worth its time
     has_text              whether the response carries text besides token ids
     has_prompt            whether the response begins with the prompt's token ids
+    prompt_logprobs       as `logprobs`, for the prompt's tokens
     has_token_bytes       whether each token carries its bytes
     keeps_special_tokens  whether the text keeps special tokens
     includes_stop         whether the text includes the stop string or token that ended it
     is_resumable          whether the stream is kept, so that Resume can continue it
-    guided                the format of the output, whose grammar is checked later (router/request/guided.py); or None
+    guided                the format that the client asks for, whose grammar is checked later (router/request/guided.py)
+    is_parsed             whether reasoning and tool calls are told from the text, if the model's format is known
+    tools                 what the answer may call
+    calls_due             what it has to call; None: the model decides
     """
 
     request_id: str
     prompt: Prompt
     prompt_field: str
     sampling: inference_pb2.Sampling
+    bad_words: tuple[str, ...]
     max_tokens: int | None
     min_tokens: int
     stop: tuple[str, ...]
@@ -65,7 +76,9 @@ class GenerateParams:
     ignore_eos: bool
     has_text: bool
     logprobs: int | None
+    max_draft_tokens: int | None
     has_prompt: bool
+    prompt_logprobs: int | None
     has_token_bytes: bool
     keeps_special_tokens: bool
     includes_stop: bool
@@ -75,6 +88,9 @@ class GenerateParams:
     slo: inference_pb2.Slo
     is_resumable: bool
     guided: inference_pb2.Guided | None
+    is_parsed: bool
+    tools: tuple[Tool, ...]
+    calls_due: Calls | None
 
     @property
     def n(self) -> int:
@@ -94,6 +110,11 @@ class GenerateParams:
     def num_sequences(self) -> int:
         """Sequences that the engine holds at once."""
         return self.sampling.beam_search.width if self.is_search else self.n
+
+    @property
+    def has_open_length(self) -> bool:
+        """Whether outputs may end long before max_tokens. A search tells nothing before it is complete."""
+        return self.max_tokens is None and not self.is_search
 
 
 def validate_generate(
@@ -120,19 +141,28 @@ def validate_generate(
             raise InvalidArgument("guided", "is set; a beam search takes the tokens that its beams are given")
         if request.resumable:
             raise InvalidArgument("resumable", "is set; a beam search sends nothing before it ends: send it again")
+        if output.HasField("prompt_logprobs"):
+            raise InvalidArgument("output.prompt_logprobs", "is set; a beam search does not tell them")
+    if request.resumable and output.HasField("prompt_logprobs"):
+        raise InvalidArgument("resumable", "is set; a stream with output.prompt_logprobs is not kept")
+    prompt = prompt_from(request, limits)
+    tools = tools_of(prompt) if isinstance(prompt, Chat) else ()
     return GenerateParams(
-        request_id=_request_id(request.request_id, limits),
-        prompt=_prompt(request, limits),
-        prompt_field=_PROMPT_FIELDS[request.WhichOneof("input")],
+        request_id=request_id_from(request.request_id, limits),
+        prompt=prompt,
+        prompt_field=PROMPT_FIELDS[request.WhichOneof("input")],
         sampling=sampling_from(request.sampling, limits),
+        bad_words=tuple(request.sampling.bad_words),
         max_tokens=_max_tokens(stopping, limits),
         min_tokens=_min_tokens(stopping, limits),
         stop=_stop(stopping.stop, limits),
         stop_token_ids=tuple(stopping.stop_token_ids),
         ignore_eos=stopping.ignore_eos,
         has_text=has_text,
-        logprobs=_logprobs(output, limits),
-        has_prompt=output.prompt,
+        logprobs=_logprobs(output, "logprobs", limits),
+        max_draft_tokens=_max_draft_tokens(request),
+        has_prompt=output.prompt or output.HasField("prompt_logprobs"),
+        prompt_logprobs=_logprobs(output, "prompt_logprobs", limits),
         has_token_bytes=output.token_bytes,
         keeps_special_tokens=output.special_tokens,
         includes_stop=stopping.include_stop_in_output,
@@ -142,6 +172,9 @@ def validate_generate(
         slo=_slo(request.slo, metadata),
         is_resumable=request.resumable,
         guided=guided_from(request.guided) if request.HasField("guided") else None,
+        is_parsed=isinstance(prompt, Chat) and has_text and not output.unparsed,
+        tools=tools,
+        calls_due=_calls_due(request, tools, limits),
     )
 
 
@@ -161,7 +194,7 @@ def check_prompt(params: GenerateParams, prompt_len: int, limits: Limits) -> int
         )
     room = longest - prompt_len
     if params.max_tokens is None:
-        max_tokens = min(limits.default_max_tokens, room)
+        max_tokens = min(limits.default_max_tokens or room, room)
         _check_min_tokens(params.min_tokens, max_tokens)
         return max_tokens
     if params.max_tokens > room:
@@ -179,18 +212,25 @@ def to_submit(
     eos_token_ids: Collection[int],
     timeout_s: float | None = None,
     caller: Caller = ANYONE,
+    guided: inference_pb2.Guided | None = None,
+    bad_words: Iterable[Sequence[int]] = (),
 ) -> engine_pb2.Submit:
     """Convert a request for the engine; the channel numbers its sequences.
 
     max_tokens  as `check_prompt` resolved it
     timeout_s   counts from now; None: no deadline
     caller      for whom it is
+    guided      the grammar of the output
+    bad_words   tokens of the words that the output must not contain
 
     Raises InvalidArgument if too many ids end a sequence for a beam search.
     """
     stop_ids = {*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids}
     if params.is_search:
         check_stop_ids(stop_ids, params.num_sequences)
+    readout = None
+    if params.prompt_logprobs is not None:
+        readout = engine_pb2.Readout(logprobs_from=1, num_top=params.prompt_logprobs)
     return engine_pb2.Submit(
         prompt=prompt_ids,
         sampling=params.sampling,
@@ -198,13 +238,16 @@ def to_submit(
         min_tokens=params.min_tokens,
         stop_token_ids=sorted(stop_ids),
         logprobs=params.logprobs,
+        max_draft_tokens=params.max_draft_tokens,
         cache=inference_pb2.Cache(salt=caller.cache_salt(params.cache_salt), bypass=params.bypasses_cache),
         priority=params.priority,
         timeout_s=timeout_s,
         tenant=caller.tenant,
         slo=params.slo,
         request_id=params.request_id,
-        guided=grammar_of(params.guided),
+        readout=readout,
+        guided=guided,
+        bad_words=(inference_pb2.TokenIds(ids=ids) for ids in bad_words),
     )
 
 
@@ -249,7 +292,8 @@ def check_model(model: str, served: str) -> None:
         raise NotFound(f"model: not served here; the served model is {served}")
 
 
-def _request_id(request_id: str, limits: Limits) -> str:
+def request_id_from(request_id: str, limits: Limits) -> str:
+    """The client's id, or a new one. Raises InvalidArgument."""
     if not request_id:
         return secrets.token_hex(16)
     if len(request_id) > limits.max_request_id:
@@ -263,11 +307,10 @@ def _check_supported(request: inference_pb2.GenerateRequest) -> None:
     """Raise Unimplemented for a field that the protocol has and this server does not support."""
     if request.lora_name:
         raise Unimplemented("lora_name")
-    if request.output.HasField("prompt_logprobs"):
-        raise Unimplemented("output.prompt_logprobs")
 
 
-def _prompt(request: inference_pb2.GenerateRequest, limits: Limits) -> Prompt:
+def prompt_from(request: inference_pb2.GenerateRequest | inference_pb2.ScoreRequest, limits: Limits) -> Prompt:
+    """Check a request's input. Raises InvalidArgument."""
     field = request.WhichOneof("input")
     if field in ("prompt", "message") and not getattr(request, field):
         raise InvalidArgument(field, "is empty")
@@ -284,7 +327,7 @@ def _prompt(request: inference_pb2.GenerateRequest, limits: Limits) -> Prompt:
 
 
 def _text_input(
-    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, limits: Limits
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.ScoreRequest, limits: Limits
 ) -> str | Chat | None:
     """The input's text or chat; None if neither is given."""
     match request.WhichOneof("input"):
@@ -299,6 +342,20 @@ def _text_input(
             _check_chats(limits, "chat")
             return chat_from(request.chat, limits)
     return None
+
+
+def _calls_due(request: inference_pb2.GenerateRequest, tools: tuple[Tool, ...], limits: Limits) -> Calls | None:
+    due = calls_due(request.chat.tool_choice, tools)
+    if due is None:
+        return None
+    field = f"chat.tool_choice.{request.chat.tool_choice.WhichOneof('choice')}"
+    if not limits.has_tool_format:
+        raise InvalidArgument(field, "requires a call; how this model writes calls is not known: see --tool-format")
+    if request.HasField("guided"):
+        raise InvalidArgument(field, "requires a call, whose format is not that of guided")
+    if request.sampling.HasField("beam_search"):
+        raise InvalidArgument(field, "requires a call, which a beam search cannot ensure")
+    return due
 
 
 def _check_chats(limits: Limits, field: str) -> None:
@@ -335,8 +392,16 @@ def _max_tokens(stopping: inference_pb2.Stopping, limits: Limits) -> int | None:
     return stopping.max_tokens
 
 
+def _max_draft_tokens(request: inference_pb2.GenerateRequest) -> int | None:
+    if not request.HasField("max_draft_tokens"):
+        return None
+    check_integer(request.max_draft_tokens, "max_draft_tokens", 0, MAX_DRAFT_TOKENS)
+    return request.max_draft_tokens
+
+
 def _min_tokens(stopping: inference_pb2.Stopping, limits: Limits) -> int:
-    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else limits.default_max_tokens
+    longest = limits.default_max_tokens or limits.max_model_len - 1
+    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else longest
     _check_min_tokens(stopping.min_tokens, max_tokens)
     return stopping.min_tokens
 
@@ -355,11 +420,12 @@ def _stop(stops: Sequence[str], limits: Limits) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _logprobs(output: inference_pb2.Output, limits: Limits) -> int | None:
-    if not output.HasField("logprobs"):
+def _logprobs(output: inference_pb2.Output, name: Literal["logprobs", "prompt_logprobs"], limits: Limits) -> int | None:
+    if not output.HasField(name):
         return None
-    check_integer(output.logprobs, "output.logprobs", 0, limits.max_logprobs)
-    return output.logprobs
+    count: int = getattr(output, name)
+    check_integer(count, f"output.{name}", 0, limits.max_logprobs)
+    return count
 
 
 _DEFAULTS: dict[str, Any] = {each.name: each.default for each in PARAMETERS}
@@ -372,16 +438,53 @@ def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb
         check_id(id, f"sampling.logit_bias[{id}]", limits.vocab_size)
         check_number(bias, f"sampling.logit_bias[{id}]", LOGIT_BIAS.low, LOGIT_BIAS.high)
     check_ids(given.allowed_token_ids, "sampling.allowed_token_ids", limits.vocab_size, limits.vocab_size)
+    _check_bad_words(given.bad_words, limits)
     resolved = inference_pb2.Sampling(n=1, seed=secrets.randbits(64), **_DEFAULTS)
+    if not given.HasField("beam_search"):  # a search ranks by the model's own log-probabilities
+        resolved.MergeFrom(limits.recommended)
+    if not limits.takes_typical_p:
+        resolved.typical_p = _DEFAULTS["typical_p"]
     resolved.MergeFrom(given)
+    resolved.ClearField("bad_words")  # the engine knows nothing of text
     resolved.DiscardUnknownFields()  # a client may send megabytes of them, and this message goes to the engine
-    for each in PARAMETERS:
-        low, high, is_low_allowed = each.interval.low, each.interval.high, each.interval.includes_low
-        value = getattr(resolved, each.name)
-        check_number(value, f"sampling.{each.name}", low, high, is_low_allowed=is_low_allowed)
+    _check_parameters(resolved)
+    if resolved.typical_p != _DEFAULTS["typical_p"] and not limits.takes_typical_p:
+        raise Unimplemented("sampling.typical_p")
     check_integer(resolved.n, "sampling.n", 1, limits.max_n)
     if resolved.top_k >= limits.vocab_size:
         resolved.top_k = 0  # both keep every token
     if resolved.HasField("beam_search"):
+        if given.bad_words:
+            raise InvalidArgument("sampling.bad_words", "is set; a beam search considers every token")
         check_beam_search(resolved, limits)
     return resolved
+
+
+def _check_bad_words(words: Sequence[str], limits: Limits) -> None:
+    check_count(len(words), "sampling.bad_words", limits.max_bad_words)
+    for at, word in enumerate(words):
+        if not word:
+            raise InvalidArgument(f"sampling.bad_words[{at}]", "is empty")
+        check_bytes(word, f"sampling.bad_words[{at}]", limits.max_bad_word_bytes)
+
+
+def recommended_sampling(recommended: Mapping[str, Any]) -> inference_pb2.Sampling | None:
+    """The model's recommended sampling; None if it has none, or recommends values that no request may set."""
+    if not recommended:
+        return None
+    try:
+        sampling = inference_pb2.Sampling(**recommended)
+        _check_parameters(sampling)
+    except (TypeError, ValueError, OverflowError, InvalidArgument) as error:
+        log.warning("ignoring the sampling parameters in generation_config.json: %s", error)
+        return None
+    return sampling
+
+
+def _check_parameters(sampling: inference_pb2.Sampling) -> None:
+    """Check the numbers that are set. Raises InvalidArgument."""
+    for each in PARAMETERS:
+        if sampling.HasField(each.name):
+            low, high, is_low_allowed = each.interval.low, each.interval.high, each.interval.includes_low
+            value = getattr(sampling, each.name)
+            check_number(value, f"sampling.{each.name}", low, high, is_low_allowed=is_low_allowed)

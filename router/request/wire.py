@@ -37,6 +37,7 @@ def most_entries(limits: Limits) -> Mapping[str, int]:
         "pagoda.v1.Sampling.logit_bias": limits.max_logit_bias,
         "pagoda.v1.Sampling.allowed_token_ids": limits.vocab_size,
         "pagoda.v1.Choice.options": MAX_CHOICES,
+        "pagoda.v1.Sampling.bad_words": limits.max_bad_words,
         "pagoda.v1.Stopping.stop": limits.max_stop,
         "pagoda.v1.Stopping.stop_token_ids": limits.max_stop_ids,
         "pagoda.v1.Chat.messages": limits.max_messages,
@@ -44,6 +45,8 @@ def most_entries(limits: Limits) -> Mapping[str, int]:
         "pagoda.v1.ChatMessage.parts": limits.max_parts,
         "pagoda.v1.ChatMessage.tool_calls": limits.max_tools,
         "pagoda.v1.DetokenizeRequest.token_ids": limits.max_model_len,
+        "pagoda.v1.EmbedRequest.inputs": limits.max_readouts,
+        "pagoda.v1.ScoreRequest.continuations": limits.max_readouts,
     }
 
 

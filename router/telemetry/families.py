@@ -111,7 +111,7 @@ _OF_ROUTERS = (
     _counter("calls", "Calls that ended, by status and, of an error, its reason.", "method", "code", "reason"),
     _gauge("admitted_requests", "Requests that the routers hold."),
     _gauge("admitted_requests_limit", "The most requests that the routers admit at once."),
-    _gauge("reserved_tokens", "Prompt + max_tokens of all admitted requests."),
+    _gauge("reserved_tokens", "Tokens that admitted requests reserve, for prompts and outputs."),
     _gauge("reserved_tokens_limit", "The most tokens of all admitted requests."),
     Family(
         "event_loop_lag_seconds", "histogram", "How late a router's event loop is, measured ten times a second.",

@@ -27,8 +27,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.request.generate_call import GenerateCall
-from pagoda_server.router.request.record import Record
+from pagoda_server.router.request.record import Answer, Record
 from pagoda_server.router.telemetry.logs import finish_reasons, reason_of, trace_id_of
 
 CLOSE_S = 1.0  # that the router's end waits for the collector to take what is left
@@ -47,6 +46,7 @@ FAULTS = {
 DURATIONS = tuple(0.01 * 2**power for power in range(14))
 FIRST_TOKENS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 LATER_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_OPERATIONS = {"Embed": "embeddings", "Score": "score"}  # by method
 FIRST_TOKEN = "gen_ai.latency.time_to_first_token"
 
 Attributes: TypeAlias = "dict[str, AttributeValue]"
@@ -103,7 +103,8 @@ class Traces:
         if (context := server.get_span_context()).is_valid:  # not with OTEL_SDK_DISABLED
             record.trace_id = format_trace_id(context.trace_id)
         if record.answer is not None:
-            about = self._about | {"gen_ai.operation.name": "chat" if record.is_chat else "text_completion"}
+            operation = _OPERATIONS.get(record.method) or ("chat" if record.is_chat else "text_completion")
+            about = self._about | {"gen_ai.operation.name": operation}
             told = _of_request(record, record.answer, duration_s)
             self._observe(record, record.answer, about, told, duration_s)
             if server.is_recording():
@@ -124,9 +125,7 @@ class Traces:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _observe(
-        self, record: Record, answer: GenerateCall, about: Attributes, told: Attributes, duration_s: float
-    ) -> None:
+    def _observe(self, record: Record, answer: Answer, about: Attributes, told: Attributes, duration_s: float) -> None:
         if record.code is not grpc.StatusCode.OK:
             about = about | {"error.type": record.code.name}
         self._duration.record(duration_s, about)
@@ -150,7 +149,7 @@ def _of_call(record: Record) -> Attributes:
     return told
 
 
-def _of_request(record: Record, answer: GenerateCall, duration_s: float) -> Attributes:
+def _of_request(record: Record, answer: Answer, duration_s: float) -> Attributes:
     """Attributes of the span of a request that an engine had: tokens by their conventions, times by vLLM's names."""
     usage, timing = answer.usage(), answer.timing()
     told: Attributes = {

@@ -124,10 +124,16 @@ class Spending:
         self._claim: Claim | None = None
 
     def reserve(self, tokens: int) -> None:
-        """Reserve the most tokens that the request can use. Raises QuotaExceeded."""
+        """Reserve the tokens that the request can use, or likely will. Raises QuotaExceeded."""
         if self._account is not None and self._account.quota.tokens_per_minute is not None:
             self._claim = self._quotas.take_tokens(self._account, tokens)
             self._reserved = tokens
+
+    def extend(self, tokens: int) -> None:
+        """Reserve more tokens, even beyond the quota: the tenant's next requests then wait longer."""
+        if self._account is not None and self._claim is not None:
+            self._quotas.overdraw(self._account, tokens)
+            self._reserved += tokens
 
     def __enter__(self) -> Spending:
         return self
@@ -187,6 +193,11 @@ class Quotas:
         if (wait_s := bucket.wait_s(tokens, now)) > _AT_ONCE_S:
             raise QuotaExceeded("tokens_per_minute", limit, f"the request may use {tokens} tokens", wait_s)
         return bucket.take(tokens, now)
+
+    def overdraw(self, account: _Account, tokens: int) -> None:
+        """Take tokens whether or not the bucket holds them. They are not given back."""
+        now = self._clock()
+        account.tokens.give_back(account.tokens.take(tokens, now), 0, now)
 
     def leave(self, account: _Account, claim: Claim | None, unused: int) -> None:
         account.live -= 1

@@ -123,6 +123,7 @@ class ChatTemplate:
 
     It runs in processes of its own (template_process.py), so that nothing it does can hold up or fill this one.
 
+    source       the template's text
     reads_tools  whether it shows the model the tools
     kwargs       variables that it reads and `Chat.template_kwargs` may set, in ascending order
     """
@@ -134,6 +135,7 @@ class ChatTemplate:
 
         Raises ConfigError if the template does not compile.
         """
+        self.source = source
         variables = dict(variables or {})
         self._max_bytes = max_bytes
         first_request = json.dumps([source, variables, max_bytes]).encode()

@@ -46,11 +46,24 @@ class Detokenization:
         added = tokenizer.get_added_tokens_decoder()
         tokens |= {id: token.content for id, token in added.items()}
         ordinary = {id: token for id, token in tokens.items() if id not in added or not added[id].special}
-        self._kind = {False: _kind_of(tokenizer.decoder, tokens), True: _kind_of(tokenizer.decoder, ordinary)}
+        self._decoder = tokenizer.decoder
+        self._ordinary = ordinary
+        self._special = {id: tokens[id] for id in tokens.keys() - ordinary.keys()}
+        self._kind = {False: _kind_of(self._decoder, tokens), True: _kind_of(self._decoder, ordinary)}
+        self._keeping: dict[tuple[str, ...], _Kind] = {}
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokenizer for a new sequence."""
+    def detokenizer(self, skip_special_tokens: bool = True, kept: Sequence[str] = ()) -> Detokenizer:
+        """A detokenizer for a new sequence. Of special tokens that it skips, it keeps those of these texts."""
+        if kept and skip_special_tokens:
+            return self._kind_keeping(tuple(kept)).detokenizer()
         return self._kind[skip_special_tokens].detokenizer()
+
+    def _kind_keeping(self, kept: tuple[str, ...]) -> _Kind:
+        if (kind := self._keeping.get(kept)) is None:
+            special = {id: text for id, text in self._special.items() if text in kept}
+            kind = _kind_of(self._decoder, self._ordinary | special) if special else self._kind[True]
+            self._keeping[kept] = kind
+        return kind
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         detokenizer = self.detokenizer(skip_special_tokens)

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 import tokenizers
 
 from pagoda_server.checkpoints.folder import quoted
-from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.errors import ConfigError, InvalidArgument
 from pagoda_server.router.text.chat_template import NUM_PROCESSES, Chat, ChatTemplate
 from pagoda_server.router.text.detokenizer import Detokenization, Detokenizer
 from pagoda_server.router.text.panics import contained
@@ -42,6 +42,7 @@ class Tokenizer:
     vocab_size     highest token id + 1; the model's embedding may have more rows
     eos_token_ids  ids that end a sequence, in ascending order
     chat_template  None if the model has none
+    special_ids    ids of special tokens, by text
     recommended    sampling parameters that the model's authors recommend, by Hugging Face's names
     special_tokens  text by id
     has_bytes      the bytes of every token are known, which grammars need
@@ -69,6 +70,8 @@ class Tokenizer:
         self.special_tokens = {id: token.content for id, token in added.items() if token.special}
         self.has_bytes = _has_bytes(tokenizer)
         with _usable():
+            added = tokenizer.get_added_tokens_decoder()
+            self.special_ids = {token.content: id for id, token in added.items() if token.special}
             self._detokenization = Detokenization(tokenizer)
             self._special_tokens = SpecialTokens(tokenizer)
             sample = self.encode(_SAMPLE)
@@ -104,9 +107,9 @@ class Tokenizer:
         """A token's UTF-8 bytes inside a text; a special token's name."""
         return self._detokenization.token_bytes(id)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokenizer for a new sequence."""
-        return self._detokenization.detokenizer(skip_special_tokens)
+    def detokenizer(self, skip_special_tokens: bool = True, kept: Sequence[str] = ()) -> Detokenizer:
+        """A detokenizer for a new sequence. Of special tokens that it skips, it keeps those of these texts."""
+        return self._detokenization.detokenizer(skip_special_tokens, kept)
 
     async def encode_prompt(
         self, prompt: Prompt, add_special_tokens: bool = True, *, is_large: bool = False
@@ -121,6 +124,24 @@ class Tokenizer:
                 return await self._in_thread(lambda: self._special_tokens.encode_rendered(rendered, is_large), is_large)
             case _:
                 return list(prompt)
+
+    async def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Encode each word as it stands in a text, after a space and after anything else; no tokens come twice.
+
+        Raises InvalidArgument for a word that the tokenizer makes no token of.
+        """
+
+        def encode() -> list[list[int]]:
+            found: dict[tuple[int, ...], None] = {}
+            for at, word in enumerate(words):
+                bare = word.removeprefix(" ")
+                forms = [ids for text in (bare, f" {bare}") if (ids := tuple(self.encode(text, False)))]
+                if not forms:
+                    raise InvalidArgument(f"sampling.bad_words[{at}]", "becomes no tokens")
+                found.update(dict.fromkeys(forms))
+            return [list(ids) for ids in found]
+
+        return await self._in_thread(encode, is_large=False)
 
     async def decode_ids(self, ids: Sequence[int], skip_special_tokens: bool = True, *, is_large: bool = False) -> str:
         """Run `decode` in a thread."""

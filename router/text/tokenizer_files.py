@@ -15,7 +15,8 @@ Json: TypeAlias = Mapping[str, Any]
 _MAX_ID = 1 << 32
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest known has 33 MB
 _MAX_TEMPLATE_BYTES = 1 << 20
-_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_TRUNCATIONS = ("top_k", "top_p", "min_p", "typical_p")
+_REPETITION = ("repetition_penalty", "no_repeat_ngram_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,12 @@ def _eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _recommended(folder: Path) -> dict[str, Any]:
+    """What generation_config.json says of sampling, with the meaning that transformers gives it."""
     generation = _read_object(folder / "generation_config.json")
-    if generation.get("do_sample") is False:  # transformers then decodes greedily and ignores the other fields
-        return {"temperature": 0.0}
-    return {name: generation[name] for name in _RECOMMENDED if generation.get(name) is not None}
+    repetition = {name: generation[name] for name in _REPETITION if generation.get(name) is not None}
+    if generation.get("do_sample") is False:  # transformers then ignores what shapes a random choice
+        return {"temperature": 0.0, **repetition}
+    drawing = {name: generation[name] for name in ("temperature", *_TRUNCATIONS) if generation.get(name) is not None}
+    if (drawing or generation.get("do_sample") is True) and "temperature" not in drawing:
+        drawing["temperature"] = 1.0  # transformers' own default
+    return drawing | repetition

@@ -103,6 +103,7 @@ def test_tracebacks_of_a_failing_case_and_of_a_failing_part_are_in_the_archive(r
     assert 'raise LookupError("planted in the part")' in log
 
 
+@pytest.mark.simulated
 def test_a_worker_that_dies_leaves_the_place_where_it_did(result: Report) -> None:
     rows, files = planted("dies", result)
     assert rows[0] == ("good", "")
@@ -111,6 +112,7 @@ def test_a_worker_that_dies_leaves_the_place_where_it_did(result: Report) -> Non
     assert " in dies" in files["planted-part/worker-1.log"]
 
 
+@pytest.mark.simulated
 def test_a_part_that_takes_too_long_is_ended_and_leaves_the_place_where_it_was(
     result: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +133,7 @@ def test_a_part_that_loses_the_card_goes_on_in_a_new_process_and_the_launch_is_l
     assert (row.part, row.case, row.error) == ("planted part blocking", "out of bounds", fault)
 
 
+@pytest.mark.simulated
 def test_a_benchmark_that_is_terminated_leaves_its_report_and_its_logs(tmp_path: Path) -> None:
     with subprocess.Popen(command(tmp_path, "--parts", "serving"), cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60
@@ -200,6 +203,7 @@ def test_with_little_time_the_first_parts_run_and_the_last_ones_do_not() -> None
     assert [seconds_for(PARTS, left_s) for left_s in (50.0, 25.0, 5.0)] == [LEAST_S, LEAST_S, 5.0]
 
 
+@pytest.mark.simulated
 def test_a_worker_whose_parent_is_gone_ends() -> None:
     part = Part("waits", 1.0, "tests.bench.planted_parts", "hangs")
     command = [sys.executable, "-m", "bench.gpu.worker", Settings(part, is_small=True, evidence="").line()]

@@ -47,6 +47,7 @@ def test_endless(): time.sleep(1000)
 """
 
 
+@pytest.mark.simulated
 def test_tests_are_told_of_by_file_and_those_that_the_limit_cuts_off_are_missed(tmp_path: Path) -> None:
     some, missing, again = rows_of(tmp_path, 16.0, some=SOME)
     assert (some.rate, some.met, some.figures) == (3.0, False, {"failed": 1.0, "skipped": 1.0})
@@ -90,7 +91,7 @@ def test_after(number): synchronize()
 """
 
 
-@pytest.mark.parametrize("in_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("in_parallel", [False, pytest.param(True, marks=pytest.mark.simulated)])
 def test_an_illegal_access_fails_its_own_test_alone_and_runs_again_with_one_launch_at_a_time(
     tmp_path: Path, in_parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +126,7 @@ def test_after(card): torch.zeros(2, device="cuda")
 """
 
 
+@pytest.mark.simulated
 def test_without_workers_a_fault_of_the_card_ends_pytest_with_a_line_that_says_so(tmp_path: Path) -> None:
     (tmp_path / "test_faulty.py").write_text(SIMULATED)
     command = [sys.executable, "-m", "pytest", "-p", "bench.gpu.device_faults", "-o", "addopts=", str(tmp_path)]
@@ -148,6 +150,7 @@ def test_alone(): assert not hasattr(sys, "another_file_was_here")
 """
 
 
+@pytest.mark.simulated
 def test_a_process_that_dies_in_a_test_fails_that_test_alone_and_other_files_have_processes_of_their_own(
     tmp_path: Path,
 ) -> None:

@@ -27,6 +27,8 @@ Message = engine_pb2.Ended  # any message with a string
 AnyLink = Link[Message, Message]
 NAMES = itertools.count()
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 
 def message(size: int, fill: str = "x") -> Message:
     return Message(sequence=size, detail=fill * size)

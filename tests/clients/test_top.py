@@ -340,7 +340,7 @@ class Terminal:
     process: subprocess.Popen[bytes]
     descriptor: int
     written: bytes = b""
-    deadline: float = field(default_factory=lambda: time.monotonic() + 60)
+    deadline: float = field(default_factory=lambda: time.monotonic() + 200)
 
     def resize(self, rows: int, columns: int) -> None:
         fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

@@ -54,7 +54,7 @@ def load(control: control_pb2_grpc.ControlStub) -> control_pb2.EngineLoad:
 
 
 def test_the_client_understands_every_answer(server: Server, client: Client) -> None:
-    output, _ = client(server, "checks").communicate(timeout=120)
+    output, _ = client(server, "checks").communicate(timeout=600)
     assert output.split()[-1] == "overload", output
 
 
@@ -68,7 +68,7 @@ def test_a_stream_that_the_client_leaves_frees_its_blocks(server: Server, client
         running.stdin.write("leave\n")
         running.stdin.flush()
         assert running.stdout.readline() == "closed\n"
-        deadline = time.monotonic() + 100 * STEP_S
+        deadline = time.monotonic() + 60
         while load(control).blocks_referenced:
             assert time.monotonic() < deadline, "its blocks are still held"
             time.sleep(STEP_S / 2)

@@ -76,7 +76,7 @@ def phoenix(folder: Path) -> Iterator[str]:
 
 def waited_for_spans(address: str, *names: str) -> list[dict[str, Any]]:
     """The spans of these names, each once, when Phoenix has all of them."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         spans = {
             span["name"]: span for span in (fetched(f"{address}/v1/projects/default/spans") or {"data": []})["data"]

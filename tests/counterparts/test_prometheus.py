@@ -50,7 +50,7 @@ class Load:
 
 def generate(server: Server, max_tokens: int, load: Load) -> None:
     with grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        grpc.channel_ready_future(channel).result(timeout=30)
+        grpc.channel_ready_future(channel).result(timeout=120)
         began = time.monotonic()
         call = inference_pb2_grpc.InferenceStub(channel).Generate(request(PROMPT, max_tokens), timeout=60)
         responses = [next(call)]
@@ -114,7 +114,7 @@ class Prometheus:
         return float(results[0]["value"][1]) if results else math.nan
 
     def wait_for(self, expression: str, value: float) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while (found := self.value(expression)) != value:
             assert time.monotonic() < deadline, f"{expression} is {found}, not {value}"
             time.sleep(SCRAPE_S / 2)
@@ -139,7 +139,7 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with (folder / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
             prometheus = Prometheus(address)
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while True:
                 with contextlib.suppress(OSError):
                     if prometheus.value("up") == 1:

@@ -37,7 +37,7 @@ def server() -> Any:
 def seen(server: Server) -> Any:
     """What the client saw."""
     command = [python_with(*TRITON), str(CLIENT), server.address]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 
@@ -76,7 +76,7 @@ def test_cancels_free_what_the_requests_hold(seen: Any, server: Server) -> None:
     assert seen["cancelled"][0] == seen["stream cancelled"][0] == "StatusCode.CANCELLED"
     with grpc.insecure_channel(server.address) as channel:
         control = control_pb2_grpc.ControlStub(channel)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while (load := engine_load(control)).running or load.waiting or load.blocks_referenced:
             assert time.monotonic() < deadline, load
             time.sleep(0.01)

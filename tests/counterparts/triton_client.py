@@ -65,7 +65,7 @@ def cancelled(client: triton.InferenceServerClient) -> list[str]:
     ended: queue.Queue[Any] = queue.Queue()
     call = client.async_infer(MODEL, asking("steady", max_tokens=9000), callback=lambda result, error: ended.put(error))
     call.cancel()
-    error = ended.get(timeout=30)
+    error = ended.get(timeout=120)
     return [error.status(), error.message()]
 
 
@@ -95,10 +95,10 @@ def stream_cancelled(client: triton.InferenceServerClient) -> list[str]:
     client.start_stream(callback=lambda result, error: seen.put((result, error)))
     for at in range(3):
         client.async_stream_infer(MODEL, [*asking(f"{at}", max_tokens=9000), flag("stream", True)])
-    seen.get(timeout=30)
+    seen.get(timeout=120)
     client.stop_stream(cancel_requests=True)
     while True:
-        _, error = seen.get(timeout=30)
+        _, error = seen.get(timeout=120)
         if error is not None:
             return [error.status(), error.message()]
 

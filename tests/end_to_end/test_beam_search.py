@@ -107,8 +107,15 @@ def test_a_search_that_is_aborted_or_late_tells_no_hypothesis(
             list(call)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         return
-    time.sleep(0.3)
-    admin.Abort(admin_pb2.AbortRequest(request_id="endless"))
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            admin.Abort(admin_pb2.AbortRequest(request_id="endless"))
+            break
+        except grpc.RpcError as error:  # it is not admitted yet
+            if error.code() is not grpc.StatusCode.NOT_FOUND or time.monotonic() > deadline:
+                raise
+        time.sleep(0.01)
     ends = [response.finished for response in call]
     assert [(end.index, end.reason) for end in ends] == [
         (0, inference_pb2.FINISH_REASON_CANCELLED),
@@ -132,7 +139,8 @@ def test_the_prompt_is_counted_once_and_every_second_has_its_place(
     assert second.usage.cached_tokens == load.cached_tokens - before.cached_tokens >= len(text) - 5
     assert first.usage.completion_tokens == 2 * 12
     timing = first.timing
-    assert 0 < timing.prefill_s < timing.decode_s, "one step, and eleven"
+    assert timing.prefill_s > 0
+    assert timing.decode_s > 11 * 0.0019, "eleven steps of 2 ms"
     assert timing.queue_s + timing.prefill_s + timing.decode_s + timing.preempted_s <= timing.total_s
 
 

@@ -16,7 +16,7 @@ from google.protobuf.json_format import ParseDict
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from pagoda import Client, Unimplemented
+from pagoda import Client, InvalidArgument
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pagoda_server.checkpoints import resolve
 from tests.end_to_end.asking import ask, request
@@ -94,15 +94,8 @@ def test_the_model_tells_what_its_template_reads_and_what_its_authors_recommend(
     chats, tools = control_pb2.CAPABILITY_CHAT, control_pb2.CAPABILITY_TOOLS
     assert {chats, tools} < set(model.capabilities)
     assert list(model.template_kwargs) == ["enable_thinking"]
+    assert (model.tool_format, model.reasoning_format) == ("", "think")
     assert model.recommended_sampling == inference_pb2.Sampling(temperature=0.5, top_k=20)
-
-
-def test_recommended_sampling_is_not_applied(client: Client) -> None:
-    def tokens(**options: Any) -> list[int]:
-        chunks = client.generate(prompt="x", max_tokens=30, ignore_eos=True, logprobs=1, **options)
-        return [id for chunk in chunks for id in chunk.tokens]
-
-    assert tokens(seed=1) == tokens(seed=2) == tokens(temperature=0.0)
 
 
 @pytest.mark.parametrize(
@@ -124,8 +117,8 @@ def test_a_field_that_is_not_supported_yet_is_unimplemented_and_named(
     assert field in caught.value.details()
 
 
-def test_the_client_tells_which_field_is_not_supported(client: Client) -> None:
-    with pytest.raises(Unimplemented) as caught:
+def test_a_call_cannot_be_required_of_a_model_whose_format_is_not_known(client: Client) -> None:
+    with pytest.raises(InvalidArgument, match="--tool-format") as caught:
         list(client.chat("Hi", tools=[TOOL], tool_choice="required"))
     assert caught.value.field == "chat.tool_choice.mode"
 
@@ -138,7 +131,7 @@ def test_a_model_without_a_chat_template_refuses_a_message_and_continues_a_promp
         with pytest.raises(Exception, match=r"^message: the model served here has no chat template; send prompt"):
             list(client.generate("Hi"))
         assert list(client.generate(prompt="Hi", max_tokens=1))
-        assert list(client.models()[0].capabilities) == [control_pb2.CAPABILITY_GENERATE]
+        assert control_pb2.CAPABILITY_CHAT not in client.models()[0].capabilities
 
 
 def test_a_stock_client_comes_back_when_it_is_told_to() -> None:
@@ -159,16 +152,17 @@ def test_a_stock_client_comes_back_when_it_is_told_to() -> None:
         ThreadPoolExecutor(1) as threads,
     ):
         inference, control = inference_pb2_grpc.InferenceStub(channel), control_pb2_grpc.ControlStub(channel)
-        first = inference.Generate(request("in the way", max_tokens=10_000))
+        first = inference.Generate(request("in the way", max_tokens=1000))
         next(first)
+        started = time.monotonic()
+        waiting = threads.submit(ask, inference_pb2_grpc.InferenceStub(retrying), request("patient", max_tokens=2))
+        while "RESOURCE_EXHAUSTED" not in server.log.read_text():
+            time.sleep(0.01)
         with pytest.raises(grpc.RpcError) as refused:
             ask(inference, request("refused", max_tokens=1))
         pushback_s = int(dict(refused.value.trailing_metadata())["grpc-retry-pushback-ms"]) / 1e3
-        started = time.monotonic()
-        waiting = threads.submit(ask, inference_pb2_grpc.InferenceStub(retrying), request("patient", max_tokens=2))
-        time.sleep(0.5 * pushback_s)
         first.cancel()
         while control.GetLoad(control_pb2.GetLoadRequest()).requests:
             time.sleep(0.01)
-        assert len(waiting.result(timeout=60).ids()) == 2
-        assert pushback_s <= time.monotonic() - started < 60
+        assert len(waiting.result(timeout=400).ids()) == 2
+        assert 0.5 * pushback_s <= time.monotonic() - started < 400

@@ -17,7 +17,7 @@ from tests.end_to_end.asking import Answer, ask, chat, engine_load, request
 from tests.engine.random_schemas import assert_matches
 from tests.servers import Server, running_server
 
-COUNT = 20
+COUNT = 16
 PROMPTS = [
     "The capital of Sweden is",
     "Once upon a time, in a village by the sea,",
@@ -40,15 +40,13 @@ def reference(plain_model_folder: Path) -> dict[str, list[int]]:
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(plain_model_folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(plain_model_folder, dtype=torch.float32).eval()
-    answers = {}
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
+    ids = tokenizer(PROMPTS, return_tensors="pt", padding=True)  # in one batch, which reads the weights once a token
     with torch.inference_mode():
-        for prompt in PROMPTS:
-            ids = tokenizer(prompt, return_tensors="pt")
-            output = model.generate(
-                **ids, max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False, pad_token_id=tokenizer.eos_token_id
-            )
-            answers[prompt] = output[0, ids["input_ids"].shape[1] :].tolist()
-    return answers
+        outputs = model.generate(
+            **ids, max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False, pad_token_id=tokenizer.eos_token_id
+        )
+    return dict(zip(PROMPTS, outputs[:, ids["input_ids"].shape[1] :].tolist(), strict=True))
 
 
 def request_as_reference(prompt: str) -> inference_pb2.GenerateRequest:
@@ -62,7 +60,7 @@ def request_as_reference(prompt: str) -> inference_pb2.GenerateRequest:
 @pytest.fixture(scope="module")
 def exact_server(default_model_folder: Path) -> Iterator[Server]:
     """float32, a token budget that cuts prompts into chunks, and a cache too small for all: preemption included."""
-    arguments = ("--dtype", "float32", "--token-budget", "80", "--kv-cache-gb", "0.06", "--threads", "2")
+    arguments = ("--dtype", "float32", "--token-budget", "80", "--kv-cache-gb", "0.03", "--threads", "2")
     with running_server("--model", str(default_model_folder), *arguments) as server:
         yield server
 
@@ -90,15 +88,15 @@ def test_greedy_tokens_are_transformers_in_one_batch_with_31_others_and_under_pr
 ) -> None:
     before = load_of(exact_server).preemptions
     with ThreadPoolExecutor(64) as threads:
-        others = [threads.submit(ask, exact, request(other, max_tokens=40)) for other in OTHERS]
+        others = [threads.submit(ask, exact, request(other, max_tokens=30)) for other in OTHERS]
         answers = dict(
             zip(PROMPTS, threads.map(lambda prompt: ask(exact, request_as_reference(prompt)), PROMPTS), strict=True)
         )
-        assert all(len(other.result().ids()) == 40 for other in others)
+        assert all(len(other.result().ids()) == 30 for other in others)
     for prompt in PROMPTS:
         assert answers[prompt].ids() == reference[prompt], prompt
     load = load_of(exact_server)
-    assert load.preemptions > before, "the cache is too small for all of them"
+    assert load.preemptions > before, "the cache holds a dozen of them"
     assert load.blocks_referenced == 0
 
 

@@ -22,8 +22,8 @@ from tests.servers import Server, running_server
 
 PLACES, RUNNING = 17, 4
 ALONE = 16  # of the 17 places, those that a tenant alone may have
-LONG = 20_000  # tokens: 40 s of steps
-ARGUMENTS = ("--model", "synthetic", "--step-ms", "2", "--policy", "fair")
+LONG = 30_000  # tokens: 150 s of steps
+ARGUMENTS = ("--model", "synthetic", "--step-ms", "5", "--policy", "fair")
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ class Tenant:
         """Start a call. It may ask for its prompt's ids, or be silent: its message does not arrive."""
         if is_silent:
             method = self._channel.stream_stream("/pagoda.v1.Inference/Generate")
-            messages = iter(lambda: threading.Event().wait(60), None)
-            call = method(messages, metadata=self._metadata, timeout=60)
+            messages = iter(lambda: threading.Event().wait(300), None)
+            call = method(messages, metadata=self._metadata, timeout=300)
         else:
             message = request("long", max_tokens)
             message.output.prompt = has_prompt
@@ -152,14 +152,18 @@ def test_what_has_not_begun_is_evicted_before_any_message(channel: grpc.Channel)
         assert [told(call)[0] for call in greedy.ended()] == ["EVICTED"] * 2
 
 
-def test_a_client_tries_an_evicted_call_again(server: Server, channel: grpc.Channel) -> None:
+def test_a_client_tries_an_evicted_call_again(
+    server: Server, channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.5)))  # the client's delays would be 30 s
     with (
         Tenant(channel, "greedy") as greedy,
         Tenant(channel, "modest") as modest,
-        Client(server.address, retries=100, timeout_s=60, tenant="greedy") as client,
+        Client(server.address, retries=100, timeout_s=300, tenant="greedy") as client,
         ThreadPoolExecutor(1) as threads,
     ):
-        greedy.fill(ALONE - 1, max_tokens=500)
+        greedy.fill(ALONE - 1)
         answer = threads.submit(lambda: list(client.generate(prompt="patient", max_tokens=5, ignore_eos=True)))
         wait_for(lambda: load_of(channel).requests >= ALONE)
         modest.fill(1)

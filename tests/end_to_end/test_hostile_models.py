@@ -22,7 +22,7 @@ from tests.checkpoints.tiny_gguf import tiny_model
 from tests.servers import ROOT
 
 HUGE = 10**12
-AT_ONCE_S = 20.0  # with imports of torch, on a busy machine
+AT_ONCE_S = 100.0  # with imports of torch, on a busy machine
 
 
 def serve(model: Path, **keywords: Any) -> tuple[str, float]:
@@ -30,7 +30,7 @@ def serve(model: Path, **keywords: Any) -> tuple[str, float]:
     started = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-m", "pagoda_server.cli", "serve", "--listen", "127.0.0.1:0", "--model", str(model)],
-        capture_output=True, text=True, timeout=120, check=False, cwd=ROOT, **keywords,
+        capture_output=True, text=True, timeout=300, check=False, cwd=ROOT, **keywords,
     )  # fmt: skip
     assert result.returncode == 2, result.stderr[-3000:]
     assert "Traceback" not in result.stderr

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pagoda import Client, InvalidArgument, Overloaded, PagodaError
+from pagoda import Client, InvalidArgument, Overloaded, PagodaError, Unavailable
 from pagoda_server.checkpoints import resolve
 from tests.servers import ROOT, Server, running_server
 
@@ -59,13 +59,30 @@ def template_processes(server: Server) -> list[psutil.Process]:
     return found
 
 
+def wait_until_busy(server: Server) -> None:
+    """Until a template has computed for a tenth of a second."""
+
+    def used_s() -> float:
+        found = 0.0
+        for process in template_processes(server):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found = max(found, process.cpu_times().user)
+        return found
+
+    before, deadline = used_s(), time.monotonic() + 60
+    while used_s() < before + 0.1:
+        before = min(before, used_s())  # one that is replaced starts over
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("word", RUNAWAY)
 def test_a_conversation_that_makes_the_template_run_away_is_refused_by_name(server: Server, word: str) -> None:
     with Client(server.address) as client:
         started = time.monotonic()
         with pytest.raises(InvalidArgument, match=f"^chat: the model's chat template {RUNAWAY[word][1]}"):
             client.tokenize(message=word)
-        assert time.monotonic() - started < 15  # a second of CPU time, on a busy machine too
+        assert time.monotonic() - started < 60  # a second of CPU time, on a busy machine too
         assert client.tokenize(message="fine") == list(b"fine")
         assert psutil.Process(server.process.pid).memory_info().rss < 400e6
 
@@ -76,17 +93,14 @@ def test_others_are_served_while_templates_run_away(server: Server) -> None:
             client.tokenize(message="loop")
         return str(refused.value)
 
-    with ThreadPoolExecutor(8) as threads, Client(server.address) as client:
-        hostile = threads.map(runs_away, range(8))
-        time.sleep(0.5)
-        slowest = 0.0
-        for _ in range(50):
-            started = time.monotonic()
+    with ThreadPoolExecutor(6) as threads, Client(server.address) as client:
+        hostile = [threads.submit(runs_away, at) for at in range(6)]
+        wait_until_busy(server)
+        for _ in range(20):
             assert client.tokenize(prompt="text") == list(b"text")
-            slowest = max(slowest, time.monotonic() - started)
-        assert slowest < 1.0, "text waited for a template"
+        assert not all(each.done() for each in hostile), "text waited for the templates"
         assert client.tokenize(message="fine") == list(b"fine")
-        assert all("takes more than 1 s" in each for each in hostile)
+        assert all("takes more than 1 s" in each.result() for each in hostile)
     assert len(template_processes(server)) <= 2
 
 
@@ -143,7 +157,7 @@ def test_template_processes_end_with_their_router(tmp_path: Path) -> None:
         assert len(processes) == 2
         asking = threading.Thread(target=ask_in_vain, args=(server,))
         asking.start()
-        time.sleep(0.5)
+        wait_until_busy(server)
         server.process.kill()
         asking.join()
         _, alive = psutil.wait_procs(processes, timeout=60)
@@ -151,21 +165,20 @@ def test_template_processes_end_with_their_router(tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_a_router_whose_template_runs_away(tmp_path: Path) -> None:
-    with running_server("--model", str(model_with(LOOP, tmp_path / "model")), "--grace-s", "0") as server:
-        asking = [threading.Thread(target=ask_in_vain, args=(server,)) for _ in range(8)]
-        for thread in asking:
-            thread.start()
-        time.sleep(0.5)
-        started = time.monotonic()
-        assert server.stop(10) == 0
-        assert time.monotonic() - started < 3
-        for thread in asking:
-            thread.join()
+    with (
+        running_server("--model", str(model_with(LOOP, tmp_path / "model")), "--grace-s", "0") as server,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        asking = [threads.submit(ask_in_vain, server) for _ in range(8)]
+        wait_until_busy(server)
+        assert server.stop() == 0
+        assert any(isinstance(each.result(), Unavailable) for each in asking), "it waited for all templates"
 
 
-def ask_in_vain(server: Server) -> None:
-    with Client(server.address) as client, contextlib.suppress(PagodaError):
+def ask_in_vain(server: Server) -> PagodaError:
+    with Client(server.address, retries=0) as client, pytest.raises(PagodaError) as caught:
         client.tokenize(message="loop")
+    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -185,10 +198,10 @@ def test_a_template_that_takes_too_much_to_compile_is_one_line_and_exit_code_2(
     started = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-m", "pagoda_server.cli", "serve", "--listen", "127.0.0.1:0", "--model", str(folder)],
-        capture_output=True, text=True, timeout=30, check=False, cwd=ROOT,
+        capture_output=True, text=True, timeout=120, check=False, cwd=ROOT,
     )  # fmt: skip
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
     assert reason in result.stderr
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60

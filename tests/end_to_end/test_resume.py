@@ -16,6 +16,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -160,12 +161,13 @@ class Broken:
 
 
 def read_until(call: grpc.Call, count: int, reached: threading.Barrier) -> Broken:
-    """Read a call until it breaks, and meet the others at the barrier after `count` messages."""
-    responses = []
+    """Read a call until it breaks, and meet the others at the barrier after `count` tokens."""
+    responses, has_met = [], False
     try:
         for response in call:
             responses.append(response)
-            if len(responses) == count:
+            if not has_met and len(Answer(responses).ids()) >= count:
+                has_met = True
                 reached.wait(60)
     except grpc.RpcError as error:
         return Broken(responses, error)
@@ -246,11 +248,32 @@ def by_async_client(server: Server, reached: threading.Barrier) -> list[Chunk]:
     return asyncio.run(read())
 
 
+@contextlib.contextmanager
+def slowed(engine: psutil.Process) -> Iterator[None]:
+    """Let the engine run for a twentieth of the time, so that no stream ends before each has begun."""
+    over = threading.Event()
+
+    def brake() -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while not over.wait(0.002):
+                engine.suspend()
+                over.wait(0.04)
+                engine.resume()
+
+    braking = threading.Thread(target=brake)
+    braking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        braking.join()
+
+
 def test_streams_of_a_killed_engine_go_on_as_if_nothing_had_happened(
     server: Server, inference: Stub, cases: dict[str, Case]
 ) -> None:
     engine, reached = server.engine(), threading.Barrier(len(cases) + 3)
-    with ThreadPoolExecutor(len(cases) + 2) as pool:
+    with slowed(engine), ThreadPoolExecutor(len(cases) + 2) as pool:
         reads = {
             name: pool.submit(read_until, inference.Generate(resumable(case.request, name)), 9 + 5 * at, reached)
             for at, (name, case) in enumerate(cases.items())

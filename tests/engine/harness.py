@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol, TypedDict, Unpack
 
-from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence, TokenMask
-from pagoda_server.engine.core.step import Ended, Sampled, StepPlan
+from pagoda_server.engine.core.sequence import Readout, Request, SamplingParams, Sequence, TokenMask
+from pagoda_server.engine.core.step import Ended, Reading, Sampled, StepPlan
+from pagoda_server.engine.drafting import Speculation
 from pagoda_server.engine.kv.blocks import BlockPool, chain_root
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo
-from pagoda_server.engine.runners.synthetic import SyntheticRunner, advance, expected_tokens
+from pagoda_server.engine.runners.synthetic import HIDDEN_SIZE, SyntheticRunner, advance, expected_tokens
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.settings.engine import PolicyName, StepLimits
 
@@ -32,6 +33,7 @@ def synthetic_runner(
         dtype="int64",
         kernel_backend="none",
         vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
         max_model_len=32_768,
         weight_bytes=0,
         kv_cache=spec,
@@ -100,6 +102,7 @@ class Rules(TypedDict, total=False):
     output: list[int]  # that exists already
     age_s: float
     make_mask: Callable[..., TokenMask]  # of a grammar
+    readout: Readout
 
 
 class TakesTime(Protocol):
@@ -124,6 +127,7 @@ class SteppedEngine:
         step_time: TakesTime | None = None,
         host_blocks: int = 0,
         copy_s: float = 0.0,
+        speculation: Speculation | None = None,
     ) -> None:
         """
         step_time  how long a step takes in simulated time; None: no time, and a second passes between steps
@@ -144,6 +148,7 @@ class SteppedEngine:
             tenant_weights=tenant_weights,
             target_itl_s=target_itl_s,
             num_host_blocks=host_blocks,
+            speculation=speculation,
         )
         self.copy_s = copy_s
         self.runner = synthetic_runner(num_blocks, block_size, lookahead, host_blocks, copy_s)
@@ -151,6 +156,7 @@ class SteppedEngine:
         self.outputs: dict[int, list[int]] = {}
         self.arrived_with: dict[int, int] = {}  # tokens
         self.ended: dict[int, Ended] = {}
+        self.readings: dict[int, list[Reading]] = {}
         self._ids = itertools.count()
 
     def add(self, prompt: list[int], max_tokens: int = 8, **rules: Unpack[Rules]) -> Sequence:
@@ -179,6 +185,7 @@ class SteppedEngine:
             cache_root=chain_root(rules.get("salt", "")),
             bypass_cache=rules.get("bypass", False),
             shares_prompt=count > 1,
+            readout=rules.get("readout"),
         )
         make_mask = rules.get("make_mask")
         masks = [
@@ -232,6 +239,9 @@ class SteppedEngine:
         for id, token in zip(output.sequences, output.tokens, strict=True):
             assert id not in self.ended, f"a token for sequence {id} after its end"
             self.outputs.setdefault(id, []).append(token)
+        for id, reading in output.readings:
+            assert id not in self.ended, f"a reading of sequence {id} after its end"
+            self.readings.setdefault(id, []).append(reading)
         for ended in output.ended:
             assert ended.seq.id not in self.ended, f"sequence {ended.seq.id} ended twice"
             self.ended[ended.seq.id] = ended

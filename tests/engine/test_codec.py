@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 from pagoda_server.engine.core.sequence import SamplingParams, Sequence
-from pagoda_server.engine.serving.codec import sequences_from_submit
+from pagoda_server.engine.serving.codec import InvalidMessage, Rejected, check_submit, sequences_from_submit
 from pagoda_server.settings.sampling import PARAMETERS
 
 FOR_THE_ROUTER = {"n"}
@@ -44,3 +45,25 @@ def test_allowed_token_ids_become_a_mask() -> None:
         words = memoryview(bytearray(4 * num_words)).cast("I")
         mask.fill([1, 2], words)
         assert words.tolist() == [1, 1 << 1, 1 << 31, 0][:num_words]
+
+
+def test_bans_become_a_mask_of_the_output_that_follows_the_tokens() -> None:
+    submit = engine_pb2.Submit(prompt=[1, 2], sampling={"allowed_token_ids": range(32)}, max_tokens=16)
+    submit.sampling.no_repeat_ngram_size = 2
+    submit.bad_words.add(ids=[5, 6])
+    first, second = sequences_from_submit(submit, range(2), now=0.0, vocab_size=258)
+    assert first.token_mask is not None
+    assert first.token_mask.depends_on_tokens
+    assert first.token_mask is not second.token_mask, "each follows its own sequence"
+    words = memoryview(bytearray(4)).cast("I")
+    first.token_mask.fill([1, 2, 1, 5], words)
+    assert words[0] == 0xFFFF_FFFF & ~(1 << 6)
+    first.token_mask.fill([1, 2, 1], words)
+    assert words[0] == 0xFFFF_FFFF & ~(1 << 2)
+
+
+@pytest.mark.parametrize("words", [[[1]] * 129, [[]], [[1], [258]]], ids=["too many", "empty", "unknown"])
+def test_bad_words_that_no_router_sends_are_refused(words: list[list[int]]) -> None:
+    submit = engine_pb2.Submit(prompt=[1, 2], max_tokens=16, bad_words=[{"ids": ids} for ids in words])
+    with pytest.raises((InvalidMessage, Rejected), match=r"bad_words|token id 258"):
+        check_submit(submit, vocab_size=258, max_model_len=100)

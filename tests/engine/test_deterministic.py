@@ -88,9 +88,9 @@ def logits_of(runner: ModelRunner, plan: StepPlan) -> Tensor:
     seen: list[Tensor] = []
     sample = runner._sampler.sample
 
-    def look(seqs: list[Sequence], logits: Tensor) -> list[Choice]:
+    def look(seqs: list[Sequence], logits: Tensor, drafts: dict[int, tuple[int, ...]] | None = None) -> list[Choice]:
         seen.append(logits.clone())
-        return sample(seqs, logits)
+        return sample(seqs, logits, drafts)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner._sampler, "sample", look)

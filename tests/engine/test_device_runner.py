@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,17 @@ import torch
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.checkpoints import resolve
-from pagoda_server.engine.core.sequence import BlockTable, EndReason, Request, SamplingParams, Sequence, TokenMask
-from pagoda_server.engine.core.step import Chunk, Ended, Sampled, StepPlan, TokenLogprobs
+from pagoda_server.engine.core.sequence import (
+    BlockTable,
+    EndReason,
+    Pooling,
+    Readout,
+    Request,
+    SamplingParams,
+    Sequence,
+    TokenMask,
+)
+from pagoda_server.engine.core.step import Chunk, Ended, Reading, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.guidance import Grammars
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.steps_in_flight import Computed, Launched, Runner, StepsInFlight
@@ -81,12 +91,19 @@ class Served:
         self.ended: list[Ended] = []
         self.told: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.readings: list[tuple[int, Reading]] = []
         self._lookahead = runner.lookahead
         self._ids = itertools.count()
 
-    def add(self, prompt: list[int], params: SamplingParams, mask: TokenMask | None = None) -> Sequence:
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        mask: TokenMask | None = None,
+        readout: Readout | None = None,
+    ) -> Sequence:
         tokens = list(prompt)
-        seq = Sequence(next(self._ids), tokens, Request(len(prompt)), params, token_mask=mask)
+        seq = Sequence(next(self._ids), tokens, Request(len(prompt), readout=readout), params, token_mask=mask)
         self.scheduler.add(seq)
         return seq
 
@@ -100,6 +117,7 @@ class Served:
         self.scheduler.check_integrity()
         output = self.scheduler.take_output()
         self.ended += output.ended
+        self.readings += output.readings
         for id, token, logprobs in zip(output.sequences, output.tokens, output.logprobs, strict=True):
             self.told.setdefault(id, []).append(token)
             if logprobs is not None:
@@ -163,6 +181,7 @@ def outputs(seqs: Iterable[Sequence]) -> list[list[int]]:
     return [seq.tokens[seq.request.prompt_len :] for seq in seqs]
 
 
+@cache
 def one_by_one(folder: Path, count: int, max_tokens: int = 100) -> list[list[int]]:
     """Return what the plain runner generates for the same requests, one step at a time, with room for all."""
     runner = load_runner(folder, max_num_seqs=6, token_budget=19, max_model_len=120)
@@ -186,6 +205,31 @@ def test_it_generates_what_a_step_by_step_runner_does_though_sequences_are_preem
     assert served.scheduler.counters.preemptions > 0, "the cache is too small for all of them"
     assert outputs(seqs) == one_by_one(folder, 16)
     assert served.pool.num_referenced == 0
+
+
+def test_it_reads_prompts_as_a_step_by_step_runner_does(llama: Path) -> None:
+    found = []
+    cpu = load_runner(llama, max_num_seqs=6, token_budget=19, max_model_len=120)
+    for runner, num_blocks in ((device_runner(llama), 36), (cpu, cpu.info.num_blocks)):
+        served = Served(runner, num_blocks)
+        decoding = ask(served, 2)
+        poolings: tuple[Pooling, ...] = ("last", "mean", "cls")
+        for at, length in enumerate((30, 1, 41, 18)):
+            readouts = [Readout(logprobs_from=1 + at, num_top=3 * at)] if length > 1 else []
+            for readout in (*readouts, *(Readout(pooling=pooling) for pooling in poolings)):
+                served.add(random_prompt(length, seed=at), SamplingParams(max_tokens=1), readout=readout)
+        served.run()
+        values: dict[tuple[int, int], list[float]] = {}
+        for id, reading in served.readings:
+            rows = [[each.chosen, *each.top] for each in reading.logprobs] + [reading.hidden] * bool(reading.hidden)
+            values |= {(id, reading.start + row): each for row, each in enumerate(rows)}
+        found.append((values, outputs(decoding)))
+    (on_device, told), (expected, expected_told) = found
+    assert told == expected_told
+    assert on_device.keys() == expected.keys()
+    assert len(expected) == 12 + 29 + 38 + 14
+    for key, each in expected.items():
+        assert on_device[key] == pytest.approx(each, abs=1e-4), key
 
 
 class Split:
@@ -252,16 +296,19 @@ def test_a_padded_step_computes_what_the_step_does_and_nothing_that_is_not_a_num
     monkeypatch.setattr(StepGraphs, "capture", lambda *_: None)  # the steps run kernel by kernel
     monkeypatch.setattr(DeviceRunner, "warm_up", lambda *_: None)
     runner = device_runner(llama, "triton")
-    found = []
+    found, chunks = [], []
+    fill_cache(runner, math.nan)
+    for at, (start, end) in enumerate(((5, 6), (9, 10), (0, 7), (3, 8))):  # two decodes and two chunks
+        blocks = BlockTable(range(4 * at, 4 * at + -(-end // 4)))
+        seq = Sequence(at, random_prompt(end, seed=at), Request(end), SamplingParams(), blocks=blocks)
+        chunks.append(Chunk(seq, start, end - start, samples=True))
+    runner.execute(StepPlan([Chunk(chunk.seq, 0, chunk.start, samples=False) for chunk in chunks if chunk.start]))
+    pages = [page for kv in runner._cache for page in (kv.keys, kv.values)]
+    before = [page.clone() for page in pages]
     for shape in (StepShape(2, 12, 2), StepShape(2, 12, 4), StepShape(6, 16, 7)):
-        fill_cache(runner, math.nan)
-        chunks = []
-        for at, (start, end) in enumerate(((5, 6), (9, 10), (0, 7), (3, 8))):  # two decodes and two chunks
-            blocks = BlockTable(range(4 * at, 4 * at + -(-end // 4)))
-            seq = Sequence(at, random_prompt(end, seed=at), Request(end), SamplingParams(), blocks=blocks)
-            if start:
-                runner.execute(StepPlan([Chunk(seq, 0, start, samples=False)]))
-            chunks.append(Chunk(seq, start, end - start, samples=True))
+        for page, values in zip(pages, before, strict=True):
+            page.copy_(values)
+        synchronize()
         with torch.cuda.stream(runner._stream), torch.inference_mode():
             entries = runner._inputs.send(chunks, runner._rows.place(chunks), shape)
             logits = runner._model.forward(runner._inputs.of_model(shape), runner._cache).cpu()

@@ -99,7 +99,7 @@ def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_w
     name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = saved_model(name, tmp_path_factory)
-    runner = device_runner(folder, "triton")
+    runner = device_runner(folder, "triton", max_num_seqs=4)
     launch = runner.launch
 
     def watched(plan: StepPlan) -> DeviceStep:
@@ -281,7 +281,7 @@ def _reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_by_default_a_card_runs_256_sequences_and_computes_8192_tokens_a_step(
     unlimited: EngineConfig, cuda: SimulatedCuda
 ) -> None:
-    cuda.capacity = 1 << 30
+    cuda.capacity = 1 << 27
     runner = load.load_runner(unlimited, Path(unlimited.model), no_progress)
     assert runner.info.limits == GPU_LIMITS
     (Path(unlimited.model) / "tokenizer.json").touch()

@@ -41,16 +41,19 @@ def served_by(kind: str, folder: Path, num_blocks: int = 24, **settings: object)
     return served
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"), [("cpu", {}), ("device", {"overlap": "on"}), ("device", {"overlap": "off"})]
-)
-def test_a_loaded_sequence_generates_what_an_undisturbed_run_does(
-    llama: Path, kind: str, settings: dict[str, str]
-) -> None:
-    served = served_by(kind, llama, **settings)
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_loaded_sequence_generates_what_an_undisturbed_run_does(llama: Path, overlap: str) -> None:
+    check_loaded_sequences(served_by("device", llama, overlap=overlap), llama)
+
+
+def test_a_loaded_sequence_of_a_cpu_generates_what_an_undisturbed_run_does(llama: Path) -> None:
+    check_loaded_sequences(served_by("cpu", llama), llama)
+
+
+def check_loaded_sequences(served: Served, folder: Path) -> None:
     seqs = ask(served, 16)
     served.run()
-    assert outputs(seqs) == one_by_one(llama, 16)
+    assert outputs(seqs) == one_by_one(folder, 16)
     counters, host = served.scheduler.counters, served.scheduler.host.load()
     assert counters.preemptions > 0
     assert host.loaded_tokens > 20

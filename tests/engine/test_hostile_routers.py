@@ -76,6 +76,13 @@ NONSENSE: dict[str, RouterMessage] = {
     "request id": RouterMessage(submit=submit(request_id="line\nbreak")),
     "salt": RouterMessage(submit=submit(cache=inference_pb2.Cache(salt="x" * 100_000))),
     "outputs": RouterMessage(submit=submit(outputs=[inference_pb2.TokenIds(ids=[1])] * 3)),
+    "logprobs of no token": RouterMessage(submit=submit(readout=engine_pb2.Readout(logprobs_from=0))),
+    "logprobs behind the prompt": RouterMessage(submit=submit(readout=engine_pb2.Readout(logprobs_from=1000))),
+    "top logprobs of a prompt": RouterMessage(submit=submit(readout=engine_pb2.Readout(num_top=MAX_UINT32))),
+    "pooling": RouterMessage(submit=submit(readout=engine_pb2.Readout(pooling=99))),  # type: ignore[arg-type]
+    "a readout of what exists": RouterMessage(
+        submit=submit(readout=engine_pb2.Readout(), outputs=[inference_pb2.TokenIds(ids=[1])])
+    ),
     "aborts": RouterMessage(abort=engine_pb2.Abort(sequences=range(100_000))),
     "trace": RouterMessage(take_trace=engine_pb2.TakeTrace(number=1, last_s=math.nan)),
 }
@@ -154,6 +161,11 @@ SAMPLING = st.builds(
 VALID = st.builds(
     inference_pb2.Sampling, temperature=st.floats(0, 2, width=32), n=st.integers(1, 3), seed=st.integers(0, 9)
 )
+READOUT = st.builds(
+    engine_pb2.Readout,
+    logprobs_from=st.one_of(st.none(), st.integers(0, 40)), num_top=st.integers(0, MAX_LOGPROBS + 1),
+    pooling=st.integers(0, 4),
+)  # fmt: skip
 SUBMIT = st.builds(
     Submit,
     first_sequence=st.integers(0, MAX_UINT64), prompt=IDS, sampling=st.one_of(VALID, VALID, SAMPLING),
@@ -164,6 +176,8 @@ SUBMIT = st.builds(
     cache=st.builds(inference_pb2.Cache, salt=st.text(max_size=40), bypass=st.booleans()),
     slo=st.one_of(st.none(), st.builds(inference_pb2.Slo, ttft_s=st.floats(), tpot_s=st.floats())),
     outputs=st.lists(st.builds(inference_pb2.TokenIds, ids=IDS), max_size=2),
+    readout=st.one_of(st.none(), READOUT),
+    max_draft_tokens=st.one_of(st.none(), st.integers(0, 17), UINT32),
 )  # fmt: skip
 MESSAGE = st.one_of(
     st.builds(RouterMessage, submit=SUBMIT),

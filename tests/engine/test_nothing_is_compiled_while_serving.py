@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
 
 
+@pytest.mark.simulated
 def test_a_start_compiles_every_kernel_that_any_request_needs() -> None:
     command = [sys.executable, "-m", "tests.engine.recorded_serving"]
     environment = os.environ | {"TRITON_INTERPRET": "0"}  # kernels as they are on a GPU

@@ -8,10 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pagoda_server.engine.core.sequence import EndReason, State
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
-from pagoda_server.engine.runners.synthetic import StepTime
+from pagoda_server.engine.runners.synthetic import StepTime, expected_tokens
 from pagoda_server.engine.scheduling.deadlines import LEAVING
 from pagoda_server.settings.engine import PolicyName
-from tests.engine.harness import SteppedEngine
+from tests.engine.drafters import AlwaysDrafts, Oracle
+from tests.engine.harness import VOCAB_SIZE, SteppedEngine
 from tests.engine.unreliable import UnreliableRunner
 
 MAX_MODEL_LEN = 60
@@ -34,6 +35,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.oracle = Oracle(lambda seq, count: expected_tokens(seq.tokens, count, VOCAB_SIZE), 0.0, VOCAB_SIZE)
+        self.speculation = AlwaysDrafts(self.oracle, most=5, vocab_size=VOCAB_SIZE)
+        self.speculation.is_on = False
         # Small enough that sequences are preempted, large enough for any one of them.
         self.engine = SteppedEngine(
             num_blocks=80 // self.block_size,
@@ -50,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=self.prefix_caching,
             host_blocks=self.host_blocks,
             copy_s=0.01,
+            speculation=self.speculation,
         )
         self.seqs = []
 
@@ -109,6 +114,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.seqs:
             self.engine.abort(data.draw(st.sampled_from(self.seqs)).id)
 
+    @rule(is_on=st.booleans(), accuracy=st.sampled_from([0.0, 0.7, 1.0]))
+    def draft(self, is_on, accuracy):
+        """From now on, guess so many tokens rightly, or guess none."""
+        self.speculation.is_on, self.oracle.accuracy = is_on, accuracy
+
     @rule()
     def flush_cache(self):
         self.engine.scheduler.flush_cache()
@@ -145,6 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 expected = expected[:stop]
             if ended.reason in (EndReason.LENGTH, EndReason.STOP):
                 assert self.engine.outputs[seq.id] == expected
+            assert seq.account.accepted_tokens <= seq.account.drafted_tokens
 
 
 class UncachedMachine(SchedulerMachine):

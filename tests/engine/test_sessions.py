@@ -181,7 +181,7 @@ async def test_sequences_that_are_aborted_while_their_grammar_is_compiled_end_so
             goes_on.wait()
             return super().mask_maker(guided)
 
-    server, inbox = EngineServer(INFO, SlowGrammars(resolve("synthetic"), 258)), Inbox()
+    server, inbox = EngineServer(INFO, lambda: SlowGrammars(resolve("synthetic"), 258)), Inbox()
     server.attach(inbox)
     connection = server.connect()
     submit = engine_pb2.Submit(first_sequence=7, prompt=[1], max_tokens=9, guided=inference_pb2.Guided(regex="a+"))
@@ -189,7 +189,7 @@ async def test_sequences_that_are_aborted_while_their_grammar_is_compiled_end_so
     server.abort(connection, [7])
     inbox.take()
     goes_on.set()
-    while not (messages := inbox.take()):
+    while not (messages := inbox.take()):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     added, aborted = messages
     assert isinstance(added, Add)
@@ -197,13 +197,13 @@ async def test_sequences_that_are_aborted_while_their_grammar_is_compiled_end_so
 
 
 async def test_a_grammar_that_is_wrong_ends_its_sequences_alone() -> None:
-    server = EngineServer(INFO, Grammars(resolve("synthetic"), 258))
+    server = EngineServer(INFO, lambda: Grammars(resolve("synthetic"), 258))
     server.attach(Inbox())
     connection = server.connect()
     sampling = inference_pb2.Sampling(n=2)
     guided = inference_pb2.Guided(regex="(")
     server.submit(connection, engine_pb2.Submit(prompt=[1], max_tokens=9, sampling=sampling, guided=guided))
-    while not connection.pending.ended:
+    while not connection.pending.ended:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     assert [number for number, _ in connection.pending.ended] == [0, 1]
     assert {(ended.reason, ended.field) for _, ended in connection.pending.ended} == {(EndReason.REJECTED, "guided")}

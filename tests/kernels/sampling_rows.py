@@ -85,7 +85,7 @@ def write_row(sampling: SamplingRows, at: int, seq: Sequence) -> None:
     params, vocab = seq.params, sampling.counts.shape[1]
     words = torch.tensor([params.seed & 0xFFFF_FFFF, params.seed >> 32]).to(torch.int32)
     values = {
-        **{each.name: getattr(params, each.name) for each in PARAMETERS},
+        **{each.name: getattr(params, each.name) for each in PARAMETERS if hasattr(sampling, each.name)},
         "top_k": min(params.top_k, vocab),
         "seed_low": words[0],
         "seed_high": words[1],

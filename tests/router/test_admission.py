@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pagoda_server.router.errors import ResourceExhausted, Unavailable
-from pagoda_server.router.request.admission import Admission, Reservation
+from pagoda_server.router.request.admission import Admission, OutputLengths, Reservation
 
 
 def reserved(admission: Admission, tokens: int) -> Reservation:
@@ -122,3 +122,27 @@ async def test_reserved_tokens_that_reach_the_limit_refuse_a_call_of_whatever_si
         pytest.raises(ResourceExhausted, match="no room for 1 more tokens"),
     ):
         admission.reserve("")
+
+
+async def test_a_request_that_runs_over_is_never_refused_and_new_ones_wait_for_it() -> None:
+    admission = Admission(max_requests=9, max_tokens=100)
+    with reserved(admission, 60) as first, reserved(admission, 30):
+        first.starts()
+        first.extend(50)
+        assert admission.tokens == 140
+        assert admission.refusal("") is not None
+    assert admission.tokens == 0
+
+
+def test_the_likely_length_follows_those_that_ended() -> None:
+    lengths = OutputLengths()
+    first_guess = lengths.likely
+    for _ in range(8):
+        lengths.add(1000)
+    assert lengths.likely == 1000 > first_guess, "a model that writes more than was guessed shows that soon"
+    for length in range(1, 1001):
+        lengths.add(length)
+    assert 950 < lengths.likely < 1000, "most of the last ones fit, and old ones are forgotten"
+    for _ in range(300):
+        lengths.add(10)
+    assert lengths.likely == 10

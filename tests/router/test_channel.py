@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import chain
 from typing import TypeAlias
 
 import pytest
@@ -16,7 +19,8 @@ from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server.channel.link import Link
 from pagoda_server.channel.shm import ShmServer
 from pagoda_server.router.engines.channel import EngineChannel
-from pagoda_server.router.engines.stream import EngineStream
+from pagoda_server.router.engines.stream import WOKEN_AT_ONCE, EngineStream
+from pagoda_server.router.errors import Unavailable
 
 EngineEnd: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
 
@@ -47,10 +51,17 @@ async def connected() -> AsyncIterator[tuple[EngineChannel, EngineEnd]]:
     await server.stop()
 
 
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not is_so():  # noqa: ASYNC110 (other tasks make it so)
+            await asyncio.sleep(0.001)
+
+
 def submit(prompt_len: int = 1) -> engine_pb2.Submit:
     return engine_pb2.Submit(prompt=[1] * prompt_len, sampling=inference_pb2.Sampling(n=1), max_tokens=9)
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_first_tokens_are_taken_before_those_of_streams_that_run() -> None:
     order: list[tuple[int, int]] = []
 
@@ -72,6 +83,75 @@ async def test_first_tokens_are_taken_before_those_of_streams_that_run() -> None
             task.cancel()
 
 
+@pytest.mark.parametrize("news", ["first tokens", "tokens", "ends", "the engine's loss"])
+async def test_what_arrives_while_a_step_is_written_does_not_wait_for_its_end(news: str) -> None:
+    count = 10 * WOKEN_AT_ONCE
+    sequences = range(1, count + 1)
+    woken: list[int] = []
+    seen = 0  # how many were woken when the loop saw what had arrived
+    here, peer = socket.socketpair()
+
+    def see() -> None:
+        nonlocal seen
+        here.recv(1)
+        seen = len(woken)
+
+    async def take(stream: EngineStream) -> None:
+        while stream.error is None:
+            with contextlib.suppress(Unavailable):
+                await stream.wait()
+            woken.append(stream.first_sequence)
+            if len(woken) == 1:
+                peer.send(b"!")
+
+    async with connected() as (channel, engine), asyncio.TaskGroup() as group:
+        asyncio.get_running_loop().add_reader(here, see)
+        tasks = [group.create_task(take(channel.submit(submit()))) for _ in sequences]
+        tokens = engine_pb2.StepOutput(sequences=sequences, tokens=[5] * count)
+        if news != "first tokens":
+            await engine.write(engine_pb2.EngineMessage(step=tokens))
+            await until(lambda: len(woken) == count)
+            woken.clear()
+        if news == "the engine's loss":
+            engine.close()
+        elif news == "ends":
+            ended = [engine_pb2.Ended(sequence=at, reason=engine_pb2.END_REASON_LENGTH) for at in sequences]
+            await engine.write(engine_pb2.EngineMessage(step=engine_pb2.StepOutput(ended=ended)))
+        else:
+            await engine.write(engine_pb2.EngineMessage(step=tokens))
+        await until(lambda: len(woken) == count)
+        for task in tasks:
+            task.cancel()
+        asyncio.get_running_loop().remove_reader(here)
+    assert woken == list(sequences)
+    assert 0 < seen < count
+    here.close()
+    peer.close()
+
+
+async def test_a_stream_that_waits_for_its_turn_keeps_its_place_and_gets_all_its_tokens_at_once() -> None:
+    count = 10 * WOKEN_AT_ONCE
+    taken: dict[int, list[list[int]]] = {at: [] for at in range(1, count + 1)}
+
+    async def take(stream: EngineStream) -> None:
+        while True:
+            await stream.wait()
+            if tokens := stream.inboxes[0].tokens[:]:
+                taken[stream.first_sequence].append(tokens)
+                stream.inboxes[0].tokens.clear()
+
+    async with connected() as (channel, engine):
+        tasks = [asyncio.create_task(take(channel.submit(submit()))) for _ in taken]
+        for token in range(5):  # one after another, before the first few have been woken
+            step = engine_pb2.StepOutput(sequences=taken, tokens=[token] * count)
+            await engine.write(engine_pb2.EngineMessage(step=step))
+        await until(lambda: all(list(chain(*each)) == list(range(5)) for each in taken.values()))
+        assert len(taken[count]) < 5
+        for task in tasks:
+            task.cancel()
+
+
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_stream_hears_of_its_start_however_the_engine_tells_it() -> None:
     starts: list[int] = []
     steps = [
@@ -98,6 +178,7 @@ async def test_requests_reach_an_engine_that_reads_late_in_their_order() -> None
         assert all(len(message.submit.prompt) == 20_000 for message in got if message)
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_flush_whose_call_was_cancelled_leaves_the_channel_as_it_was() -> None:
     def flushed(freed_blocks: int) -> engine_pb2.EngineMessage:
         return engine_pb2.EngineMessage(cache_flushed=engine_pb2.CacheFlushed(freed_blocks=freed_blocks))
@@ -113,11 +194,12 @@ async def test_a_flush_whose_call_was_cancelled_leaves_the_channel_as_it_was() -
         assert channel.is_ready
 
 
-async def run_for(channel: EngineChannel, seconds: float) -> None:
-    running = asyncio.create_task(channel.run())
-    await asyncio.sleep(seconds)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+@asynccontextmanager
+async def running(channel: EngineChannel) -> AsyncIterator[None]:
+    task = asyncio.create_task(channel.run())
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def nothing() -> None:
@@ -128,13 +210,17 @@ async def nothing() -> None:
 async def test_an_address_where_no_engine_answers_is_logged_once_and_not_at_once(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    patient = EngineChannel(address, hang_timeout_s=60, patience_s=60, on_change=nothing)
-    await run_for(patient, 0.5)
+    async with running(EngineChannel(address, hang_timeout_s=60, patience_s=600, on_change=nothing)):
+        await asyncio.sleep(0.5)
     assert not caplog.records
-    await run_for(EngineChannel(address, hang_timeout_s=60, patience_s=0.3, on_change=nothing), 1.0)
+    async with running(EngineChannel(address, hang_timeout_s=60, patience_s=0.3, on_change=nothing)):
+        while not caplog.records:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
     assert [record.message.startswith(f"no engine at {address}: ") for record in caplog.records] == [True]
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_an_engine_that_goes_is_told_with_its_address(caplog: pytest.LogCaptureFixture) -> None:
     async with connected() as (channel, engine):
         engine.close()

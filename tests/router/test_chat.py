@@ -87,6 +87,8 @@ def test_everything_that_a_conversation_may_have_is_kept() -> None:
         ({"mode": "TOOL_CHOICE_MODE_UNSPECIFIED"}, True),
         ({"mode": "TOOL_CHOICE_MODE_AUTO"}, True),
         ({"mode": "TOOL_CHOICE_MODE_NONE"}, False),
+        ({"mode": "TOOL_CHOICE_MODE_REQUIRED"}, True),
+        ({"tool": "f"}, True),
     ],
 )
 def test_tools_are_shown_to_the_model_unless_it_is_to_call_none(choice: dict[str, Any], are_shown: bool) -> None:
@@ -122,6 +124,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("chat.tools[0].parameters", {"tools": [{"name": "f", "parameters": "[" * 100_000}]}),
     ("chat.tools[0].parameters", {"tools": [{"name": "f", "parameters": json.dumps({"a": "x" * (256 << 10)})}]}),
     ("chat.tool_choice.mode", {"toolChoice": {"mode": 17}}),
+    ("chat.tool_choice.mode", {"toolChoice": {"mode": "TOOL_CHOICE_MODE_REQUIRED"}}),
+    ("chat.tool_choice.tool", {"toolChoice": {"tool": "g"}, "tools": [{"name": "f"}]}),
     ("chat.template_kwargs", {"templateKwargs": {"no name": 1}}),
     ("chat.template_kwargs", {"templateKwargs": {"": 1}}),
     ("chat.template_kwargs", {"templateKwargs": {"a": math.inf}}),

@@ -7,9 +7,15 @@ from datetime import datetime
 import pytest
 
 from pagoda_server.router.errors import ConfigError, InvalidArgument
+from pagoda_server.router.text import chat_template
 from pagoda_server.router.text.chat_template import Chat, ChatTemplate, Message, ToolCall
 
 HELLO = Chat((Message("user", "Hello"),))
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "NUM_PROCESSES", 1)  # each does the same, and each test starts some
 
 
 def render(source: str, chat: Chat = HELLO, **variables: str) -> str:

@@ -25,6 +25,7 @@ from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.tenants.caller import ANYONE, set_caller
 from pagoda_server.router.text.chat_template import ChatTemplate
 
+READS = (control_pb2.CAPABILITY_EMBED, control_pb2.CAPABILITY_SCORE)
 LIMITS = Limits(max_model_len=100, vocab_size=50, kv_token_capacity=1000)
 UNUSED: Any = None
 
@@ -114,9 +115,9 @@ async def test_a_model_tells_what_it_can_do_and_what_its_template_reads() -> Non
     plain = await listed(tokenizer())
     assert (plain.name, plain.architecture, plain.vocab_size, plain.max_model_len) == ("m", "llama", 50, 100)
     assert list(plain.eos_token_ids) == [7]
-    assert list(plain.capabilities) == [control_pb2.CAPABILITY_GENERATE]
+    assert list(plain.capabilities) == [control_pb2.CAPABILITY_GENERATE, *READS]
     chats = await listed(tokenizer("{{ messages[0].content }}{{ style }}"))
-    assert list(chats.capabilities) == [control_pb2.CAPABILITY_GENERATE, control_pb2.CAPABILITY_CHAT]
+    assert list(chats.capabilities) == [control_pb2.CAPABILITY_GENERATE, control_pb2.CAPABILITY_CHAT, *READS]
     assert list(chats.template_kwargs) == ["style"]
     assert control_pb2.CAPABILITY_TOOLS in (await listed(tokenizer("{{ tools }}"))).capabilities
 
@@ -166,6 +167,7 @@ async def test_few_step_traces_are_taken_at_once() -> None:
     await servicer.GetStepTrace(request, UNUSED)
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_watchers_share_one_load_which_outlives_the_first_of_them() -> None:
     made: list[control_pb2.Load] = []
     written: list[control_pb2.Load] = []

@@ -100,6 +100,21 @@ def test_the_tenant_that_gives_way_is_the_one_furthest_above_its_share() -> None
     assert num_left(of_light) < 50, "50 of weight 1 are more than 70 of weight 4"
 
 
+def test_a_request_that_outgrew_its_tokens_weighs_more_and_stays() -> None:
+    admission = fair(9, max_tokens=100)
+    running, waiting = admission.reserve("a"), admission.reserve("a")
+    running.grow(10)
+    running.starts()
+    waiting.grow(20)
+    other = admission.reserve("b")
+    other.grow(30)
+    running.extend(30)
+    newcomer = admission.reserve("c")
+    newcomer.grow(20)
+    assert waiting.eviction is not None, "its tenant is the heaviest by now"
+    assert running.eviction is other.eviction is None
+
+
 def test_tokens_are_shared_too_and_several_requests_may_give_way_to_one() -> None:
     admission = fair(1000, max_tokens=1000)
     held = [admission.reserve("a") for _ in range(9)]

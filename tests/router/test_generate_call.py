@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from pagoda.engine.v1 import engine_pb2
@@ -9,7 +11,7 @@ from pagoda.v1.inference_pb2 import GenerateRequest, GenerateResponse, Sampling
 from pagoda_server.router.engines.stream import SequenceInbox
 from pagoda_server.router.errors import DeadlineExceeded
 from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.generate_call import GenerateCall
+from pagoda_server.router.request.generate_call import GenerateCall, OutputRoom
 from pagoda_server.router.request.validation import validate_generate
 
 LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)
@@ -25,7 +27,7 @@ class Letters:
     def flush(self) -> str:
         return ""
 
-    def detokenizer(self, skips_special_tokens: bool) -> Letters:
+    def detokenizer(self, skips_special_tokens: bool, kept: Sequence[str] = ()) -> Letters:
         return self
 
 
@@ -110,3 +112,27 @@ async def test_one_that_misses_the_deadline_ends_the_call() -> None:
     engine = Engine({0: said([1], reason=LENGTH), 1: said([2], reason=engine_pb2.END_REASON_DEADLINE)})
     with pytest.raises(DeadlineExceeded):
         await responses_to(engine, Sampling(n=3))
+
+
+async def test_room_for_an_open_length_grows_with_the_output_up_to_the_most() -> None:
+    grown: list[int] = []
+    room = OutputRoom(4, 11, grown.append)
+    engine = Engine(
+        {0: said([1, 2]), 2: said([1], reason=LENGTH)},
+        {1: said([1, 2, 3])},
+        {0: said([1] * 5, reason=LENGTH)},
+        {1: said([], reason=LENGTH)},
+    )
+    params = validate_generate(GenerateRequest(prompt="x", sampling=Sampling(n=3)), LIMITS, "m")
+    assert params.has_open_length
+    writer = Writer()
+    await GenerateCall(params, 1, Letters(), writer, 0.0, room=room).run(engine)  # type: ignore[arg-type]
+    assert (room.num_tokens, grown) == (11, [2, 3, 2])
+
+
+def test_a_length_is_open_only_if_nothing_limits_it() -> None:
+    search = Sampling()
+    search.beam_search.width = 2
+    limited = GenerateRequest(prompt="x", stopping={"max_tokens": 5})
+    for request in (limited, GenerateRequest(prompt="x", sampling=search)):
+        assert not validate_generate(request, LIMITS, "m").has_open_length

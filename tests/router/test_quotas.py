@@ -80,6 +80,24 @@ def test_what_was_reserved_and_not_used_is_there_at_once() -> None:
     assert minutes.retry_after_s(100) is not None
 
 
+def test_what_an_answer_uses_beyond_its_reservation_is_paid_for_later() -> None:
+    minutes = Minutes(Quota(tokens_per_minute=6000))
+
+    def wait_s() -> float:
+        refusal = minutes.quotas.refusal("a")
+        assert refusal is not None
+        assert refusal.retry_after_s is not None
+        return refusal.retry_after_s
+
+    with minutes.quotas.enter("a") as spending:
+        spending.reserve(1000)
+        for _ in range(4):
+            spending.extend(2000)
+        assert wait_s() == pytest.approx(30, rel=0.01)  # 9,000 are taken, 100 come back each second
+        spending.used = 8000
+    assert wait_s() == pytest.approx(20, rel=0.01)
+
+
 def test_a_request_beyond_the_whole_quota_is_told_that_waiting_does_not_help() -> None:
     minutes = Minutes(Quota(tokens_per_minute=1000))
     with minutes.quotas.enter("a") as spending, pytest.raises(QuotaExceeded, match="a smaller max_tokens") as caught:

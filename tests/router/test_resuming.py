@@ -145,6 +145,7 @@ async def test_what_was_never_submitted_is_not_kept() -> None:
     assert not found(streams, "a")
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_call_that_resumes_ends_the_one_before_it() -> None:
     stream = add(KeptStreams(10.0), "a")
     order = []
@@ -215,8 +216,9 @@ async def test_a_stream_that_makes_room_for_others_is_written_to_its_end() -> No
         assert text(writer.responses) == "bc"
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_time_passes_without_further_calls() -> None:
-    streams = KeptStreams(0.05)
+    streams = KeptStreams(0.05, clock=asyncio.get_running_loop().time)
     for request_id in "ab":
         async with add(streams, request_id):
             pass

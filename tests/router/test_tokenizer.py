@@ -251,9 +251,15 @@ def test_chat_template_is_found_wherever_models_keep_it(tmp_path: Path) -> None:
         ),
         (
             {"do_sample": True, "min_p": 0.1, "repetition_penalty": 1.05, "top_k": None},
-            {"min_p": 0.1, "repetition_penalty": 1.05},
+            {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.05},
         ),
-        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"top_p": 0.9}, {"temperature": 1.0, "top_p": 0.9}),
+        ({"no_repeat_ngram_size": 3}, {"no_repeat_ngram_size": 3}),
+        (
+            {"do_sample": False, "temperature": 0.7, "typical_p": 0.9, "repetition_penalty": 1.2},
+            {"temperature": 0.0, "repetition_penalty": 1.2},
+        ),
         ({}, {}),
     ],
 )
@@ -263,6 +269,15 @@ def test_recommended_sampling_is_read_from_the_folder(
     folder = model_folder(tmp_path, byte_level())
     (folder / "generation_config.json").write_text(json.dumps(generation))
     assert Tokenizer(folder).recommended == recommended
+
+
+async def test_bad_words_are_encoded_as_they_stand_in_a_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(model_folder(tmp_path, byte_level()))
+    bare, after_space = tokenizer.encode("ab", False), tokenizer.encode(" ab", False)
+    assert bare != after_space
+    assert await tokenizer.encode_bad_words(["ab"]) == [bare, after_space]
+    assert await tokenizer.encode_bad_words([" ab", "ab"]) == [bare, after_space], "no tokens twice"
+    assert await tokenizer.encode_bad_words([" "]) == [tokenizer.encode(" ", False)]
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "config.json"])

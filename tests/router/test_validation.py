@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from pagoda.v1 import chat_pb2, inference_pb2
 from pagoda.v1.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from pagoda_server.router.answers.lark import Calls
 from pagoda_server.router.errors import (
     INTERNAL_MESSAGE,
     Internal,
@@ -53,6 +54,36 @@ def user(content: str = "Hello") -> dict[str, str]:
     return {"role": "ROLE_USER", "content": content}
 
 
+def test_what_the_model_recommends_holds_where_a_request_is_silent() -> None:
+    recommended = inference_pb2.Sampling(temperature=0.7, top_k=20, repetition_penalty=1.1)
+    limits = dataclasses.replace(LIMITS, recommended=recommended)
+    silent = params_of(limits).sampling
+    assert (silent.temperature, silent.top_k) == (recommended.temperature, 20)
+    assert (silent.repetition_penalty, silent.top_p) == (recommended.repetition_penalty, 1)
+    explicit = params_of(limits, sampling={"temperature": 0, "top_k": 0, "repetition_penalty": 1}).sampling
+    assert (explicit.temperature, explicit.top_k, explicit.repetition_penalty) == (0, 0, 1)
+    search = params_of(limits, sampling={"beam_search": {"width": 2}}).sampling
+    assert (search.temperature, search.top_k, search.repetition_penalty) == (0, 0, 1)
+
+
+def test_typical_p_is_refused_where_an_engine_lacks_it_and_never_taken_from_the_model() -> None:
+    limits = dataclasses.replace(
+        LIMITS, takes_typical_p=False, recommended=inference_pb2.Sampling(typical_p=0.5, temperature=1)
+    )
+    assert params_of(limits).sampling.typical_p == 1
+    assert params_of(limits, sampling={"typical_p": 1}).sampling.typical_p == 1
+    with pytest.raises(Unimplemented, match=r"sampling\.typical_p"):
+        params_of(limits, sampling={"typical_p": 0.5})
+
+
+def test_the_engine_gets_the_tokens_of_bad_words_and_not_their_text() -> None:
+    params = params_of(sampling={"bad_words": ["secret"]})
+    assert params.bad_words == ("secret",)
+    submit = to_submit(params, [1], 5, (), bad_words=[[3, 4], [5]])
+    assert [list(word.ids) for word in submit.bad_words] == [[3, 4], [5]]
+    assert b"secret" not in submit.SerializeToString()
+
+
 def test_smallest_request_gets_every_default() -> None:
     params = params_of(prompt="Hello")
     assert params.prompt == "Hello"
@@ -79,6 +110,12 @@ def test_smallest_request_gets_every_default() -> None:
         for field in sampling.DESCRIPTOR.fields
         if field.has_presence and field.name != "beam_search"
     )
+
+
+def test_a_limit_of_drafts_reaches_the_engine_and_zero_is_one() -> None:
+    for most in (0, 16):
+        assert to_submit(params_of(max_draft_tokens=most), [1], 5, []).max_draft_tokens == most
+    assert not to_submit(params_of(), [1], 5, []).HasField("max_draft_tokens")
 
 
 def test_made_up_seeds_and_request_ids_differ() -> None:
@@ -168,6 +205,8 @@ BAD = [
             "repetition_penalty": (0, -1, 10.1, "NaN", "Infinity"),
             "presence_penalty": (-10.1, 10.1, "NaN"),
             "frequency_penalty": (-10.1, 10.1, "NaN"),
+            "typical_p": (0, 1.1, "NaN"),
+            "no_repeat_ngram_size": (65,),
             "n": (0, 65, 10**6),
         }.items()
         for value in values
@@ -175,13 +214,19 @@ BAD = [
     ("sampling.logit_bias[1000]", {"sampling": {"logit_bias": {"1000": 1}}}),
     ("sampling.logit_bias[3]", {"sampling": {"logit_bias": {"3": 100.1}}}),
     ("sampling.logit_bias[3]", {"sampling": {"logit_bias": {"3": "NaN"}}}),
+    ("sampling.bad_words[1]", {"sampling": {"bad_words": ["a", ""]}}),
+    ("sampling.bad_words[0]", {"sampling": {"bad_words": ["a" * 257]}}),
+    ("sampling.bad_words", {"sampling": {"bad_words": ["a"] * 65}}),
+    ("sampling.bad_words", {"sampling": {"bad_words": ["a"], "beam_search": {"width": 2}}}),
+    ("sampling.typical_p", {"sampling": {"typical_p": 0.5, "beam_search": {"width": 2}}}),
+    ("sampling.no_repeat_ngram_size", {"sampling": {"no_repeat_ngram_size": 2, "beam_search": {"width": 2}}}),
     ("sampling.allowed_token_ids[1]", {"sampling": {"allowed_token_ids": [999, 1000]}}),
     ("sampling.allowed_token_ids", {"sampling": {"allowed_token_ids": [1] * 1001}}),
     ("sampling.logit_bias", {"sampling": {"logit_bias": {str(id): 1 for id in range(1025)}}}),
     ("stopping.max_tokens", {"stopping": {"max_tokens": 0}}),
     ("stopping.max_tokens", {"stopping": {"max_tokens": 2048}}),
     ("stopping.min_tokens", {"stopping": {"max_tokens": 5, "min_tokens": 6}}),
-    ("stopping.min_tokens", {"stopping": {"min_tokens": 257}}),
+    ("stopping.min_tokens", {"stopping": {"min_tokens": 2048}}),
     ("stopping.stop[1]", {"stopping": {"stop": ["a", ""]}}),
     ("stopping.stop[0]", {"stopping": {"stop": ["é" * 128 + "a"]}}),
     ("stopping.stop", {"stopping": {"stop": ["a"] * 17}}),
@@ -191,6 +236,7 @@ BAD = [
     ("output.logprobs", {"output": {"logprobs": 21}}),
     ("cache.salt", {"cache": {"salt": "é" * 64 + "a"}}),
     ("priority", {"priority": 1001}),
+    ("max_draft_tokens", {"max_draft_tokens": 17}),
     ("slo.ttft_s", {"slo": {"ttft_s": 0}}),
     ("slo.ttft_s", {"slo": {"ttft_s": "NaN"}}),
     ("slo.tpot_s", {"slo": {"tpot_s": 4e3}}),
@@ -218,12 +264,6 @@ def test_bad_field_is_refused_by_name(field: str, fields: dict[str, object]) -> 
     ("field", "fields"),
     [
         ("lora_name", {"lora_name": "mine"}),
-        ("output.prompt_logprobs", {"output": {"prompt_logprobs": 0}}),
-        (
-            "chat.tool_choice.mode",
-            {"chat": {"tool_choice": {"mode": "TOOL_CHOICE_MODE_REQUIRED"}, "messages": [user()]}},
-        ),
-        ("chat.tool_choice.tool", {"chat": {"tool_choice": {"tool": "f"}, "messages": [user()]}}),
     ],
 )
 def test_a_field_that_is_not_supported_yet_is_unimplemented_and_named(field: str, fields: dict[str, object]) -> None:
@@ -235,6 +275,21 @@ def test_a_field_that_is_not_supported_yet_is_unimplemented_and_named(field: str
     assert status.code == grpc.StatusCode.UNIMPLEMENTED
     assert bad_request.field_violations[0].field == field
     assert status.details.startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("choice", [{"mode": "TOOL_CHOICE_MODE_REQUIRED"}, {"tool": "f"}])
+def test_a_call_can_be_required_where_it_can_be_enforced(choice: dict[str, str]) -> None:
+    chat = {"messages": [user()], "tools": [{"name": "f"}, {"name": "g"}], "tool_choice": choice}
+    params = params_of(chat=chat)
+    assert params.calls_due == Calls(params.tools[:1] if "tool" in choice else params.tools, "mode" in choice)
+    for others, limits in (
+        ({}, dataclasses.replace(LIMITS, has_tool_format=False)),
+        ({"sampling": {"beam_search": {"width": 2}}}, LIMITS),
+    ):
+        with pytest.raises(InvalidArgument) as refused:
+            params_of(limits, chat=chat, **others)
+        assert refused.value.field == f"chat.tool_choice.{next(iter(choice))}"
+    assert params_of(chat=chat | {"tool_choice": {}}).calls_due is None
 
 
 @pytest.mark.parametrize("given", [{"message": "Hi"}, {"chat": {"messages": [user()]}}])
@@ -326,13 +381,18 @@ def test_unknown_fields_do_not_reach_the_engine() -> None:
 
 @pytest.mark.parametrize(
     ("prompt_len", "max_tokens", "resolved"),
-    [(1, None, 256), (2000, None, 48), (2047, None, 1), (2000, 48, 48), (1, 3, 3)],
+    [(1, None, 2047), (2000, None, 48), (2047, None, 1), (2000, 48, 48), (1, 3, 3)],
 )
 def test_output_is_as_long_as_asked_for_or_as_the_context_leaves(
     prompt_len: int, max_tokens: int | None, resolved: int
 ) -> None:
     params = dataclasses.replace(params_of(), max_tokens=max_tokens)
     assert check_prompt(params, prompt_len, LIMITS) == resolved
+    capped = dataclasses.replace(LIMITS, default_max_tokens=100)
+    assert check_prompt(params, prompt_len, capped) == (resolved if max_tokens else min(resolved, 100))
+    small = dataclasses.replace(LIMITS, kv_token_capacity=2048 - 100)
+    if prompt_len == 1 and max_tokens is None:
+        assert check_prompt(params, prompt_len, small) == resolved - 100
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import time
 from typing import Any
 
 import pytest
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
-from pagoda.v1.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from pagoda.v1.inference_pb2 import DetokenizeRequest, EmbedRequest, GenerateRequest, ScoreRequest
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.request.readouts import validate_embed, validate_score
 from pagoda_server.router.request.validation import validate_detokenize, validate_generate
 from pagoda_server.router.request.wire import MAX_FIELDS, Malformed, check_entries, most_entries
 
@@ -21,6 +22,7 @@ USER = {"role": 2, "content": "Hi"}
 TOO_MANY: dict[str, dict[str, Any]] = {
     "token_ids.ids": {"token_ids": {"ids": [900] * 2048}},
     "sampling.allowed_token_ids": {"prompt": "x", "sampling": {"allowed_token_ids": [1] * 1001}},
+    "sampling.bad_words": {"prompt": "x", "sampling": {"bad_words": ["a"] * 65}},
     "sampling.logit_bias": {"prompt": "x", "sampling": {"logit_bias": dict.fromkeys(range(1025), 1.0)}},
     "stopping.stop": {"prompt": "x", "stopping": {"stop": ["x"] * 17}},
     "stopping.stop_token_ids": {"prompt": "x", "stopping": {"stop_token_ids": [999] * 65}},
@@ -33,8 +35,8 @@ TOO_MANY: dict[str, dict[str, Any]] = {
 }
 
 
-def scan(request: GenerateRequest | TokenizeRequest | DetokenizeRequest) -> None:
-    check_entries(request.SerializeToString(), request.DESCRIPTOR, MOST)
+def scan(request: Message) -> None:
+    check_entries(request.SerializeToString(), request.DESCRIPTOR, MOST)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("field", TOO_MANY)
@@ -59,6 +61,18 @@ def test_ids_to_detokenize_are_counted_packed_and_one_by_one() -> None:
     with pytest.raises(InvalidArgument, match="more than 2048"):
         check_entries(one_by_one, DetokenizeRequest.DESCRIPTOR, MOST)
     check_entries(one_by_one[3:], DetokenizeRequest.DESCRIPTOR, MOST)
+
+
+def test_inputs_and_continuations_are_counted() -> None:
+    for request, validate in (
+        (EmbedRequest(inputs=[{"text": "x"}] * 257), validate_embed),
+        (ScoreRequest(prompt="x", continuations=[{"text": "x"}] * 257), validate_score),
+    ):
+        with pytest.raises(InvalidArgument) as scanned:
+            scan(request)
+        with pytest.raises(InvalidArgument) as validated:
+            validate(request, LIMITS, "m")  # type: ignore[arg-type]
+        assert scanned.value.message == validated.value.message
 
 
 def test_what_just_fits_passes() -> None:

@@ -18,6 +18,12 @@ func Chat(messages ...*pagodav1.ChatMessage) *pagodav1.GenerateRequest {
 	return &pagodav1.GenerateRequest{Input: &pagodav1.GenerateRequest_Chat{Chat: chat}}
 }
 
+// JSON asks for an answer that matches a JSON Schema, which json.Unmarshal reads then.
+func JSON(request *pagodav1.GenerateRequest, schema string) *pagodav1.GenerateRequest {
+	request.Guided = &pagodav1.Guided{Format: &pagodav1.Guided_JsonSchema{JsonSchema: schema}}
+	return request
+}
+
 // TokenIDs asks to continue token ids as they are.
 func TokenIDs(ids ...uint32) *pagodav1.GenerateRequest {
 	return &pagodav1.GenerateRequest{Input: &pagodav1.GenerateRequest_TokenIds{TokenIds: &pagodav1.TokenIds{Ids: ids}}}

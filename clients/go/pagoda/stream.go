@@ -140,6 +140,7 @@ type Answer struct {
 // Sequence is one generated sequence.
 type Sequence struct {
 	Text, Reasoning string
+	ToolCalls       []*pagodav1.ToolCall
 	Tokens          []*pagodav1.Token
 	// Finished tells how the sequence ended. It is nil if the call failed before.
 	Finished *pagodav1.Finished
@@ -173,6 +174,9 @@ func (a *Answer) add(event *pagodav1.GenerateResponse) {
 		sequence := a.sequence(e.Tokens.GetIndex())
 		sequence.Text += e.Tokens.GetText()
 		sequence.Reasoning += e.Tokens.GetReasoning()
+		if part := e.Tokens.GetToolCall(); part != nil {
+			sequence.addCall(part)
+		}
 		sequence.Tokens = append(sequence.Tokens, e.Tokens.GetTokens()...)
 	case *pagodav1.GenerateResponse_Finished:
 		a.sequence(e.Finished.GetIndex()).Finished = e.Finished
@@ -187,4 +191,14 @@ func (a *Answer) sequence(index uint32) *Sequence {
 		a.Sequences = append(a.Sequences, Sequence{})
 	}
 	return &a.Sequences[index]
+}
+
+func (s *Sequence) addCall(part *pagodav1.ToolCallDelta) {
+	for len(s.ToolCalls) <= int(part.GetIndex()) {
+		s.ToolCalls = append(s.ToolCalls, &pagodav1.ToolCall{})
+	}
+	call := s.ToolCalls[part.GetIndex()]
+	call.Id += part.GetId()
+	call.Name += part.GetName()
+	call.Arguments += part.GetArguments()
 }

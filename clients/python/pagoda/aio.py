@@ -10,17 +10,23 @@ from typing import Any, TypeVar, Unpack
 
 import grpc
 
-from pagoda.chunk import Chunk, chunk_from
+from pagoda.answer import Answer, answer_of
+from pagoda.chunk import Chunk, Score, chunk_from, score_from
 from pagoda.connection import CHANNEL_OPTIONS, Attempts, call_metadata, credentials
 from pagoda.conversation import ChatMessage
 from pagoda.errors import client_closed, error_from
 from pagoda.request import (
     ChatOptions,
+    EmbedOptions,
     GenerateOptions,
     Input,
+    ScoreOptions,
     abort_request,
     detokenize_request,
+    embed_request,
     generate_request,
+    one_answer,
+    score_request,
     step_trace_request,
     tokenize_request,
     watch_load_request,
@@ -103,6 +109,56 @@ class AsyncClient:
     ) -> AsyncGenerator[Chunk, None]:
         """Answer a conversation: `generate(chat=messages)`."""
         return self.generate(chat=messages, timeout_s=timeout_s, **options)
+
+    async def answer(
+        self,
+        message: str | None = None,
+        *,
+        prompt: str | None = None,
+        chat: str | Sequence[ChatMessage] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Answer:
+        """Wait for the whole answer to one of four inputs, as `generate` takes them.
+
+        With the option `json_schema`, `Answer.parsed` is the answer as an object. Raises InvalidArgument for n above 1.
+        """
+        chunks = self.generate(
+            message, prompt=prompt, chat=chat, token_ids=token_ids, timeout_s=timeout_s, **one_answer(options)
+        )
+        return answer_of([chunk async for chunk in chunks], options.get("json_schema"))
+
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> list[list[float]]:
+        """A vector of the model's last hidden states for each input: a text, or token ids."""
+        request = embed_request(inputs, options)
+        response: inference_pb2.EmbedResponse = await self._call(self._inference.Embed, request, timeout_s)
+        return [list(embedding.values) for embedding in response.embeddings]
+
+    async def score(
+        self,
+        continuations: Sequence[str | Sequence[int]],
+        message: str | None = None,
+        *,
+        prompt: str | None = None,
+        chat: str | Sequence[ChatMessage] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> list[Score]:
+        """The log-probabilities of continuations of one input, which is given as for `generate`.
+
+        continuations  texts, each tokenized by itself, or token ids
+        """
+        request = score_request(Input(message, prompt, chat, token_ids), continuations, options)
+        response: inference_pb2.ScoreResponse = await self._call(self._inference.Score, request, timeout_s)
+        return [score_from(score) for score in response.scores]
 
     async def tokenize(
         self,

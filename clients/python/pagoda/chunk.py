@@ -41,11 +41,20 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts. completion_tokens counts all sequences; cached_tokens were prompt tokens found in the cache."""
+    """Token counts. completion_tokens counts all sequences; cached_tokens were prompt tokens found in the cache.
+
+    drafted_tokens    drafted by speculative decoding, of which accepted_tokens became output
+    forced_tokens     of the output, that were not computed one by one because the format allowed no others
+    reasoning_tokens  of the output
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    forced_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +90,10 @@ class Chunk:
     tokens         new ids; often one, more if the reader is slower than the server
     logprobs       one per id if requested, else empty
     token_bytes    one per id if requested, else empty; a token's bytes need not be whole characters
-    prompt_ids     the prompt's ids, on the first chunk, if requested
+    prompt_ids     the prompt's ids, on the first chunk, if requested; `logprobs` is theirs then, without the first's.
+                   A long prompt with log-probabilities comes on several chunks
     finish_reason  set when the sequence ends
-    matched        the stop string or token id that ended it
+    matched        the stop string or token id that ended it; True: its format, which allows no more
     score          the score of a beam search's hypothesis
     usage, timing  on the last chunk of the stream
     """
@@ -102,6 +112,30 @@ class Chunk:
     score: float | None = None
     usage: Usage | None = None
     timing: Timing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What the model thinks of a continuation.
+
+    logprob      the sum of its tokens' log-probabilities
+    logprobs     one per token
+    token_bytes  one per token if requested, else empty
+    """
+
+    logprob: float
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    token_bytes: tuple[bytes, ...] = ()
+
+
+def score_from(score: inference_pb2.ContinuationScore) -> Score:
+    return Score(
+        score.logprob,
+        tuple(token.id for token in score.tokens),
+        tuple(token.logprob for token in score.tokens),
+        tuple(token.bytes for token in score.tokens) if any(token.bytes for token in score.tokens) else (),
+    )
 
 
 _REASONS = {
@@ -144,8 +178,14 @@ def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:
                 timing=timing,
             )
         case "prompt":
-            prompt_ids = tuple(token.id for token in response.prompt.tokens)
-            return Chunk(response.request_id, prompt_ids=prompt_ids, usage=usage, timing=timing)
+            tokens = response.prompt.tokens
+            return Chunk(
+                response.request_id,
+                prompt_ids=tuple(token.id for token in tokens),
+                logprobs=tuple(_logprob(token) for token in tokens if token.HasField("logprob")),
+                usage=usage,
+                timing=timing,
+            )
     return Chunk(response.request_id, usage=usage, timing=timing)
 
 
@@ -159,7 +199,15 @@ def _tool_call(delta: inference_pb2.ToolCallDelta) -> ToolCallDelta:
 
 
 def _usage(usage: inference_pb2.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+    return Usage(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.cached_tokens,
+        usage.drafted_tokens,
+        usage.accepted_tokens,
+        usage.forced_tokens,
+        usage.reasoning_tokens,
+    )
 
 
 def _timing(timing: inference_pb2.Timing) -> Timing:

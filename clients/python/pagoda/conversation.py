@@ -105,7 +105,7 @@ def _add_tool(added: chat_pb2.Tool, tool: object, field: str) -> None:
     function = _function(tool, field)
     _assign_all(added, function, ("name", "description"), field)
     if (parameters := function.get("parameters")) is not None:
-        assign(added, "parameters", _json(parameters, f"{field}.parameters"), called=f"{field}.parameters")
+        assign(added, "parameters", json_text(parameters, f"{field}.parameters"), called=f"{field}.parameters")
 
 
 def _add_tool_call(added: chat_pb2.ToolCall, call: Any, field: str) -> None:
@@ -113,7 +113,7 @@ def _add_tool_call(added: chat_pb2.ToolCall, call: Any, field: str) -> None:
     _assign_all(added, call, ("id",), field)
     _assign_all(added, function, ("name",), field)
     if (arguments := function.get("arguments")) is not None:
-        assign(added, "arguments", _json(arguments, f"{field}.arguments"), called=f"{field}.arguments")
+        assign(added, "arguments", json_text(arguments, f"{field}.arguments"), called=f"{field}.arguments")
 
 
 def _set_choice(added: chat_pb2.ToolChoice, choice: object, field: str) -> None:
@@ -141,7 +141,7 @@ def _assign_all(message: Message, values: Mapping[str, Any], names: Sequence[str
             assign(message, name, values[name], called=f"{field}.{name}")
 
 
-def _json(value: object, field: str) -> str:
+def json_text(value: object, field: str) -> str:
     """Convert a value to JSON text; a str already is JSON text."""
     if isinstance(value, str):
         return value

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
-from pagoda.conversation import ChatMessage, Tool, ToolChoice, chat
+from google.protobuf.message import Message
+
+from pagoda.conversation import ChatMessage, Tool, ToolChoice, chat, json_text
 from pagoda.fields import assign, wrong
 from pagoda.v1 import admin_pb2, control_pb2, inference_pb2, trace_pb2
 
@@ -33,11 +34,11 @@ class GenerateOptions(ChatOptions, total=False):
     protos/pagoda/v1/inference.proto gives meanings and ranges. With `resumable`, the iterator goes on by itself after
     the server, its engine or the connection broke, and yields each token once.
 
-    json_schema  the answer's JSON schema, as a dict or as its text
-    json_object  the answer is any JSON object
-    regex        the whole answer matches this regular expression
-    grammar      the answer matches this grammar, in the notation of Lark or GBNF
-    choice       the answer is one of these texts
+    json_schema  a JSON Schema that the answer matches: a dict, its text, or a class with `model_json_schema`, such as
+                 pydantic's
+    regex, grammar, choice, json_object
+                 instead of it: a regular expression, a grammar, texts of which the answer is one, True for any object
+    unparsed     leave reasoning and tool calls in the text
     """
 
     max_tokens: int | None
@@ -50,10 +51,13 @@ class GenerateOptions(ChatOptions, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None
     top_n_sigma: float | None
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
+    no_repeat_ngram_size: int | None
+    bad_words: Sequence[str] | None
     logit_bias: Mapping[int, float] | None
     allowed_token_ids: Sequence[int] | None
     seed: int | None
@@ -66,19 +70,51 @@ class GenerateOptions(ChatOptions, total=False):
     token_bytes: bool | None
     prompt_ids: bool | None
     special_tokens: bool | None
+    unparsed: bool | None
+    prompt_logprobs: int | None
+    json_schema: str | Mapping[str, Any] | type | None
+    regex: str | None
+    grammar: str | None
+    choice: Sequence[str] | None
+    json_object: bool | None
+    max_draft_tokens: int | None
     cache_salt: str | None
     bypass_cache: bool | None
     priority: int | None
     ttft_s: float | None
     tpot_s: float | None
-    json_schema: Mapping[str, Any] | str | None
-    json_object: bool | None
-    regex: str | None
-    grammar: str | None
-    choice: Sequence[str] | None
     model: str | None
     request_id: str | None
     resumable: bool | None
+
+
+class EmbedOptions(TypedDict, total=False):
+    """Options of `embed`. An option that is None or left out has the server's default.
+
+    pooling     which hidden states become the vector: of the last token, the mean of all, or of the first token
+    normalize   scale each vector to a length of 1
+    dimensions  keep the first ones alone, before scaling
+    """
+
+    pooling: Literal["last", "mean", "cls"] | None
+    normalize: bool | None
+    dimensions: int | None
+    cache_salt: str | None
+    bypass_cache: bool | None
+    priority: int | None
+    model: str | None
+    request_id: str | None
+
+
+class ScoreOptions(ChatOptions, total=False):
+    """Options of `score`. An option that is None or left out has the server's default."""
+
+    token_bytes: bool | None
+    cache_salt: str | None
+    bypass_cache: bool | None
+    priority: int | None
+    model: str | None
+    request_id: str | None
 
 
 # Option → field of GenerateRequest.
@@ -98,29 +134,48 @@ _FIELDS = {
     "token_bytes": "output.token_bytes",
     "prompt_ids": "output.prompt",
     "special_tokens": "output.special_tokens",
+    "unparsed": "output.unparsed",
+    "prompt_logprobs": "output.prompt_logprobs",
+    "json_schema": "guided.json_schema",
+    "regex": "guided.regex",
+    "grammar": "guided.ebnf_grammar",
+    "choice": "guided.choice.options",
+    "json_object": "guided.json_object",
+    "max_draft_tokens": "max_draft_tokens",
     "cache_salt": "cache.salt",
     "bypass_cache": "cache.bypass",
     "priority": "priority",
     "ttft_s": "slo.ttft_s",
     "tpot_s": "slo.tpot_s",
-    "json_schema": "guided.json_schema",
-    "json_object": "guided.json_object",
-    "regex": "guided.regex",
-    "grammar": "guided.ebnf_grammar",
-    "choice": "guided.choice.options",
     "model": "model",
     "request_id": "request_id",
     "resumable": "resumable",
 }
 
-_CHAT_OPTIONS = ("continue_last", "tools", "tool_choice", "template_kwargs")
+_FORMATS = ("json_schema", "regex", "grammar", "choice", "json_object")  # of which at most one is given
+_READOUT_FIELDS = {
+    "cache_salt": "cache.salt",
+    "bypass_cache": "cache.bypass",
+    "priority": "priority",
+    "model": "model",
+    "request_id": "request_id",
+}
+_EMBED_FIELDS = {"pooling": "pooling", "normalize": "normalize", "dimensions": "dimensions"} | _READOUT_FIELDS
+_SCORE_FIELDS = {"token_bytes": "token_bytes"} | _READOUT_FIELDS
 
-_FORMATS = ("json_schema", "json_object", "regex", "grammar", "choice")
+_CHAT_OPTIONS = ("continue_last", "tools", "tool_choice", "template_kwargs")
 
 _EARLY_STOPPING = {
     "estimated": inference_pb2.EARLY_STOPPING_ESTIMATED,
     "enough": inference_pb2.EARLY_STOPPING_ENOUGH,
     "best": inference_pb2.EARLY_STOPPING_BEST,
+}
+
+
+_POOLINGS = {
+    "last": inference_pb2.POOLING_LAST,
+    "mean": inference_pb2.POOLING_MEAN,
+    "cls": inference_pb2.POOLING_CLS,
 }
 
 
@@ -134,7 +189,9 @@ class Input:
     token_ids: Sequence[int] | None = None
 
     def put_into(
-        self, request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, options: ChatOptions
+        self,
+        request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.ScoreRequest,
+        options: ChatOptions,
     ) -> None:
         """Write the input to a request. Raises InvalidArgument for none, for two, and for options without a chat."""
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
@@ -147,7 +204,7 @@ class Input:
         elif chat_options:
             raise wrong(next(iter(chat_options)), f"goes with chat, not with {given[0]}")
         elif self.token_ids is not None:
-            assert isinstance(request, inference_pb2.GenerateRequest), "Tokenize has no token ids"
+            assert not isinstance(request, inference_pb2.TokenizeRequest), "Tokenize has no token ids"
             request.token_ids.SetInParent()  # the server refuses an empty prompt; it is not "no input"
             assign(request, "token_ids.ids", self.token_ids)
         else:
@@ -160,7 +217,7 @@ def generate_request(asked: Input, options: GenerateOptions) -> inference_pb2.Ge
     asked.put_into(request, options)
     formats = [name for name in _FORMATS if options.get(name) is not None]
     if len(formats) > 1:
-        raise wrong(_FIELDS[formats[1]], f"goes without {formats[0]}: an answer has one format")
+        raise wrong("guided", f"is {' and '.join(formats)}; give one")
     for name, value in options.items():
         if name not in _FIELDS and name not in _CHAT_OPTIONS:
             raise TypeError(f"unknown option {name!r}; known: {', '.join((*_FIELDS, *_CHAT_OPTIONS))}")
@@ -168,18 +225,69 @@ def generate_request(asked: Input, options: GenerateOptions) -> inference_pb2.Ge
             if value not in _EARLY_STOPPING:
                 raise wrong(_FIELDS[name], f"{value!r} is none of {', '.join(_EARLY_STOPPING)}")
             value = _EARLY_STOPPING[str(value)]
-        if name == "json_schema" and isinstance(value, Mapping):
-            value = _json(value)
+        if name == "json_schema" and value is not None:
+            value = _schema_text(value)
         if value is not None and name in _FIELDS:
             assign(request, _FIELDS[name], value)
     return request
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(schema)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise wrong("guided.json_schema", f"cannot be JSON: {error}") from error
+def one_answer(options: GenerateOptions) -> GenerateOptions:
+    """The options of a call that returns one answer. Raises InvalidArgument for n above 1."""
+    if (options.get("n") or 1) != 1:
+        raise wrong("sampling.n", "gives several answers; `generate` streams them")
+    return options
+
+
+def _schema_text(schema: object) -> str:
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    return json_text(schema, "guided.json_schema")
+
+
+def embed_request(inputs: Sequence[str | Sequence[int]], options: EmbedOptions) -> inference_pb2.EmbedRequest:
+    """Build a request. Raises InvalidArgument for a value that does not fit, TypeError for an unknown option."""
+    request = inference_pb2.EmbedRequest()
+    _put_texts(request.inputs, "inputs", inputs)
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if (pooling := given.get("pooling")) is not None:
+        if pooling not in _POOLINGS:
+            raise wrong("pooling", f"{pooling!r} is none of {', '.join(_POOLINGS)}")
+        given["pooling"] = _POOLINGS[pooling]
+    _put_options(request, given, _EMBED_FIELDS)
+    return request
+
+
+def score_request(
+    asked: Input, continuations: Sequence[str | Sequence[int]], options: ScoreOptions
+) -> inference_pb2.ScoreRequest:
+    """Build a request. Raises InvalidArgument for a value that does not fit, TypeError for an unknown option."""
+    request = inference_pb2.ScoreRequest()
+    asked.put_into(request, options)
+    _put_texts(request.continuations, "continuations", continuations)
+    given = {name: value for name, value in options.items() if value is not None and name not in _CHAT_OPTIONS}
+    _put_options(request, given, _SCORE_FIELDS)
+    return request
+
+
+def _put_texts(entries: Any, field: str, given: Sequence[str | Sequence[int]]) -> None:
+    """Add texts and lists of token ids to a repeated field. Raises InvalidArgument."""
+    if isinstance(given, str):
+        raise wrong(field, "is a text, must be a list of texts or of token ids")
+    for at, each in enumerate(given):
+        entry = entries.add()
+        if isinstance(each, str):
+            assign(entry, "text", each, called=f"{field}[{at}].text")
+        else:
+            entry.token_ids.SetInParent()  # the server refuses an empty list; it is not "nothing"
+            assign(entry, "token_ids.ids", each, called=f"{field}[{at}].token_ids.ids")
+
+
+def _put_options(request: Message, given: Mapping[str, Any], fields: Mapping[str, str]) -> None:
+    for name, value in given.items():
+        if name not in fields:
+            raise TypeError(f"unknown option {name!r}; known: {', '.join(fields)}")
+        assign(request, fields[name], value)
 
 
 def tokenize_request(

@@ -35,12 +35,12 @@ export interface Chunk {
   logprobs: TokenLogprob[];
   /** One per id if requested, else empty; a token's bytes need not be whole characters. */
   tokenBytes: Uint8Array[];
-  /** The prompt's ids, on the first chunk, if requested. */
+  /** The prompt's ids, on the first chunk, if requested; `logprobs` is theirs then, without the first one's. */
   promptIds?: number[];
   /** Set when the sequence ends. */
   finishReason?: FinishReason;
-  /** The stop string or token id that ended it. */
-  matched?: string | number;
+  /** The stop string or token id that ended it; true: its format, which allows no more. */
+  matched?: string | number | boolean;
   /** The score of a beam search's hypothesis. */
   score?: number;
   /** On the last chunk of the stream. */
@@ -58,7 +58,7 @@ export interface Sequence {
   logprobs: TokenLogprob[];
   tokenBytes: Uint8Array[];
   finishReason: FinishReason;
-  matched?: string | number;
+  matched?: string | number | boolean;
   score?: number;
 }
 
@@ -69,6 +69,7 @@ export interface Answer {
   finishReason: FinishReason;
   sequences: Sequence[];
   promptIds?: number[];
+  promptLogprobs?: TokenLogprob[];
   usage?: Usage;
   timing?: Timing;
 }
@@ -104,6 +105,7 @@ export function chunkFrom(response: GenerateResponse): Chunk {
     if (score !== undefined) chunk.score = score;
   } else if (event.case === "prompt") {
     chunk.promptIds = event.value.tokens.map((token) => token.id);
+    chunk.logprobs = event.value.tokens.flatMap(logprobOf);
   }
   if (usage !== undefined) chunk.usage = usage;
   if (timing !== undefined) chunk.timing = timing;
@@ -121,8 +123,10 @@ export async function answerFrom(chunks: AsyncIterable<Chunk>): Promise<Answer> 
   const answer: Answer = { requestId: "", text: "", finishReason: "other", sequences: [] };
   for await (const chunk of chunks) {
     answer.requestId = chunk.requestId;
-    if (chunk.promptIds !== undefined) answer.promptIds = chunk.promptIds;
-    else add(chunk, sequenceAt(answer.sequences, chunk.index));
+    if (chunk.promptIds !== undefined) {
+      answer.promptIds = chunk.promptIds;
+      if (chunk.logprobs.length > 0) answer.promptLogprobs = chunk.logprobs;
+    } else add(chunk, sequenceAt(answer.sequences, chunk.index));
     if (chunk.usage !== undefined) answer.usage = chunk.usage;
     if (chunk.timing !== undefined) answer.timing = chunk.timing;
   }

@@ -51,6 +51,9 @@ export interface GenerateOptions extends ChatOptions, CallOptions {
   frequencyPenalty?: number | undefined;
   logitBias?: Readonly<Record<number, number>> | undefined;
   allowedTokenIds?: Iterable<number> | undefined;
+  typicalP?: number | undefined;
+  noRepeatNgramSize?: number | undefined;
+  badWords?: Iterable<string> | undefined;
   seed?: number | bigint | undefined;
   n?: number | undefined;
   beams?: number | undefined;
@@ -61,6 +64,17 @@ export interface GenerateOptions extends ChatOptions, CallOptions {
   tokenBytes?: boolean | undefined;
   promptIds?: boolean | undefined;
   specialTokens?: boolean | undefined;
+  /** Leave reasoning and tool calls in the text. */
+  unparsed?: boolean | undefined;
+  promptLogprobs?: number | undefined;
+  /** A JSON Schema that the answer matches, as an object or as text: JSON.parse reads the answer then. */
+  jsonSchema?: string | object | undefined;
+  /** Instead of a schema: a regular expression, a grammar, texts of which the answer is one, or true for any object. */
+  regex?: string | undefined;
+  grammar?: string | undefined;
+  choice?: Iterable<string> | undefined;
+  jsonObject?: boolean | undefined;
+  maxDraftTokens?: number | undefined;
   cacheSalt?: string | undefined;
   bypassCache?: boolean | undefined;
   priority?: number | undefined;
@@ -107,6 +121,9 @@ export const FIELDS: Record<Exclude<keyof GenerateOptions, keyof ChatOptions | k
   frequencyPenalty: "sampling.frequency_penalty",
   logitBias: "sampling.logit_bias",
   allowedTokenIds: "sampling.allowed_token_ids",
+  typicalP: "sampling.typical_p",
+  noRepeatNgramSize: "sampling.no_repeat_ngram_size",
+  badWords: "sampling.bad_words",
   seed: "sampling.seed",
   n: "sampling.n",
   beams: "sampling.beam_search.width",
@@ -117,6 +134,14 @@ export const FIELDS: Record<Exclude<keyof GenerateOptions, keyof ChatOptions | k
   tokenBytes: "output.token_bytes",
   promptIds: "output.prompt",
   specialTokens: "output.special_tokens",
+  unparsed: "output.unparsed",
+  promptLogprobs: "output.prompt_logprobs",
+  jsonSchema: "guided.json_schema",
+  regex: "guided.regex",
+  grammar: "guided.ebnf_grammar",
+  choice: "guided.choice.options",
+  jsonObject: "guided.json_object",
+  maxDraftTokens: "max_draft_tokens",
   cacheSalt: "cache.salt",
   bypassCache: "cache.bypass",
   priority: "priority",
@@ -127,6 +152,8 @@ export const FIELDS: Record<Exclude<keyof GenerateOptions, keyof ChatOptions | k
   resumable: "resumable",
 };
 
+/** At most one of them is given. */
+const FORMATS = ["jsonSchema", "regex", "grammar", "choice", "jsonObject"] as const;
 const CHAT_OPTIONS = ["continueLast", "tools", "toolChoice", "templateKwargs"] as const;
 const CALL_OPTIONS = ["timeoutS", "signal"];
 const INPUTS = ["message", "prompt", "chat", "tokenIds"];
@@ -135,10 +162,11 @@ const INPUTS = ["message", "prompt", "chat", "tokenIds"];
 export function generateRequest(input: Input, options: GenerateOptions): pb.GenerateRequest {
   const request = create(pb.GenerateRequestSchema);
   request.input = inputFrom(input, options);
+  const formats = FORMATS.filter((name) => options[name] != null);
+  if (formats.length > 1) throw invalid("guided", `is ${formats.join(" and ")}; give one`);
   for (const [name, value] of given(options, [...Object.keys(FIELDS), ...CHAT_OPTIONS])) {
     if (!Object.hasOwn(FIELDS, name)) continue;
-    const path = FIELDS[name as keyof typeof FIELDS];
-    assign(pb.GenerateRequestSchema, request, path, name === "earlyStopping" ? earlyStopping(value) : value);
+    assign(pb.GenerateRequestSchema, request, FIELDS[name as keyof typeof FIELDS], converted(name, value));
   }
   return request;
 }
@@ -196,6 +224,13 @@ function given(options: object, known: readonly string[]): [string, unknown][] {
   const unknown = set.find(([name]) => !known.includes(name));
   if (unknown !== undefined) throw new TypeError(`unknown option ${unknown[0]}; known: ${known.join(", ")}`);
   return set;
+}
+
+/** An option's value as its field takes it. */
+function converted(name: string, value: unknown): unknown {
+  if (name === "earlyStopping") return earlyStopping(value);
+  if (name !== "jsonSchema" || typeof value === "string") return value;
+  return JSON.stringify(value);
 }
 
 function earlyStopping(value: unknown): pb.EarlyStopping {

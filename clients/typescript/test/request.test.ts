@@ -5,7 +5,7 @@ import type { DescMessage } from "@bufbuild/protobuf";
 import { EarlyStopping, GenerateRequestSchema } from "pagoda-client/protos";
 import { FIELDS, generateRequest } from "../src/request.js";
 
-const NOT_SUPPORTED = ["output.prompt_logprobs", "guided", "lora_name"]; // by the server
+const NOT_SUPPORTED = ["lora_name"]; // by the server
 const INPUTS = ["prompt", "message", "chat", "token_ids"];
 
 /** The paths of all fields of a message and of the messages inside it. */
@@ -48,4 +48,16 @@ test("options reach their fields, and zero is not left out", () => {
   assert.deepEqual([stopping?.stop, stopping?.maxTokens], [["one"], undefined]);
   assert.deepEqual([output?.text, output?.logprobs], [false, 0]);
   assert.deepEqual([request.priority, request.slo?.tpotS, request.cache], [-3, 0.05, undefined]);
+});
+
+test("a format is a schema as an object or text, or one of the others, and only one", () => {
+  const schema = { type: "object", properties: { b: {}, a: {} } };
+  for (const jsonSchema of [schema, JSON.stringify(schema)]) {
+    const { format } = generateRequest("x", { jsonSchema }).guided ?? {};
+    assert.deepEqual(format, { case: "jsonSchema", value: '{"type":"object","properties":{"b":{},"a":{}}}' });
+  }
+  assert.deepEqual(generateRequest("x", { jsonObject: true }).guided?.format, { case: "jsonObject", value: true });
+  const { format } = generateRequest("x", { choice: ["yes", "no"] }).guided ?? {};
+  assert.deepEqual(format?.case === "choice" && format.value.options, ["yes", "no"]);
+  assert.throws(() => generateRequest("x", { regex: "a", grammar: "start: A" }), { name: "InvalidArgument", field: "guided" });
 });

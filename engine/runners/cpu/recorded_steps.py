@@ -1,4 +1,4 @@
-"""Decode steps on a CPU, recorded once for each number of sequences, and then replayed in one call."""
+"""Decode steps on a CPU, recorded once for each number of rows, and then replayed in one call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagoda_server.kernels import Backend, PagedKV, Recorder, Recording
 
 
 class DecodeArrays:
-    """The inputs of a step with one token for each of up to `most` sequences, at addresses that never change.
+    """The inputs of a step with up to `most` chunks of one token, at addresses that never change.
 
     A row of the block table is only extended while the same sequence has it.
     """
@@ -59,7 +59,7 @@ class DecodeArrays:
         for row, chunk in enumerate(chunks):
             seq, start = chunk.seq, chunk.start
             blocks = seq.blocks
-            tokens.append(seq.tokens[start])
+            tokens.append(chunk.drafts[0] if chunk.drafts else seq.tokens[start])
             starts.append(start)
             slots.append(blocks[start // size] * size + start % size)
             if self._blocks[row] is not blocks:
@@ -81,10 +81,10 @@ class _Step:
 
 
 class RecordedSteps:
-    """The decode steps of a model. A step is recorded the first time that it has a certain number of sequences.
+    """The decode steps of a model. A step is recorded the first time that it has a certain number of rows.
 
     cache  pages of which `Backend.can_record` holds
-    most   sequences in a step
+    most   rows of a step
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RecordedSteps:
         self._steps: dict[int, _Step] = {}
 
     def has_room_for(self, chunks: list[Chunk]) -> bool:
-        """Whether every sequence computes one token and samples, and there are not too many."""
+        """Whether every chunk computes one token and samples, and there are not too many."""
         return len(chunks) <= self._most and all(chunk.length == 1 and chunk.samples for chunk in chunks)
 
     def logits(self, chunks: list[Chunk]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -9,17 +11,19 @@ from torch import Tensor
 
 from pagoda_server.checkpoints.progress import Progress, no_progress
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.step import Chunk, Sampled, StepPlan, TokenLogprobs
+from pagoda_server.engine.core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
 from pagoda_server.engine.loop.steps_in_flight import Computed
 from pagoda_server.engine.models import StepInputs
 from pagoda_server.engine.runners.cpu.host_memory import HostMemory
 from pagoda_server.engine.runners.cpu.recorded_steps import RecordedSteps
-from pagoda_server.engine.runners.cpu.sampler import Sampler
+from pagoda_server.engine.runners.cpu.sampler import Choice, Sampler
 from pagoda_server.engine.runners.cpu.step_arrays import StepArrays
 from pagoda_server.engine.runners.loaded_model import DEFAULT_CPU_BYTES, check_fp8, enough_memory, load_for_serving
+from pagoda_server.engine.runners.readings import NOT_FINITE, is_read, read
 from pagoda_server.engine.runners.runner_info import count_blocks
 from pagoda_server.kernels import copy_blocks, keep_freed_memory, set_num_threads
 from pagoda_server.settings.engine import EngineConfig
+from pagoda_server.settings.request import MAX_DRAFT_TOKENS
 
 
 class ModelRunner:
@@ -29,6 +33,7 @@ class ModelRunner:
     """
 
     lookahead = 0
+    can_verify = True
 
     def __init__(self, config: EngineConfig, progress: Progress = no_progress) -> None:
         if config.overlap == "on":
@@ -55,7 +60,12 @@ class ModelRunner:
         self._recorded: RecordedSteps | None = None
         if loaded.ops.can_record(self._cache[0]):
             self._recorded = RecordedSteps(
-                loaded.model, loaded.ops, self._cache, limits.max_num_seqs, loaded.longest, loaded.spec.block_size
+                loaded.model,
+                loaded.ops,
+                self._cache,
+                max(limits.max_num_seqs, 1 + MAX_DRAFT_TOKENS),
+                loaded.longest,
+                loaded.spec.block_size,
             )
         self.info = loaded.info(num_blocks, config)
         with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
@@ -74,24 +84,42 @@ class ModelRunner:
         if plan.copies:
             sources, targets = torch.tensor(plan.copies).T
             copy_blocks(self._cache, sources, targets)
-        logits = self._forward(plan.chunks)
+        drafts = {at: chunk.drafts for at, chunk in enumerate(plan.chunks) if chunk.drafts}
+        logits, readings = self._forward(plan.chunks, one_row_each(plan.chunks) if drafts else plan.chunks)
         sampling = [at for at, chunk in enumerate(plan.chunks) if chunk.samples]
-        choices = self._sampler.sample([plan.chunks[at].seq for at in sampling], logits)
+        by_place = {place: drafts[at] for place, at in enumerate(sampling) if at in drafts} if drafts else None
+        choices = iter(self._sampler.sample([plan.chunks[at].seq for at in sampling], logits, by_place))
 
         tokens = [-1] * len(plan.chunks)
         logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
         faults: dict[int, str] = {}
-        for at, choice in zip(sampling, choices, strict=True):
+        more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
+        for at in sampling:
+            choice = next(choices)
             tokens[at], logprobs[at] = choice.token, choice.logprobs
             if choice.fault is not None:
                 faults[at] = choice.fault
-        return Sampled(tokens, logprobs, faults, copied_s)
+            if at in drafts:
+                more[at] = accepted_run(choice.token, drafts[at], list(itertools.islice(choices, len(drafts[at]))))
+        faults |= {at: NOT_FINITE for at, reading in readings.items() if reading is None}
+        found = {at: reading for at, reading in readings.items() if reading is not None}
+        return Sampled(tokens, logprobs, faults, copied_s, found, more)
 
-    def _forward(self, chunks: list[Chunk]) -> Tensor:
-        """Logits after the chunks that sample."""
-        if self._recorded is not None and self._recorded.has_room_for(chunks):
-            return self._recorded.logits(chunks)
-        return self._model.forward(self._pack(chunks), self._cache)
+    def _forward(self, chunks: list[Chunk], rows: list[Chunk]) -> tuple[Tensor, dict[int, Reading | None]]:
+        """Logits after what samples, and what is read from prompts; None for one that is not finite.
+
+        rows  the chunks, with one of its own for each row of those with drafts
+        """
+        if is_read(chunks):
+            inputs = self._pack(rows)
+            hidden = self._model.hidden_states(self._model.embed(inputs), inputs, self._cache)
+            offsets = itertools.accumulate((chunk.length for chunk in chunks[:-1]), initial=0)
+            pending = read(self._model, hidden, inputs.token_ids, chunks, offsets)
+            readings = {at: each.result() for at, each in pending.items()}
+            return self._model.head(hidden, inputs.logit_rows), readings
+        if self._recorded is not None and self._recorded.has_room_for(rows):
+            return self._recorded.logits(rows), {}
+        return self._model.forward(self._pack(rows), self._cache), {}
 
     def _pack(self, chunks: list[Chunk]) -> StepInputs:
         return self._arrays.pack(chunks, self._ops, self._cache[0], self._model.config.windows)
@@ -104,3 +132,29 @@ class ModelRunner:
         return  [chunk.length, vocab], in the dtype of the weights or float32
         """
         return self._model.forward(replace(self._pack([chunk]), logit_rows=None), self._cache)
+
+
+def one_row_each(chunks: list[Chunk]) -> list[Chunk]:
+    """Makes a chunk of each row of the chunks with drafts. It is then computed as a decode is, to the last bit."""
+    rows: list[Chunk] = []
+    for chunk in chunks:
+        if not chunk.drafts:
+            rows.append(chunk)
+            continue
+        rows.append(Chunk(chunk.seq, chunk.start, 1, True))
+        rows += [Chunk(chunk.seq, at, 1, True, (draft,)) for at, draft in enumerate(chunk.drafts, chunk.start + 1)]
+    return rows
+
+
+def accepted_run(token: int, drafts: Iterable[int], choices: list[Choice]) -> list[tuple[int, TokenLogprobs | None]]:
+    """The tokens that follow `token`, as long as each draft equals the token before.
+
+    choices  the one after each draft; one with a fault ends the run, and the next step meets that fault again
+    """
+    run: list[tuple[int, TokenLogprobs | None]] = []
+    for draft, choice in zip(drafts, choices, strict=True):
+        if draft != token or choice.fault is not None:
+            break
+        token = choice.token
+        run.append((token, choice.logprobs))
+    return run

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Rows
+from copy import copy
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from pagoda_server.engine.core.sequence import SamplingParams, Sequence
 from pagoda_server.engine.core.step import TokenLogprobs
 from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault, num_mask_words
-from pagoda_server.kernels import Backend, Draws, LogitAdjustments, noise_key
+from pagoda_server.kernels import Backend, Draws, LogitAdjustments, drop_untypical, noise_key
 from pagoda_server.settings.sampling import PARAMETERS, Parameter
 
 _NAMES_OF_DRAWS = {each.name for each in fields(Draws)}
@@ -41,11 +42,15 @@ class Sampler:
         self._no_draws = self._draws([])
         self._no_masks = torch.empty(0, 0, dtype=torch.int32, device=device)
 
-    def sample(self, seqs: Rows[Sequence], logits: Tensor) -> list[Choice]:
-        """Chooses the next token of each sequence.
+    def sample(
+        self, seqs: Rows[Sequence], logits: Tensor, drafts: Mapping[int, tuple[int, ...]] | None = None
+    ) -> list[Choice]:
+        """Chooses the next token of each sequence, and that after each of its drafts.
 
-        seqs    one a row
+        seqs    each has a row; one with drafts has a row for each of them, too, right behind it
         logits  [rows, vocab], of the model; may be overwritten
+        drafts  by the place of a sequence in `seqs`
+        return  one a row; the token after a draft is chosen as if all drafts before it were tokens of the sequence
 
         Log-probabilities are those of the model, in float32, before anything changes the logits.
         """
@@ -53,6 +58,12 @@ class Sampler:
             return []
         rows = [self._row(seq) for seq in seqs]
         self._rows = {row.seq.id: row for row in rows}
+        if drafts:
+            rows = [
+                row.after(drafts[at][:count]) if count else row
+                for at, row in enumerate(rows)
+                for count in range(1 + len(drafts.get(at, ())))
+            ]
         if all(row.is_plain for row in rows):  # the usual case, without building empty arrays
             return [self._choice(row, token) for row, token in zip(rows, self._most_likely(logits), strict=True)]
         asking = [at for at, row in enumerate(rows) if row.seq.params.logprobs is not None]
@@ -78,6 +89,8 @@ class Sampler:
     def _sample_changed(self, rows: list[_Row], logits: Tensor) -> list[int]:
         """Chooses tokens after everything that changes the logits of these rows. The logits are overwritten."""
         self._ops.adjust_logits(logits, self._adjustments(rows))
+        if typical := [at for at, row in enumerate(rows) if row.takes_typical]:
+            self._drop_untypical(logits, typical, rows)
         tokens: list[int] = self._ops.sample(logits, self._draws(rows)).tolist()
         return tokens
 
@@ -135,7 +148,7 @@ class Sampler:
     def _adjustments(self, rows: list[_Row]) -> LogitAdjustments:
         """Everything that changes the logits of these rows."""
         changed = list(enumerate(rows))
-        penalised = [(at, row.seq.params, *row.seen.follow()) for at, row in changed if row.seen is not None]
+        penalised = [(at, row.seq.params, *row.seen.follow(row.drafts)) for at, row in changed if row.seen is not None]
         biased = [(at, row) for at, row in changed if len(row.bias)]
         banned = [(at, row.stop_ids) for at, row in changed if row.bans_stops]
         masked = [(at, row) for at, row in changed if row.seq.token_mask is not None]
@@ -156,6 +169,13 @@ class Sampler:
             masked_rows=self._integers([at for at, _ in masked]),
             token_masks=self._masks([row for _, row in masked]),
         )
+
+    def _drop_untypical(self, logits: Tensor, typical: list[int], rows: list[_Row]) -> None:
+        params = [rows[at].seq.params for at in typical]
+        temperature = self._numbers([each.temperature for each in params])
+        kept = logits[typical]
+        drop_untypical(kept, temperature, self._numbers([each.typical_p for each in params]))
+        logits[typical] = kept
 
     def _masks(self, rows: list[_Row]) -> Tensor:
         if not rows:
@@ -185,17 +205,21 @@ class _Row:
 
     fault           why the sequence cannot be sampled; None: it can
     draws           its token is drawn at random; otherwise it is the most likely one
+    takes_typical   it is drawn among its typical tokens alone
     seen            the tokens that penalties apply to; None: it has no penalties
     bias_ids, bias  int64 and float32
     stop_ids        int64; banned while fewer than min_tokens tokens exist
     is_plain        it takes its most likely token, and asks for nothing else
+    drafts          tokens that the sequence is taken to have behind its own
     """
 
     def __init__(self, seq: Sequence, vocab_size: int) -> None:
         params = seq.params
         self.seq = seq
+        self.drafts: tuple[int, ...] = ()
         self.fault = find_fault(params, vocab_size)
         self.draws = draws_at_random(params)
+        self.takes_typical = self.draws and params.typical_p < 1 and self.fault is None
         self.seen = _SeenTokens(seq) if params.has_penalties else None
         self.bias_ids = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
@@ -203,14 +227,25 @@ class _Row:
         self._words: np.ndarray | None = None
         self._num_words = num_mask_words(vocab_size)
 
-        self._always_changes = params.has_penalties or len(self.bias) > 0 or (seq.token_mask is not None and self.draws)
+        self._always_changes = (
+            params.has_penalties
+            or len(self.bias) > 0
+            or self.takes_typical
+            or (seq.token_mask is not None and self.draws)
+        )
         holds_stops_back = params.min_tokens > 0 and len(self.stop_ids) > 0
         changes = self._always_changes or holds_stops_back or seq.token_mask is not None
         self.is_plain = not (self.fault or self.draws or changes or params.logprobs is not None)
 
+    def after(self, drafts: tuple[int, ...]) -> _Row:
+        """The row of the token that follows these drafts."""
+        row = copy(self)
+        row.drafts = drafts
+        return row
+
     @property
     def bans_stops(self) -> bool:
-        return self.seq.output_len < self.seq.params.min_tokens and len(self.stop_ids) > 0
+        return self.seq.output_len + len(self.drafts) < self.seq.params.min_tokens and len(self.stop_ids) > 0
 
     @property
     def changes_logits(self) -> bool:
@@ -224,7 +259,7 @@ class _Row:
     @property
     def noise_key(self) -> int:
         """The position is the number of tokens before the one to draw."""
-        return noise_key(self.seq.params.seed, self.seq.num_tokens)
+        return noise_key(self.seq.params.seed, self.seq.num_tokens + len(self.drafts))
 
     def mask_words(self) -> np.ndarray:
         """[words] int32, the mask of the next token. The sequence must have one."""
@@ -232,7 +267,7 @@ class _Row:
         assert mask is not None
         if self._words is None or mask.depends_on_tokens:
             self._words = np.empty(self._num_words, dtype=np.int32)
-            fill_mask(mask, self.seq.tokens, self._words)
+            fill_mask(mask, [*self.seq.tokens, *self.drafts] if self.drafts else self.seq.tokens, self._words)
         return self._words
 
 
@@ -246,10 +281,12 @@ class _SeenTokens:
         self._counts = np.empty(64, dtype=np.float32)
         self._num_followed = 0
 
-    def follow(self) -> tuple[np.ndarray, np.ndarray]:
+    def follow(self, drafts: tuple[int, ...] = ()) -> tuple[np.ndarray, np.ndarray]:
         """Token ids [distinct] int64 and counts in the output [distinct] float32, up to the sequence's last token.
 
-        The arrays are views that are valid until the next call.
+        drafts  count as tokens of the output behind it
+
+        The arrays are views that are valid until the next token.
         """
         for position in range(self._num_followed, self.seq.num_tokens):
             at = self._place(self.seq.tokens[position])
@@ -257,7 +294,15 @@ class _SeenTokens:
                 self._counts[at] += 1
         self._num_followed = self.seq.num_tokens
         num_distinct = len(self._index)
-        return self._ids[:num_distinct], self._counts[:num_distinct]
+        ids, counts = self._ids[:num_distinct], self._counts[:num_distinct]
+        if not drafts:
+            return ids, counts
+        counts = np.append(counts, np.zeros(len(drafts), dtype=np.float32))
+        new: dict[int, int] = {}
+        for draft in drafts:
+            known = self._index.get(draft)
+            counts[new.setdefault(draft, num_distinct + len(new)) if known is None else known] += 1
+        return np.append(ids, np.fromiter(new, dtype=np.int64)), counts[: num_distinct + len(new)]
 
     def _place(self, token: int) -> int:
         at = self._index.get(token)

@@ -45,7 +45,7 @@ class StepArrays:
         self._step += 1
         token_ids: list[int] = []
         for chunk in chunks:
-            token_ids += chunk.seq.tokens[chunk.start : chunk.end]
+            token_ids += chunk.tokens
         num_tokens = len(token_ids)
         self._token_ids[:num_tokens] = token_ids
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from pagoda_server.engine.core.sequence import Sequence
-from pagoda_server.engine.core.step import Sampled, TokenLogprobs
+from pagoda_server.engine.core.step import Reading, Sampled, TokenLogprobs
 from pagoda_server.engine.runners.cuda.staging import Layout, all_launched, host_bytes
+from pagoda_server.engine.runners.readings import NOT_FINITE, PendingReading
 from pagoda_server.kernels import MAX_TOP_LOGPROBS, SampledRows
 
 _BROKEN = "the model's logits hold NaN or infinity, or leave no token to choose"
@@ -24,6 +25,7 @@ class DeviceStep:
     places    chunk position → sequence and its entry among the outcomes
     faults    as in Sampled
     copied_s  returns `Sampled.copied_s`, once the step is computed
+    readings  what is read from prompts, by chunk position
     """
 
     num_chunks: int
@@ -32,6 +34,7 @@ class DeviceStep:
     arrays: dict[str, np.ndarray]
     wait: Callable[[], None]
     copied_s: Callable[[], float]
+    readings: dict[int, PendingReading]
 
     def result(self) -> Sampled:
         self.wait()
@@ -47,7 +50,13 @@ class DeviceStep:
                 faults[at] = _BROKEN
             elif seq.params.logprobs is not None:
                 logprobs[at] = self._logprobs(entry, seq.params.logprobs)
-        return Sampled(tokens, logprobs, faults, self.copied_s())
+        readings: dict[int, Reading] = {}
+        for at, pending in self.readings.items():
+            if (reading := pending.result()) is None:
+                faults[at] = NOT_FINITE
+            else:
+                readings[at] = reading
+        return Sampled(tokens, logprobs, faults, self.copied_s(), readings)
 
     def _logprobs(self, entry: int, count: int) -> TokenLogprobs:
         first = entry * MAX_TOP_LOGPROBS
@@ -93,10 +102,12 @@ class Outcomes:
         places: dict[int, tuple[Sequence, int]],
         faults: dict[int, str],
         copied_s: Callable[[], float],
+        readings: dict[int, PendingReading],
     ) -> DeviceStep:
         """Start the copy of the step that was launched last, without logprobs if no sequence asks for them."""
         asks = any(seq.params.logprobs is not None for seq, _ in places.values())
         end = self._source.shape[0] if asks else self._tokens_end
         self._turn = (self._turn + 1) % _IN_FLIGHT
         self._targets[self._turn][:end].copy_(self._source[:end], non_blocking=True)
-        return DeviceStep(num_chunks, places, faults, self._arrays[self._turn], all_launched(self._device), copied_s)
+        wait = all_launched(self._device)
+        return DeviceStep(num_chunks, places, faults, self._arrays[self._turn], wait, copied_s, readings)

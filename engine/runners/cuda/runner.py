@@ -10,17 +10,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from pagoda_server.checkpoints.progress import Progress, no_progress
 from pagoda_server.engine.core.errors import OutOfMemory
-from pagoda_server.engine.core.step import Sampled, StepPlan
+from pagoda_server.engine.core.step import Chunk, Sampled, StepPlan
 from pagoda_server.engine.runners.cuda.copies import CopyInputs, HostCopies, nothing_copied
 from pagoda_server.engine.runners.cuda.graphs import MIXED_CHUNKS, MIXED_TOKENS, StepGraphs, StepShape
 from pagoda_server.engine.runners.cuda.outcomes import DeviceStep, Outcomes
 from pagoda_server.engine.runners.cuda.rehearsal import GPU_SHARE, free_after, largest_plan, prompts_of_all_sizes
 from pagoda_server.engine.runners.cuda.rows import DeviceRows
-from pagoda_server.engine.runners.cuda.step_inputs import PackedInputs
+from pagoda_server.engine.runners.cuda.step_inputs import PackedInputs, first_tokens
 from pagoda_server.engine.runners.loaded_model import DEFAULT_CPU_BYTES, LoadedModel, enough_memory
+from pagoda_server.engine.runners.readings import PendingReading, is_read, read
 from pagoda_server.engine.runners.runner_info import count_blocks
 from pagoda_server.kernels import PagedKV, copy_blocks
 from pagoda_server.settings.engine import EngineConfig
@@ -38,6 +40,7 @@ class DeviceRunner:
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, progress: Progress = no_progress) -> None:
         self.lookahead = 0 if config.overlap == "off" else 1
+        self.can_verify = False  # its rows and outcomes have room for one token of a sequence in a step
         self._ops, self._model, self._device = loaded.ops, loaded.model, loaded.device
         limits = config.step_limits(self._device.type)
         self._most, self._token_budget = limits.max_num_seqs, limits.token_budget
@@ -87,15 +90,30 @@ class DeviceRunner:
         copied_s = self._host.launch(plan) if self._host else nothing_copied
         if plan.copies:
             copy_blocks(self._cache, *self._copies.send(plan.copies))
-        shape = self._graphs.fit(StepShape.of(plan.chunks))
+        reads = is_read(plan.chunks)
+        shape = StepShape.of(plan.chunks) if reads else self._graphs.fit(StepShape.of(plan.chunks))
         entries = self._inputs.send(plan.chunks, self._rows.place(plan.chunks), shape)
-        self._graphs.launch(shape)
+        readings: dict[int, PendingReading] = {}
+        if reads:
+            readings = self._compute_and_read(shape, plan.chunks)
+        else:
+            self._graphs.launch(shape)
         places = {at: (chunk.seq, entries[at]) for at, chunk in enumerate(plan.chunks) if chunk.samples}
-        return self._outcomes.read(len(plan.chunks), places, self._rows.faults(places), copied_s)
+        return self._outcomes.read(len(plan.chunks), places, self._rows.faults(places), copied_s, readings)
 
     def _compute(self, shape: StepShape) -> None:
         """Compute the step of this shape that was sent last. Graphs capture this."""
-        logits = self._model.forward(self._inputs.of_model(shape), self._cache)
+        self._sample(self._model.forward(self._inputs.of_model(shape), self._cache), shape)
+
+    def _compute_and_read(self, shape: StepShape, chunks: list[Chunk]) -> dict[int, PendingReading]:
+        """`_compute` kernel by kernel, with what is read from prompts."""
+        inputs = self._inputs.of_model(shape)
+        hidden = self._model.hidden_states(self._model.embed(inputs), inputs, self._cache)
+        readings = read(self._model, hidden, inputs.token_ids, chunks, first_tokens(chunks))
+        self._sample(self._model.head(hidden, inputs.logit_rows), shape)
+        return readings
+
+    def _sample(self, logits: Tensor, shape: StepShape) -> None:
         self._ops.sample_rows(
             logits,
             self._inputs.sampled_rows(shape),

@@ -132,6 +132,20 @@ class PackedInputs:
         return self._staging.device["context_len"][: shape.num_seqs]
 
 
+def first_tokens(chunks: list[Chunk]) -> list[int]:
+    """Return the place of each chunk's first token among those of a step without padding."""
+    decode, prompt = 0, sum(chunk.is_decode for chunk in chunks)
+    places = []
+    for chunk in chunks:
+        if chunk.is_decode:
+            places.append(decode)
+            decode += 1
+        else:
+            places.append(prompt)
+            prompt += chunk.length
+    return places
+
+
 def known_token(chunk: Chunk) -> int:
     """Return the token at the start of a chunk; -1 if only the device knows it yet."""
     tokens = chunk.seq.tokens

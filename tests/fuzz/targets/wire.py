@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from google.protobuf.message import DecodeError, Message
 
 from pagoda.engine.v1.engine_pb2 import Submit
-from pagoda.v1.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from pagoda.v1.inference_pb2 import DetokenizeRequest, EmbedRequest, GenerateRequest, ScoreRequest, TokenizeRequest
 from pagoda_server.engine.serving.codec import check_submit
 from pagoda_server.router.adapters import kserve, vllm
 from pagoda_server.router.adapters.protocols.kserve_pb2 import ModelInferRequest
 from pagoda_server.router.adapters.protocols.vllm_engine_pb2 import GenerateRequest as VllmRequest
 from pagoda_server.router.errors import InvalidArgument, PagodaError, to_status
 from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.request.readouts import validate_embed, validate_score
 from pagoda_server.router.request.validation import (
     check_prompt,
     to_submit,
@@ -30,7 +31,15 @@ LIMITS = Limits(
     max_stop_bytes=8, max_stop_ids=5, max_logit_bias=4,
 )  # fmt: skip
 MOST = {**most_entries(LIMITS), **vllm.most_entries(LIMITS), **kserve.most_entries(LIMITS)}
-KINDS = (GenerateRequest, TokenizeRequest, DetokenizeRequest, VllmRequest, ModelInferRequest)
+KINDS = (
+    GenerateRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    VllmRequest,
+    ModelInferRequest,
+    EmbedRequest,
+    ScoreRequest,
+)
 EOS_IDS = (0, 99)  # the second has no row in the embedding, as some models' have none
 LONGEST_STATUS = 1000  # bytes: headers of more than 8 KB may be refused on the way
 
@@ -87,6 +96,10 @@ def _use(request: Message) -> None:
             validate_tokenize(request, LIMITS, "m")
         case DetokenizeRequest():
             validate_detokenize(request, LIMITS, "m")
+        case EmbedRequest():
+            validate_embed(request, LIMITS, "m")
+        case ScoreRequest():
+            validate_score(request, LIMITS, "m")
         case VllmRequest():
             _use(vllm.request_from(request, LIMITS))
         case ModelInferRequest():

@@ -35,11 +35,12 @@ def ask(request: pytest.FixtureRequest, server: Server) -> Ask:
     return ask_by_grpc(server) if request.param == "grpc" else ask_by_http(server)
 
 
-def ask_by_grpc(server: Server) -> Ask:
+def ask_by_grpc(server: Server, max_tokens: int = 3) -> Ask:
     def ask(text: str, *headers: tuple[str, str]) -> None:
+        message = request(text, max_tokens)
         with grpc.insecure_channel(server.address) as channel:
             try:
-                list(inference_pb2_grpc.InferenceStub(channel).Generate(request(text, 3), metadata=headers, timeout=60))
+                list(inference_pb2_grpc.InferenceStub(channel).Generate(message, metadata=headers, timeout=60))
             except grpc.RpcError as error:
                 raise ValueError(error.details()) from None
 
@@ -64,10 +65,12 @@ def ask_by_http(server: Server) -> Ask:
 def test_a_header_names_the_tenant(server: Server, ask: Ask) -> None:
     name = ask.__qualname__.partition(".")[0]
     ask("a tenant's", (TENANT, name))
-    time.sleep(0.3)  # a table may be a quarter of a second old
     with grpc.insecure_channel(server.address) as channel:
-        load = control_pb2_grpc.ControlStub(channel).GetLoad(control_pb2.GetLoadRequest())
-    assert name in {tenant.name for tenant in load.tenants}
+        control, names, deadline = control_pb2_grpc.ControlStub(channel), set[str](), time.monotonic() + 60
+        while name not in names:  # a table may be a quarter of a second old
+            assert time.monotonic() < deadline, names
+            names = {tenant.name for tenant in control.GetLoad(control_pb2.GetLoadRequest()).tenants}
+            time.sleep(0.02)
     with pytest.raises(ValueError, match=f"^{TENANT}: names another tenant than x-pagoda-tenant"):
         ask("two tenants'", (TENANT, name), ("x-pagoda-tenant", "another"))
 
@@ -81,7 +84,7 @@ def test_a_header_that_is_no_target_is_refused(ask: Ask, key: str) -> None:
 def test_a_header_makes_a_request_urgent(server: Server, ask: Ask) -> None:
     """It waits behind another one and is served before it."""
     order: list[str] = []
-    patient = ask_by_grpc(server)
+    patient = ask_by_grpc(server, max_tokens=400)  # it ends long after the other one
 
     def timed(name: str, ask: Ask, *headers: tuple[str, str]) -> None:
         ask(name, *headers)

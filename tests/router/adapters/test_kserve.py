@@ -8,6 +8,7 @@ import queue
 import struct
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -21,6 +22,7 @@ from pagoda_server.router.adapters.protocols import kserve_pb2 as kserve
 from pagoda_server.router.errors import InvalidArgument, PagodaError, ResourceExhausted, Unimplemented
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.output import ClientWriter
+from pagoda_server.router.request.validation import validate_generate
 from pagoda_server.router.tenants.caller import ANYONE, set_caller
 from tests.end_to_end.asking import engine_load
 from tests.servers import Server, running_server
@@ -218,7 +220,7 @@ def test_requests_and_streams_are_bounded() -> None:
     ):
         model, control = Model(channel), control_pb2_grpc.ControlStub(channel)
         requests, more = Requests(), Requests()
-        long = GREEDY | {"max_tokens": 3000}
+        long = GREEDY | {"max_tokens": 20_000}
         responses = model.stream(iter(requests))
         requests.put(*(inferring(f"{at}", f"{at}", parameters=long, stream=True) for at in range(MAX_IN_FLIGHT + 5)))
         while engine_load(control).running + engine_load(control).waiting < MAX_IN_FLIGHT:
@@ -301,6 +303,7 @@ async def stream_ended(given: Given, delay_s: float) -> ResourceExhausted:
     return caught.value
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_stream_ends_that_stays_idle_and_not_while_a_request_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "IDLE_S", 0.2)
     given = Given(inferring().SerializeToString())
@@ -310,6 +313,7 @@ async def test_a_stream_ends_that_stays_idle_and_not_while_a_request_runs(monkey
     ]
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_stream_ends_whose_client_does_not_read() -> None:
     given = Given(*[inferring(f"{at}", stream=True).SerializeToString() for at in range(3)], reads=False)
     assert "has read nothing" in (await stream_ended(given, delay_s=0.0)).message
@@ -362,6 +366,7 @@ def test_strings_may_stand_for_numbers_as_in_the_examples_of_triton() -> None:
 
 def test_all_that_both_have_is_translated() -> None:
     given = {
+        "bad_words": ["bad"],
         "temperature": 0.5, "top_p": 0.75, "top_k": 3, "min_p": 0.25, "presence_penalty": 1, "frequency_penalty": 2,
         "repetition_penalty": 1.5, "n": 2, "seed": -1, "logit_bias": {"5": 1.5}, "allowed_token_ids": [1, 2],
         "max_tokens": 7, "min_tokens": 2, "ignore_eos": True, "stop": "end", "stop_token_ids": [4],
@@ -373,6 +378,7 @@ def test_all_that_both_have_is_translated() -> None:
         sampling=inference_pb2.Sampling(
             temperature=0.5, top_p=0.75, top_k=3, min_p=0.25, presence_penalty=1, frequency_penalty=2,
             repetition_penalty=1.5, n=2, seed=(1 << 64) - 1, logit_bias={5: 1.5}, allowed_token_ids=[1, 2],
+            bad_words=["bad"],
         ),
         stopping=inference_pb2.Stopping(
             max_tokens=7, min_tokens=2, ignore_eos=True, stop=["end"], stop_token_ids=[4],
@@ -380,6 +386,15 @@ def test_all_that_both_have_is_translated() -> None:
         ),
         output=inference_pb2.Output(special_tokens=True),
     )  # fmt: skip
+
+
+def test_a_parameter_that_is_not_given_has_what_the_model_recommends() -> None:
+    limits = replace(LIMITS, recommended=inference_pb2.Sampling(temperature=0.5, top_k=20))
+    for given, temperature, top_k in (({}, 0.5, 20), ({"temperature": 0, "top_k": -1}, 0.0, 0)):
+        ours = asked_from(inferring(parameters=given), limits).request
+        sampling = validate_generate(ours, limits, ours.model).sampling
+        assert (sampling.temperature, sampling.top_k) == (temperature, top_k)
+    assert asked_from(inferring(parameters={}), LIMITS).request.sampling.temperature == 1.0
 
 
 def test_parameters_of_the_request_count_too_and_the_tensor_counts_more() -> None:

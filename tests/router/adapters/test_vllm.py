@@ -6,6 +6,7 @@ import hashlib
 import io
 import time
 import zipfile
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -216,6 +217,13 @@ def test_fields_that_are_not_set_have_the_defaults_of_vllm() -> None:
     greedy = request_from(vllm.GenerateRequest(text="x", sampling_params={"temperature": 0.0}), LIMITS)
     assert greedy.sampling.HasField("temperature")
     assert greedy.sampling.temperature == 0
+
+
+def test_fields_that_are_not_set_have_what_the_model_recommends() -> None:
+    limits = replace(LIMITS, recommended=inference_pb2.Sampling(temperature=0.5, top_p=0.75, repetition_penalty=1.5))
+    theirs = vllm.GenerateRequest(text="x", sampling_params={"top_p": 0.25})
+    sampling = validate_generate(request_from(theirs, limits), limits, "m").sampling
+    assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (0.5, 0.25, 1.5)
 
 
 def test_all_that_both_have_is_translated() -> None:

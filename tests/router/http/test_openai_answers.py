@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import Aborted
+from pagoda_server.router.errors import Aborted, InvalidArgument
 from pagoda_server.router.http.openai_answers import DONE, answer_to
-from pagoda_server.router.http.openai_requests import Asked
+from pagoda_server.router.http.openai_requests import MAX_WHOLE_LOGPROBS, Asked
 
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
 CANCELLED = inference_pb2.FINISH_REASON_CANCELLED
@@ -250,6 +250,21 @@ def test_a_whole_answer_holds_reasoning_and_tool_calls() -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("given", ["", "Zoë sat"])
+def test_a_prompt_that_comes_in_parts_is_repeated_once(is_stream: bool, given: str) -> None:
+    asked = Asked(False, is_stream, logprobs=0, is_echo=True, echoed=given, created=5)
+    first = [inference_pb2.Token(id=1, bytes=b"Zo"), inference_pb2.Token(id=2, bytes=b"\xc3", logprob=-2)]
+    second = [inference_pb2.Token(id=3, bytes=b"\xab sat", logprob=-0.5)]
+    prompts = [inference_pb2.GenerateResponse(prompt=inference_pb2.Prompt(tokens=each)) for each in (first, second)]
+    after = tokens(" down", inference_pb2.Token(id=4, bytes=b" down", logprob=-1))
+    raw = answered(asked, *prompts, after, finished())
+    parts = [each["choices"][0] for each in (events(raw) if is_stream else [json.loads(raw)])]
+    assert "".join(each["text"] for each in parts) == "Zoë sat down"
+    told = [each["logprobs"] for each in parts if each["logprobs"]]
+    assert [number for each in told for number in each["token_logprobs"]] == [None, -2, -0.5, -1]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("drops_output", [False, True])
 def test_a_completion_that_repeats_its_prompt(is_stream: bool, drops_output: bool) -> None:
     asked = Asked(False, is_stream, logprobs=0, is_echo=True, drops_output=drops_output, created=5)
@@ -264,3 +279,13 @@ def test_a_completion_that_repeats_its_prompt(is_stream: bool, drops_output: boo
     numbers = [number for each in told for number in each["token_logprobs"]]
     assert numbers == [None, -0.5] + ([] if drops_output else [-1])
     assert [offset for each in told for offset in each["text_offset"]] == [0, 1, 4][: len(numbers)]
+
+
+def test_a_whole_answer_ends_when_it_has_too_many_log_probabilities() -> None:
+    answer = answer_to(Asked(is_chat=True, logprobs=0), "r", "m")
+    message = tokens("a")
+    message.tokens.tokens.extend(inference_pb2.Token(id=1, logprob=-1) for _ in range(MAX_WHOLE_LOGPROBS // 2 - 1))
+    for _ in range(2):
+        answer.take(message)
+    with pytest.raises(InvalidArgument, match="stream: must be true"):
+        answer.take(message)

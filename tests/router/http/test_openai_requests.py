@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def test_every_field_that_is_supported_arrives() -> None:
         model="m", temperature=0.5, top_p=0.9, n=2, stop=["a", "b"], seed=-1, max_completion_tokens=7, stream=True,
         stream_options={"include_usage": True}, frequency_penalty=0.25, presence_penalty=-0.5, logit_bias={"5": -100},
         logprobs=True, top_logprobs=3, top_k=4, min_p=0.125, top_n_sigma=1.5, repetition_penalty=1.5, min_tokens=2,
+        typical_p=0.75, no_repeat_ngram_size=3, bad_words=["x"],
         ignore_eos=True, stop_token_ids=[9], allowed_token_ids=[1, 2], include_stop_in_output=True, special_tokens=True,
         priority=-3, cache_salt="s", chat_template_kwargs={"enable_thinking": False, "depth": [1, {"a": None}]},
     )  # fmt: skip
@@ -47,7 +49,8 @@ def test_every_field_that_is_supported_arrives() -> None:
         "sampling": {
             "temperature": 0.5, "top_p": 0.9, "n": 2, "seed": str((1 << 64) - 1), "frequency_penalty": 0.25,
             "presence_penalty": -0.5, "logit_bias": {"5": -100.0}, "top_k": 4, "min_p": 0.125, "top_n_sigma": 1.5,
-            "repetition_penalty": 1.5, "allowed_token_ids": [1, 2],
+            "repetition_penalty": 1.5, "allowed_token_ids": [1, 2], "typical_p": 0.75, "no_repeat_ngram_size": 3,
+            "bad_words": ["x"],
         },
         "stopping": {
             "max_tokens": 7, "min_tokens": 2, "stop": ["a", "b"], "stop_token_ids": [9], "ignore_eos": True,
@@ -67,6 +70,19 @@ def test_defaults_are_those_of_the_api() -> None:
     request, _ = chat()
     assert not request.stopping.HasField("max_tokens")
     assert not request.sampling.HasField("seed")
+
+
+def test_a_field_that_is_not_given_has_what_the_model_recommends() -> None:
+    limits = replace(LIMITS, recommended=inference_pb2.Sampling(temperature=0.5, top_k=20))
+
+    def resolved(**fields: Any) -> inference_pb2.Sampling:
+        request = translated(json.dumps({"prompt": "Hi"} | fields).encode(), limits, Asked(is_chat=False))
+        return validate_generate(request, limits, "m").sampling
+
+    assert (resolved().temperature, resolved().top_k) == (0.5, 20)
+    assert (resolved(temperature=0).temperature, resolved(top_k=0).top_k) == (0, 0)
+    limits.recommended.ClearField("temperature")
+    assert (resolved().temperature, resolved().top_k) == (1, 20)
 
 
 def test_null_is_the_same_as_no_field() -> None:
@@ -220,6 +236,8 @@ def test_a_completion_repeats_its_prompt_with_the_log_probabilities_of_both() ->
         ({"stop": [1]}, "stop[0]: must be a string"),
         ({"stop": 1}, "stop: must be a string or a list of strings"),
         ({"stop": ["a"] * 17}, "stop: has more than 16 entries"),
+        ({"bad_words": "a"}, "bad_words: must be a list"),
+        ({"bad_words": ["a", 1]}, "bad_words[1]: must be a string"),
         ({"logit_bias": {"a": 1}}, "logit_bias[a]: must be a token id"),
         ({"logit_bias": {"5": "1"}}, "logit_bias[5]: must be a number"),
         ({"logit_bias": {"99999999999": 1}}, "logit_bias[99999999999]: must be a token id"),
@@ -318,6 +336,7 @@ def test_an_answer_of_too_many_log_probabilities_must_be_a_stream() -> None:
     chat(logprobs=True, top_logprobs=15, max_tokens=most + 1, stream=True)
     with pytest.raises(InvalidArgument, match="stream: must be true"):
         chat(logprobs=True, top_logprobs=15, max_tokens=most + 1)
+    chat(logprobs=True, top_logprobs=15)  # how long it becomes is not known yet
 
 
 def test_a_model_without_a_template_takes_no_chat() -> None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = ("traceparent", f"00-{TRACE}-b7ad6b7169203331-01")
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 Request = inference_pb2.GenerateRequest
+QUIET_S = 2.5  # after which no second runs in which refused calls are only counted
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +77,16 @@ def lines(server: Server) -> list[dict[str, Any]]:
     return [json.loads(line) for line in server.log.read_text().splitlines()]
 
 
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def line_of(server: Server, **fields: object) -> dict[str, Any]:
     """The line of a request with these fields. It is written soon after the client has its answer."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for line in lines(server):
             if line["logger"] == "pagoda.requests" and fields.items() <= line.items():
@@ -112,7 +120,7 @@ def test_a_request_is_one_line_with_its_names_tokens_times_and_end(
         "preemptions": 0,
     }
     assert set(times) == {"queue_s", "prefill_s", "decode_s", "preempted_s", "ttft_s", "total_s"}
-    assert 0 < times["prefill_s"] < times["ttft_s"] < times["total_s"] < 10
+    assert 0 < times["prefill_s"] < times["ttft_s"] < times["total_s"] < 60
     assert times["decode_s"] > 0.005, "six steps of a millisecond"
 
 
@@ -156,17 +164,15 @@ def test_a_request_by_http_is_a_line_too(server: Server) -> None:
         assert post(server, "/v1/completions", wrong) >= 400
         assert post(server, "/v1/chat/completions", wrong) >= 400
     assert post(server, "/v1/completions", body, authorization=f"Bearer {CANARY}") == 401
-    time.sleep(1.2)
+    wait_for(lambda: any("UNAUTHENTICATED" in line.get("refused", ()) for line in lines(server)))
     assert CANARY not in server.log.read_text()
-    counted = [line["refused"] for line in lines(server) if "refused" in line]
-    assert any("UNAUTHENTICATED" in kinds for kinds in counted)
 
 
 @pytest.mark.parametrize(
     "method", ["vllm.grpc.engine.VllmEngine/Generate", "inference.GRPCInferenceService/ModelInfer"]
 )
 def test_a_call_of_another_protocol_is_named_by_its_own_method(server: Server, method: str) -> None:
-    time.sleep(1.2)  # no second of counting runs
+    time.sleep(QUIET_S)
     with grpc.insecure_channel(server.address) as channel:
         call = channel.unary_stream(f"/{method}")
         with pytest.raises(grpc.RpcError):
@@ -175,10 +181,10 @@ def test_a_call_of_another_protocol_is_named_by_its_own_method(server: Server, m
 
 
 def test_calls_for_which_there_is_no_place_are_counted(server: Server, stub: inference_pb2_grpc.InferenceStub) -> None:
-    running = [generate(stub, request("hello", 5000)) for _ in range(2)]
+    running = [generate(stub, request("hello", 30_000)) for _ in range(2)]
     for call in running:
         next(call)
-    time.sleep(1.2)  # no second of counting runs
+    time.sleep(QUIET_S)
     assert post(server, "/v1/completions", json.dumps({"model": "synthetic", "prompt": "x"})) == 429
     for _ in range(3):
         with pytest.raises(grpc.RpcError):
@@ -255,26 +261,32 @@ def test_no_text_no_token_and_no_authorization_is_logged_on_any_path(
         call = channel.unary_unary("/pagoda.v1.Inference/Generate")
         with pytest.raises(grpc.RpcError):
             call(b"\x1a\xff" + CANARY.encode(), metadata=[("authorization", f"Bearer {TOKEN}")], timeout=60)
-    time.sleep(1.2)  # they are counted in a line a second
+
+    def told() -> int:
+        failed = [line for line in lines(server)[before:] if "code" not in line or "reason" in line]
+        return sum(line.get("count", 1) for line in failed if line["logger"] == "pagoda.requests")
+
+    wait_for(lambda: told() >= refused)  # each of these errors is counted, in a line a second
     log = server.log.read_text()
     assert CANARY not in log
     assert TOKEN not in log
     assert len(text) >= 5
     assert text not in log
     assert json.dumps(text)[1:-1] not in log
-    failed = [line for line in lines(server)[before:] if "code" not in line or "reason" in line]
-    told = sum(line.get("count", 1) for line in failed if line["logger"] == "pagoda.requests")
-    assert told >= refused, "each of these errors has been counted"
 
 
 def test_refused_calls_cost_a_line_a_second(server: Server, stub: inference_pb2_grpc.InferenceStub) -> None:
-    time.sleep(1.2)
+    time.sleep(QUIET_S)
     before, started = len(lines(server)), time.monotonic()
     for _ in range(100):
         with pytest.raises(grpc.RpcError):
             list(stub.Generate(Request(prompt="x"), timeout=60))  # without a token
-    time.sleep(1.2)
-    told = [line for line in lines(server)[before:] if line["logger"] == "pagoda.requests"]
+
+    def told_since() -> list[dict[str, Any]]:
+        return [line for line in lines(server)[before:] if line["logger"] == "pagoda.requests"]
+
+    wait_for(lambda: sum(line.get("count", 1) for line in told_since()) >= 100)
+    told = told_since()
     assert len(told) <= time.monotonic() - started + 2
     assert "prompt_tokens" not in told[0]
     assert (told[0]["code"], told[0]["method"]) == ("UNAUTHENTICATED", "pagoda.v1.Inference/Generate")
@@ -362,11 +374,9 @@ def test_a_full_pipe_stops_no_token_and_no_shutdown(tmp_path: Path) -> None:
         with grpc.insecure_channel(server.address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             for _ in range(100):
-                assert len(Answer(list(stub.Generate(request("hello", 3), timeout=30))).ids()) == 3
-        started = time.monotonic()
+                assert len(Answer(list(stub.Generate(request("hello", 3), timeout=60))).ids()) == 3
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-        assert time.monotonic() - started < 10
+        assert process.wait(60) == 0
         with os.fdopen(reader) as log:
             told = log.read().splitlines()
     finally:

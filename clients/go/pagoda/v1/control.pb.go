@@ -674,7 +674,7 @@ type Limits struct {
 
 	// Requests admitted at once.
 	MaxRequests uint32 `protobuf:"varint,1,opt,name=max_requests,json=maxRequests,proto3" json:"max_requests,omitempty"`
-	// Prompt + max_tokens, over all admitted requests.
+	// Prompt + max_tokens, or what that likely becomes where it is not set, over all admitted requests.
 	MaxQueuedTokens uint64 `protobuf:"varint,2,opt,name=max_queued_tokens,json=maxQueuedTokens,proto3" json:"max_queued_tokens,omitempty"`
 	// The most bytes of a serialized request, compressed or not. This limit follows from those of the fields.
 	MaxMessageBytes uint32 `protobuf:"varint,3,opt,name=max_message_bytes,json=maxMessageBytes,proto3" json:"max_message_bytes,omitempty"`

@@ -806,8 +806,8 @@ type Stopping struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Most tokens to generate. Default: as many as the context leaves, up to the server's --default-max-tokens (256
-	// unless it is set).
+	// Most tokens to generate. Default: as many as the context leaves, or the server's --default-max-tokens if that is
+	// fewer.
 	MaxTokens *uint32 `protobuf:"varint,1,opt,name=max_tokens,json=maxTokens,proto3,oneof" json:"max_tokens,omitempty"`
 	// Before this many tokens, no end-of-sequence or stop id is chosen and no stop string is looked for. Default 0.
 	MinTokens *uint32 `protobuf:"varint,2,opt,name=min_tokens,json=minTokens,proto3,oneof" json:"min_tokens,omitempty"`

@@ -147,14 +147,15 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Turns each input into a vector of the model's last hidden states.
+        """Turns each input into a vector of the model's last hidden states. All inputs are one request: its deadline,
+        priority and quotas are those of Generate, and so are its statuses. ABORTED if Admin.Abort ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Gives the log-probabilities of continuations of one input.
+        """Gives the log-probabilities of continuations of one input. It is one request, as Embed is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

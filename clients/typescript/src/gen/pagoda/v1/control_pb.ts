@@ -286,7 +286,7 @@ export type Limits = Message<"pagoda.v1.Limits"> & {
   maxRequests: number;
 
   /**
-   * Prompt + max_tokens, over all admitted requests.
+   * Prompt + max_tokens, or what that likely becomes where it is not set, over all admitted requests.
    *
    * @generated from field: uint64 max_queued_tokens = 2;
    */

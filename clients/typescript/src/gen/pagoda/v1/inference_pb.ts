@@ -387,8 +387,8 @@ export const BeamSearchSchema: GenMessage<BeamSearch> = /*@__PURE__*/
  */
 export type Stopping = Message<"pagoda.v1.Stopping"> & {
   /**
-   * Most tokens to generate. Default: as many as the context leaves, up to the server's --default-max-tokens (256
-   * unless it is set).
+   * Most tokens to generate. Default: as many as the context leaves, or the server's --default-max-tokens if that is
+   * fewer.
    *
    * @generated from field: optional uint32 max_tokens = 1;
    */

@@ -1,0 +1,86 @@
+"""The engine's end of the channel over gRPC: each call of Connect is a session with a router."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeAlias
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
+from pagoda_server.channel.address import is_unix
+from pagoda_server.channel.link import MAX_MESSAGE_BYTES
+from pagoda_server.channel.listening import KEEPALIVE_OPTIONS, GrpcPort
+from pagoda_server.engine.serving.server import RouterLink
+
+SERVER_OPTIONS = [
+    *KEEPALIVE_OPTIONS,
+    ("grpc.so_reuseport", 0),  # it is on by default, and two engines that share a port would steal each other's routers
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+GRACE_S = 0.2
+
+Context: TypeAlias = grpc.aio.ServicerContext[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
+
+
+class GrpcLink:
+    """The engine's end of one call of Connect, which is a session; a Link."""
+
+    def __init__(self, requests: AsyncIterator[engine_pb2.RouterMessage], context: Context) -> None:
+        self._requests = aiter(requests)
+        self._context = context
+
+    async def read(self) -> engine_pb2.RouterMessage | None:
+        return await anext(self._requests, None)
+
+    async def write(self, message: engine_pb2.EngineMessage) -> None:
+        try:
+            await self._context.write(message)
+        except grpc.aio.BaseError as error:
+            raise ConnectionError("the call is over") from error
+
+    @property
+    def is_free(self) -> bool:
+        return False
+
+    def try_write(self, message: engine_pb2.EngineMessage) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Do nothing: the call ends with its handler."""
+
+
+class GrpcServer(engine_pb2_grpc.EngineServicer):
+    """
+    address  HOST:PORT, or unix:PATH for a socket that only its owner may use
+    serve    runs a session; the call ends when it returns
+    """
+
+    def __init__(self, address: str, serve: Callable[[RouterLink], Awaitable[None]]) -> None:
+        self._address = address
+        self._serve = serve
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+
+    async def Connect(self, requests: AsyncIterator[engine_pb2.RouterMessage], context: Context) -> None:
+        await self._serve(GrpcLink(requests, context))
+
+    async def start(self) -> None:
+        """Start listening. Raises OSError if the address cannot be bound."""
+        engine_pb2_grpc.add_EngineServicer_to_server(self, self._server)
+        health_servicer = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, self._server)
+        await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+        previous = os.umask(0o177) if is_unix(self._address) else None
+        try:
+            self._port = GrpcPort(self._address, self._server.add_insecure_port)
+        finally:
+            if previous is not None:
+                os.umask(previous)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        self._port.close()
+        await self._server.stop(grace=GRACE_S)

@@ -1,0 +1,240 @@
+"""Read whole answers: reasoning, then text and calls. `format_of` finds how a model writes them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from pagoda_server.router.answers.calls import DeepSeek, Gemma, Hermes, Llama3, Mistral, ToolFormat
+from pagoda_server.router.answers.events import Reasoning, Text
+from pagoda_server.router.answers.lark import Calls, Lark, Rule
+from pagoda_server.router.answers.reader import MAX_NAME, AnswerReader, Kind, NotACall, Steps
+from pagoda_server.settings import SettingError
+
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "hermes": Hermes(),
+    "llama3": Llama3(),
+    "mistral": Mistral(lists=False),
+    "mistral-v3": Mistral(lists=True),
+    "gemma": Gemma(),
+    "deepseek": DeepSeek(fences=False),
+    "deepseek-v3": DeepSeek(fences=True),
+}
+REASONING_FORMATS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+HARMONY = "harmony"
+
+# What a chat template contains, and what it does not, if the model has a format. The first one counts.
+_SIGNS_OF_TOOLS: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]] = (
+    (HARMONY, ("<|channel|>", "<|message|>"), ()),
+    ("deepseek-v3", ("<｜tool▁calls▁begin｜>", "```json"), ()),
+    ("deepseek", ("<｜tool▁calls▁begin｜>",), ()),
+    ("mistral", ("[TOOL_CALLS]", "[ARGS]"), ()),
+    ("mistral-v3", ("[TOOL_CALLS]",), ()),
+    ("hermes", ("<tool_call>",), ("<function=", "<arg_key>")),  # others write XML between these tags
+    ("llama3", ("<|start_header_id|>", "tools"), ()),
+    ("gemma", ("<start_of_turn>", "tools"), ("<start_function_call>",)),
+)
+_SIGNS_OF_REASONING: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]] = (
+    (HARMONY, ("<|channel|>", "<|message|>"), ()),
+    ("mistral", ("[THINK]",), ()),
+    ("think", ("</think>",), ()),
+)
+
+
+class AnswerFormat(ABC):
+    """How a model writes its answers.
+
+    tool_format, reasoning_format  by name; empty: it is not known, and what is written so stays text
+    markers                        texts that may be special tokens of the tokenizer
+    """
+
+    tool_format: str
+    reasoning_format: str
+    markers: Sequence[str]
+
+    @abstractmethod
+    def read(self, reader: AnswerReader, prompt_end: str) -> Steps[None]:
+        """Read an answer to its end. `prompt_end`: the prompt's last characters, after which the answer goes on."""
+
+    @abstractmethod
+    def calls(self, lark: Lark, calls: Calls, prompt_end: str) -> Rule:
+        """An answer of calls, after reasoning if the model likes. There is a tool format."""
+
+    @abstractmethod
+    def answer(self, lark: Lark, answer: Rule, prompt_end: str) -> Rule:
+        """An answer of this text, after reasoning if the model likes. There is a reasoning format."""
+
+
+class Marked(AnswerFormat):
+    """Reasoning between two markers at the answer's start, and calls behind an opening of their own."""
+
+    def __init__(self, tool_format: str, reasoning_format: str) -> None:
+        self.tool_format = tool_format
+        self.reasoning_format = reasoning_format
+        self._tools = TOOL_FORMATS.get(tool_format)
+        self._reasoning = REASONING_FORMATS.get(reasoning_format)
+        self.markers = (*(self._reasoning or ()), *(self._tools.markers if self._tools else ()))
+
+    def read(self, reader: AnswerReader, prompt_end: str) -> Steps[None]:
+        yield from self._read_reasoning(reader, prompt_end)
+        if self._tools is None or not reader.tools:
+            yield from reader.until(())
+            return
+        opening = yield from reader.at_start(self._tools.starts)
+        while opening or (opening := (yield from reader.until(self._tools.openings))):
+            try:
+                yield from self._tools.calls(reader, opening)
+            except NotACall:
+                reader.reject()
+            opening = ""
+
+    def _read_reasoning(self, reader: AnswerReader, prompt_end: str) -> Steps[None]:
+        if self._reasoning is None:
+            return
+        begin, end = self._reasoning
+        if not self._is_open(prompt_end):
+            if not (yield from reader.at_start((begin,))):
+                return
+            yield from reader.expect(begin)
+            reader.accept()
+        reader.is_thinking = True
+        yield from reader.skip_space()
+        if (yield from reader.until((end,), Reasoning)):
+            yield from reader.expect(end)
+            reader.accept()
+            reader.is_thinking = False
+            yield from reader.skip_space()
+
+    def _is_open(self, prompt_end: str) -> bool:
+        """Whether the prompt has begun the reasoning."""
+        return self._reasoning is not None and prompt_end.rstrip().endswith(self._reasoning[0])
+
+    def calls(self, lark: Lark, calls: Calls, prompt_end: str) -> Rule:
+        assert self._tools is not None, "there is a tool format"
+        return self.answer(lark, self._tools.grammar(lark, calls), prompt_end)
+
+    def answer(self, lark: Lark, answer: Rule, prompt_end: str) -> Rule:
+        if self._reasoning is None:
+            return answer
+        begin, end = self._reasoning
+        rest = lark.sequence(lark.through(end), lark.space())
+        if self._is_open(prompt_end):
+            return lark.sequence(rest, answer)
+        return lark.optional(lark.sequence(begin, rest), answer)
+
+
+class Harmony(AnswerFormat):
+    """GPT-OSS: messages with a header that names their channel and, for a call, the function."""
+
+    markers = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+    _ENDS = ("<|end|>", "<|return|>", "<|call|>")
+    _CHANNELS = ("analysis", "commentary", "final")
+    _START = "<|start|>assistant"
+    _ANALYSIS = "<|channel|>analysis<|message|>"
+
+    def __init__(self, has_tools: bool, has_reasoning: bool) -> None:
+        self.tool_format = HARMONY if has_tools else ""
+        self.reasoning_format = HARMONY if has_reasoning else ""
+
+    def read(self, reader: AnswerReader, prompt_end: str) -> Steps[None]:
+        opening = ""
+        if prompt_end.endswith(self._ANALYSIS) and self.reasoning_format:
+            yield from self._read_body(reader, Reasoning)
+        elif prompt_end.endswith("<|message|>"):
+            yield from self._read_body(reader, Text)
+        else:
+            opening = yield from reader.at_start(("to=",))
+        while opening or (opening := (yield from reader.until((self._START, "<|channel|>")))):
+            try:
+                yield from self._read_message(reader)
+            except NotACall:
+                reader.reject()
+            opening = ""
+
+    def _read_message(self, reader: AnswerReader) -> Steps[None]:
+        yield from reader.has(self._START)
+        recipient = yield from self._read_recipient(reader)
+        yield from reader.expect("<|channel|>")
+        channel = yield from reader.name()
+        recipient = (yield from self._read_recipient(reader)) or recipient
+        if (yield from reader.has("<|constrain|>")) or (yield from reader.peek()) != "<":
+            yield from reader.name()  # the type of the content
+        yield from reader.expect("<|message|>")
+        kind, _, tool = recipient.partition(".")
+        if kind == "functions" and tool in reader.tools and (yield from reader.peek()) == "{":
+            yield from reader.arguments(tool)
+            reader.accept()
+            for end in self._ENDS:
+                if (yield from reader.has(end)):
+                    break
+            reader.accept()
+        elif recipient or channel not in self._CHANNELS or (channel == "analysis" and not self.reasoning_format):
+            reader.reject(whole=True)
+        else:
+            reader.accept()
+            yield from self._read_body(reader, Reasoning if channel == "analysis" else Text)
+
+    def _read_recipient(self, reader: AnswerReader) -> Steps[str]:
+        """Whom a message goes to, such as functions.add; empty: the user."""
+        yield from reader.space()
+        if not (yield from reader.has("to=")):
+            return ""
+        recipient = yield from reader.name(len("functions.") + MAX_NAME)
+        yield from reader.space()
+        return recipient
+
+    def _read_body(self, reader: AnswerReader, kind: Kind) -> Steps[None]:
+        reader.is_thinking = kind is Reasoning
+        if end := (yield from reader.until(self._ENDS, kind)):
+            yield from reader.expect(end)
+            reader.accept()
+            reader.is_thinking = False
+
+    def calls(self, lark: Lark, calls: Calls, prompt_end: str) -> Rule:
+        call = lark.one_of(
+            lark.sequence(
+                f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>", lark.arguments(tool)
+            )
+            for tool in calls.tools
+        )
+        return self._after_analysis(lark, call, prompt_end)
+
+    def answer(self, lark: Lark, answer: Rule, prompt_end: str) -> Rule:
+        return self._after_analysis(lark, lark.sequence("<|channel|>final<|message|>", answer), prompt_end)
+
+    def _after_analysis(self, lark: Lark, message: Rule, prompt_end: str) -> Rule:
+        rest = lark.sequence(lark.through("<|end|>"), self._START)
+        before = lark.sequence(self._ANALYSIS, rest)
+        if prompt_end.endswith(self._ANALYSIS):
+            return lark.sequence(rest, lark.optional(before, message, repeats=True))
+        return lark.optional(before, message, repeats=True)
+
+
+def format_of(template: str | None, tool_format: str = "auto", reasoning_format: str = "auto") -> AnswerFormat | None:
+    """The format in which a model of this chat template answers; None if neither calls nor reasoning are known.
+
+    tool_format, reasoning_format  a name, or `none`; auto: as the template shows
+
+    Raises SettingError for two that do not go together.
+    """
+    if template is None:
+        return None
+    tools = _named(template, tool_format, _SIGNS_OF_TOOLS)
+    reasoning = _named(template, reasoning_format, _SIGNS_OF_REASONING)
+    if HARMONY in (tools, reasoning):
+        if {tools, reasoning} - {HARMONY, ""}:
+            raise SettingError(
+                f"--tool-format {tools} does not go with --reasoning-format {reasoning}: "
+                f"{HARMONY} goes with itself and with none"
+            )
+        return Harmony(bool(tools), bool(reasoning))
+    return Marked(tools, reasoning) if tools or reasoning else None
+
+
+def _named(template: str, name: str, signs: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]]) -> str:
+    if name != "auto":
+        return "" if name == "none" else name
+    for found, present, absent in signs:
+        if all(sign in template for sign in present) and not any(sign in template for sign in absent):
+            return found
+    return ""

@@ -1,0 +1,115 @@
+"""Write a grammar in llguidance's dialect of Lark. There a special token is a terminal of its own, not its text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from pagoda_server.router.text.chat_template import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule of a grammar, by its name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that an answer may call; `parameters` is a JSON schema of its arguments."""
+
+    name: str
+    parameters: Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """What an answer has to call: any of these tools, once or more often."""
+
+    tools: tuple[Tool, ...]
+    may_repeat: bool
+
+
+class Lark:
+    """A grammar in the making.
+
+    special  ids of special tokens, by text
+    """
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special
+        self._rules: list[str] = []
+
+    def grammar(self, start: Rule) -> str:
+        return "\n".join((f"start: {start.name}", *self._rules, ""))
+
+    def sequence(self, *parts: Rule | str) -> Rule:
+        """One part after the other: rules, and texts, in which special tokens are tokens."""
+        return self._rule(" ".join(filter(None, map(self._written, parts))))
+
+    def one_of(self, rules: Iterable[Rule]) -> Rule:
+        return self._rule(" | ".join(rule.name for rule in rules))
+
+    def repeated(self, rule: Rule, separator: str = "") -> Rule:
+        """Once or more often."""
+        return self._rule(f"{rule.name} ({self._written(separator)} {rule.name})*")
+
+    def optional(self, first: Rule, then: Rule, *, repeats: bool = False) -> Rule:
+        """`then`, and maybe `first` before it."""
+        return self._rule(f"{first.name}{'*' if repeats else '?'} {then.name}")
+
+    def space(self) -> Rule:
+        """A little white space, or none."""
+        return self._rule("/[ \\n]{0,4}/")
+
+    def through(self, marker: str) -> Rule:
+        """Any text up to and including the first such marker."""
+        if marker in self._special:
+            return self._rule(f"{self._rule('/(?s:.*)/').name} {self._written(marker)}")
+        return self._rule(f"/(?s:.*){_escaped(marker)}/", "[lazy]")
+
+    def regex(self, regex: str) -> Rule:
+        """What a regular expression matches, in the syntax of Rust's crate `regex`."""
+        return self._rule(f"/{_with_escaped_slashes(regex)}/")
+
+    def json(self, schema: Mapping[str, Json]) -> Rule:
+        """JSON of a schema."""
+        return self._rule(f"%json {json.dumps(schema)}")
+
+    def nested(self, grammar: str) -> Rule:
+        """What another grammar of this dialect describes, with rules of its own."""
+        return self._rule(f"%lark {{\n{grammar}\n}}")
+
+    def arguments(self, tool: Tool) -> Rule:
+        return self.json({"type": "object", **tool.parameters})
+
+    def call_object(self, tool: Tool, key: str) -> Rule:
+        """A call as one JSON object."""
+        return self.sequence(f'{{"name": {json.dumps(tool.name)}, "{key}": ', self.arguments(tool), "}")
+
+    def _rule(self, expression: str, attributes: str = "") -> Rule:
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {expression}")
+        return Rule(name)
+
+    def _written(self, part: Rule | str) -> str:
+        if isinstance(part, Rule):
+            return part.name
+        pattern = "|".join(map(re.escape, self._special)) or "(?!)"
+        texts, tokens = re.split(pattern, part), re.findall(pattern, part)
+        written = [json.dumps(texts[0], ensure_ascii=False) if texts[0] else ""]
+        for token, text in zip(tokens, texts[1:], strict=True):
+            written += [f"<[{self._special[token]}]>", json.dumps(text, ensure_ascii=False) if text else ""]
+        return " ".join(filter(None, written))
+
+
+def _escaped(text: str) -> str:
+    """A text as a regular expression between slashes."""
+    return _with_escaped_slashes(re.sub(r"[\\.+*?()|\[\]{}^$]", r"\\\g<0>", text))
+
+
+def _with_escaped_slashes(regex: str) -> str:
+    return re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], regex, flags=re.DOTALL)

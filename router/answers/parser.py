@@ -1,0 +1,52 @@
+"""Turn an answer's text into events while it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from pagoda_server.router.answers.events import Event, joined
+from pagoda_server.router.answers.formats import AnswerFormat
+from pagoda_server.router.answers.reader import AnswerReader
+
+
+class AnswerParser:
+    """One sequence's answer.
+
+    tools       names of the tools that it may call; none: calls stay text
+    prompt_end  the prompt's last characters
+    call_id     gives the id of the answer's nth call
+    """
+
+    def __init__(
+        self, format: AnswerFormat, tools: Collection[str], prompt_end: str, call_id: Callable[[int], str]
+    ) -> None:
+        self._reader = AnswerReader(tools, call_id)
+        self._steps = format.read(self._reader, prompt_end)
+        next(self._steps)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls whose arguments are complete."""
+        return self._reader.num_calls
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the answer is inside its reasoning."""
+        return self._reader.is_thinking
+
+    def push(self, text: str) -> list[Event]:
+        """What is certain now. Joined, the events do not depend on how the text was cut."""
+        self._reader.feed(text)
+        next(self._steps)
+        return self._taken()
+
+    def flush(self) -> list[Event]:
+        """The rest, when the answer has ended."""
+        self._reader.has_ended = True
+        for _ in self._steps:
+            raise AssertionError("a format waits for more text than there is")
+        return self._taken()
+
+    def _taken(self) -> list[Event]:
+        events, self._reader.events = self._reader.events, []
+        return joined(events)

@@ -1,0 +1,93 @@
+"""What the model's format of answers means for one request: how its answer is parsed, and what grammar it has."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagoda.v1 import inference_pb2
+from pagoda_server.router.answers.formats import AnswerFormat
+from pagoda_server.router.answers.lark import Lark, Rule
+from pagoda_server.router.answers.parser import AnswerParser
+from pagoda_server.router.request.validation import GenerateParams
+from pagoda_server.router.text.tokenizer import Tokenizer
+
+_NUM_LAST = 32  # tokens of a prompt that show what the answer goes on with
+_ID_LENGTH = 9  # of letters and digits, because Mistral's templates take no other
+
+
+@dataclass(frozen=True, slots=True)
+class Parsing:
+    """How a request's answers are parsed. A stream that is resumed gets the same parts again.
+
+    tools       names of those that the answer may call
+    prompt_end  the prompt's last characters
+    salt        different for each request: ids of calls follow from it
+    """
+
+    format: AnswerFormat
+    tools: frozenset[str]
+    prompt_end: str
+    salt: str
+
+    def parser(self, index: int) -> AnswerParser:
+        """A parser for the request's nth sequence."""
+        return AnswerParser(self.format, self.tools, self.prompt_end, lambda call: self._call_id(index, call))
+
+    def _call_id(self, index: int, call: int) -> str:
+        digest = hashlib.sha256(f"{self.salt} {index} {call}".encode()).digest()
+        return base64.b32encode(digest).decode().lower()[:_ID_LENGTH]
+
+
+def parsing_of(
+    params: GenerateParams, format: AnswerFormat | None, tokenizer: Tokenizer, prompt: Sequence[int]
+) -> Parsing | None:
+    """How the answers to a prompt are parsed; None: all of them is text."""
+    if format is None or not params.is_parsed or not (format.reasoning_format or (format.tool_format and params.tools)):
+        return None
+    tools = frozenset(tool.name for tool in params.tools) if format.tool_format else frozenset[str]()
+    salt = f"{params.request_id} {params.sampling.seed} {len(prompt)}"
+    return Parsing(format, tools, _end_of(prompt, tokenizer), salt)
+
+
+def guided_by(
+    params: GenerateParams, format: AnswerFormat | None, tokenizer: Tokenizer, prompt: Sequence[int]
+) -> inference_pb2.Guided | None:
+    """The grammar of the whole output; None: it may be anything.
+
+    Calls that are due have the model's format. What the client asks for concerns the answer that follows the reasoning.
+    """
+    if params.calls_due is None and params.guided is None:
+        return None
+    if format is None or (params.calls_due is None and not (format.reasoning_format and params.is_parsed)):
+        return params.guided
+    lark = Lark({text: id for text, id in tokenizer.special_ids.items() if text in format.markers})
+    prompt_end = _end_of(prompt, tokenizer)
+    if params.calls_due is not None:
+        start = format.calls(lark, params.calls_due, prompt_end)
+    else:
+        assert params.guided is not None
+        start = format.answer(lark, rule_of(params.guided, lark), prompt_end)
+    return inference_pb2.Guided(ebnf_grammar=lark.grammar(start))
+
+
+def rule_of(guided: inference_pb2.Guided, lark: Lark) -> Rule:
+    """What a client asks for, as a rule of a grammar."""
+    match guided.WhichOneof("format"):
+        case "json_schema":
+            return lark.json(json.loads(guided.json_schema))
+        case "json_object":
+            return lark.json({"type": "object"})
+        case "regex":
+            return lark.regex(guided.regex)
+        case "choice":
+            return lark.one_of(lark.sequence(option) for option in guided.choice.options)
+        case _:
+            return lark.nested(guided.ebnf_grammar)
+
+
+def _end_of(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(prompt[-_NUM_LAST:], skip_special_tokens=False)

@@ -1,0 +1,462 @@
+"""Embed and Score: what a model makes of given tokens. The engine reads it while it computes them as prompts.
+
+Each vector and each continuation is a sequence of its own. A few of a call's sequences are with the engine at once, so
+that a call of many long ones takes little memory there. Each chooses one token, which is dropped.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import inference_pb2
+from pagoda_server.router.engines.channel import Dispatcher, EngineChannel
+from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, Wake
+from pagoda_server.router.errors import Aborted, InvalidArgument, Unavailable
+from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests, Reservation
+from pagoda_server.router.request.client_call import ClientCall, time_left
+from pagoda_server.router.request.fields import Limits, check_bytes, check_count, check_ids, check_integer
+from pagoda_server.router.request.generate_call import raise_if_failed, timing_of
+from pagoda_server.router.request.output import write_bytes, write_logprobs
+from pagoda_server.router.request.receiving import Messages, Received, from_protobuf
+from pagoda_server.router.request.record import Observers, Record
+from pagoda_server.router.request.validation import (
+    PROMPT_FIELDS,
+    check_model,
+    prompt_from,
+    request_id_from,
+)
+from pagoda_server.router.tenants.caller import Caller, caller
+from pagoda_server.router.tenants.quotas import Quotas, Spending
+from pagoda_server.router.text.tokenizer import Prompt, Tokenizer
+from pagoda_server.settings.sampling import PARAMETERS
+
+AT_ONCE = 64  # sequences of one call
+_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_EMBED = from_protobuf(inference_pb2.EmbedRequest)
+_SCORE = from_protobuf(inference_pb2.ScoreRequest)
+_GREEDY = {each.name: each.default for each in PARAMETERS} | {"temperature": 0}
+_TOKEN_BYTES = 16  # of a token's record in a response
+
+
+# -- the request ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReadoutParams:
+    """A valid request with its defaults filled in.
+
+    shared        what all sequences begin with; Embed has none
+    shared_field  the field that it comes from, as errors name it
+    parts         what follows it in each sequence
+    part_fields   the fields that they come from
+    """
+
+    request_id: str
+    shared: Prompt
+    shared_field: str
+    parts: tuple[Prompt, ...]
+    part_fields: tuple[str, ...]
+    cache: inference_pb2.Cache
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedParams(ReadoutParams):
+    pooling: inference_pb2.Pooling
+    normalizes: bool
+    dimensions: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreParams(ReadoutParams):
+    has_token_bytes: bool
+
+
+def validate_embed(request: inference_pb2.EmbedRequest, limits: Limits, served: str) -> EmbedParams:
+    """Check all but the lengths of tokenized texts. Raises InvalidArgument, NotFound for the model."""
+    common = _check_common(request, len(request.inputs), "inputs", limits, served)
+    if request.pooling not in inference_pb2.Pooling.values():
+        raise InvalidArgument("pooling", f"is {request.pooling}, which is not a known value")
+    if request.HasField("dimensions"):
+        check_integer(request.dimensions, "dimensions", 1, limits.hidden_size)
+    names = [f"inputs[{at}]" for at in range(len(request.inputs))]
+    found = [_text_or_ids(each, name, limits) for each, name in zip(request.inputs, names, strict=True)]
+    return EmbedParams(
+        request_id=common,
+        shared=(),
+        shared_field="",
+        parts=tuple(part for part, _ in found),
+        part_fields=tuple(name for _, name in found),
+        cache=request.cache,
+        priority=request.priority,
+        pooling=request.pooling or inference_pb2.POOLING_LAST,
+        normalizes=request.normalize if request.HasField("normalize") else True,
+        dimensions=request.dimensions if request.HasField("dimensions") else None,
+    )
+
+
+def validate_score(request: inference_pb2.ScoreRequest, limits: Limits, served: str) -> ScoreParams:
+    """Check all but the lengths of tokenized texts. Raises InvalidArgument, NotFound for the model."""
+    common = _check_common(request, len(request.continuations), "continuations", limits, served)
+    shared = prompt_from(request, limits)
+    names = [f"continuations[{at}]" for at in range(len(request.continuations))]
+    found = [_text_or_ids(each, name, limits) for each, name in zip(request.continuations, names, strict=True)]
+    return ScoreParams(
+        request_id=common,
+        shared=shared,
+        shared_field=PROMPT_FIELDS[request.WhichOneof("input")],
+        parts=tuple(part for part, _ in found),
+        part_fields=tuple(name for _, name in found),
+        cache=request.cache,
+        priority=request.priority,
+        has_token_bytes=request.token_bytes,
+    )
+
+
+def _check_common(
+    request: inference_pb2.EmbedRequest | inference_pb2.ScoreRequest,
+    count: int,
+    field: str,
+    limits: Limits,
+    served: str,
+) -> str:
+    """Check what both requests have. Returns the request's id.
+
+    count, field  of the sequences that it asks for
+    """
+    check_model(request.model, served)
+    if not count:
+        raise InvalidArgument(field, "is empty")
+    check_count(count, field, limits.max_readouts)
+    check_integer(request.priority, "priority", -limits.max_priority, limits.max_priority)
+    check_bytes(request.cache.salt, "cache.salt", limits.max_salt_bytes)
+    return request_id_from(request.request_id, limits)
+
+
+def _text_or_ids(
+    given: inference_pb2.EmbedInput | inference_pb2.Continuation, name: str, limits: Limits
+) -> tuple[Prompt, str]:
+    """A text or token ids, and the field's path."""
+    if given.HasField("text"):
+        path = f"{name}.text"
+        if not given.text:
+            raise InvalidArgument(path, "is empty")
+        check_bytes(given.text, path, limits.max_text_bytes)
+        return given.text, path
+    if given.HasField("token_ids"):
+        path = f"{name}.token_ids.ids"
+        if not given.token_ids.ids:
+            raise InvalidArgument(path, "is empty")
+        check_ids(given.token_ids.ids, path, limits.max_model_len - 1, limits.vocab_size)
+        return tuple(given.token_ids.ids), path
+    raise InvalidArgument(name, "is missing: set one of text, token_ids")
+
+
+# -- the sequences on an engine ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A request's tokens. Sequence `at` is the shared ones and parts[at]; the engine reads `readout` of each."""
+
+    params: ReadoutParams
+    shared: list[int]
+    parts: list[list[int]]
+    readout: engine_pb2.Readout
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompts, those that are shared counted once."""
+        return len(self.shared) + sum(map(len, self.parts))
+
+    @property
+    def num_reserved(self) -> int:
+        return sum(len(self.shared) + len(part) + 1 for part in self.parts)
+
+    def check(self, limits: Limits) -> None:
+        """Raise InvalidArgument unless every sequence fits."""
+        longest = min(limits.max_model_len, limits.kv_token_capacity)
+        room = longest - 1 - len(self.shared)  # one token follows the prompt
+        if self.params.shared_field and not self.shared:
+            raise InvalidArgument(self.params.shared_field, "becomes a prompt of 0 tokens, must be at least 1")
+        if self.params.shared_field and room < 1:
+            raise InvalidArgument(
+                self.params.shared_field, f"is {len(self.shared)} tokens, at most {longest - 2} are allowed"
+            )
+        for part, path in zip(self.parts, self.params.part_fields, strict=True):
+            if not 1 <= len(part) <= room:
+                raise InvalidArgument(path, f"is {len(part)} tokens, must be from 1 to {room}")
+
+    def submit(self, at: int, asker: Caller, timeout_s: float | None) -> engine_pb2.Submit:
+        params = self.params
+        return engine_pb2.Submit(
+            prompt=[*self.shared, *self.parts[at]],
+            sampling=inference_pb2.Sampling(n=1, seed=0, **_GREEDY),  # type: ignore[arg-type]
+            max_tokens=1,
+            cache=inference_pb2.Cache(salt=asker.cache_salt(params.cache.salt), bypass=params.cache.bypass),
+            priority=params.priority,
+            timeout_s=timeout_s,
+            tenant=asker.tenant,
+            request_id=params.request_id,
+            readout=self.readout,
+        )
+
+
+class ReadoutStream:
+    """The sequences of a call on an engine, a few at a time.
+
+    count   of all sequences
+    submit  makes a sequence's message
+    leads   the first sequence goes alone, and leaves what it shares with the others in the prefix cache
+    starts  called when a sequence starts to be computed
+    """
+
+    def __init__(
+        self,
+        engine: EngineChannel,
+        count: int,
+        submit: Callable[[int], engine_pb2.Submit],
+        leads: bool,
+        starts: Callable[[int], None],
+    ) -> None:
+        self._engine = engine
+        self._count = count
+        self._submit = submit
+        self._starts = starts
+        self._leads = leads
+        self._num_submitted = 0
+        self._started: set[int] = set()
+        self._is_aborted = False
+        self._wake = Wake()
+        self._live: dict[int, EngineStream] = {}
+        self._fill(1 if leads else AT_ONCE)  # now, so that the engine can start
+
+    def _fill(self, most: int) -> None:
+        while len(self._live) < most and self._num_submitted < self._count:
+            at = self._num_submitted
+            self._num_submitted += 1
+            self._live[at] = stream = self._engine.submit(self._submit(at), partial(self._start, at))
+            stream.wake = self._wake
+
+    def _start(self, at: int) -> None:
+        if at not in self._started:  # an engine tells of each start and of the end
+            self._started.add(at)
+            self._starts(at)
+
+    async def outputs(self) -> AsyncIterator[tuple[int, SequenceInbox]]:
+        """Yield each sequence with its whole output when it has ended. Raises Unavailable when the engine is lost."""
+        while self._live:
+            await self._wake.wait()
+            for at, stream in list(self._live.items()):
+                if stream.error is not None:
+                    raise stream.error
+                if stream.inboxes[0].ended is not None:
+                    del self._live[at]
+                    yield at, stream.inboxes[0]
+            if not (self._is_aborted or (self._leads and self._num_submitted == 1 and self._live)):
+                self._fill(AT_ONCE)
+
+    def abort(self) -> None:
+        """Ask the engine to end the sequences; their ends still arrive, and no others follow."""
+        self._is_aborted = True
+        for stream in self._live.values():
+            stream.abort()
+
+    def close(self) -> None:
+        """End the sequences that still run, and stop delivery."""
+        for stream in self._live.values():
+            stream.close()
+
+
+@dataclass(slots=True, eq=False)
+class ReadoutAnswer:
+    """What the engine has done for a call so far: an Answer, as observers know it."""
+
+    job: _Job
+    received: float
+    ends: dict[int, engine_pb2.Ended] = field(default_factory=dict)
+    num_tokens: int = 0
+    first_written: float | None = None
+
+    @property
+    def reasons(self) -> list[inference_pb2.FinishReason]:
+        return [inference_pb2.FINISH_REASON_LENGTH] * len(self.ends)
+
+    def usage(self) -> inference_pb2.Usage:
+        if self.job.shared:  # later sequences find what the first one has computed
+            cached_tokens = min(self.ends[0].cached_tokens, len(self.job.shared)) if 0 in self.ends else 0
+        else:
+            cached_tokens = sum(ended.cached_tokens for ended in self.ends.values())
+        return inference_pb2.Usage(prompt_tokens=self.job.num_tokens, cached_tokens=cached_tokens)
+
+    def timing(self) -> inference_pb2.Timing:
+        total_s = time.monotonic() - self.received
+        return timing_of(self.ends.values(), total_s, total_s)
+
+
+# -- the calls --------------------------------------------------------------------------------------------------------
+
+
+class Readouts:
+    """Serves Embed and Score: they are admitted, limited and counted as Generate is."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        tokenizer: Tokenizer,
+        limits: Callable[[], Limits],
+        admission: Admission,
+        quotas: Quotas,
+        messages: Messages,
+        dispatcher: Dispatcher,
+        live: LiveRequests,
+        observers: Observers,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._admission = admission
+        self._quotas = quotas
+        self._messages = messages
+        self._dispatcher = dispatcher
+        self._live = live
+        self._observers = observers
+
+    async def embed(self, _: object, call: ClientCall) -> bytes:
+        return await self._serve(
+            "Embed", call, lambda raw, limits: validate_embed(_EMBED(raw, limits), limits, self._model)
+        )
+
+    async def score(self, _: object, call: ClientCall) -> bytes:
+        return await self._serve(
+            "Score", call, lambda raw, limits: validate_score(_SCORE(raw, limits), limits, self._model)
+        )
+
+    async def _serve(
+        self, method: str, call: ClientCall, params_of: Callable[[bytes, Limits], EmbedParams | ScoreParams]
+    ) -> bytes:
+        """Serve a call and return its response, serialized. Raises the PagodaError that ends the call."""
+        received = time.monotonic()
+        asker = caller()
+        record = Record(method, asker.tenant, call.invocation_metadata() or (), f"{_SERVICE}/{method}")
+        with (
+            self._observers.recording(record),
+            self._admission.reserve(asker.tenant) as reservation,
+            self._quotas.enter(asker.tenant) as spending,
+            await self._messages.read(call) as message,
+        ):
+            limits = self._limits()
+            params = await message.parsed(lambda raw: params_of(raw, limits))
+            if self._admission.is_draining:  # since this call was admitted
+                raise Unavailable("the server is draining")
+            record.request_id = params.request_id
+            reservation.grow(len(params.parts))
+            live = self._live.add(asker.tenant, params.request_id)
+            try:
+                job = await self._tokenized(params, message)
+                job.check(self._limits())
+                record.prompt_len = job.num_tokens
+                reservation.grow(job.num_reserved - reservation.tokens)
+                spending.reserve(job.num_tokens)
+                answer = ReadoutAnswer(job, received)
+                outputs = await self._compute(job, asker, call, message, live, record, answer, reservation, spending)
+                if isinstance(params, EmbedParams):
+                    return await self._embeddings(params, outputs, answer)
+                return await self._scores(params, job, outputs, answer)
+            finally:
+                self._live.remove(asker.tenant, params.request_id)
+
+    async def _tokenized(self, params: EmbedParams | ScoreParams, message: Received) -> _Job:
+        is_score = isinstance(params, ScoreParams)
+        encode = self._tokenizer.encode_prompt
+        shared = await encode(params.shared, is_large=message.is_large) if is_score else []
+        parts = [await encode(part, not is_score, is_large=message.is_large) for part in params.parts]
+        if isinstance(params, EmbedParams):
+            return _Job(params, shared, parts, engine_pb2.Readout(pooling=params.pooling))
+        return _Job(params, shared, parts, engine_pb2.Readout(logprobs_from=len(shared)))
+
+    async def _compute(
+        self,
+        job: _Job,
+        asker: Caller,
+        call: ClientCall,
+        message: Received,
+        live: LiveRequest,
+        record: Record,
+        answer: ReadoutAnswer,
+        reservation: Reservation,
+        spending: Spending,
+    ) -> list[list[engine_pb2.Reading]]:
+        """Compute all sequences. Returns what was read from each."""
+
+        def starts(at: int) -> None:
+            reservation.starts()
+            spending.used += len(job.parts[at]) + (0 if spending.used else len(job.shared))
+
+        def submit(at: int) -> engine_pb2.Submit:
+            return job.submit(at, asker, time_left(call))
+
+        engine = self._dispatcher.pick()
+        record.engine = self._dispatcher.channels.index(engine)
+        record.answer = answer
+        assert engine.info is not None, "an engine that is ready has told of itself"
+        leads = len(job.shared) >= engine.info.kv_cache.block_size and not job.params.cache.bypass
+        stream = ReadoutStream(engine, len(job.parts), submit, leads, starts)
+        live.stream = stream
+        outputs: list[list[engine_pb2.Reading]] = [[] for _ in job.parts]
+        try:
+            if live.is_aborted:  # during tokenization
+                stream.abort()
+            await self._messages.check_end(call)  # while the engine computes
+            message.release()
+            async for at, inbox in stream.outputs():
+                assert inbox.ended is not None, "a sequence's output is given once it has ended"
+                raise_if_failed(inbox.ended, job.params.part_fields[at])
+                if inbox.ended.reason != engine_pb2.END_REASON_ABORTED:
+                    answer.ends[at], outputs[at] = inbox.ended, inbox.readings
+        finally:
+            stream.close()
+        if len(answer.ends) < len(outputs):
+            raise Aborted("the request was aborted")
+        return outputs
+
+    async def _embeddings(
+        self, params: EmbedParams, outputs: list[list[engine_pb2.Reading]], answer: ReadoutAnswer
+    ) -> bytes:
+        def response() -> bytes:
+            made = inference_pb2.EmbedResponse(request_id=params.request_id, usage=answer.usage())
+            for readings in outputs:
+                made.embeddings.add(values=_vector(readings, params))
+            return made.SerializeToString()
+
+        return await self._messages.run(response, sum(len(each.embedding) * 4 for of in outputs for each in of))
+
+    async def _scores(
+        self, params: ScoreParams, job: _Job, outputs: list[list[engine_pb2.Reading]], answer: ReadoutAnswer
+    ) -> bytes:
+        def response() -> bytes:
+            made = inference_pb2.ScoreResponse(request_id=params.request_id, usage=answer.usage())
+            for ids, readings in zip(job.parts, outputs, strict=True):
+                score = made.scores.add()
+                found = {each.at: each for reading in readings for each in reading.logprobs}
+                for at, id in enumerate(ids, len(job.shared)):
+                    write_logprobs(score.tokens.add(id=id), found[at])
+                score.logprob = math.fsum(token.logprob for token in score.tokens)
+                if params.has_token_bytes:
+                    write_bytes(score.tokens, self._tokenizer.token_bytes)
+            return made.SerializeToString()
+
+        return await self._messages.run(response, _TOKEN_BYTES * sum(map(len, job.parts)))
+
+
+def _vector(readings: Sequence[engine_pb2.Reading], params: EmbedParams) -> Sequence[float]:
+    """The embedding that a client gets: cut, then scaled. A vector of zeros stays one."""
+    values = next(reading.embedding for reading in reversed(readings) if reading.embedding)[: params.dimensions]
+    length = math.hypot(*values) if params.normalizes else 0.0
+    return [value / length for value in values] if length else values

@@ -1,0 +1,193 @@
+"""Grammars of answers that must call: llguidance takes them, and what matches them parses into the calls due."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+import pytest
+from google.protobuf.json_format import ParseDict
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from pagoda.v1.inference_pb2 import Guided
+from pagoda_server.router.answers.events import CallPart, Event
+from pagoda_server.router.answers.formats import TOOL_FORMATS, AnswerFormat, Harmony, Marked
+from pagoda_server.router.answers.lark import Calls, Lark, Rule, Tool
+from pagoda_server.router.request.parsing import rule_of
+from tests.router.answers.reading import call, events_of
+from tests.router.answers.test_parsing import HEADER
+
+INTEGER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TOOLS = (Tool("add", INTEGER), Tool("get_weather.v2", {"type": "object", "properties": {}}))
+FORMATS: dict[str, AnswerFormat] = {
+    **{name: Marked(name, "think") for name in TOOL_FORMATS}, "harmony": Harmony(True, True)
+}  # fmt: skip
+SPECIAL_FIRST = 300  # ids of markers where they are special tokens; below, a byte's token is the byte
+END = 299
+
+
+class Bytes:
+    """A vocabulary of bytes and special tokens, in the form that llguidance takes."""
+
+    eos_token_id, bos_token_id = END, None
+
+    def __init__(self, special: Sequence[str]) -> None:
+        self.special = {text: SPECIAL_FIRST + at for at, text in enumerate(special)}
+        self.tokens = [bytes([byte]) for byte in range(256)] + [b""] * 43 + [b"<end>"]
+        self.tokens += [text.encode() for text in special]
+        self.special_token_ids = [END, *self.special.values()]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+    def ids(self, text: str) -> list[int]:
+        ids = []
+        while text:
+            marker = next((marker for marker in self.special if text.startswith(marker)), None)
+            ids += [self.special[marker]] if marker else text[0].encode()
+            text = text[len(marker or "x") :]
+        return ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        return b"".join(self.tokens[id] for id in ids).decode(errors="replace")
+
+
+class Grammar:
+    """A grammar as an engine follows it."""
+
+    def __init__(self, rule: Rule, lark: Lark, vocabulary: Bytes) -> None:
+        self.vocabulary = vocabulary
+        grammar = LLMatcher.grammar_from_lark(lark.grammar(rule))
+        tokenizer = LLTokenizer(TokenizerWrapper(vocabulary))
+        assert not (fault := LLMatcher.validate_grammar(grammar, tokenizer)), fault
+        self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
+
+    def takes(self, text: str) -> bool:
+        """Whether a text matches."""
+        matcher, ids = self._matcher.deep_copy(), self.vocabulary.ids(text)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    def random_text(self, dice: random.Random, most: int = 3000) -> str:
+        """A text that matches; markers and ends are likely."""
+        matcher, ids = self._matcher.deep_copy(), []
+        while not matcher.is_stopped() and len(ids) < most:
+            allowed = [id for id, bias in enumerate(matcher.compute_logit_bias()) if bias]
+            liked = [id for id in allowed if id >= END or chr(id) in '"}]<']
+            id = dice.choice(liked if liked and dice.random() < 0.7 else allowed)
+            if id == END:
+                break
+            matcher.consume_token(id)
+            ids.append(id)
+        assert len(ids) < most
+        return self.vocabulary.text(ids)
+
+
+def grammar(name: str, calls: Calls, prompt_end: str = "", are_special: bool = True) -> Grammar:
+    format = FORMATS[name]
+    vocabulary = Bytes(format.markers if are_special or name == "harmony" else ())
+    lark = Lark(vocabulary.special)
+    return Grammar(format.calls(lark, calls, prompt_end), lark, vocabulary)
+
+
+def parsed(name: str, answer: str, prompt_end: str = "") -> list[Event]:
+    return events_of(FORMATS[name], [answer], prompt_end, [tool.name for tool in TOOLS])
+
+
+def calls_of(events: Sequence[Event]) -> list[CallPart]:
+    return [event for event in events if isinstance(event, CallPart)]
+
+
+ONE = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    "llama3": '{"name": "add", "parameters": {"a": 1}}',
+    "mistral": '[TOOL_CALLS]add[ARGS]{"a": 1}',
+    "mistral-v3": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]',
+    "gemma": '{"name": "add", "parameters": {"a": 1}}',
+    "deepseek": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}'
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek-v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+    '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "harmony": '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}',
+}
+
+
+@pytest.mark.parametrize("are_special", [True, False])
+@pytest.mark.parametrize("name", ONE)
+def test_the_model_may_reason_and_must_call(name: str, are_special: bool) -> None:
+    due = grammar(name, Calls(TOOLS, may_repeat=True), are_special=are_special)
+    answer = ONE[name]
+    reasoned = f"<think>\nI <b>.\n</think>\n\n{answer}"
+    if name == "harmony":
+        reasoned = f"<|channel|>analysis<|message|>I <b>.<|end|>{HEADER}{answer}"
+    for text in (answer, reasoned):
+        assert due.takes(text)
+        assert calls_of(parsed(name, text)) == [call(0, "add", '{"a": 1}')]
+    assert not due.takes(f"Hello {answer}")
+    assert not due.takes("")
+    assert not due.takes(reasoned.removesuffix(answer))
+    assert not due.takes(answer.replace("1", '"1"')), "the schema holds"
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_a_named_tool_is_called_once(name: str) -> None:
+    due = grammar(name, Calls(TOOLS[1:], may_repeat=False))
+    answer = ONE[name].replace("add", TOOLS[1].name).replace('{"a": 1}', "{}")
+    assert due.takes(answer)
+    assert not due.takes(ONE[name])
+    for between in ("", "\n", ", ", "; "):
+        assert not due.takes(answer + between + answer)
+
+
+@pytest.mark.parametrize(("name", "marker"), [("hermes", "<think>"), ("harmony", "<|channel|>analysis<|message|>")])
+def test_reasoning_that_the_prompt_has_begun_comes_first(name: str, marker: str) -> None:
+    prompt_end = f"{HEADER}{marker}\n" if name == "hermes" else HEADER + marker
+    due = grammar(name, Calls(TOOLS, may_repeat=True), prompt_end)
+    end = "</think>\n\n" if name == "hermes" else "<|end|>" + HEADER
+    assert due.takes(f"I add.{end}{ONE[name]}")
+    assert not due.takes(ONE[name])
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_whatever_matches_parses_into_calls_of_the_schema(name: str) -> None:
+    due = grammar(name, Calls(TOOLS, may_repeat=True))
+    dice = random.Random(name)
+    for _ in range(4):
+        answer = due.random_text(dice)
+        events = parsed(name, answer)
+        calls = calls_of(events)
+        assert calls, answer
+        assert events[-len(calls) :] == calls, "nothing but reasoning beside them"
+        for each in calls:
+            arguments = json.loads(each.arguments)
+            assert each.name != "add" or isinstance(arguments["a"], int)
+
+
+BEFORE = {
+    "hermes": ("<think>so</think>\n", ""),
+    "harmony": (f"<|channel|>analysis<|message|>so<|end|>{HEADER}", "<|channel|>final<|message|>"),
+}
+
+
+@pytest.mark.parametrize(
+    ("guided", "good", "bad"),
+    [
+        ({"regex": r"/+\/b"}, "//b", "/b"),
+        ({"choice": {"options": ["a", "b c"]}}, "b c", "b"),
+        ({"json_object": True}, '{"a": 1}', "[]"),
+        ({"json_schema": json.dumps(INTEGER)}, '{"a": 1}', "{}"),
+        ({"ebnf_grammar": 'start: one "\\n"\none: "/"'}, "/\n", "/"),
+    ],
+)
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_format_that_the_client_asks_for_concerns_the_answer_after_the_reasoning(
+    name: str, guided: dict[str, object], good: str, bad: str
+) -> None:
+    vocabulary = Bytes(FORMATS[name].markers)
+    reasoning, begin = BEFORE[name]
+    lark = Lark(vocabulary.special)
+    rule = FORMATS[name].answer(lark, rule_of(ParseDict(guided, Guided()), lark), "")
+    asked = Grammar(rule, lark, vocabulary)
+    for before in ("", reasoning):
+        assert asked.takes(before + begin + good)
+        assert not asked.takes(before + begin + bad)
