@@ -84,6 +84,7 @@ class GrammarMask:
         """Raises GrammarError if nothing can follow."""
         if self._num_slow > MOST_SLOW:
             raise GrammarError("takes too long to follow")
+        self._settle()
         is_allowed = self._go_to(tokens)
         check_matcher(self._matcher)
         if not is_allowed:
@@ -104,8 +105,8 @@ class GrammarMask:
 
     def follow(self, tokens: list[int]) -> list[int] | None:
         began = time.thread_time()
-        if not self._go_to(tokens):
-            return []
+        if not self._go_to(tokens) or self._job is not None:
+            return []  # in the second case they are those of the last call
         if self._is_complete:
             return None
         forced = self._matcher.compute_ff_tokens() if self._jumps else []
@@ -124,7 +125,7 @@ class GrammarMask:
     @property
     def _is_complete(self) -> bool:
         """Whether the output matches and nothing may follow. For some grammars only the mask tells."""
-        if self._job is not None or self._matcher.is_error():  # a failed matcher allows the end, too
+        if self._matcher.is_error():  # it allows the end, too
             return False
         if self._has_words:
             return bool(self._words[self._end_word] == self._end_bit) and np.count_nonzero(self._words) == 1
