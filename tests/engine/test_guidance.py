@@ -122,6 +122,30 @@ def test_forced_tokens_are_told_and_a_complete_output_too() -> None:
     assert mask.follow([*PROMPT, *b'{"name": "Ada", "kind": "beta"}']) is None
 
 
+def test_a_mask_may_be_asked_for_while_it_is_computed() -> None:
+    """Whatever is called while another thread uses the matcher waits for it, or does not need it."""
+    make = maker(regex="([a-z]{1,30} ){1,40}")
+    mask, text = mask_of(make), b""
+    for _ in range(200):
+        text += b"ab "[len(text) % 3 :][:1]
+        tokens = [*PROMPT, *text]
+        if mask.follow(tokens) is None:
+            break
+        mask.follow(tokens)
+        assert allowed(mask, text) == allowed(mask_of(make), text)
+
+
+def test_a_grammar_that_fails_does_not_count_as_complete() -> None:
+    mask = mask_of(maker(ebnf_grammar='start: a\na: a a a a a | "x" | b\nb: a b | "x" a'))
+    output: list[int] = []
+    while not mask.fault:
+        output.append(ord("x"))
+        assert mask.follow([*PROMPT, *output]) == []
+        allowed(mask, output)
+    assert "too complex" in mask.fault or "too long" in mask.fault
+    assert mask.follow([*PROMPT, *output]) == []
+
+
 @pytest.mark.parametrize("options", [{"jumps": False}, {"also": AllowedTokens(range(256))}])
 def test_no_token_is_forced_where_each_is_to_be_chosen(options: dict[str, object]) -> None:
     assert mask_of(maker(json_schema=SCHEMA), **options).follow([*PROMPT]) == []
