@@ -196,6 +196,8 @@ class SyntheticRunner:
             self._cache[self._slot(chunk.seq.blocks, chunk.end - len(chunk.drafts) + at)] = checksum
             if is_accepted:
                 token, logprobs = self._choose(chunk.seq, checksum, tuple(chunk.drafts[: at + 1]))
+                is_accepted = token >= 0  # else its mask leaves none: the next step meets that fault again
+            if is_accepted:
                 run.append((token, logprobs))
         return run
 
