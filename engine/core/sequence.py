@@ -174,8 +174,8 @@ class Account:
     preempted_tokens  their sum over all preemptions
     recomputed_tokens those of them that were neither cached nor kept when it started again
     saved_tokens      copied to host memory while it was preempted; loaded_tokens were copied back
-    forced_tokens     of its output that no step chose, because its token mask allowed no others
     drafted_tokens    guessed and verified; accepted_tokens of them became output
+    forced_tokens     of its output that no step chose, because its token mask allowed no others
     """
 
     booked_until: float
@@ -192,9 +192,9 @@ class Account:
     recomputed_tokens: int = 0
     saved_tokens: int = 0
     loaded_tokens: int = 0
-    forced_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    forced_tokens: int = 0
 
     def starts(self, now: float, num_computed: int) -> int:
         """Note that a waiting sequence runs from now on; return how many lost tokens it computes again."""
@@ -228,13 +228,13 @@ class Account:
     def loads(self, num_tokens: int) -> None:
         self.loaded_tokens += num_tokens
 
-    def is_forced(self) -> None:
-        """Note that its mask decided its next token."""
-        self.forced_tokens += 1
-
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         self.drafted_tokens += num_drafted
         self.accepted_tokens += num_accepted
+
+    def is_forced(self) -> None:
+        """Note that its mask decided its next token."""
+        self.forced_tokens += 1
 
     def _book(self, now: float, is_running: bool) -> None:
         spent, self.booked_until = now - self.booked_until, now

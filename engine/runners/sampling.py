@@ -38,6 +38,7 @@ class AllowedTokens:
 
     depends_on_tokens = False
     fault = ""
+    fault = ""
 
     def __init__(self, ids: Iterable[int]) -> None:
         numbers = np.fromiter(ids, dtype=np.int64)
@@ -87,7 +88,8 @@ class TokenBans:
             if token < 32 * len(mask):
                 mask[token >> 5] &= ~np.uint32(1 << (token & 31))
 
-    def follow(self, tokens: list[int]) -> list[int] | None:
+    def follow(self, tokens: list[int]) -> list[int]:
+        """Nothing must come next."""
         return []
 
     def _banned_after(self, tokens: list[int]) -> set[int]:

@@ -65,7 +65,7 @@ def expected_hidden(checksum: int) -> list[float]:
     return [value / (1 << _STATE_BITS - 1) - 1 for value in values]
 
 
-def _choose_allowed(mask: TokenMask, tokens: list[int], checksum: int, vocab_size: int) -> int:
+def _allowed(mask: TokenMask, tokens: list[int], checksum: int, vocab_size: int) -> int:
     """Return the token that a checksum chooses among those that a mask allows; -1 if it allows none."""
     words = array("I", bytes(4 * -(-vocab_size // 32)))
     mask.fill(tokens, memoryview(words))
@@ -140,9 +140,9 @@ class SyntheticRunner:
         chosen: dict[int, int] = {}
         tokens = [-1] * len(plan.chunks)
         logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
-        faults: dict[int, str] = {}
         readings: dict[int, Reading] = {}
         more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
+        faults: dict[int, str] = {}
         self._copy_blocks(plan)
         for at, chunk in enumerate(plan.chunks):
             seq = chunk.seq
@@ -155,12 +155,13 @@ class SyntheticRunner:
             if seq.reads(chunk.start, chunk.end):
                 readings[at] = self._read(chunk)
             if chunk.samples:
-                tokens[at], logprobs[at] = self._choose(seq, checksum)
-                chosen[seq.id] = tokens[at]
-                if tokens[at] < 0:
+                token, logprobs[at] = self._choose(seq, checksum, seq.tokens)
+                if token < 0:
                     faults[at] = "its token mask leaves no token to choose"
+                    continue
+                tokens[at] = chosen[seq.id] = token
             if chunk.drafts:
-                more[at] = self._verify(chunk, checksum, tokens[at])
+                more[at] = self._verify(chunk, tokens[at], checksum)
         self._chosen = chosen
         return Sampled(tokens, logprobs, faults, readings=readings, more=more)
 
@@ -177,28 +178,29 @@ class SyntheticRunner:
         states = [expected_hidden(checksums[row]) for row in pooled]
         return Reading(scored.start + 1, logprobs, [sum(values) for values in zip(*states, strict=True)])
 
-    def _choose(self, seq: Sequence, checksum: int, drafts: tuple[int, ...] = ()) -> tuple[int, TokenLogprobs | None]:
-        token, count = checksum % self.info.vocab_size, seq.params.logprobs
-        if seq.token_mask is not None:
-            token = _choose_allowed(seq.token_mask, [*seq.tokens, *drafts], checksum, self.info.vocab_size)
-        return token, None if count is None else expected_logprobs(checksum, count, self.info.vocab_size)
+    def _choose(self, seq: Sequence, checksum: int, tokens: list[int]) -> tuple[int, TokenLogprobs | None]:
+        """Choose the token that follows `tokens`, whose checksum is given; -1 if the sequence's mask allows none."""
+        size, count = self.info.vocab_size, seq.params.logprobs
+        token = checksum % size if seq.token_mask is None else _allowed(seq.token_mask, tokens, checksum, size)
+        return token, None if count is None else expected_logprobs(checksum, count, size)
 
-    def _verify(self, chunk: Chunk, checksum: int, token: int) -> list[tuple[int, TokenLogprobs | None]]:
-        """Compute a chunk's drafts behind the checksum of its last token; return the tokens behind accepted ones.
+    def _verify(self, chunk: Chunk, token: int, checksum: int) -> list[tuple[int, TokenLogprobs | None]]:
+        """Compute a chunk's drafts behind its last token; return the tokens behind accepted ones.
 
-        token  chosen after that checksum
+        token, checksum  chosen behind the chunk's last token, and that token's
         """
         run: list[tuple[int, TokenLogprobs | None]] = []
-        is_accepted = True
-        for at, draft in enumerate(chunk.drafts):
-            is_accepted = is_accepted and draft == token
+        tokens = [*chunk.seq.tokens]
+        for position, draft in enumerate(chunk.drafts, chunk.end - len(chunk.drafts)):
+            is_accepted = token >= 0 and draft == token
             checksum = advance(checksum, draft)
-            self._cache[self._slot(chunk.seq.blocks, chunk.end - len(chunk.drafts) + at)] = checksum
+            self._cache[self._slot(chunk.seq.blocks, position)] = checksum
+            token = -1
             if is_accepted:
-                token, logprobs = self._choose(chunk.seq, checksum, tuple(chunk.drafts[: at + 1]))
-                is_accepted = token >= 0  # else its mask leaves none: the next step meets that fault again
-            if is_accepted:
-                run.append((token, logprobs))
+                tokens.append(draft)
+                token, logprobs = self._choose(chunk.seq, checksum, tokens)
+                if token >= 0:
+                    run.append((token, logprobs))
         return run
 
     def _copy_blocks(self, plan: StepPlan) -> None:

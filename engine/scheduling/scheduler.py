@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from operator import add
 
-from pagoda_server.engine.core.sequence import EndReason, Sequence, State, TokenMask
+from pagoda_server.engine.core.sequence import EndReason, Sequence, State
 from pagoda_server.engine.core.step import (
     Chunk,
     Counters,
@@ -186,6 +186,7 @@ class Scheduler:
                 self.counters.dropped_tokens += chunk.length
                 continue
             seq.num_pending -= chunk.samples
+            goes_on = True
             if at in sampled.faults:
                 self._fail(seq, sampled.faults[at])
                 continue
@@ -193,10 +194,9 @@ class Scheduler:
                 self._tables.computed(seq, chunk.end - len(chunk.drafts))
             if token >= 0:  # its own, even if it has been preempted since the step was scheduled
                 self._append(seq, token, sampled.logprobs[at])
+                goes_on = self._follow(seq)
             if chunk.drafts:
-                self._accept(chunk, sampled.more.get(at, []))
-            if token >= 0 and seq.token_mask is not None and seq.token_mask.depends_on_tokens:
-                self._follow(seq, seq.token_mask)
+                self._accept(chunk, sampled.more.get(at, []) if goes_on else [])
         self.costs.committed(plan, sampled.copied_s)
         self._tables.commit(plan)
         self._num_committed += 1
@@ -252,6 +252,8 @@ class Scheduler:
                 seq.num_computed += 1
                 self._tables.computed(seq, seq.num_computed)
             self._append(seq, token, logprobs)
+            if not self._follow(seq):
+                break
         self.counters.drafted_tokens += len(chunk.drafts)
         self.counters.accepted_tokens += num_accepted
         seq.account.verified(len(chunk.drafts), num_accepted)
@@ -388,16 +390,38 @@ class Scheduler:
         elif len(seq.tokens) >= seq.max_len and not self._ends_by_mask(seq):
             self._end(seq, EndReason.LENGTH)
 
-    def _follow(self, seq: Sequence, mask: TokenMask) -> None:
-        """Append the tokens that must come next (jump-ahead); end the sequence if it is complete."""
+    def _read(self, chunk: Chunk, reading: Reading) -> None:
+        """Report what was read from a prompt. A mean is complete with the prompt; no cached token is a part of it."""
+        seq, readout = chunk.seq, chunk.seq.request.readout
+        if seq.state is State.FINISHED or readout is None:
+            return
+        if readout.pooling == "mean":
+            seq.pooled = list(map(add, seq.pooled, reading.hidden)) if chunk.start else reading.hidden
+            is_whole = chunk.end >= seq.request.prompt_len
+            mean = [total / seq.request.prompt_len for total in seq.pooled] if is_whole else []
+            reading = replace(reading, hidden=mean)
+        if reading.logprobs or reading.hidden:
+            self._output.readings.append((seq.id, reading))
+
+    def _follow(self, seq: Sequence) -> bool:
+        """Append the tokens that must come next (jump-ahead); end the sequence if it is complete.
+
+        Return whether a token is to be chosen next, as if it had no mask.
+        """
+        mask = seq.token_mask
+        if mask is None or not mask.depends_on_tokens:
+            return True
+        is_as_before = True
         while seq.id in self._live:
             forced = mask.follow(seq.tokens)
             if forced is None:
                 self._end(seq, EndReason.STOP, matched_grammar=True)
-            elif not forced:
-                return
-            else:
-                self._append_forced(seq, forced)
+                return False
+            if not forced:
+                return is_as_before
+            is_as_before = False
+            self._append_forced(seq, forced)
+        return False
 
     def _append_forced(self, seq: Sequence, tokens: list[int]) -> None:
         for token in tokens:
@@ -433,19 +457,6 @@ class Scheduler:
             self._end(seq, EndReason.REJECTED, detail=seq.token_mask.fault, field="guided")
         else:
             self._end(seq, EndReason.FAILED, detail=fault)
-
-    def _read(self, chunk: Chunk, reading: Reading) -> None:
-        """Report what was read from a prompt. A mean is complete with the prompt; no cached token is a part of it."""
-        seq, readout = chunk.seq, chunk.seq.request.readout
-        if seq.state is State.FINISHED or readout is None:
-            return
-        if readout.pooling == "mean":
-            seq.pooled = list(map(add, seq.pooled, reading.hidden)) if chunk.start else reading.hidden
-            is_whole = chunk.end >= seq.request.prompt_len
-            mean = [total / seq.request.prompt_len for total in seq.pooled] if is_whole else []
-            reading = replace(reading, hidden=mean)
-        if reading.logprobs or reading.hidden:
-            self._output.readings.append((seq.id, reading))
 
     def _end(
         self,

@@ -33,7 +33,7 @@ from pagoda_server.settings.request import (
 from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
 
 if TYPE_CHECKING:
-    from pagoda_server.engine.guidance.grammar_mask import GrammarMask
+    pass
 
 _END_REASONS = {
     EndReason.STOP: engine_pb2.END_REASON_STOP,
@@ -114,11 +114,11 @@ def check_submit(submit: engine_pb2.Submit, vocab_size: int, max_model_len: int)
     _check(len(sampling.logit_bias) <= MAX_LOGIT_BIAS, "sampling.logit_bias")
     _check(all(bias in LOGIT_BIAS for bias in sampling.logit_bias.values()), "sampling.logit_bias")
     _check(len(sampling.allowed_token_ids) <= vocab_size, "sampling.allowed_token_ids")
-    _check(submit.guided.ByteSize() <= 2 * MAX_GRAMMAR_BYTES, "guided")
     if submit.HasField("readout"):
         _check_readout(submit)
     _check(len(submit.bad_words) <= _MAX_BAD_WORDS and all(word.ids for word in submit.bad_words), "bad_words")
     _check(not sampling.bad_words, "sampling.bad_words")
+    _check(submit.guided.ByteSize() <= 2 * MAX_GRAMMAR_BYTES, "guided")
     longest = len(submit.prompt) + max((len(output.ids) for output in submit.outputs), default=0)
     if longest >= max_model_len:
         raise Rejected(f"prompt of {longest} tokens, the limit is {max_model_len - 1}")
@@ -157,7 +157,7 @@ def sequences_from_submit(
     ids: Iterable[int],
     now: float,
     vocab_size: int,
-    make_mask: Callable[..., GrammarMask] | None = None,
+    make_mask: Callable[..., TokenMask] | None = None,
 ) -> list[Sequence]:
     """Return the sequences of a request that was checked; `ids` are theirs.
 
@@ -194,7 +194,7 @@ def _sequence(
     stop_token_ids: frozenset[int],
     index: int,
     id: int,
-    make_mask: Callable[..., GrammarMask] | None,
+    make_mask: Callable[..., TokenMask] | None,
 ) -> Sequence:
     """Return the request's sequence number `index`. Siblings draw from different seeds."""
     sampling = submit.sampling
@@ -297,11 +297,11 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
         preempted_tokens=account.preempted_tokens,
         saved_tokens=account.saved_tokens,
         loaded_tokens=account.loaded_tokens,
+        drafted_tokens=account.drafted_tokens,
+        accepted_tokens=account.accepted_tokens,
         forced_tokens=account.forced_tokens,
         matched_grammar=ended.matched_grammar,
         field=ended.field,
-        drafted_tokens=account.drafted_tokens,
-        accepted_tokens=account.accepted_tokens,
     )
 
 

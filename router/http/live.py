@@ -233,12 +233,12 @@ class TraceReader:
             if (row := self._rows[id]).arrived <= step.end_s and row.ended > step.end_s
         }
         num_decodes = len(ids) - len(step.chunk_lengths)
-        for cell, some in (("d", ids[:num_decodes]), ("p", ids[num_decodes:])):
-            for id in some:
-                if (row_of := self._rows.get(id)) is not None and row_of.ended > step.start_s:
-                    column[id] = cell
-                    if row_of.ended == math.inf:
-                        row_of.state = cell
+        for id, start in zip(ids, (*[math.inf] * num_decodes, *step.chunk_starts), strict=True):
+            if (row_of := self._rows.get(id)) is not None and row_of.ended > step.start_s:
+                # Behind the prompt, a chunk verifies drafts, or computes tokens that no step chose.
+                column[id] = cell = "d" if start >= row_of.prompt_tokens else "p"
+                if row_of.ended == math.inf:
+                    row_of.state = cell
         return column
 
     # -- tokens and times -------------------------------------------------------------------------------------------

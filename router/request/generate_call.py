@@ -141,7 +141,8 @@ class GenerateCall:
             assert isinstance(output, KeepingOutput), "this call knows that its stream is kept"
             for inbox, is_lacking in sequence.inboxes(count):
                 if output.replay(inbox, self._response.tokens) and is_lacking:
-                    await self._write_tokens(output)
+                    await self._writer.write(self._response)
+                    await self._write_more(output)
                 else:
                     await asyncio.sleep(0)  # other streams write between two parts
             if output.ended is not None:
@@ -175,7 +176,9 @@ class GenerateCall:
                 output.written_at = now
             if self.first_written is None:
                 self.first_written = now
-            await self._write_tokens(output)
+            await self._writer.write(self._response)
+            if output.more:
+                await self._write_more(output)
         if self._room is not None:
             self._room.hold(self.num_tokens)
         if output.ended is not None:
@@ -185,9 +188,8 @@ class GenerateCall:
         elif output.stop is not None:
             stream.abort(output.index)  # only the router knows stop strings; tokens arrive until the engine reads this
 
-    async def _write_tokens(self, output: SequenceOutput) -> None:
-        """Write what an output has taken. Its first message is filled in."""
-        await self._writer.write(self._response)
+    async def _write_more(self, output: SequenceOutput) -> None:
+        """Write what an output has taken, behind its first message."""
         while output.take_more(self._response.tokens):
             await self._writer.write(self._response)
 
@@ -208,10 +210,10 @@ class GenerateCall:
                 max((output.ended.cached_tokens for output in self._outputs if output.ended), default=0),
                 self._prompt_len,
             ),
-            forced_tokens=sum(output.ended.forced_tokens for output in self._outputs if output.ended),
             reasoning_tokens=sum(output.num_reasoning for output in self._outputs),
             drafted_tokens=sum(output.ended.drafted_tokens for output in self._outputs if output.ended),
             accepted_tokens=sum(output.ended.accepted_tokens for output in self._outputs if output.ended),
+            forced_tokens=sum(output.ended.forced_tokens for output in self._outputs if output.ended),
         )
 
     def timing(self) -> inference_pb2.Timing:

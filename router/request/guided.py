@@ -61,15 +61,15 @@ class GrammarChecker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._checked: OrderedDict[bytes, inference_pb2.Guided] = OrderedDict()
 
-    async def check(self, guided: inference_pb2.Guided, field: str = "guided") -> inference_pb2.Guided:
+    async def check(self, guided: inference_pb2.Guided, field: str = "") -> inference_pb2.Guided:
         """Return the format with its grammar in Lark, if it has one.
 
-        field  the request's, as errors name it
+        field  of the request, as errors name it; by default that of the format
 
         Raises InvalidArgument with the place of what is wrong, Unimplemented if the model's tokenizer has no bytes.
         """
         if not self._model.has_bytes:
-            raise Unimplemented(field)
+            raise Unimplemented(field or "guided")
         key = hashlib.sha256(guided.SerializeToString(deterministic=True)).digest()
         if (known := self._checked.get(key)) is not None:
             self._checked.move_to_end(key)
@@ -78,7 +78,7 @@ class GrammarChecker:
         try:
             checked = await asyncio.get_running_loop().run_in_executor(self._thread, self._check, guided, format)
         except GrammarError as error:
-            raise InvalidArgument(f"{field}.{format}", str(error)) from None
+            raise InvalidArgument(field or f"guided.{format}", str(error)) from None
         self._checked[key] = checked
         if len(self._checked) > _MOST_CHECKED:
             self._checked.popitem(last=False)

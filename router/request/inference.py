@@ -114,7 +114,7 @@ class InferenceServicer:
         self._stall_timeout_s = stall_timeout_s
         self.resume_elsewhere: ResumeElsewhere | None = None  # set if several routers share the port
         self._kept = KeptStreams(resume_s)
-        self._readouts = Readouts(
+        self.readouts = Readouts(
             model=model,
             tokenizer=tokenizer,
             limits=lambda: self.limits,
@@ -139,8 +139,8 @@ class InferenceServicer:
             "Detokenize": grpc.stream_unary_rpc_method_handler(
                 self._detokenize, None, inference_pb2.DetokenizeResponse.SerializeToString
             ),
-            "Embed": grpc.stream_unary_rpc_method_handler(self._readouts.embed),
-            "Score": grpc.stream_unary_rpc_method_handler(self._readouts.score),
+            "Embed": grpc.stream_unary_rpc_method_handler(self._embed),
+            "Score": grpc.stream_unary_rpc_method_handler(self._score),
         }
 
     def share(self, weights: Mapping[str, float] | None) -> None:
@@ -200,6 +200,8 @@ class InferenceServicer:
                     spending.reserve(len(prompt) + output)
                     timeout_s = time_left(call)
                     guided = guided_by(params, self._format, self._tokenizer, prompt)
+                    if guided is not None and params.calls_due is not None:
+                        guided = await self._grammars.check(guided, "chat.tools")
                     eos_token_ids = self._tokenizer.eos_token_ids
                     submit = to_submit(params, prompt, max_tokens, eos_token_ids, timeout_s, asker, guided, bad_words)
                     if kept is not None:
@@ -336,6 +338,12 @@ class InferenceServicer:
             if kept is None or not kept.is_kept:
                 raise
             raise kept.resumable(error, self._dispatcher.retry_after_s) from error
+
+    async def _embed(self, _: object, call: ClientCall) -> bytes:
+        return await self.readouts.embed(call)
+
+    async def _score(self, _: object, call: ClientCall) -> bytes:
+        return await self.readouts.score(call)
 
     async def _tokenize(self, _: object, call: ClientCall) -> bytes:
         tenant = caller().tenant

@@ -33,7 +33,7 @@ _FINISH_REASONS = {
 
 
 @dataclass(slots=True)
-class _Part:
+class Part:
     """One message's tokens and delta."""
 
     ids: list[int]
@@ -56,6 +56,7 @@ class SequenceOutput:
     parser         tells reasoning and calls from the text; None: all is text
 
     num_reasoning  tokens from the reasoning's opening marker to its closing one
+    more           messages that follow the one that `take` has filled in: see `take_more`
     stop           the stop string that was found
     ended          the engine's end, once `take` has met it
     written_at     when its last tokens were written; 0: none were
@@ -74,6 +75,7 @@ class SequenceOutput:
         self.index = index
         self.num_tokens = 0
         self.num_reasoning = 0
+        self.more: deque[Part] = deque()
         self.written_at = 0.0
         self.stop: str | None = None
         self.ended: engine_pb2.Ended | None = None
@@ -85,7 +87,6 @@ class SequenceOutput:
         self._token_bytes = token_bytes
         self._parser = parser
         self._events: deque[Event] = deque()  # that no message has taken up
-        self._parts: deque[_Part] = deque()  # messages that follow the one that `take` has filled in
 
     def take(self, inbox: SequenceInbox, into: inference_pb2.Tokens) -> bool:
         """Empty the inbox into a message. Returns False if there is nothing to send.
@@ -95,7 +96,7 @@ class SequenceOutput:
         ids, logprobs, ended = inbox.tokens, inbox.logprobs, inbox.ended
         inbox.tokens, inbox.logprobs, inbox.ended = [], [], None
         if self._parser is not None:
-            self._parts = self._parsed(self._parser, ids, logprobs, ended)
+            self.more = self._parsed(self._parser, ids, logprobs, ended)
             self.ended, self._score = ended, inbox.score
             return self.take_more(into)
         # After a stop string, the engine's tokens are those that it computed before it read the abort.
@@ -114,9 +115,9 @@ class SequenceOutput:
 
     def take_more(self, into: inference_pb2.Tokens) -> bool:
         """Fill in the next message of what `take` took. Returns False if there is none: only a parser makes several."""
-        if not self._parts:
+        if not self.more:
             return False
-        part = self._parts.popleft()
+        part = self.more.popleft()
         into.index = self.index
         match part.event:
             case Text(text):
@@ -156,8 +157,8 @@ class SequenceOutput:
         ids: Sequence[int],
         logprobs: Sequence[engine_pb2.Logprobs],
         ended: engine_pb2.Ended | None,
-    ) -> deque[_Part]:
-        parts: deque[_Part] = deque()
+    ) -> deque[Part]:
+        parts: deque[Part] = deque()
         for at, id in enumerate(ids):
             if self.stop is not None:
                 break
@@ -170,13 +171,13 @@ class SequenceOutput:
             if is_end or self.stop is not None:
                 self._events += parser.flush()
             event = self._events.popleft() if self._events else None
-            _add(parts, _Part([id], list(logprobs[at : at + 1]), event))
+            _add(parts, Part([id], list(logprobs[at : at + 1]), event))
         if ended is not None and not ids and self.stop is None:
             self._events += parser.push(self._text_of((), ended)[0])
             self._events += parser.flush()
         if ended is not None or self.stop is not None:
             for event in self._events:
-                _add(parts, _Part([], [], event))
+                _add(parts, Part([], [], event))
             self._events.clear()
         return parts
 
@@ -217,7 +218,7 @@ class SequenceOutput:
         return "".join((*pieces, stop) if self._includes_stop else pieces)
 
 
-def _add(parts: deque[_Part], part: _Part) -> None:
+def _add(parts: deque[Part], part: Part) -> None:
     """Add a part, to the last one if both have one delta together."""
     if parts:
         last = parts[-1]

@@ -22,7 +22,7 @@ from pagoda_server.router.request.client_call import ClientCall, time_left
 from pagoda_server.router.request.fields import Limits, check_bytes, check_count, check_ids, check_integer
 from pagoda_server.router.request.generate_call import raise_if_failed, timing_of
 from pagoda_server.router.request.output import write_bytes, write_logprobs
-from pagoda_server.router.request.receiving import Messages, Received, from_protobuf
+from pagoda_server.router.request.receiving import Messages, Parse, Received, from_protobuf
 from pagoda_server.router.request.record import Observers, Record
 from pagoda_server.router.request.validation import (
     PROMPT_FIELDS,
@@ -328,23 +328,40 @@ class Readouts:
         self._live = live
         self._observers = observers
 
-    async def embed(self, _: object, call: ClientCall) -> bytes:
-        return await self._serve(
-            "Embed", call, lambda raw, limits: validate_embed(_EMBED(raw, limits), limits, self._model)
-        )
+    async def embed(
+        self,
+        call: ClientCall,
+        parse: Parse[inference_pb2.EmbedRequest] = _EMBED,
+        route: str = f"{_SERVICE}/Embed",
+    ) -> bytes:
+        """Serve a call of Embed that came by any protocol, as InferenceServicer.generate does one of Generate.
 
-    async def score(self, _: object, call: ClientCall) -> bytes:
-        return await self._serve(
-            "Score", call, lambda raw, limits: validate_score(_SCORE(raw, limits), limits, self._model)
-        )
+        Return an EmbedResponse, serialized. Raises the PagodaError that ends the call.
+        """
+
+        def checked(raw: bytes, limits: Limits) -> EmbedParams:
+            return validate_embed(parse(raw, limits), limits, self._model)
+
+        return await self._serve("Embed", route, call, checked)
+
+    async def score(self, call: ClientCall) -> bytes:
+        """Return a ScoreResponse, serialized. Raises the PagodaError that ends the call."""
+
+        def checked(raw: bytes, limits: Limits) -> ScoreParams:
+            return validate_score(_SCORE(raw, limits), limits, self._model)
+
+        return await self._serve("Score", f"{_SERVICE}/Score", call, checked)
 
     async def _serve(
-        self, method: str, call: ClientCall, params_of: Callable[[bytes, Limits], EmbedParams | ScoreParams]
+        self,
+        method: str,
+        route: str,
+        call: ClientCall,
+        checked: Callable[[bytes, Limits], EmbedParams | ScoreParams],
     ) -> bytes:
-        """Serve a call and return its response, serialized. Raises the PagodaError that ends the call."""
         received = time.monotonic()
         asker = caller()
-        record = Record(method, asker.tenant, call.invocation_metadata() or (), f"{_SERVICE}/{method}")
+        record = Record(method, asker.tenant, call.invocation_metadata() or (), route)
         with (
             self._observers.recording(record),
             self._admission.reserve(asker.tenant) as reservation,
@@ -352,7 +369,7 @@ class Readouts:
             await self._messages.read(call) as message,
         ):
             limits = self._limits()
-            params = await message.parsed(lambda raw: params_of(raw, limits))
+            params = await message.parsed(lambda raw: checked(raw, limits))
             if self._admission.is_draining:  # since this call was admitted
                 raise Unavailable("the server is draining")
             record.request_id = params.request_id

@@ -102,7 +102,6 @@ def test_the_model_tells_what_its_template_reads_and_what_its_authors_recommend(
     ("fields", "field"),
     [
         ({"message": "x", "lora_name": "mine"}, "lora_name"),
-        ({"message": "x", "output": {"prompt_logprobs": 1}}, "output.prompt_logprobs"),
     ],
 )
 def test_a_field_that_is_not_supported_yet_is_unimplemented_and_named(

@@ -101,8 +101,8 @@ class Rules(TypedDict, total=False):
     min_tokens: int
     output: list[int]  # that exists already
     age_s: float
-    make_mask: Callable[..., TokenMask]  # of a grammar
     readout: Readout
+    make_mask: Callable[..., TokenMask]  # of a grammar
 
 
 class TakesTime(Protocol):

@@ -19,5 +19,5 @@ class NextToLast:
             if 0 <= id < self._vocab_size:
                 words[id // 32] |= 1 << (id % 32)
 
-    def follow(self, tokens: list[int]) -> list[int] | None:
+    def follow(self, tokens: list[int]) -> list[int]:
         return []

@@ -53,7 +53,7 @@ def engine(is_ready: bool = True, has_been_ready: bool = True, **load: float) ->
 
 def tokenizer(template: str | None = None, **recommended: float) -> Any:
     return SimpleNamespace(
-        chat_template=template and ChatTemplate(template), eos_token_ids=(7,), recommended=recommended
+        chat_template=template and ChatTemplate(template), eos_token_ids=(7,), recommended=recommended, has_bytes=True
     )
 
 

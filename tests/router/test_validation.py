@@ -14,6 +14,7 @@ from google.protobuf import any_pb2
 from google.protobuf.json_format import ParseDict
 from google.rpc import error_details_pb2, status_pb2
 
+from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import chat_pb2, inference_pb2
 from pagoda.v1.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from pagoda_server.router.answers.lark import Calls
@@ -275,6 +276,14 @@ def test_a_field_that_is_not_supported_yet_is_unimplemented_and_named(field: str
     assert status.code == grpc.StatusCode.UNIMPLEMENTED
     assert bad_request.field_violations[0].field == field
     assert status.details.startswith(f"{field}: ")
+
+
+def test_prompt_logprobs_imply_the_prompt_and_reach_the_engine() -> None:
+    params = params_of(output={"prompt_logprobs": 3})
+    assert params.has_prompt
+    submit = to_submit(params, [1, 2], 5, ())
+    assert submit.readout == engine_pb2.Readout(logprobs_from=1, num_top=3)
+    assert not to_submit(params_of(output={"prompt": True}), [1, 2], 5, ()).HasField("readout")
 
 
 @pytest.mark.parametrize("choice", [{"mode": "TOOL_CHOICE_MODE_REQUIRED"}, {"tool": "f"}])

@@ -146,7 +146,7 @@ class Sampler:
         return self._integers(values) if parameter.is_integer else self._numbers(values)
 
     def _adjustments(self, rows: list[_Row]) -> LogitAdjustments:
-        """Everything that changes the logits of these rows."""
+        """Everything that changes the logits of these rows, but for what typical_p drops."""
         changed = list(enumerate(rows))
         penalised = [(at, row.seq.params, *row.seen.follow(row.drafts)) for at, row in changed if row.seen is not None]
         biased = [(at, row) for at, row in changed if len(row.bias)]
@@ -249,7 +249,7 @@ class _Row:
 
     @property
     def changes_logits(self) -> bool:
-        return self._always_changes or self.bans_stops
+        return self._always_changes or self.bans_stops or self.takes_typical
 
     @property
     def is_only_masked(self) -> bool:
