@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2, trace_pb2
@@ -31,9 +30,6 @@ from pagoda_server.settings.request import (
     TENANT_NAME,
 )
 from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
-
-if TYPE_CHECKING:
-    pass
 
 _END_REASONS = {
     EndReason.STOP: engine_pb2.END_REASON_STOP,

@@ -256,8 +256,9 @@ class TraceReader:
         for id in ids[:num_decodes]:
             self._emit(id, step, rate)
         for id, start, length in zip(ids[num_decodes:], step.chunk_starts, step.chunk_lengths, strict=True):
-            rate.prompt_tokens += length
-            if (row := self._rows.get(id)) is not None:
+            row = self._rows.get(id)
+            rate.prompt_tokens += length if row is None else max(0, min(start + length, row.prompt_tokens) - start)
+            if row is not None:
                 row.computed = start + length
                 if row.computed >= row.tokens:
                     self._emit(id, step, rate)
