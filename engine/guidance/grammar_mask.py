@@ -12,8 +12,8 @@ from pagoda_server.engine.core.sequence import TokenMask
 from pagoda_server.engine.guidance.masks_ahead import Job, MasksAhead
 from pagoda_server.settings.grammars import GrammarError, check_matcher
 
-SLOW_S = 0.02  # of processor time, to follow new tokens: it passes on the engine's loop
-MOST_SLOW = 10  # times that a sequence may be slow
+SLOW_S = 0.02  # of this thread's processor time, in one call: the engine's loop does nothing else meanwhile
+MOST_SLOW = 5  # times that a sequence may be slow
 
 
 class GrammarMask:
@@ -53,6 +53,7 @@ class GrammarMask:
         self.fault = ""
         self._matcher = matcher.deep_copy()
         self._ahead = ahead
+        self._vocab_size = vocab_size
         self._prompt_len = prompt_len
         self._min_tokens = min_tokens
         self._also = also
@@ -71,17 +72,25 @@ class GrammarMask:
         self._stops = _bits(stop_ids, num_words)
 
     def fill(self, tokens: list[int], words: memoryview) -> None:
-        mask = np.frombuffer(words, dtype=np.uint32)
+        began = time.thread_time()
         self.fault = ""
-        if not self._go_to(tokens):
-            self.fault = self.fault or "does not allow the output that exists"
-            return
-        self._compute()
         try:
-            check_matcher(self._matcher)
+            self._fill(tokens, np.frombuffer(words, dtype=np.uint32))
         except GrammarError as error:
             self.fault = str(error)
-            return
+        self._count_slow(began)
+
+    def _fill(self, tokens: list[int], mask: np.ndarray) -> None:
+        """Raises GrammarError if nothing can follow."""
+        if self._num_slow > MOST_SLOW:
+            raise GrammarError("takes too long to follow")
+        self._settle()
+        is_allowed = self._go_to(tokens)
+        check_matcher(self._matcher)
+        if not is_allowed:
+            raise GrammarError("does not allow the output that exists")
+        self._compute()
+        check_matcher(self._matcher)
         np.bitwise_and(self._words[: len(mask)], self._within, out=mask)
         if self._words[self._end_word] & self._end_bit:
             mask |= self._stops
@@ -90,31 +99,37 @@ class GrammarMask:
             self._also.fill(tokens, others.data)
             mask &= others
         if not mask.any():
-            self.fault = "leaves no token that the request's other rules allow"
-        elif len(self._followed) < self._min_tokens and not (mask & ~self._stops).any():
-            self.fault = "leaves only stop tokens, before stopping.min_tokens"
+            raise GrammarError("leaves no token that the request's other rules allow")
+        if len(self._followed) < self._min_tokens and not (mask & ~self._stops).any():
+            raise GrammarError("leaves only stop tokens, before stopping.min_tokens")
 
     def follow(self, tokens: list[int]) -> list[int] | None:
         began = time.thread_time()
-        if not self._go_to(tokens):
-            return []
+        if not self._go_to(tokens) or self._job is not None:
+            return []  # in the second case they are those of the last call
         if self._is_complete:
             return None
         forced = self._matcher.compute_ff_tokens() if self._jumps else []
-        if time.thread_time() - began > SLOW_S:
-            self._num_slow += 1
+        if max(forced, default=0) >= self._vocab_size:
+            forced = []
         if not forced and not self._has_words and self._job is None:
             self._job = Job(self._matcher, self._words)
             self._ahead.start(self._job)
+        self._count_slow(began)
         return forced
+
+    def _count_slow(self, began: float) -> None:
+        if time.thread_time() - began > SLOW_S:
+            self._num_slow += 1
 
     @property
     def _is_complete(self) -> bool:
         """Whether the output matches and nothing may follow. For some grammars only the mask tells."""
-        if self._job is None and self._has_words:
-            words = self._words
-            return bool(words[self._end_word] == self._end_bit) and np.count_nonzero(words) == 1
-        return self._job is None and self._matcher.is_stopped() and not self._matcher.is_error()
+        if self._matcher.is_error():  # it allows the end, too
+            return False
+        if self._has_words:
+            return bool(self._words[self._end_word] == self._end_bit) and np.count_nonzero(self._words) == 1
+        return self._matcher.is_stopped()
 
     def _go_to(self, tokens: list[int]) -> bool:
         """Bring the matcher to the state after `tokens`. Return False if there is none."""
@@ -131,9 +146,6 @@ class GrammarMask:
                 del followed[same:]
             new = output[len(followed) :]
             followed += new[: self._matcher.try_consume_tokens(new)]
-        if self._num_slow > MOST_SLOW:
-            self.fault = "takes too long to follow"
-            return False
         return len(followed) == len(output)
 
     def _compute(self) -> None:

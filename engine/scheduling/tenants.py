@@ -147,6 +147,8 @@ class Tenants:
 
     def _charge(self, seq: Sequence, service: int) -> None:
         self._move_window()
+        if not service:  # a sequence that continues another one; a sum of nothing would leave the window twice
+            return
         self._live[seq.request.tenant].service += service
         self._recent[seq.request.tenant] = self._recent.get(seq.request.tenant, 0) + service
         latest = self._slices[-1]

@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import uvloop
 
@@ -26,7 +27,6 @@ from pagoda.v1 import control_pb2
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, resolve
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.drafting import PromptLookup, Speculation
-from pagoda_server.engine.guidance import Grammars
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.loop import EngineLoop
 from pagoda_server.engine.runners.load import InformedRunner, load_runner
@@ -35,6 +35,9 @@ from pagoda_server.engine.serving.listen import check_exposure, start_listening
 from pagoda_server.engine.serving.server import EngineServer
 from pagoda_server.settings import EXIT_CONFIG, EngineConfig, EngineSettings, SettingError
 from pagoda_server.settings.logs import start_logging
+
+if TYPE_CHECKING:
+    from pagoda_server.engine.guidance import Grammars
 
 log = logging.getLogger("pagoda.engine")
 
@@ -98,7 +101,7 @@ async def _serve(
     events = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         events.add_signal_handler(number, stop.set)
-    server = EngineServer(engine_info(config, runner, folder), Grammars(folder, info.vocab_size))
+    server = EngineServer(engine_info(config, runner, folder), partial(make_grammars, folder, info.vocab_size))
     loop = EngineLoop(
         Scheduler(
             BlockPool(info.num_blocks, info.kv_cache.block_size),
@@ -143,6 +146,12 @@ def _speculation(config: EngineConfig, runner: InformedRunner, progress: Printed
 
     drafter = DraftModel(config, resolve(config.draft_model, progress), info.vocab_size, progress)
     return Speculation(drafter, config.max_draft_tokens, info.vocab_size)
+
+
+def make_grammars(folder: Path, vocab_size: int) -> Grammars:
+    from pagoda_server.engine.guidance import Grammars  # only now: most engines never see a grammar
+
+    return Grammars(folder, vocab_size)
 
 
 def wake(events: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

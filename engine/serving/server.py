@@ -6,19 +6,19 @@ import asyncio
 import itertools
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server.channel.link import Link
 from pagoda_server.engine.core.sequence import Sequence, State
 from pagoda_server.engine.core.step import StepOutput
-from pagoda_server.engine.guidance.grammars import Grammars
 from pagoda_server.engine.loop import loop as engine_loop
 from pagoda_server.engine.loop.step_trace import TraceSnapshot
 from pagoda_server.engine.scheduling.tenants import TenantTable
@@ -34,7 +34,9 @@ from pagoda_server.engine.serving.codec import (
     tenants_message,
     trace_messages,
 )
-from pagoda_server.settings.grammars import GrammarError
+
+if TYPE_CHECKING:
+    from pagoda_server.engine.guidance import Grammars
 
 log = logging.getLogger("pagoda.engine")
 
@@ -94,11 +96,11 @@ class EngineServer:
     def __init__(
         self,
         info: control_pb2.EngineInfo,
-        grammars: Grammars | None = None,
+        make_grammars: Callable[[], Grammars] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
-        grammars  compiles those of requests; None: the model has none to follow
+        make_grammars  makes what compiles the grammars of requests, when the first comes; None: there is nothing
         """
         self._info = info
         self._clock = clock
@@ -108,7 +110,9 @@ class EngineServer:
         self._routes: dict[int, tuple[Connection, int]] = {}  # our sequence id → router, its number
         self._connections: set[Connection] = set()
         self._load: engine_loop.LoadSnapshot | None = None  # as of the last step
-        self._grammars = grammars
+        self._make_grammars = make_grammars
+        self._grammars: Grammars | None = None
+        self._making = threading.Lock()  # one of them
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammars")  # one may take a second
         self._compiling: set[int] = set()  # our ids of sequences whose grammar is being compiled
 
@@ -178,8 +182,7 @@ class EngineServer:
                     self.submit(connection, message.submit)
                 case "abort":
                     check_abort(message.abort)
-                    known = [connection.ids[number] for number in message.abort.sequences if number in connection.ids]
-                    self._abort(known)
+                    self.abort(connection, message.abort.sequences)
                 case "flush_cache":
                     self._put(engine_loop.FlushCache(lambda freed: self._reply_flushed(connection, freed)))
                 case "take_trace":
@@ -210,13 +213,13 @@ class EngineServer:
         make = partial(sequences_from_submit, submit, ids, self._clock(), self._info.vocab_size)
         if not submit.HasField("guided"):
             self._add(make())
-        elif self._grammars is None:
+        elif self._make_grammars is None:
             self._refuse(ids, "cannot be followed: this model has no tokenizer")
-        elif self._grammars.knows(submit.guided):
+        elif self._grammars is not None and self._grammars.knows(submit.guided):
             self._add(make(self._grammars.mask_maker(submit.guided)))
         else:
             self._compiling.update(ids)
-            self._compilers.submit(self._compile, self._grammars, submit.guided, make, ids)
+            self._compilers.submit(self._compile, self._make_grammars, submit.guided, make, ids)
 
     def _add(self, sequences: list[Sequence]) -> None:
         first, *siblings = sequences
@@ -224,14 +227,19 @@ class EngineServer:
 
     def _compile(
         self,
-        grammars: Grammars,
+        make_grammars: Callable[[], Grammars],
         guided: inference_pb2.Guided,
         make: Callable[..., list[Sequence]],
         ids: list[int],
     ) -> None:
         """Compile a grammar and make the sequences that follow it; on a thread of its own."""
+        from pagoda_server.settings.grammars import GrammarError  # only now: most engines never see a grammar
+
         try:
-            sequences = make(grammars.mask_maker(guided))
+            with self._making:
+                if self._grammars is None:
+                    self._grammars = make_grammars()
+            sequences = make(self._grammars.mask_maker(guided))
         except GrammarError as error:
             done = partial(self._refuse, ids, str(error))
         except Exception:
@@ -258,6 +266,10 @@ class EngineServer:
                 del connection.ids[number]
                 connection.pending.ended.append((number, rejected(self._clock(), reason, "guided")))
                 connection.wake.set()
+
+    def abort(self, connection: Connection, numbers: Iterable[int]) -> None:
+        """End sequences by the router's numbers; unknown ones have just ended."""
+        self._abort([connection.ids[number] for number in numbers if number in connection.ids])
 
     def _abort(self, ids: list[int]) -> None:
         self._compiling.difference_update(ids)

@@ -233,12 +233,12 @@ class TraceReader:
             if (row := self._rows[id]).arrived <= step.end_s and row.ended > step.end_s
         }
         num_decodes = len(ids) - len(step.chunk_lengths)
-        for cell, some in (("d", ids[:num_decodes]), ("p", ids[num_decodes:])):
-            for id in some:
-                if (row_of := self._rows.get(id)) is not None and row_of.ended > step.start_s:
-                    column[id] = cell
-                    if row_of.ended == math.inf:
-                        row_of.state = cell
+        for id, start in zip(ids, (*[math.inf] * num_decodes, *step.chunk_starts), strict=True):
+            if (row_of := self._rows.get(id)) is not None and row_of.ended > step.start_s:
+                # Behind the prompt, a chunk verifies drafts, or computes tokens that no step chose.
+                column[id] = cell = "d" if start >= row_of.prompt_tokens else "p"
+                if row_of.ended == math.inf:
+                    row_of.state = cell
         return column
 
     # -- tokens and times -------------------------------------------------------------------------------------------
@@ -256,8 +256,9 @@ class TraceReader:
         for id in ids[:num_decodes]:
             self._emit(id, step, rate)
         for id, start, length in zip(ids[num_decodes:], step.chunk_starts, step.chunk_lengths, strict=True):
-            rate.prompt_tokens += length
-            if (row := self._rows.get(id)) is not None:
+            row = self._rows.get(id)
+            rate.prompt_tokens += length if row is None else max(0, min(start + length, row.prompt_tokens) - start)
+            if row is not None:
                 row.computed = start + length
                 if row.computed >= row.tokens:
                     self._emit(id, step, rate)

@@ -160,7 +160,7 @@ def _guided(given: Fields, request: inference_pb2.GenerateRequest, asked: Asked)
                 for name in ("name", "description"):
                     schema.text(name)
                 schema.flag("strict")  # every answer is
-                guided.json_schema = _schema(schema.take("schema"), "response_format.json_schema.schema")
+                guided.json_schema = _schema_text(schema.take("schema"), "response_format.json_schema.schema")
                 schema.none_left()
             case "text":
                 pass
@@ -181,7 +181,7 @@ def _structured_outputs(given: Json, guided: inference_pb2.Guided) -> None:
         raise InvalidArgument("structured_outputs", "cannot be given beside response_format")
     fields = Fields(given, "structured_outputs.")
     if (schema := fields.take("json")) is not None:
-        guided.json_schema = _schema(schema, "structured_outputs.json")
+        guided.json_schema = _schema_text(schema, "structured_outputs.json")
     if regex := fields.text("regex"):
         guided.regex = regex
     if grammar := fields.text("grammar"):
@@ -197,7 +197,7 @@ def _structured_outputs(given: Json, guided: inference_pb2.Guided) -> None:
         raise InvalidArgument("structured_outputs", "must hold one format")
 
 
-def _schema(given: Json, name: str) -> str:
+def _schema_text(given: Json, name: str) -> str:
     """A JSON Schema, given as JSON or as its text, as text."""
     if isinstance(given, str):
         return given

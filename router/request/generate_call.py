@@ -244,7 +244,7 @@ def timing_of(ends: Iterable[engine_pb2.Ended], first_s: float, total_s: float) 
 def raise_if_failed(ended: engine_pb2.Ended, field: str = "input") -> None:
     """Raise the error that ends the whole call, if the engine ended a sequence irregularly.
 
-    field  of the request, that the sequence is made from
+    field  of the request, that the sequence is made from; the engine may name another
     """
     match ended.reason:
         case engine_pb2.END_REASON_DEADLINE:

@@ -7,6 +7,7 @@ class NextToLast:
     """A TokenMask that allows the ids beside the last token's. It notes for how many tokens it was asked."""
 
     depends_on_tokens = True
+    fault = ""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -17,3 +18,6 @@ class NextToLast:
         for id in (tokens[-1] - 1, tokens[-1] + 1):
             if 0 <= id < self._vocab_size:
                 words[id // 32] |= 1 << (id % 32)
+
+    def follow(self, tokens: list[int]) -> list[int]:
+        return []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pagoda.v1 import inference_pb2
+from pagoda_server.checkpoints import resolve
 from pagoda_server.engine.core.sequence import (
     BlockTable,
     EndReason,
@@ -26,6 +29,7 @@ from pagoda_server.engine.core.sequence import (
     TokenMask,
 )
 from pagoda_server.engine.core.step import Chunk, Ended, Reading, Sampled, StepPlan, TokenLogprobs
+from pagoda_server.engine.guidance import Grammars
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.steps_in_flight import Computed, Launched, Runner, StepsInFlight
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
@@ -413,6 +417,25 @@ def test_a_sequence_whose_mask_depends_on_its_tokens_waits_for_its_last_token_an
             last = seq.tokens[seq.request.prompt_len - 1 :]
             assert all(abs(after - before) == 1 for before, after in itertools.pairwise(last))
             assert mask.asked == [seq.request.prompt_len + at for at in range(12)]
+        found.append(outputs(seqs))
+    assert found[0] == found[1]
+
+
+def test_sequences_follow_their_grammars_and_forced_tokens_are_computed_together(llama: Path) -> None:
+    grammars = Grammars(resolve("synthetic"), VOCAB_SIZE)  # whose tokens are bytes
+    regexes = ["[a-c]{4}", "the same beginning of (this|that)", "[0-9]+"]
+    found = []
+    for runner in (device_runner(llama), load_runner(llama, max_num_seqs=6, token_budget=19, max_model_len=120)):
+        served, seqs = Served(runner, 60), []
+        for at, regex in enumerate(regexes):
+            mask = grammars.mask_maker(inference_pb2.Guided(regex=regex))(prompt_len=5 + at)
+            params = SamplingParams(max_tokens=40, temperature=0.8 * (at % 2), seed=at)
+            seqs.append(served.add(random_prompt(5 + at, seed=at), params, mask))
+        seqs.append(served.add(random_prompt(9, seed=9), SamplingParams(max_tokens=20)))
+        served.run()
+        texts = [bytes(seq.tokens[seq.request.prompt_len :]).decode() for seq in seqs[:3]]
+        assert all(re.fullmatch(regex, text) for regex, text in zip(regexes, texts, strict=True))
+        assert seqs[1].account.forced_tokens > 20
         found.append(outputs(seqs))
     assert found[0] == found[1]
 

@@ -19,6 +19,7 @@ from pagoda_server.engine.guidance import Grammars
 from pagoda_server.engine.guidance.grammar_mask import GrammarMask
 from pagoda_server.engine.runners.sampling import AllowedTokens, fill_mask, num_mask_words
 from pagoda_server.settings.grammars import GrammarError
+from tests.engine.drafters import AlwaysDrafts, Oracle
 from tests.engine.harness import VOCAB_SIZE, SteppedEngine
 from tests.engine.random_schemas import assert_matches, random_schema
 
@@ -122,6 +123,30 @@ def test_forced_tokens_are_told_and_a_complete_output_too() -> None:
     assert mask.follow([*PROMPT, *b'{"name": "Ada", "kind": "beta"}']) is None
 
 
+def test_a_mask_may_be_asked_for_while_it_is_computed() -> None:
+    """Whatever is called while another thread uses the matcher waits for it, or does not need it."""
+    make = maker(regex="([a-z]{1,30} ){1,40}")
+    mask, text = mask_of(make), b""
+    for _ in range(200):
+        text += b"ab "[len(text) % 3 :][:1]
+        tokens = [*PROMPT, *text]
+        if mask.follow(tokens) is None:
+            break
+        mask.follow(tokens)
+        assert allowed(mask, text) == allowed(mask_of(make), text)
+
+
+def test_a_grammar_that_fails_does_not_count_as_complete() -> None:
+    mask = mask_of(maker(ebnf_grammar='start: a\na: a a a a a | "x" | b\nb: a b | "x" a'))
+    output: list[int] = []
+    while not mask.fault:
+        output.append(ord("x"))
+        assert mask.follow([*PROMPT, *output]) == []
+        allowed(mask, output)
+    assert "too complex" in mask.fault or "too long" in mask.fault
+    assert mask.follow([*PROMPT, *output]) == []
+
+
 @pytest.mark.parametrize("options", [{"jumps": False}, {"also": AllowedTokens(range(256))}])
 def test_no_token_is_forced_where_each_is_to_be_chosen(options: dict[str, object]) -> None:
     assert mask_of(maker(json_schema=SCHEMA), **options).follow([*PROMPT]) == []
@@ -184,34 +209,53 @@ def test_a_sequence_goes_on_from_output_that_it_arrives_with() -> None:
 
 
 def check_schemas(count: int, seed: int) -> None:
-    """Sequences of random schemas in a cache that holds few of them at once, some with siblings; each text matches."""
+    """Serve random schemas in a cache that holds few sequences at once, and check that each text matches.
+
+    Each batch is served again with drafts, most of which are right: that changes no token.
+    """
     random = Random(seed)
-    preemptions = forced = 0
+    preemptions = forced = accepted = 0
     for at in range(0, count, 10):
-        engine = SteppedEngine(num_blocks=40, lookahead=at // 10 % 2, max_model_len=160, token_budget=24)
-        asked = []
-        for _ in range(10):
-            schema = random_schema(random)
-            prompt = [random.randrange(256) for _ in range(random.randint(1, 20))]
-            stops = frozenset([END]) if random.random() < 0.7 else frozenset()
-            make = maker(json_schema=json.dumps(schema))
-            seqs = engine.add_siblings(random.choice([1, 1, 3]), prompt, 120, make_mask=make, stop_token_ids=stops)
-            asked += [(seq, schema, make) for seq in seqs]
-        engine.run()
-        for seq, schema, make in asked:
-            ended = engine.ended[seq.id]
-            if ended.reason is EndReason.STOP:
-                assert_matches(text_of(engine, seq), schema)
-                assert ended.matched_grammar or ended.matched == END
-            else:
-                assert ended.reason is EndReason.LENGTH, ended
-                begun = make(prompt_len=0)
-                begun.follow(engine.outputs[seq.id])
-                assert allowed(mask_of(make), engine.outputs[seq.id]), "it is not the beginning of a text that matches"
-            preemptions += seq.account.preemptions
-            forced += seq.account.forced_tokens
+        asked = [(random_schema(random), random.choice([1, 1, 3]), random.random() < 0.7) for _ in range(10)]
+        prompts = [[random.randrange(256) for _ in range(random.randint(1, 20))] for _ in asked]
+        found: dict[int, list[int]] = {}
+        for drafts in (False, True):
+            oracle = Oracle(lambda seq, most: found[seq.id][seq.output_len :][:most], 0.8, VOCAB_SIZE)  # noqa: B023
+            engine = SteppedEngine(
+                num_blocks=40,
+                lookahead=at // 10 % 2,
+                max_model_len=160,
+                token_budget=24,
+                speculation=AlwaysDrafts(oracle, 4, VOCAB_SIZE) if drafts else None,
+            )
+            served: list[tuple[Sequence, dict[str, object]]] = []
+            for (schema, siblings, may_end), prompt in zip(asked, prompts, strict=True):
+                make, stops = maker(json_schema=json.dumps(schema)), frozenset([END] if may_end else [])
+                seqs = engine.add_siblings(siblings, prompt, 120, make_mask=make, stop_token_ids=stops)
+                served += [(seq, schema) for seq in seqs]
+            engine.run()
+            for seq, schema in served:
+                check_answer(engine, seq, schema)
+                preemptions += seq.account.preemptions
+                forced += seq.account.forced_tokens
+                accepted += seq.account.accepted_tokens
+            if drafts:
+                assert engine.outputs == found
+            found = engine.outputs
     assert preemptions
     assert forced
+    assert accepted
+
+
+def check_answer(engine: SteppedEngine, seq: Sequence, schema: dict[str, object]) -> None:
+    ended = engine.ended[seq.id]
+    if ended.reason is EndReason.STOP:
+        assert_matches(text_of(engine, seq), schema)
+        assert ended.matched_grammar or ended.matched == END
+    else:
+        assert ended.reason is EndReason.LENGTH, ended
+        mask = mask_of(maker(json_schema=json.dumps(schema)))
+        assert allowed(mask, engine.outputs[seq.id]), "it is not the beginning of a text that matches"
 
 
 def test_answers_to_random_schemas_match() -> None:

@@ -17,6 +17,7 @@ from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels import Recording, has_native, has_native_int8_weight, load_backend, set_num_threads
 from pagoda_server.kernels.backend import BACKENDS
 from pagoda_server.kernels.native_module import native
+from pagoda_server.settings.request import MAX_DRAFT_TOKENS
 from tests.engine.test_device_runner import Served
 from tests.engine.tiny_models import (
     MODELS,
@@ -141,16 +142,14 @@ def test_python_calls_no_op_from_the_second_step_of_a_size_on(
 
 
 def test_steps_of_more_sequences_than_run_at_once_are_computed_op_by_op(saved: Callable[[str], Path]) -> None:
-    runner = load(saved("smollm"), max_num_seqs=2)
+    runner, most = load(saved("smollm"), max_num_seqs=2), 1 + MAX_DRAFT_TOKENS  # rows of one sequence with drafts
     assert runner._recorded is not None
     blocks = ShuffledBlocks(runner)
-    seqs = [blocks.sequence(random_prompt(5, seed=at), 20) for at in range(3)]
+    seqs = [blocks.sequence(random_prompt(5, seed=at), 20) for at in range(most + 1)]
     for _ in range(3):
         step(runner, [next_chunk(seq) for seq in seqs])
-    assert [runner._recorded.has_room_for([next_chunk(seq) for seq in seqs[:count]]) for count in (2, 3)] == [
-        True,
-        False,
-    ]
+    rooms = [runner._recorded.has_room_for([next_chunk(seq) for seq in seqs[:count]]) for count in (most, most + 1)]
+    assert rooms == [True, False]
 
 
 @pytest.mark.parametrize("name", ["smollm", "mistral with a sliding window"])

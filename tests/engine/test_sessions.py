@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from collections.abc import Callable
 
 import pytest
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2
+from pagoda_server.checkpoints import resolve
+from pagoda_server.engine.core.sequence import EndReason
 from pagoda_server.engine.core.step import Counters, StepOutput
-from pagoda_server.engine.loop.loop import Inbox, LoadSnapshot
+from pagoda_server.engine.guidance import Grammars
+from pagoda_server.engine.guidance.grammar_mask import GrammarMask
+from pagoda_server.engine.loop.loop import Abort, Add, Inbox, LoadSnapshot
 from pagoda_server.engine.scheduling.tenants import TenantTable
 from pagoda_server.engine.serving import server as engine_server
 from pagoda_server.engine.serving.server import EngineServer
@@ -27,6 +33,8 @@ LOAD = LoadSnapshot(
     step_s=0.0,
     tenants=TenantTable(),
 )
+
+INFO = control_pb2.EngineInfo(epoch=3, vocab_size=258, max_model_len=1000)
 
 
 class HeldLink:
@@ -77,7 +85,7 @@ async def until_idle() -> None:
 
 @pytest.fixture
 async def server() -> EngineServer:
-    server = EngineServer(control_pb2.EngineInfo(epoch=3, vocab_size=258, max_model_len=1000))
+    server = EngineServer(INFO)
     server.attach(Inbox())
     return server
 
@@ -163,3 +171,40 @@ async def test_the_sequences_of_a_request_arrive_together_and_differ_in_their_se
     assert seqs[0].request.shares_prompt
     link.close()
     await session
+
+
+async def test_sequences_that_are_aborted_while_their_grammar_is_compiled_end_so() -> None:
+    goes_on = threading.Event()
+
+    class SlowGrammars(Grammars):
+        def mask_maker(self, guided: inference_pb2.Guided) -> Callable[..., GrammarMask]:
+            goes_on.wait()
+            return super().mask_maker(guided)
+
+    server, inbox = EngineServer(INFO, lambda: SlowGrammars(resolve("synthetic"), 258)), Inbox()
+    server.attach(inbox)
+    connection = server.connect()
+    submit = engine_pb2.Submit(first_sequence=7, prompt=[1], max_tokens=9, guided=inference_pb2.Guided(regex="a+"))
+    server.submit(connection, submit)
+    server.abort(connection, [7])
+    inbox.take()
+    goes_on.set()
+    while not (messages := inbox.take()):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    added, aborted = messages
+    assert isinstance(added, Add)
+    assert aborted == Abort([added.seq.id])
+
+
+async def test_a_grammar_that_is_wrong_ends_its_sequences_alone() -> None:
+    server = EngineServer(INFO, lambda: Grammars(resolve("synthetic"), 258))
+    server.attach(Inbox())
+    connection = server.connect()
+    sampling = inference_pb2.Sampling(n=2)
+    guided = inference_pb2.Guided(regex="(")
+    server.submit(connection, engine_pb2.Submit(prompt=[1], max_tokens=9, sampling=sampling, guided=guided))
+    while not connection.pending.ended:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert [number for number, _ in connection.pending.ended] == [0, 1]
+    assert {(ended.reason, ended.field) for _, ended in connection.pending.ended} == {(EndReason.REJECTED, "guided")}
+    assert not connection.ids

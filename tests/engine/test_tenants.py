@@ -59,6 +59,23 @@ def test_what_the_cache_or_a_sibling_has_costs_nothing() -> None:
     assert of(engine, "three").service == 40 + 2 * 1 + 3 * 2 * 2
 
 
+def test_what_costs_nothing_leaves_the_window_as_it_came() -> None:
+    engine = SteppedEngine()
+    tenants = engine.scheduler.tenants
+    for number in range(3):  # in slices of their own
+        seq = Sequence(number, [1, 2], Request(1, tenant="a"), SamplingParams(max_tokens=2))
+        tenants.arrived(seq)
+        seq.num_computed = 1
+        tenants.moves(seq, State.RUNNING)
+        seq.state = State.RUNNING
+        tenants.ends(seq)
+        engine.now += SLICE_S
+    engine.add(prompt(8), max_tokens=1, tenant="b")
+    engine.run()
+    engine.now += 2 * NUM_SLICES * SLICE_S
+    assert table(engine).recent_service == 0
+
+
 def test_preemption_costs_no_tenant_and_its_tokens_count_once() -> None:
     engine = SteppedEngine(num_blocks=20, block_size=4, prefix_caching=False, step_time=StepTime(0.05))
     seqs = [engine.add(prompt(10, at), max_tokens=30, tenant=f"{at % 2}", bypass=True) for at in range(4)]

@@ -53,7 +53,7 @@ def engine(is_ready: bool = True, has_been_ready: bool = True, **load: float) ->
 
 def tokenizer(template: str | None = None, **recommended: float) -> Any:
     return SimpleNamespace(
-        chat_template=template and ChatTemplate(template), eos_token_ids=(7,), recommended=recommended
+        chat_template=template and ChatTemplate(template), eos_token_ids=(7,), recommended=recommended, has_bytes=True
     )
 
 
@@ -115,9 +115,10 @@ async def test_a_model_tells_what_it_can_do_and_what_its_template_reads() -> Non
     plain = await listed(tokenizer())
     assert (plain.name, plain.architecture, plain.vocab_size, plain.max_model_len) == ("m", "llama", 50, 100)
     assert list(plain.eos_token_ids) == [7]
-    assert list(plain.capabilities) == [control_pb2.CAPABILITY_GENERATE, *READS]
+    always = [control_pb2.CAPABILITY_GENERATE, control_pb2.CAPABILITY_GUIDED]
+    assert list(plain.capabilities) == [*always, *READS]
     chats = await listed(tokenizer("{{ messages[0].content }}{{ style }}"))
-    assert list(chats.capabilities) == [control_pb2.CAPABILITY_GENERATE, control_pb2.CAPABILITY_CHAT, *READS]
+    assert list(chats.capabilities) == [*always, control_pb2.CAPABILITY_CHAT, *READS]
     assert list(chats.template_kwargs) == ["style"]
     assert control_pb2.CAPABILITY_TOOLS in (await listed(tokenizer("{{ tools }}"))).capabilities
 

@@ -136,3 +136,10 @@ def test_a_length_is_open_only_if_nothing_limits_it() -> None:
     limited = GenerateRequest(prompt="x", stopping={"max_tokens": 5})
     for request in (limited, GenerateRequest(prompt="x", sampling=search)):
         assert not validate_generate(request, LIMITS, "m").has_open_length
+
+
+async def test_usage_sums_what_was_drafted_and_accepted_for_all_sequences() -> None:
+    ends = [engine_pb2.Ended(reason=LENGTH, drafted_tokens=5, accepted_tokens=at) for at in range(3)]
+    engine = Engine({at: SequenceInbox([1], [engine_pb2.Logprobs()], end, None) for at, end in enumerate(ends)})
+    usage = (await responses_to(engine, Sampling(n=3)))[-1].usage
+    assert (usage.drafted_tokens, usage.accepted_tokens) == (15, 3)

@@ -227,7 +227,12 @@ class _Row:
         self._words: np.ndarray | None = None
         self._num_words = num_mask_words(vocab_size)
 
-        self._always_changes = params.has_penalties or len(self.bias) > 0 or (seq.token_mask is not None and self.draws)
+        self._always_changes = (
+            params.has_penalties
+            or len(self.bias) > 0
+            or self.takes_typical
+            or (seq.token_mask is not None and self.draws)
+        )
         holds_stops_back = params.min_tokens > 0 and len(self.stop_ids) > 0
         changes = self._always_changes or holds_stops_back or seq.token_mask is not None
         self.is_plain = not (self.fault or self.draws or changes or params.logprobs is not None)
@@ -244,7 +249,7 @@ class _Row:
 
     @property
     def changes_logits(self) -> bool:
-        return self._always_changes or self.bans_stops
+        return self._always_changes or self.bans_stops or self.takes_typical
 
     @property
     def is_only_masked(self) -> bool:

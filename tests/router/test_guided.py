@@ -1,0 +1,64 @@
+"""The router's check of a grammar."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pagoda.v1 import inference_pb2
+from pagoda_server.checkpoints import resolve
+from pagoda_server.router.errors import InvalidArgument, Unimplemented
+from pagoda_server.router.request import guided
+from pagoda_server.router.request.guided import GrammarChecker
+from pagoda_server.router.text.tokenizer import Tokenizer
+from tests.router.tokenizers_for_tests import byte_level, model_folder, sentence_piece, with_decoder
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(resolve("synthetic"))
+
+
+async def test_a_grammar_in_gbnf_reaches_the_engine_in_lark(tokenizer: Tokenizer) -> None:
+    checked = await GrammarChecker(tokenizer).check(inference_pb2.Guided(ebnf_grammar='root ::= "a" [0-9]'))
+    assert "start:" in checked.ebnf_grammar
+    assert await GrammarChecker(tokenizer).check(checked) == checked
+
+
+async def test_a_grammar_names_the_models_special_tokens(tokenizer: Tokenizer) -> None:
+    checker = GrammarChecker(tokenizer)
+    await checker.check(inference_pb2.Guided(ebnf_grammar='start: <|im_start|> "a" <|im_end|>'))
+    with pytest.raises(InvalidArgument, match=r"tools: is wrong at line 1, column 8: unknown"):
+        await checker.check(inference_pb2.Guided(ebnf_grammar="start: <|tool|>"), "tools")
+
+
+async def test_a_grammar_is_checked_once_and_not_on_the_event_loops_thread(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    compiled = guided.compiled
+    monkeypatch.setattr(guided, "compiled", lambda *args: threads.append(threading.current_thread()) or compiled(*args))
+    checker = GrammarChecker(tokenizer)
+    for _ in range(3):
+        await checker.check(inference_pb2.Guided(regex="a+"))
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+async def test_a_model_whose_tokens_have_no_known_bytes_takes_no_format(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "has_bytes", False)
+    with pytest.raises(Unimplemented, match="guided"):
+        await GrammarChecker(tokenizer).check(inference_pb2.Guided(regex="a+"))
+
+
+@pytest.mark.parametrize(("kind", "has_bytes"), [(byte_level, True), (sentence_piece, True), (None, False)])
+def test_the_bytes_of_tokens_are_known_by_the_decoder(
+    tmp_path: Path, kind: Callable[[], str] | None, has_bytes: bool
+) -> None:
+    folder = model_folder(tmp_path, kind() if kind else with_decoder(byte_level(), None).to_str())
+    assert Tokenizer(folder).has_bytes == has_bytes
