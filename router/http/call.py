@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 from starlette.types import Receive, Scope, Send
@@ -15,6 +15,7 @@ from pagoda_server.router.errors import InvalidArgument, Unimplemented
 from pagoda_server.router.http.errors import BodyTooLarge, refusal, send_refusal
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import InferenceServicer
+from pagoda_server.router.request.receiving import Parse
 from pagoda_server.router.tenants.caller import caller
 
 REQUEST_ID = "x-request-id"
@@ -25,8 +26,8 @@ class Answer(Protocol):
 
     media_type: str
 
-    def take(self, message: inference_pb2.GenerateResponse) -> bytes:
-        """The bytes to send now, which may be none. The message may change afterwards."""
+    def take(self, message: Any) -> bytes:
+        """The bytes to send now, which may be none. The message is the method's, and may change afterwards."""
 
     def end(self) -> bytes:
         """The last bytes, once the call has ended well. Raises PagodaError if the answer is not complete."""
@@ -35,8 +36,8 @@ class Answer(Protocol):
 class Api(Protocol):
     """How one kind of request and answer looks, whose parts a call needs in this order."""
 
-    def request(self, raw: bytes, limits: Limits, request_id: str) -> inference_pb2.GenerateRequest:
-        """Translate a body; runs in a thread if it is large. Raises InvalidArgument, Unimplemented."""
+    def request(self, raw: bytes, limits: Limits, request_id: str) -> Any:
+        """Make the method's request; runs in a thread if the body is large. Raises InvalidArgument, Unimplemented."""
 
     def answer(self) -> Answer:
         """What the answer to the translated request is made by."""
@@ -100,9 +101,13 @@ class HttpCall:
         self._watch = asyncio.create_task(self._cancel_when_gone(task))
         return b"".join(parts)
 
-    async def write(self, message: inference_pb2.GenerateResponse) -> None:
+    def take(self, message: Any) -> bytes:
+        """Give a message to the answer. Returns the bytes to send now."""
         assert self.answer is not None, "nothing is written before the request is translated"
-        if part := self.answer.take(message):
+        return self.answer.take(message)
+
+    async def write(self, message: inference_pb2.GenerateResponse) -> None:
+        if part := self.take(message):
             if not self.has_begun:
                 await self._begin((b"x-accel-buffering", b"no"))  # a proxy must not hold events back
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
@@ -151,33 +156,42 @@ class HttpCall:
         task.cancel()
 
 
-class GenerateEndpoint:
-    """Serves requests of one API with Inference.Generate.
+Serve: TypeAlias = "Callable[[HttpCall, Parse[Any], str], Awaitable[None]]"
 
+
+class Endpoint:
+    """Serves requests of one API with a method of Inference.
+
+    method     its name
+    serve      calls it with what parses a body, and the route
     make_api   makes the API's side of a request
     max_bytes  of a body
     """
 
-    def __init__(self, inference: InferenceServicer, make_api: Callable[[], Api], max_bytes: int) -> None:
+    def __init__(
+        self, inference: InferenceServicer, method: str, serve: Serve, make_api: Callable[[], Api], max_bytes: int
+    ) -> None:
         self._inference = inference
+        self._method = method
+        self._serve = serve
         self._make_api = make_api
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call, api = HttpCall(scope, receive, send, self._max_bytes), self._make_api()
 
-        def parse(raw: bytes, limits: Limits) -> inference_pb2.GenerateRequest:
+        def parse(raw: bytes, limits: Limits) -> Any:
             request = api.request(raw, limits, call.request_id)
             call.answer = api.answer()
             return request
 
         route = f"{scope['method']} {scope['path']}"
         if (why := self._inference.refusal(caller().tenant)) is not None:
-            self._inference.refused(call, why, route)
+            self._inference.refused(call, why, route, self._method)
             await call.fail(why)
             return
         try:
-            await self._inference.generate(call, parse, route)
+            await self._serve(call, parse, route)
             await call.finish()
         except asyncio.CancelledError:
             if not call.is_gone:

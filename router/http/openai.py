@@ -1,4 +1,4 @@
-"""The OpenAI API: /v1/models, /v1/chat/completions, /v1/completions."""
+"""The OpenAI API: /v1/models, /v1/chat/completions, /v1/completions, /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from starlette.routing import BaseRoute, Route
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import NotFound, PagodaError
-from pagoda_server.router.http.call import Answer, GenerateEndpoint
+from pagoda_server.router.http.call import Answer, Endpoint, HttpCall
 from pagoda_server.router.http.openai_answers import answer_to
+from pagoda_server.router.http.openai_embeddings import EmbeddingsApi
 from pagoda_server.router.http.openai_requests import Asked, own_name, translated
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import InferenceServicer
+from pagoda_server.router.request.receiving import Parse
 
 
 class _Api:
@@ -64,12 +66,18 @@ def routes(
             raise NotFound(f"model: not served here; the served model is {model}")
         return JSONResponse(listed())
 
+    async def embed(call: HttpCall, parse: Parse[inference_pb2.EmbedRequest], route: str) -> None:
+        await inference.readouts.embed(call, parse, route, call.take)
+
     chats, completions = (
-        GenerateEndpoint(inference, partial(_Api, model, is_chat), max_bytes) for is_chat in (True, False)
+        Endpoint(inference, "Generate", inference.generate, partial(_Api, model, is_chat), max_bytes)
+        for is_chat in (True, False)
     )
+    embeddings = Endpoint(inference, "Embed", embed, partial(EmbeddingsApi, model), max_bytes)
     return [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", one_model),
         Route("/v1/chat/completions", chats, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
     ]

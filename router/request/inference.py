@@ -152,10 +152,10 @@ class InferenceServicer:
         """Why a tenant's call that needs an engine would be refused now, whatever it asks for."""
         return self._dispatcher.refusal() or self._admission.refusal(tenant) or self._quotas.refusal(tenant)
 
-    def refused(self, call: ClientCall, why: PagodaError, route: str) -> None:
-        """Tell the observers that a call of Generate by another protocol has been refused, before it was read."""
+    def refused(self, call: ClientCall, why: PagodaError, route: str, method: str = "Generate") -> None:
+        """Tell the observers that a call by another protocol has been refused, before it was read."""
         metadata = call.invocation_metadata() or ()
-        self._observers.tell(Record("Generate", caller().tenant, metadata, route, code=why.code, error=why))
+        self._observers.tell(Record(method, caller().tenant, metadata, route, code=why.code, error=why))
 
     async def _generate(self, _: object, call: ClientCall) -> None:
         await self.generate(call, _GENERATE)

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
@@ -333,16 +334,19 @@ class Readouts:
         call: ClientCall,
         parse: Parse[inference_pb2.EmbedRequest] = _EMBED,
         route: str = f"{_SERVICE}/Embed",
+        write: Callable[[inference_pb2.EmbedResponse], bytes] = inference_pb2.EmbedResponse.SerializeToString,
     ) -> bytes:
         """Serve a call of Embed that came by any protocol, as InferenceServicer.generate does one of Generate.
 
-        Return an EmbedResponse, serialized. Raises the PagodaError that ends the call.
+        write  makes the answer; runs in a thread if the answer is large
+
+        Return the answer. Raises the PagodaError that ends the call.
         """
 
         def checked(raw: bytes, limits: Limits) -> EmbedParams:
             return validate_embed(parse(raw, limits), limits, self._model)
 
-        return await self._serve("Embed", route, call, checked)
+        return await self._serve("Embed", route, call, checked, write)
 
     async def score(self, call: ClientCall) -> bytes:
         """Return a ScoreResponse, serialized. Raises the PagodaError that ends the call."""
@@ -350,7 +354,8 @@ class Readouts:
         def checked(raw: bytes, limits: Limits) -> ScoreParams:
             return validate_score(_SCORE(raw, limits), limits, self._model)
 
-        return await self._serve("Score", f"{_SERVICE}/Score", call, checked)
+        route, write = f"{_SERVICE}/Score", inference_pb2.ScoreResponse.SerializeToString
+        return await self._serve("Score", route, call, checked, write)
 
     async def _serve(
         self,
@@ -358,7 +363,9 @@ class Readouts:
         route: str,
         call: ClientCall,
         checked: Callable[[bytes, Limits], EmbedParams | ScoreParams],
+        write: Callable[[Any], bytes],
     ) -> bytes:
+        """Serve a call, whose answer `write` makes of its response."""
         received = time.monotonic()
         asker = caller()
         record = Record(method, asker.tenant, call.invocation_metadata() or (), route)
@@ -384,8 +391,8 @@ class Readouts:
                 answer = ReadoutAnswer(job, received)
                 outputs = await self._compute(job, asker, call, message, live, record, answer, reservation, spending)
                 if isinstance(params, EmbedParams):
-                    return await self._embeddings(params, outputs, answer)
-                return await self._scores(params, job, outputs, answer)
+                    return await self._embeddings(params, outputs, answer, write)
+                return await self._scores(params, job, outputs, answer, write)
             finally:
                 self._live.remove(asker.tenant, params.request_id)
 
@@ -444,18 +451,27 @@ class Readouts:
         return outputs
 
     async def _embeddings(
-        self, params: EmbedParams, outputs: list[list[engine_pb2.Reading]], answer: ReadoutAnswer
+        self,
+        params: EmbedParams,
+        outputs: list[list[engine_pb2.Reading]],
+        answer: ReadoutAnswer,
+        write: Callable[[inference_pb2.EmbedResponse], bytes],
     ) -> bytes:
         def response() -> bytes:
             made = inference_pb2.EmbedResponse(request_id=params.request_id, usage=answer.usage())
             for readings in outputs:
                 made.embeddings.add(values=_vector(readings, params))
-            return made.SerializeToString()
+            return write(made)
 
         return await self._messages.run(response, sum(len(each.embedding) * 4 for of in outputs for each in of))
 
     async def _scores(
-        self, params: ScoreParams, job: _Job, outputs: list[list[engine_pb2.Reading]], answer: ReadoutAnswer
+        self,
+        params: ScoreParams,
+        job: _Job,
+        outputs: list[list[engine_pb2.Reading]],
+        answer: ReadoutAnswer,
+        write: Callable[[inference_pb2.ScoreResponse], bytes],
     ) -> bytes:
         def response() -> bytes:
             made = inference_pb2.ScoreResponse(request_id=params.request_id, usage=answer.usage())
@@ -467,7 +483,7 @@ class Readouts:
                 score.logprob = math.fsum(token.logprob for token in score.tokens)
                 if params.has_token_bytes:
                     write_bytes(score.tokens, self._tokenizer.token_bytes)
-            return made.SerializeToString()
+            return write(made)
 
         return await self._messages.run(response, _TOKEN_BYTES * sum(map(len, job.parts)))
 

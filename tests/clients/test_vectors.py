@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from google.protobuf import json_format
 from pagoda import AsyncClient, Chunk, Client, FinishReason, PagodaError
 from pagoda.request import _FIELDS
 from pagoda.v1 import control_pb2, inference_pb2
-from pagoda_server.engine.runners.synthetic import expected_tokens
+from pagoda_server.engine.runners.synthetic import advance, expected_hidden, expected_logprobs, expected_tokens
 from tests.vectors import servers
 
 VOCAB_SIZE = 258
@@ -25,6 +26,8 @@ REQUESTS = {
     "Generate": inference_pb2.GenerateRequest,
     "Tokenize": inference_pb2.TokenizeRequest,
     "Detokenize": inference_pb2.DetokenizeRequest,
+    "Embed": inference_pb2.EmbedRequest,
+    "Score": inference_pb2.ScoreRequest,
 }
 BY_NAME = {vector["name"]: vector for vector in servers.VECTORS}
 Vector = dict[str, Any]
@@ -44,6 +47,13 @@ def arguments_of(request: Vector) -> dict[str, Any]:
             arguments |= chat_arguments(value)
         elif name == "token_ids" and isinstance(value, dict):
             arguments["token_ids"] = value["ids"]
+        elif name in ("inputs", "continuations"):
+            arguments[name] = [each["text"] if "text" in each else each["token_ids"]["ids"] for each in value]
+        elif name == "pooling":
+            arguments[name] = value.removeprefix("POOLING_").lower()
+        elif name == "guided":
+            ((kind, each),) = value.items()
+            arguments |= {"choice": each["options"]} if kind == "choice" else {option_of(f"guided.{kind}"): each}
         elif name in ("sampling", "stopping", "output", "cache"):
             arguments |= {option_of(f"{name}.{part}"): each for part, each in value.items()}
         else:
@@ -162,7 +172,7 @@ def test_what_comes_back_is_what_the_vector_says(
     if "is_idle" in expected:
         check_idle(connections["plain"]["address"])
     elif "call" in vector:
-        assert calls.value == expected.get("token_ids", expected.get("text"))
+        check_value(calls.value, expected)
     else:
         check_answer(calls.chunks, expected)
 
@@ -178,6 +188,13 @@ def check_error(calls: Calls, expected: Vector) -> None:
         assert (error.retry_after_s is not None) == expected["has_retry_delay"]
     if "messages" in expected:
         assert len(calls.chunks) == expected["messages"]
+
+
+def check_value(value: Any, expected: Vector) -> None:
+    """Check what Tokenize, Detokenize, Embed or Score has returned."""
+    if "scores" in expected:
+        value = [{"logprob": each.logprob, "tokens": [*each.tokens], "logprobs": [*each.logprobs]} for each in value]
+    assert [value] == [expected[name] for name in ("token_ids", "text", "vectors", "scores") if name in expected]
 
 
 def check_idle(address: str) -> None:
@@ -216,7 +233,8 @@ def check_sequence(chunks: list[Chunk], expected: Vector) -> None:
     assert "".join(chunk.text for chunk in chunks) == expected["text"]
     (end,) = [chunk for chunk in chunks if chunk.finish_reason]
     assert end.finish_reason == FinishReason(expected["finish_reason"])
-    assert end.matched == expected.get("stop_string", expected.get("stop_token_id"))
+    matched = [expected[name] for name in ("stop_string", "stop_token_id", "grammar") if name in expected]
+    assert [end.matched] == (matched or [None])
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -229,5 +247,34 @@ def test_a_vector_is_a_request_and_its_answer_is_the_one_computed_by_hand(name: 
             "prompt": lambda: list(request.prompt.encode()),
             "token_ids": lambda: list(request.token_ids.ids),
         }.get(kind, lambda: vector["expect"]["prompt_ids"])()
-        assert sequence["tokens"] == expected_tokens(ids, len(sequence["tokens"]), VOCAB_SIZE)
+        count = len(sequence["tokens"])
+        options = [each.encode() for each in request.guided.choice.options]
+        expected = chosen_tokens(ids, options) if options else expected_tokens(ids, count, VOCAB_SIZE)
+        assert sequence["tokens"] == expected
         assert vector["expect"]["usage"]["prompt_tokens"] == len(ids)
+    if "vectors" in vector["expect"]:
+        inputs = [list(each.token_ids.ids) or list(each.text.encode()) for each in request.inputs]
+        states = [[expected_hidden(each) for each in checksums(ids)] for ids in inputs]
+        means = [[sum(values) / len(rows) for values in zip(*rows, strict=True)] for rows in states]
+        assert vector["expect"]["vectors"] == [mean[: request.dimensions] for mean in means]
+    if "scores" in vector["expect"]:
+        for score, part in zip(vector["expect"]["scores"], request.continuations, strict=True):
+            prompt, ids = list(request.prompt.encode()), list(part.token_ids.ids) or list(part.text.encode())
+            before = checksums([*prompt, *ids])[len(prompt) - 1 : -1]
+            logprobs = [expected_logprobs(each, 0, VOCAB_SIZE, id).chosen for each, id in zip(before, ids, strict=True)]
+            assert score == {"logprob": sum(logprobs), "tokens": ids, "logprobs": logprobs}
+
+
+def checksums(ids: list[int]) -> list[int]:
+    """The checksum after each token."""
+    return list(itertools.accumulate(ids, advance, initial=0))[1:]
+
+
+def chosen_tokens(ids: list[int], options: list[bytes]) -> list[int]:
+    """What the synthetic model writes where its answer must be one of these texts: its tokens are bytes."""
+    checksum, chosen = checksums(ids)[-1], b""
+    while chosen not in options:
+        allowed = sorted({each[len(chosen)] for each in options if each.startswith(chosen)})
+        chosen += bytes([allowed[checksum % len(allowed)]])
+        checksum = advance(checksum, chosen[-1])
+    return list(chosen)

@@ -1,5 +1,5 @@
 // Run by test_openai.py with the `openai` package of npm: checks what that client makes of a server's answers.
-// Arguments: the server's URL, its token, the requests that it admits at once, and `checks` or `abort`.
+// Arguments: the server's URL, its token, the requests that it admits at once, and `checks`, `programs` or `abort`.
 import assert from "node:assert/strict";
 import { createRequire } from "node:module";
 import { join } from "node:path";
@@ -80,6 +80,83 @@ async function overload() {
   await client.withOptions({ maxRetries: 5 }).completions.create({ model, prompt: "x", max_tokens: 1 });
 }
 
+// -- what programs ask for, of the default model -------------------------------------------------------------------
+
+const greedy = { model: "smollm2-135m-instruct", temperature: 0 };
+const user = (content) => ({ role: "user", content });
+const closed = (properties) => ({
+  type: "object", properties, required: Object.keys(properties), additionalProperties: false,
+});
+const person = closed({ name: { type: "string", maxLength: 20 }, age: { type: "integer", minimum: 0, maximum: 120 } });
+const city = closed({ city: { type: "string", maxLength: 20 }, unit: { enum: ["C", "F"] } });
+const tools = Object.entries({ weather: city, now: closed({}) }).map(([name, parameters]) => ({
+  type: "function", function: { name, parameters },
+}));
+
+async function formats() {
+  const asked = { ...greedy, messages: [user("Make up a person with a name and an age, as JSON.")], max_tokens: 200 };
+  const response_format = { type: "json_schema", json_schema: { name: "person", schema: person, strict: true } };
+  const whole = (await client.chat.completions.parse({ ...asked, response_format })).choices[0];
+  assert.equal(whole.finish_reason, "stop");
+  assert.deepEqual(Object.keys(whole.message.parsed), ["name", "age"]);
+  const stream = client.chat.completions.stream({ ...asked, response_format });
+  assert.equal(await stream.finalContent(), whole.message.content);
+  const free = await client.chat.completions.create({ ...asked, response_format: { type: "json_object" } });
+  assert.equal(typeof JSON.parse(free.choices[0].message.content), "object");
+}
+
+async function toolCalls() {
+  for (const tool_choice of ["required", { type: "function", function: { name: "weather" } }]) {
+    const asked = { ...greedy, messages: [user("What is the weather in Paris?")], tools, tool_choice, max_tokens: 300 };
+    const whole = (await client.chat.completions.create(asked)).choices[0];
+    const calls = whole.message.tool_calls.map((call) => call.function);
+    if (tool_choice !== "required") {
+      assert.deepEqual([calls.length, calls[0].name, whole.finish_reason], [1, "weather", "tool_calls"]);
+      assert.deepEqual(Object.keys(JSON.parse(calls[0].arguments)), ["city", "unit"]);
+    }
+    const stream = client.chat.completions.stream(asked);
+    const streamed = (await stream.finalChatCompletion()).choices[0];
+    assert.equal(streamed.finish_reason, whole.finish_reason);
+    assert.deepEqual(
+      streamed.message.tool_calls.map((call) => [call.function.name, call.function.arguments]),
+      calls.map((call) => [call.name, call.arguments]),
+    );
+  }
+}
+
+async function reasoning() {
+  const before = [[1, "two"], [2, "four"], [4, "eight"]].flatMap(([number, word]) => [
+    user(`${number}+${number}?`),
+    { role: "assistant", content: `<think>${number} and ${number} is ${word}.</think>${2 * number}` },
+  ]); // the model does as it has done before
+  const asked = { ...greedy, messages: [...before, user("3+3?")], max_tokens: 60 };
+  const { message } = (await client.chat.completions.create(asked)).choices[0];
+  assert.ok(message.reasoning_content && message.content);
+  const told = { reasoning_content: "", content: "" };
+  for await (const { choices } of await client.chat.completions.create({ ...asked, stream: true })) {
+    for (const name of Object.keys(told)) told[name] += choices[0].delta[name] ?? "";
+  }
+  assert.deepEqual(told, { reasoning_content: message.reasoning_content, content: message.content });
+}
+
+async function embeddings() {
+  const input = ["a text", "another one"];
+  const { data, usage } = await client.embeddings.create({ model: greedy.model, input }); // in base64
+  assert.deepEqual(data.map((each) => each.embedding.length), [576, 576]);
+  assert.ok(Math.abs(Math.hypot(...data[0].embedding) - 1) < 1e-5);
+  assert.equal(usage.prompt_tokens, usage.total_tokens);
+  const asked = { model: greedy.model, input: [[1, 2], [3]], dimensions: 4, encoding_format: "float" };
+  assert.deepEqual((await client.embeddings.create(asked)).data.map((each) => each.embedding.length), [4, 4]);
+}
+
+async function echo() {
+  const asked = { ...greedy, prompt: "The sky is", echo: true, logprobs: 2, max_tokens: 0 };
+  const { text, logprobs } = (await client.completions.create(asked)).choices[0];
+  assert.equal(text, "The sky is");
+  assert.equal(logprobs.tokens.join(""), text);
+  assert.equal(logprobs.token_logprobs[0], null);
+}
+
 async function abort() {
   const lines = createInterface(process.stdin)[Symbol.asyncIterator]();
   const stream = await client.completions.create(long);
@@ -94,7 +171,9 @@ async function abort() {
 }
 
 if (what === "abort") await abort();
-for (const check of [models, chat, streamedChat, completions, errors, overload]) {
+const programs = [formats, toolCalls, reasoning, embeddings, echo];
+const checks = [models, chat, streamedChat, completions, errors, overload];
+for (const check of what === "programs" ? programs : checks) {
   await check();
   console.log(check.name);
 }

@@ -1,13 +1,17 @@
 """Run by test_openai.py with the `openai` package of PyPI: checks what that client makes of a server's answers.
 
-Arguments: the server's URL, its token, the requests that it admits at once, and `checks` or `abort`.
+Arguments: the server's URL, its token, the requests that it admits at once, and `checks`, `programs` or `abort`.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import sys
+from typing import Any
 
 import openai
+import pydantic
 
 URL, TOKEN, MAX_REQUESTS = sys.argv[1], sys.argv[2], int(sys.argv[3])
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
@@ -80,10 +84,9 @@ def errors() -> None:
     assert (error.param, error.status_code) == ("temperature", 400)
     assert "is 101, must be in [0, 100]" in error.message
     assert refused(openai.BadRequestError, extra_body={"tempersture": 1}).param == "tempersture"
-    tool = {"type": "function", "function": {"name": "f"}}
-    error = refused(openai.BadRequestError, tools=[tool])
-    assert (error.param, error.code) == ("tools", "unsupported_parameter")
-    assert refused(openai.BadRequestError, response_format={"type": "json_object"}).param == "response_format"
+    error = refused(openai.BadRequestError, tools=[{"type": "web_search"}])
+    assert (error.param, error.code) == ("tools[0].type", "unsupported_parameter")
+    assert refused(openai.BadRequestError, response_format={"type": "xml"}).param == "response_format.type"
     assert refused(openai.NotFoundError, model="other").code == "model_not_found"
     assert refused(openai.AuthenticationError, client.with_options(api_key="wrong")).code == "invalid_api_key"
 
@@ -99,6 +102,125 @@ def overload() -> None:
     assert patient.completions.create(model="synthetic", prompt="x", max_tokens=1).choices
 
 
+# -- what programs ask for, of the default model ----------------------------------------------------------------------
+
+GREEDY = {"model": "smollm2-135m-instruct", "temperature": 0}
+ASK = [{"role": "user", "content": "Make up a person with a name and an age, as JSON."}]
+ASK_WEATHER = [{"role": "user", "content": "What is the weather in Paris?"}]
+CITY = {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}}
+
+
+class Person(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    name: str = pydantic.Field(max_length=20)
+    age: int = pydantic.Field(ge=0, le=120)
+
+
+def tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TOOLS = [tool("weather", CITY), tool("now", {})]
+
+
+def formats() -> None:
+    parsed = client.chat.completions.parse(messages=ASK, response_format=Person, max_tokens=100, **GREEDY).choices[0]
+    assert parsed.finish_reason == "stop"
+    assert isinstance(parsed.message.parsed, Person)
+    with client.chat.completions.stream(messages=ASK, response_format=Person, max_tokens=100, **GREEDY) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == parsed.message.parsed
+    any_object = {"type": "json_object"}
+    answer = client.chat.completions.create(messages=ASK, response_format=any_object, max_tokens=200, **GREEDY)
+    assert isinstance(json.loads(answer.choices[0].message.content), dict)
+    person = {"type": "json_schema", "json_schema": {"name": "p", "schema": Person.model_json_schema(), "strict": True}}
+    text = client.completions.create(
+        prompt="A person:", extra_body={"response_format": person}, max_tokens=100, **GREEDY
+    )
+    assert Person.model_validate_json(text.choices[0].text)
+
+
+def tool_calls() -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        options = {"messages": ASK_WEATHER, "tools": TOOLS, "tool_choice": choice, "max_tokens": 300, **GREEDY}
+        whole = client.chat.completions.create(**options).choices[0]
+        assert whole.message.tool_calls
+        assert whole.message.content is None
+        if choice is named:
+            (call,) = whole.message.tool_calls
+            arguments = json.loads(call.function.arguments)
+            assert (call.function.name, call.type, whole.finish_reason) == ("weather", "function", "tool_calls")
+            assert (set(arguments), arguments["unit"] in "CF") == ({"city", "unit"}, True)
+        told: dict[int, list[str]] = {}
+        for chunk in client.chat.completions.create(**options, stream=True):
+            for part in chunk.choices[0].delta.tool_calls or []:
+                if part.id:
+                    assert part.function.name
+                    told[part.index] = [part.function.name, ""]
+                told[part.index][1] += part.function.arguments or ""
+        assert chunk.choices[0].finish_reason == whole.finish_reason
+        assert list(told.values()) == [
+            [each.function.name, each.function.arguments] for each in whole.message.tool_calls
+        ]
+    call = whole.message.tool_calls[0]
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
+    messages = [*ASK_WEATHER, whole.message, result]
+    assert client.chat.completions.create(messages=messages, tools=TOOLS, max_tokens=5, **GREEDY).choices
+    free = client.chat.completions.create(messages=ASK_WEATHER, tools=TOOLS, tool_choice="none", max_tokens=9, **GREEDY)
+    assert free.choices[0].message.tool_calls is None
+
+
+def reasoning() -> None:
+    messages = []
+    for number, word in ((1, "two"), (2, "four"), (4, "eight")):  # the model does as it has done before
+        thought = f"<think>{number} and {number} is {word}.</think>{2 * number}"
+        messages.append({"role": "user", "content": f"{number}+{number}?"})
+        messages.append({"role": "assistant", "content": thought})
+    options = {"messages": [*messages, {"role": "user", "content": "3+3?"}], "max_tokens": 60, **GREEDY}
+    answer = client.chat.completions.create(**options)
+    message = answer.choices[0].message
+    assert message.reasoning_content
+    assert message.content
+    assert "think>" not in message.reasoning_content + message.content
+    assert answer.usage.completion_tokens_details.reasoning_tokens > 0
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**options, stream=True)]
+    reasoned = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    assert (reasoned, "".join(delta.content or "" for delta in deltas)) == (message.reasoning_content, message.content)
+
+
+def embeddings() -> None:
+    model = GREEDY["model"]
+    texts = ["a text", "another one"]
+    first, second = client.embeddings.create(model=model, input=texts).data  # in base64, unless a format is named
+    assert (first.index, second.index, len(first.embedding)) == (0, 1, 576)
+    assert math.isclose(math.hypot(*first.embedding), 1, rel_tol=1e-5)
+    told = client.embeddings.create(model=model, input="a text", encoding_format="float")
+    assert all(math.isclose(a, b, abs_tol=1e-2) for a, b in zip(told.data[0].embedding, first.embedding, strict=True))
+    assert told.usage.prompt_tokens == told.usage.total_tokens > 0
+    mean = client.embeddings.create(model=model, input=[[1, 2], [3]], dimensions=4, extra_body={"pooling": "mean"})
+    assert [len(each.embedding) for each in mean.data] == [4, 4]
+    wrong = None
+    try:
+        client.embeddings.create(model=model, input=["a", "b", "c", ""])
+    except openai.BadRequestError as error:
+        wrong = error.param
+    assert wrong == "input[3]"
+
+
+def echo() -> None:
+    options = {"prompt": "The sky is", "echo": True, "logprobs": 2, **GREEDY}
+    prompt = client.completions.create(max_tokens=0, **options).choices[0]
+    assert prompt.text == "The sky is"
+    assert "".join(prompt.logprobs.tokens) == prompt.text
+    assert prompt.logprobs.token_logprobs[0] is None
+    assert all(logprob < 0 for logprob in prompt.logprobs.token_logprobs[1:])
+    longer = client.completions.create(max_tokens=3, **options).choices[0]
+    assert longer.text.startswith(prompt.text)
+    assert longer.logprobs.tokens[: len(prompt.logprobs.tokens)] == prompt.logprobs.tokens
+    assert len(longer.logprobs.tokens) == len(prompt.logprobs.tokens) + 3
+
+
 def abort() -> None:
     stream = client.completions.create(**LONG)
     next(iter(stream))
@@ -112,6 +234,8 @@ def abort() -> None:
 if sys.argv[4] == "abort":
     abort()
 else:
-    for check in (models, chat, streamed_chat, completions, errors, overload):
+    programs = (formats, tool_calls, reasoning, embeddings, echo)
+    checks = (models, chat, streamed_chat, completions, errors, overload)
+    for check in programs if sys.argv[4] == "programs" else checks:
         check()
         print(check.__name__, flush=True)

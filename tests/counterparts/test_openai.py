@@ -30,6 +30,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def model_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The default model, whose answers make sense, with formats that its template does not tell of."""
+    token = tmp_path_factory.mktemp("token") / "token"
+    token.write_text(TOKEN)
+    formats = ("--tool-format", "hermes", "--reasoning-format", "think")
+    with running_server("--http", "127.0.0.1:0", "--auth-token-file", str(token), *formats) as server:
+        yield server
+
+
 @pytest.fixture(params=["pypi", "npm"])
 def client(request: pytest.FixtureRequest) -> Client:
     """Starts a client, which does what its second argument says."""
@@ -56,6 +66,12 @@ def load(control: control_pb2_grpc.ControlStub) -> control_pb2.EngineLoad:
 def test_the_client_understands_every_answer(server: Server, client: Client) -> None:
     output, _ = client(server, "checks").communicate(timeout=600)
     assert output.split()[-1] == "overload", output
+
+
+def test_the_client_gets_what_programs_ask_for(model_server: Server, client: Client) -> None:
+    """Formats, tool calls, reasoning, embeddings, and a prompt's log-probabilities."""
+    output, _ = client(model_server, "programs").communicate(timeout=600)
+    assert output.split()[-1] == "echo", output
 
 
 def test_a_stream_that_the_client_leaves_frees_its_blocks(server: Server, client: Client) -> None:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import trustme
 
-from pagoda.v1 import admin_pb2, control_pb2, control_pb2_grpc, inference_pb2_grpc
+from pagoda.v1 import admin_pb2, control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pagoda.v1.admin_pb2_grpc import AdminStub
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import ask, engine_load, request
@@ -28,7 +28,7 @@ STEP_S = 0.01
 MAX_REQUESTS = 4
 SYNTHETIC = ("--model", "synthetic", "--step-ms", str(1e3 * STEP_S), "--http", "127.0.0.1:0")
 LONG = {"prompt": "long", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +99,22 @@ def test_answers_are_those_of_grpc(server: Server) -> None:
     assert whole["choices"][0]["text"] == expected.text()
     assert whole["usage"]["completion_tokens"] == 40
     assert Posted(server, COMPLETIONS, body | {"stream": True}).text() == expected.text()
+
+
+def test_embeddings_are_those_of_grpc(server: Server, control: control_pb2_grpc.ControlStub) -> None:
+    texts = ["one", "another one " * 50]
+    inputs = [inference_pb2.EmbedInput(text=text) for text in texts]
+    with grpc.insecure_channel(server.address) as channel:
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        expected = inference.Embed(inference_pb2.EmbedRequest(inputs=inputs, dimensions=3))
+    answer = Posted(server, EMBEDDINGS, {"model": "synthetic", "input": texts, "dimensions": 3}).json()
+    assert [each["embedding"] for each in answer["data"]] == [list(each.values) for each in expected.embeddings]
+    assert answer["usage"]["prompt_tokens"] == expected.usage.prompt_tokens == sum(map(len, texts))
+    refused = Posted(server, EMBEDDINGS, {"input": ["fits", "x" * 40_000]})
+    assert (refused.status, refused.error()["param"]) == (400, "input[1]")
+    refused = Posted(server, EMBEDDINGS, {"model": "another", "input": "x"})
+    assert (refused.status, refused.error()["code"]) == (404, "model_not_found")
+    wait_idle(control)
 
 
 def test_a_chat_of_several_answers_is_the_same_again(server: Server) -> None:

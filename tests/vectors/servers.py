@@ -51,7 +51,7 @@ def running() -> Iterator[dict[str, dict[str, str]]]:
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[dict[str, str]]:
-    """A server with TLS and a token that admits one request at a time."""
+    """A server with TLS and a token that admits one request at a time, and keeps no streams."""
     authority = trustme.CA()
     certificate = authority.issue_cert("127.0.0.1")
     with tempfile.TemporaryDirectory() as name:
@@ -62,7 +62,7 @@ def _guarded() -> Iterator[dict[str, str]]:
         (folder / "token").write_text(TOKEN)
         arguments = {"auth-token-file": "token", "tls-cert": "cert.pem", "tls-key": "key.pem"}
         flags = [f"--{flag}={folder / file}" for flag, file in arguments.items()]
-        with running_server(*MODEL, "--max-requests", "1", *flags, ready=False) as server:
+        with running_server(*MODEL, "--max-requests", "1", "--resume-s", "0", *flags, ready=False) as server:
             _wait_ready(server, authority.cert_pem.bytes())
             yield {"address": server.address, "token": TOKEN, "ca": str(folder / "ca.pem")}
 

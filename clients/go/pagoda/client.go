@@ -139,6 +139,30 @@ func Dial(address string, opts ...Option) (*Client, error) {
 	return client, nil
 }
 
+// Embed turns each input into a vector of the model's last hidden states.
+func (c *Client) Embed(ctx context.Context, request *pagodav1.EmbedRequest) ([][]float32, error) {
+	response, err := c.Inference.Embed(ctx, request)
+	if err != nil {
+		return nil, err
+	}
+	vectors := [][]float32{}
+	for _, embedding := range response.GetEmbeddings() {
+		vectors = append(vectors, embedding.GetValues())
+	}
+	return vectors, nil
+}
+
+// Score gives the log-probability of each continuation, and those of its tokens.
+func (c *Client) Score(
+	ctx context.Context, request *pagodav1.ScoreRequest,
+) ([]*pagodav1.ContinuationScore, error) {
+	response, err := c.Inference.Score(ctx, request)
+	if err != nil {
+		return nil, err
+	}
+	return response.GetScores(), nil
+}
+
 // Close cancels running calls and closes the connection. Later calls fail with codes.Canceled.
 func (c *Client) Close() error {
 	return c.connection.Close()

@@ -171,6 +171,17 @@ func TestCallsWithOneResponseAreTriedAgainAndFailTyped(t *testing.T) {
 	}
 }
 
+func TestRequestsForVectorsAndScoresHaveTheirTexts(t *testing.T) {
+	inputs := Texts("a", "b").GetInputs()
+	if len(inputs) != 2 || inputs[1].GetText() != "b" {
+		t.Error(inputs)
+	}
+	request := Continuations("x", "a", "b")
+	if request.GetPrompt() != "x" || len(request.Continuations) != 2 || request.Continuations[0].GetText() != "a" {
+		t.Error(request)
+	}
+}
+
 func TestClosingAStreamCancelsItsCall(t *testing.T) {
 	endless := func(send sender) error {
 		for {

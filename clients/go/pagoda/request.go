@@ -28,3 +28,23 @@ func JSON(request *pagodav1.GenerateRequest, schema string) *pagodav1.GenerateRe
 func TokenIDs(ids ...uint32) *pagodav1.GenerateRequest {
 	return &pagodav1.GenerateRequest{Input: &pagodav1.GenerateRequest_TokenIds{TokenIds: &pagodav1.TokenIds{Ids: ids}}}
 }
+
+// Texts asks for a vector of each text.
+func Texts(texts ...string) *pagodav1.EmbedRequest {
+	request := &pagodav1.EmbedRequest{}
+	for _, text := range texts {
+		input := &pagodav1.EmbedInput{Input: &pagodav1.EmbedInput_Text{Text: text}}
+		request.Inputs = append(request.Inputs, input)
+	}
+	return request
+}
+
+// Continuations asks for the log-probabilities of texts that continue a prompt.
+func Continuations(prompt string, texts ...string) *pagodav1.ScoreRequest {
+	request := &pagodav1.ScoreRequest{Input: &pagodav1.ScoreRequest_Prompt{Prompt: prompt}}
+	for _, text := range texts {
+		continuation := &pagodav1.Continuation{Continuation: &pagodav1.Continuation_Text{Text: text}}
+		request.Continuations = append(request.Continuations, continuation)
+	}
+	return request
+}

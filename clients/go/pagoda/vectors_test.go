@@ -51,6 +51,7 @@ type expected struct {
 		FinishReason string `json:"finish_reason"`
 		StopString   string `json:"stop_string"`
 		StopTokenID  uint32 `json:"stop_token_id"`
+		Grammar      bool
 	}
 	Logprobs []struct {
 		Logprob float32
@@ -66,6 +67,14 @@ type expected struct {
 	IsIdle     bool     `json:"is_idle"`
 	TokenIDs   []uint32 `json:"token_ids"`
 	Text       *string
+	Vectors    [][]float32
+	Scores     []score
+}
+
+type score struct {
+	Logprob  float64
+	Tokens   []uint32
+	Logprobs []float32
 }
 
 type server struct{ Address, Token, CA string }
@@ -103,6 +112,8 @@ type outcome struct {
 	events  []*pagodav1.GenerateResponse
 	ids     []uint32
 	text    string
+	vectors [][]float32
+	scores  []score
 	failure *pagoda.Error
 	took    time.Duration
 }
@@ -138,6 +149,10 @@ func (v vector) check(t *testing.T, servers map[string]server) {
 		equal(t, "token ids", fmt.Sprint(got.ids), fmt.Sprint(want.TokenIDs)) // nil is no id, too
 	case v.Call == "Detokenize":
 		equal(t, "text", got.text, *want.Text)
+	case v.Call == "Embed":
+		equal(t, "vectors", got.vectors, want.Vectors)
+	case v.Call == "Score":
+		equal(t, "scores", got.scores, want.Scores)
 	default:
 		want.checkAnswer(t, got.events)
 	}
@@ -182,6 +197,18 @@ func (v vector) ask(t *testing.T, client *pagoda.Client) (got outcome) {
 		read(t, v.Request, request)
 		response, err = client.Inference.Detokenize(ctx, request)
 		got.text = response.GetText()
+	case "Embed":
+		request := &pagodav1.EmbedRequest{}
+		read(t, v.Request, request)
+		got.vectors, err = client.Embed(ctx, request)
+	case "Score":
+		var scores []*pagodav1.ContinuationScore
+		request := &pagodav1.ScoreRequest{}
+		read(t, v.Request, request)
+		scores, err = client.Score(ctx, request)
+		for _, each := range scores {
+			got.scores = append(got.scores, scoreOf(each))
+		}
 	default:
 		request := generateRequest(t, v.Request)
 		if v.Faults != nil {
@@ -201,6 +228,14 @@ func (v vector) ask(t *testing.T, client *pagoda.Client) (got outcome) {
 		t.Fatalf("%T is not typed: %v", err, err)
 	}
 	return got
+}
+
+func scoreOf(sent *pagodav1.ContinuationScore) score {
+	logprobs := []float32{}
+	for _, token := range sent.GetTokens() {
+		logprobs = append(logprobs, token.GetLogprob())
+	}
+	return score{Logprob: sent.GetLogprob(), Tokens: idsOf(sent.GetTokens()), Logprobs: logprobs}
 }
 
 func generateRequest(t *testing.T, text json.RawMessage) *pagodav1.GenerateRequest {
@@ -274,6 +309,7 @@ func (want expected) checkAnswer(t *testing.T, events []*pagodav1.GenerateRespon
 		equal(t, "end", end.GetReason().String(), "FINISH_REASON_"+strings.ToUpper(sequence.FinishReason))
 		equal(t, "stop string", end.GetStopString(), sequence.StopString)
 		equal(t, "stop token", end.GetStopTokenId(), sequence.StopTokenID)
+		equal(t, "grammar", end.GetGrammar(), sequence.Grammar)
 	}
 	for i, each := range want.Logprobs {
 		token := tokens[0][i]

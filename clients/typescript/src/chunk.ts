@@ -1,5 +1,12 @@
 /** The messages of a stream as plain values. */
-import { FinishReason as Reason, type GenerateResponse, type Timing, type Token, type Usage } from "./protos.js";
+import {
+  type ContinuationScore,
+  FinishReason as Reason,
+  type GenerateResponse,
+  type Timing,
+  type Token,
+  type Usage,
+} from "./protos.js";
 
 /** `other` is a newer server's reason that this client does not know. */
 export type FinishReason = "stop" | "length" | "cancelled" | "tool_calls" | "other";
@@ -74,6 +81,15 @@ export interface Answer {
   timing?: Timing;
 }
 
+/** The log-probability of a continuation: the sum of its tokens', which `logprobs` has one by one. */
+export interface Score {
+  logprob: number;
+  tokens: number[];
+  logprobs: number[];
+  /** One per id if requested, else empty. */
+  tokenBytes: Uint8Array[];
+}
+
 const REASONS: Partial<Record<Reason, FinishReason>> = {
   [Reason.STOP]: "stop",
   [Reason.LENGTH]: "length",
@@ -96,7 +112,7 @@ export function chunkFrom(response: GenerateResponse): Chunk {
     }
     chunk.tokens = tokens.map((token) => token.id);
     chunk.logprobs = tokens.flatMap(logprobOf);
-    if (tokens.some((token) => token.bytes.length > 0)) chunk.tokenBytes = tokens.map((token) => token.bytes);
+    chunk.tokenBytes = bytesOf(tokens);
   } else if (event.case === "finished") {
     const { index, reason, matched, score } = event.value;
     chunk.index = index;
@@ -110,6 +126,19 @@ export function chunkFrom(response: GenerateResponse): Chunk {
   if (usage !== undefined) chunk.usage = usage;
   if (timing !== undefined) chunk.timing = timing;
   return chunk;
+}
+
+export function scoreFrom({ logprob, tokens }: ContinuationScore): Score {
+  return {
+    logprob,
+    tokens: tokens.map((token) => token.id),
+    logprobs: tokens.map((token) => token.logprob ?? NaN),
+    tokenBytes: bytesOf(tokens),
+  };
+}
+
+function bytesOf(tokens: Token[]): Uint8Array[] {
+  return tokens.some((token) => token.bytes.length > 0) ? tokens.map((token) => token.bytes) : [];
 }
 
 function logprobOf(token: Token): TokenLogprob[] {

@@ -2,7 +2,7 @@
 import { create, fromBinary, type Message, toBinary } from "@bufbuild/protobuf";
 import type { GenMessage } from "@bufbuild/protobuf/codegenv2";
 import { Client, type ClientReadableStream, type Metadata } from "@grpc/grpc-js";
-import { type Answer, answerFrom, type Chunk, chunkFrom } from "./chunk.js";
+import { type Answer, answerFrom, type Chunk, chunkFrom, type Score, scoreFrom } from "./chunk.js";
 import { Attempts, callMetadata, CHANNEL_OPTIONS, credentialsFor } from "./connection.js";
 import { closed, errorFrom, PagodaError } from "./errors.js";
 import { assign } from "./fields.js";
@@ -11,9 +11,13 @@ import {
   type CallOptions,
   type DetokenizeOptions,
   detokenizeRequest,
+  type EmbedOptions,
+  embedRequest,
   type GenerateOptions,
   generateRequest,
   type Input,
+  type ScoreOptions,
+  scoreRequest,
   type TextInput,
   type TokenizeOptions,
   tokenizeRequest,
@@ -46,7 +50,7 @@ interface Method<I extends Message, O extends Message> {
 
 type Call = { cancel(): void };
 
-const { generate, resume, tokenize, detokenize } = pb.Inference.method;
+const { generate, resume, tokenize, detokenize, embed, score } = pb.Inference.method;
 const { getServerInfo, listModels, getLoad, watchLoad, getStepTrace } = pb.Control.method;
 const { abort, drain, flushCache } = pb.Admin.method;
 
@@ -82,6 +86,20 @@ export class Pagoda {
   /** Waits for the whole answer. */
   async generate(input: Input, options: GenerateOptions = {}): Promise<Answer> {
     return answerFrom(this.stream(input, options));
+  }
+
+  /** A vector of the model's last hidden states for each input: a text, or token ids. */
+  async embed(inputs: Iterable<string | Iterable<number>>, options: EmbedOptions = {}): Promise<number[][]> {
+    return (await this.call(embed, embedRequest(inputs, options), options)).embeddings.map(({ values }) => values);
+  }
+
+  /** The log-probabilities of continuations of one input. Each is a text, which is tokenized by itself, or token ids. */
+  async score(
+    input: Input,
+    continuations: Iterable<string | Iterable<number>>,
+    options: ScoreOptions = {},
+  ): Promise<Score[]> {
+    return (await this.call(score, scoreRequest(input, continuations, options), options)).scores.map(scoreFrom);
   }
 
   /** The token ids that `generate` would use for the same input. */

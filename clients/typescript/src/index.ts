@@ -1,5 +1,5 @@
 /** The TypeScript client of Pagoda: `Pagoda` streams tokens and throws typed errors. */
-export type { Answer, Chunk, FinishReason, Sequence, TokenLogprob, ToolCallDelta } from "./chunk.js";
+export type { Answer, Chunk, FinishReason, Score, Sequence, TokenLogprob, ToolCallDelta } from "./chunk.js";
 export { type ClientOptions, Pagoda } from "./client.js";
 export type { ChatMessage, ChatOptions, Tool, ToolCall, ToolChoice } from "./conversation.js";
 export {
@@ -16,4 +16,13 @@ export {
   Unavailable,
   Unimplemented,
 } from "./errors.js";
-export type { CallOptions, DetokenizeOptions, GenerateOptions, Input, TextInput, TokenizeOptions } from "./request.js";
+export type {
+  CallOptions,
+  DetokenizeOptions,
+  EmbedOptions,
+  GenerateOptions,
+  Input,
+  ScoreOptions,
+  TextInput,
+  TokenizeOptions,
+} from "./request.js";

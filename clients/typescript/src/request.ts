@@ -97,6 +97,31 @@ export interface DetokenizeOptions extends CallOptions {
   model?: string | undefined;
 }
 
+/** Options of `embed`. The server has defaults. */
+export interface EmbedOptions extends ReadoutOptions {
+  /** Which hidden states become the vector: of the last token, the mean of all, or of the first token. */
+  pooling?: keyof typeof POOLINGS | undefined;
+  /** Scale each vector to a length of 1. */
+  normalize?: boolean | undefined;
+  /** Keep the first ones alone, before scaling. */
+  dimensions?: number | undefined;
+}
+
+/** Options of `score`. The server has defaults. */
+export interface ScoreOptions extends ReadoutOptions, ChatOptions {
+  tokenBytes?: boolean | undefined;
+}
+
+interface ReadoutOptions extends CallOptions {
+  cacheSalt?: string | undefined;
+  bypassCache?: boolean | undefined;
+  priority?: number | undefined;
+  model?: string | undefined;
+  requestId?: string | undefined;
+}
+
+const POOLINGS = { last: pb.Pooling.LAST, mean: pb.Pooling.MEAN, cls: pb.Pooling.CLS };
+
 const EARLY_STOPPING = {
   estimated: pb.EarlyStopping.ESTIMATED,
   enough: pb.EarlyStopping.ENOUGH,
@@ -152,6 +177,20 @@ export const FIELDS: Record<Exclude<keyof GenerateOptions, keyof ChatOptions | k
   resumable: "resumable",
 };
 
+const READOUT_FIELDS = {
+  cacheSalt: "cache.salt",
+  bypassCache: "cache.bypass",
+  priority: "priority",
+  model: "model",
+  requestId: "request_id",
+};
+/** Option → field of EmbedRequest. */
+const EMBED_FIELDS: Record<string, string> = {
+  ...READOUT_FIELDS, pooling: "pooling", normalize: "normalize", dimensions: "dimensions",
+};
+/** Option → field of ScoreRequest. */
+const SCORE_FIELDS: Record<string, string> = { ...READOUT_FIELDS, tokenBytes: "token_bytes" };
+
 /** At most one of them is given. */
 const FORMATS = ["jsonSchema", "regex", "grammar", "choice", "jsonObject"] as const;
 const CHAT_OPTIONS = ["continueLast", "tools", "toolChoice", "templateKwargs"] as const;
@@ -193,6 +232,47 @@ export function detokenizeRequest(tokenIds: Iterable<number>, options: Detokeniz
   return request;
 }
 
+/** Builds a request. Throws InvalidArgument, TypeError for an unknown option. */
+export function embedRequest(inputs: Iterable<string | Iterable<number>>, options: EmbedOptions): pb.EmbedRequest {
+  const request = create(pb.EmbedRequestSchema);
+  request.inputs = textsFrom(inputs, "inputs").map((input) => create(pb.EmbedInputSchema, { input }));
+  for (const [name, value] of given(options, Object.keys(EMBED_FIELDS))) {
+    const field = EMBED_FIELDS[name] as string;
+    assign(pb.EmbedRequestSchema, request, field, name === "pooling" ? valueOf(POOLINGS, value, field) : value);
+  }
+  return request;
+}
+
+/** Builds a request. Throws InvalidArgument, TypeError for an unknown option. */
+export function scoreRequest(
+  input: Input,
+  continuations: Iterable<string | Iterable<number>>,
+  options: ScoreOptions,
+): pb.ScoreRequest {
+  const request = create(pb.ScoreRequestSchema, { input: inputFrom(input, options) });
+  request.continuations = textsFrom(continuations, "continuations").map((continuation) =>
+    create(pb.ContinuationSchema, { continuation }),
+  );
+  for (const [name, value] of given(options, [...Object.keys(SCORE_FIELDS), ...CHAT_OPTIONS])) {
+    const field = SCORE_FIELDS[name];
+    if (field !== undefined) assign(pb.ScoreRequestSchema, request, field, value);
+  }
+  return request;
+}
+
+/** Texts and lists of token ids. */
+function textsFrom(texts: Iterable<string | Iterable<number>>, field: string): pb.EmbedInput["input"][] {
+  if (typeof texts === "string") throw invalid(field, "is a text, must be a list of texts or of token ids");
+  return [...texts].map((each, at) => {
+    const message = create(pb.EmbedInputSchema);
+    const isText = typeof each === "string";
+    if (!isText) message.input = { case: "tokenIds", value: create(pb.TokenIdsSchema) }; // even an empty list is one
+    const path = isText ? "text" : "token_ids.ids";
+    assign(pb.EmbedInputSchema, message, path, each, `${field}[${at}].${path}`);
+    return message.input;
+  });
+}
+
 function inputFrom(input: Input, options: ChatOptions): pb.GenerateRequest["input"] {
   const message = create(pb.GenerateRequestSchema);
   const set = isConversation(input) ? { chat: input } : typeof input === "string" ? { message: input } : input;
@@ -228,15 +308,14 @@ function given(options: object, known: readonly string[]): [string, unknown][] {
 
 /** An option's value as its field takes it. */
 function converted(name: string, value: unknown): unknown {
-  if (name === "earlyStopping") return earlyStopping(value);
+  if (name === "earlyStopping") return valueOf(EARLY_STOPPING, value, FIELDS.earlyStopping);
   if (name !== "jsonSchema" || typeof value === "string") return value;
   return JSON.stringify(value);
 }
 
-function earlyStopping(value: unknown): pb.EarlyStopping {
-  const found = EARLY_STOPPING[value as keyof typeof EARLY_STOPPING];
-  if (found === undefined) {
-    throw invalid(FIELDS.earlyStopping, `${String(value)} is none of ${Object.keys(EARLY_STOPPING).join(", ")}`);
-  }
+/** The value of an enum by its name. */
+function valueOf(names: Record<string, number>, name: unknown, field: string): number {
+  const found = names[name as string];
+  if (found === undefined) throw invalid(field, `${String(name)} is none of ${Object.keys(names).join(", ")}`);
   return found;
 }

@@ -2,8 +2,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import type { DescMessage } from "@bufbuild/protobuf";
-import { EarlyStopping, GenerateRequestSchema } from "pagoda-client/protos";
-import { FIELDS, generateRequest } from "../src/request.js";
+import { EarlyStopping, GenerateRequestSchema, Pooling } from "pagoda-client/protos";
+import { embedRequest, FIELDS, generateRequest, scoreRequest } from "../src/request.js";
 
 const NOT_SUPPORTED = ["lora_name"]; // by the server
 const INPUTS = ["prompt", "message", "chat", "token_ids"];
@@ -60,4 +60,19 @@ test("a format is a schema as an object or text, or one of the others, and only 
   const { format } = generateRequest("x", { choice: ["yes", "no"] }).guided ?? {};
   assert.deepEqual(format?.case === "choice" && format.value.options, ["yes", "no"]);
   assert.throws(() => generateRequest("x", { regex: "a", grammar: "start: A" }), { name: "InvalidArgument", field: "guided" });
+});
+
+test("texts and token ids are read out, and what does not fit is named", () => {
+  const { inputs, pooling, dimensions, normalize } = embedRequest(["a", [7]], { pooling: "cls", dimensions: 3 });
+  assert.deepEqual(inputs.map((each) => each.input.case), ["text", "tokenIds"]);
+  assert.deepEqual([pooling, dimensions, normalize], [Pooling.CLS, 3, undefined]);
+  const wrong: [() => unknown, string][] = [
+    [() => embedRequest("a", {}), "inputs"],
+    [() => embedRequest(["a", [1.5]], {}), "inputs[1].token_ids.ids"],
+    [() => embedRequest(["a"], { pooling: "max" as "mean" }), "pooling"],
+    [() => scoreRequest({ prompt: "x" }, ["\ud800"], {}), "continuations[0].text"],
+    [() => scoreRequest({ prompt: "x" }, ["a"], { tools: [] }), "tools"],
+  ];
+  for (const [call, field] of wrong) assert.throws(call, { name: "InvalidArgument", field });
+  assert.throws(() => scoreRequest("x", ["a"], { maxTokens: 3 } as object), TypeError);
 });

@@ -4,7 +4,8 @@ import { randomUUID } from "node:crypto";
 import { readFileSync } from "node:fs";
 import { after, before, test } from "node:test";
 import { setTimeout as sleep } from "node:timers/promises";
-import { type Chunk, type GenerateOptions, type Input, Pagoda, PagodaError, type TextInput } from "pagoda-client";
+import { Pagoda, PagodaError } from "pagoda-client";
+import type { Chunk, EmbedOptions, GenerateOptions, Input, ScoreOptions, TextInput } from "pagoda-client";
 import { FIELDS } from "../src/request.js";
 import { type Connection, optionsFor, ROOT, start, stop } from "./servers.js";
 
@@ -27,6 +28,7 @@ interface Expected {
     finish_reason: string;
     stop_string?: string;
     stop_token_id?: number;
+    grammar?: boolean;
   }[];
   logprobs?: { logprob: number; top: [number, number][] }[];
   token_bytes?: string[];
@@ -34,12 +36,14 @@ interface Expected {
   is_idle?: boolean;
   token_ids?: number[];
   text?: string;
+  vectors?: number[][];
+  scores?: { logprob: number; tokens: number[]; logprobs: number[] }[];
 }
 
 interface Vector {
   name: string;
   server?: string;
-  call?: "Generate" | "Tokenize" | "Detokenize";
+  call?: "Generate" | "Tokenize" | "Detokenize" | "Embed" | "Score";
   request: Json;
   retries?: number;
   timeout_s?: number;
@@ -66,6 +70,10 @@ function argumentsOf(request: Json): [Input, GenerateOptions] {
     else if (name === "chat") input["chat"] = chatOf(value as Json, options);
     else if (["sampling", "stopping", "output", "cache"].includes(name)) {
       for (const [part, each] of Object.entries(value as Json)) options[optionOf(`${name}.${part}`)] = each;
+    } else if (name === "guided") {
+      const [[kind, each]] = Object.entries(value as Json) as [[string, unknown]];
+      if (kind === "choice") options["choice"] = (each as Json)["options"];
+      else options[optionOf(`guided.${kind}`)] = each;
     } else options[camel(name)] = value;
   }
   return [input as unknown as Input, options];
@@ -84,6 +92,12 @@ function optionOf(path: string): string {
   return option;
 }
 
+/** Texts and lists of token ids, of an Embed or a Score. */
+function textsOf(entries: unknown): (string | number[])[] {
+  const given = entries as { text?: string; token_ids?: { ids: number[] } }[];
+  return given.map(({ text, token_ids: ids }) => text ?? ids?.ids ?? []);
+}
+
 function camel(name: string): string {
   return name.replace(/_(.)/g, (_, letter: string) => letter.toUpperCase());
 }
@@ -100,11 +114,18 @@ interface Outcome {
 }
 
 async function ask(client: Pagoda, { call, request, cancel_after }: Vector, outcome: Outcome): Promise<void> {
-  const [input, options] = argumentsOf(request);
+  const { inputs, continuations, pooling, ...rest } = request;
+  const [input, options] = argumentsOf(rest);
   if (call === "Tokenize") outcome.value = await client.tokenize(input as TextInput, options);
   else if (call === "Detokenize") {
-    const { token_ids: ids, ...rest } = request;
-    outcome.value = await client.detokenize(ids as number[], { specialTokens: rest["special_tokens"] as boolean });
+    const { token_ids: ids, special_tokens: specialTokens } = request;
+    outcome.value = await client.detokenize(ids as number[], { specialTokens: specialTokens as boolean });
+  } else if (call === "Embed") {
+    const how = { ...options, ...(pooling ? { pooling: nameOf(pooling, "POOLING_") } : {}) } as EmbedOptions;
+    outcome.value = await client.embed(textsOf(inputs), how);
+  } else if (call === "Score") {
+    const scores = await client.score(input, textsOf(continuations), options as ScoreOptions);
+    outcome.value = scores.map(({ logprob, tokens, logprobs }) => ({ logprob, tokens, logprobs }));
   } else {
     const abort = new AbortController();
     try {
@@ -152,8 +173,9 @@ for (const vector of vectors) {
     if (expect.code !== undefined) return checkError(outcome, expect);
     assert.equal(outcome.error, undefined);
     if (expect.is_idle) await checkIdle();
-    else if (vector.call !== undefined) assert.deepEqual(outcome.value, expect.token_ids ?? expect.text);
-    else checkAnswer(outcome.chunks, expect);
+    else if (vector.call !== undefined) {
+      assert.deepEqual(outcome.value, expect.token_ids ?? expect.text ?? expect.vectors ?? expect.scores);
+    } else checkAnswer(outcome.chunks, expect);
   });
 }
 
@@ -191,7 +213,7 @@ function checkAnswer(chunks: Chunk[], expect: Expected): void {
     assert.deepEqual(own.flatMap((chunk) => chunk.tokens), sequence.tokens);
     assert.equal(own.map((chunk) => chunk.text).join(""), sequence.text);
     const ends = own.flatMap(({ finishReason: reason, matched }) => (reason === undefined ? [] : [[reason, matched]]));
-    assert.deepEqual(ends, [[sequence.finish_reason, sequence.stop_string ?? sequence.stop_token_id]]);
+    assert.deepEqual(ends, [[sequence.finish_reason, sequence.stop_string ?? sequence.stop_token_id ?? sequence.grammar]]);
   }
   const first = chunks.filter((chunk) => chunk.index === 0);
   const logprobs = first.flatMap((chunk) => chunk.logprobs);

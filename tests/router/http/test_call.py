@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from pagoda_server.router.errors import InvalidArgument, ResourceExhausted
-from pagoda_server.router.http.call import GenerateEndpoint
+from pagoda_server.router.http.call import Endpoint
 from pagoda_server.router.http.guards import Guard
 from pagoda_server.router.http.server import HttpPort
 from pagoda_server.router.request.receiving import Messages
@@ -51,7 +51,7 @@ class Inference:
     def refusal(self, tenant: str) -> ResourceExhausted | None:
         return ResourceExhausted("the queue is full", retry_after_s=1.0) if self.is_full else None
 
-    def refused(self, call: Any, why: Exception, route: str) -> None:
+    def refused(self, call: Any, why: Exception, route: str, method: str) -> None:
         pass
 
     async def generate(self, call: Any, parse: Any, route: str) -> None:
@@ -74,7 +74,7 @@ def test_a_refused_request_leaves_nothing_to_the_garbage_collector(size: int) ->
 
     async def main() -> None:
         inference = Inference()
-        endpoint = GenerateEndpoint(inference, lambda: Api(prompts), 1 << 20)  # type: ignore[arg-type]
+        endpoint = Endpoint(inference, "Generate", inference.generate, lambda: Api(prompts), 1 << 20)  # type: ignore[arg-type]
         guard = Guard(endpoint, Identities(), [], checks_host=True, allowed_hosts=[], allowed_origins=[])
         port = HttpPort("127.0.0.1:0", guard, shares_port=False, tls=None, stall_s=10)
         running = asyncio.create_task(port.run())

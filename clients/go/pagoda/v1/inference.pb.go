@@ -913,8 +913,9 @@ type Output struct {
 	Logprobs *uint32 `protobuf:"varint,4,opt,name=logprobs,proto3,oneof" json:"logprobs,omitempty"`
 	// Send a `prompt` event first, with the tokens that the input became.
 	Prompt bool `protobuf:"varint,5,opt,name=prompt,proto3" json:"prompt,omitempty"`
-	// As `logprobs`, for the tokens of the `prompt` event, which is sent then. The first token has none. Such a request
-	// does not read the prefix cache.
+	// As `logprobs`, for the tokens of the `prompt` event, which is sent then: in parts, one after the other, if the
+	// prompt is long. The first token has none. Such a request does not read the prefix cache. INVALID_ARGUMENT with
+	// sampling.beam_search, and for a request that is resumable.
 	PromptLogprobs *uint32 `protobuf:"varint,6,opt,name=prompt_logprobs,json=promptLogprobs,proto3,oneof" json:"prompt_logprobs,omitempty"`
 	// Leave reasoning and tool calls in the text, as the model writes them.
 	Unparsed bool `protobuf:"varint,7,opt,name=unparsed,proto3" json:"unparsed,omitempty"`
@@ -2992,7 +2993,8 @@ type ScoreResponse struct {
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// One for each continuation, in order.
 	Scores []*ContinuationScore `protobuf:"bytes,2,rep,name=scores,proto3" json:"scores,omitempty"`
-	Usage  *Usage               `protobuf:"bytes,3,opt,name=usage,proto3" json:"usage,omitempty"`
+	// The input's tokens count once.
+	Usage *Usage `protobuf:"bytes,3,opt,name=usage,proto3" json:"usage,omitempty"`
 }
 
 func (x *ScoreResponse) Reset() {

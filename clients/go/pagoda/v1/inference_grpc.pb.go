@@ -81,9 +81,10 @@ type InferenceClient interface {
 	Tokenize(ctx context.Context, in *TokenizeRequest, opts ...grpc.CallOption) (*TokenizeResponse, error)
 	// Turns token ids into text.
 	Detokenize(ctx context.Context, in *DetokenizeRequest, opts ...grpc.CallOption) (*DetokenizeResponse, error)
-	// Turns each input into a vector of the model's last hidden states.
+	// Turns each input into a vector of the model's last hidden states. All inputs are one request: its deadline,
+	// priority and quotas are those of Generate, and so are its statuses. ABORTED if Admin.Abort ends it.
 	Embed(ctx context.Context, in *EmbedRequest, opts ...grpc.CallOption) (*EmbedResponse, error)
-	// Gives the log-probabilities of continuations of one input.
+	// Gives the log-probabilities of continuations of one input. It is one request, as Embed is.
 	Score(ctx context.Context, in *ScoreRequest, opts ...grpc.CallOption) (*ScoreResponse, error)
 }
 
@@ -263,9 +264,10 @@ type InferenceServer interface {
 	Tokenize(context.Context, *TokenizeRequest) (*TokenizeResponse, error)
 	// Turns token ids into text.
 	Detokenize(context.Context, *DetokenizeRequest) (*DetokenizeResponse, error)
-	// Turns each input into a vector of the model's last hidden states.
+	// Turns each input into a vector of the model's last hidden states. All inputs are one request: its deadline,
+	// priority and quotas are those of Generate, and so are its statuses. ABORTED if Admin.Abort ends it.
 	Embed(context.Context, *EmbedRequest) (*EmbedResponse, error)
-	// Gives the log-probabilities of continuations of one input.
+	// Gives the log-probabilities of continuations of one input. It is one request, as Embed is.
 	Score(context.Context, *ScoreRequest) (*ScoreResponse, error)
 	mustEmbedUnimplementedInferenceServer()
 }

@@ -481,8 +481,9 @@ export type Output = Message<"pagoda.v1.Output"> & {
   prompt: boolean;
 
   /**
-   * As `logprobs`, for the tokens of the `prompt` event, which is sent then. The first token has none. Such a request
-   * does not read the prefix cache.
+   * As `logprobs`, for the tokens of the `prompt` event, which is sent then: in parts, one after the other, if the
+   * prompt is long. The first token has none. Such a request does not read the prefix cache. INVALID_ARGUMENT with
+   * sampling.beam_search, and for a request that is resumable.
    *
    * @generated from field: optional uint32 prompt_logprobs = 6;
    */
@@ -1464,6 +1465,8 @@ export type ScoreResponse = Message<"pagoda.v1.ScoreResponse"> & {
   scores: ContinuationScore[];
 
   /**
+   * The input's tokens count once.
+   *
    * @generated from field: pagoda.v1.Usage usage = 3;
    */
   usage?: Usage | undefined;
@@ -1718,7 +1721,8 @@ export const Inference: GenService<{
     output: typeof DetokenizeResponseSchema;
   },
   /**
-   * Turns each input into a vector of the model's last hidden states.
+   * Turns each input into a vector of the model's last hidden states. All inputs are one request: its deadline,
+   * priority and quotas are those of Generate, and so are its statuses. ABORTED if Admin.Abort ends it.
    *
    * @generated from rpc pagoda.v1.Inference.Embed
    */
@@ -1728,7 +1732,7 @@ export const Inference: GenService<{
     output: typeof EmbedResponseSchema;
   },
   /**
-   * Gives the log-probabilities of continuations of one input.
+   * Gives the log-probabilities of continuations of one input. It is one request, as Embed is.
    *
    * @generated from rpc pagoda.v1.Inference.Score
    */
