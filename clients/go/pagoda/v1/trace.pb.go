@@ -322,8 +322,8 @@ type TracedStep struct {
 	EndS   float64 `protobuf:"fixed64,2,opt,name=end_s,json=endS,proto3" json:"end_s,omitempty"`
 	// The sequences that computed. Empty: the same as in the previous step in this part, unless is_partial is set.
 	Sequences []uint64 `protobuf:"varint,3,rep,packed,name=sequences,proto3" json:"sequences,omitempty"`
-	// The last sequences computed chunks of prompts: start positions and lengths in tokens. All others computed one
-	// token.
+	// The last sequences computed chunks: start positions and lengths in tokens. Behind the prompt, a chunk verifies
+	// drafts, or computes tokens that no step chose. All others computed one token.
 	ChunkStarts  []uint32 `protobuf:"varint,4,rep,packed,name=chunk_starts,json=chunkStarts,proto3" json:"chunk_starts,omitempty"`
 	ChunkLengths []uint32 `protobuf:"varint,5,rep,packed,name=chunk_lengths,json=chunkLengths,proto3" json:"chunk_lengths,omitempty"`
 	// The sequences that ran without computing, and why.

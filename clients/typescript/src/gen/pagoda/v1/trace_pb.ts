@@ -118,8 +118,8 @@ export type TracedStep = Message<"pagoda.v1.TracedStep"> & {
   sequences: bigint[];
 
   /**
-   * The last sequences computed chunks of prompts: start positions and lengths in tokens. All others computed one
-   * token.
+   * The last sequences computed chunks: start positions and lengths in tokens. Behind the prompt, a chunk verifies
+   * drafts, or computes tokens that no step chose. All others computed one token.
    *
    * @generated from field: repeated uint32 chunk_starts = 4;
    */
