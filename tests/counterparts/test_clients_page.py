@@ -20,7 +20,8 @@ from tests.servers import running_server
 pytestmark = pytest.mark.counterpart
 
 PAGE = (ROOT / "docs" / "clients.md").read_text()
-PROGRAMS = dict(re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+FOUND = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+PROGRAMS = dict(reversed(FOUND))  # the first one of each language
 ADDRESS, QUESTION = "127.0.0.1:50051", "Why is the sky blue?"
 NOT_RUN = ["csharp", "java", "rust"]
 
@@ -89,8 +90,19 @@ def test_a_program_stops_on_an_error_with_its_field(language: str, address: str,
     assert b"(field: message)" in done.stderr
 
 
+def test_the_second_program_in_python_gets_objects(tmp_path: Path) -> None:
+    _, text = (text for language, text in FOUND if language == "python")
+    with running_server("--tool-format", "hermes") as server:
+        command, _ = python(tmp_path, text.replace(ADDRESS, server.address))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    name, call = done.stdout.splitlines()
+    assert name
+    assert re.fullmatch(r"weather \{'city': '.+'\}", call)
+
+
 def test_grpcurl_prints_the_answer_and_an_error_with_its_field(address: str) -> None:
-    text = PROGRAMS["sh"].replace(ADDRESS, address)
+    text = PROGRAMS["sh"].replace(ADDRESS, address).split("\ngrpcurl ")[0]
     command = [str(Path(sys.executable).parent / "grpcurl"), *shlex.split(text)[1:]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
