@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+from pagoda_server.settings.request import JSON_STYLE
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -19,9 +21,7 @@ if TYPE_CHECKING:
 MAX_SCHEMA_DEPTH = 64
 MAX_GBNF_RULES = 500  # the time to convert them grows with the square of their number
 
-# How JSON is written where the schema leaves it open, as most programs and models write it. A schema can ask for other
-# white space itself, by its keyword "x-guidance".
-_JSON_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_STYLE = cast("JsonCompileOptions", JSON_STYLE)
 
 # Work and memory for one grammar, about a tenth of what llguidance allows by default: a grammar of any size compiles
 # within about a second, a step follows it within some hundredths, and its automaton takes at most some 40 MB.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 MAX_N = 64  # sequences from one input
 MAX_LOGPROBS = 20  # most likely tokens that are reported for one position
@@ -20,3 +21,7 @@ MAX_PRIORITY = 1000
 MAX_SLO_S = 3600.0
 MAX_TENANT_LENGTH = 64
 TENANT_NAME = re.compile(rf"[A-Za-z0-9._:@/-]{{1,{MAX_TENANT_LENGTH}}}")
+
+# How JSON is written where a schema leaves it open, as most programs and models write it, in llguidance's words. A
+# schema can ask for other white space itself, by its keyword "x-guidance".
+JSON_STYLE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -187,6 +187,8 @@ class _Generation(Translation):
         "sampling.": "sampling_params.",
         "stopping.": "sampling_params.",
         "output.logprobs": "sampling_params.logprobs",
+        "guided.ebnf_grammar": "sampling_params.grammar",
+        "guided.": "sampling_params.",
     }
 
     def __init__(self, context: Context) -> None:
@@ -247,6 +249,9 @@ class _Generation(Translation):
         return complete
 
 
+_FORMATS = {"json_schema": "json_schema", "regex": "regex", "grammar": "ebnf_grammar", "json_object": "json_object"}
+
+
 def request_from(theirs: vllm.GenerateRequest, limits: Limits) -> inference_pb2.GenerateRequest:
     """Translate a request. Raises InvalidArgument, Unimplemented, which name vLLM's fields."""
     _check_supported(theirs)
@@ -278,6 +283,8 @@ def request_from(theirs: vllm.GenerateRequest, limits: Limits) -> inference_pb2.
     ours = inference_pb2.GenerateRequest(
         request_id=theirs.request_id, sampling=sampling, stopping=stopping, output=output
     )
+    if (constraint := params.WhichOneof("constraint")) is not None:
+        setattr(ours.guided, _FORMATS[constraint], getattr(params, constraint))
     match theirs.WhichOneof("input"):
         case "tokenized":
             check_count(len(theirs.tokenized.input_ids), "tokenized.input_ids", limits.max_model_len - 1)
@@ -290,7 +297,7 @@ def request_from(theirs: vllm.GenerateRequest, limits: Limits) -> inference_pb2.
 
 
 def _check_supported(theirs: vllm.GenerateRequest) -> None:
-    if (constraint := theirs.sampling_params.WhichOneof("constraint")) is not None:
+    if (constraint := theirs.sampling_params.WhichOneof("constraint")) in ("structural_tag", "choice"):
         raise Unimplemented(f"sampling_params.{constraint}")
     for name in ("prompt_logprobs", "truncate_prompt_tokens"):
         if theirs.sampling_params.HasField(name):

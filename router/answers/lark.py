@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pagoda_server.router.text.chat_template import Json
+from pagoda_server.settings.request import JSON_STYLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,21 @@ class Calls:
 
     tools: tuple[Tool, ...]
     may_repeat: bool
+
+
+# A schema with one of them may mean properties that it does not list itself.
+_OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
+
+
+def _closed(schema: Mapping[str, Json]) -> Mapping[str, Json]:
+    """The schema without properties that it does not list: a model would invent some. What matches it still does."""
+    properties = schema.get("properties")
+    if not isinstance(properties, dict) or not properties or _OPEN & schema.keys():
+        return schema
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not {str(name) for name in required} <= properties.keys():
+        return schema
+    return {**schema, "additionalProperties": False}
 
 
 class Lark:
@@ -84,7 +100,7 @@ class Lark:
         return self._rule(f"%lark {{\n{grammar}\n}}")
 
     def arguments(self, tool: Tool) -> Rule:
-        return self.json({"type": "object", **tool.parameters})
+        return self.json({"x-guidance": JSON_STYLE, "type": "object", **_closed(tool.parameters)})
 
     def call_object(self, tool: Tool, key: str) -> Rule:
         """A call as one JSON object."""

@@ -410,7 +410,7 @@ def test_the_tokens_of_all_inputs_and_continuations_count(stubs: Stubs) -> None:
 
 
 def test_what_is_scored_is_found_in_the_cache_by_its_tenant_alone(stubs: Stubs) -> None:
-    message = inference_pb2.ScoreRequest(prompt="only acme has scored this. " + LONG)
+    message = inference_pb2.ScoreRequest(prompt="scored by acme alone. " + LONG)
     message.continuations.add(text="x")
     found = [stubs.inference.Score(message, metadata=who).usage.cached_tokens for who in (ACME, ACME, BROWN)]
     assert found[0] == found[2] == 0

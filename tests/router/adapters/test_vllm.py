@@ -171,6 +171,9 @@ def test_the_tokenizer_comes_as_an_archive_that_is_the_same_each_time(engine: En
         ({"max_tokens": 1_000_000}, "sampling_params.max_tokens"),
         ({"logprobs": -1}, "sampling_params.logprobs"),
         ({"logit_bias": {-1: 1.0}}, "sampling_params.logit_bias"),
+        ({"regex": "("}, "sampling_params.regex"),
+        ({"grammar": "start: ("}, "sampling_params.grammar"),
+        ({"json_schema": "["}, "sampling_params.json_schema"),
     ],
 )
 def test_a_wrong_field_is_named_as_the_client_knows_it(engine: Engine, params: dict[str, Any], field: str) -> None:
@@ -188,8 +191,8 @@ def test_wrong_inputs_are_named(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
-        (vllm.GenerateRequest(sampling_params={"json_schema": "{}"}), "sampling_params.json_schema"),
-        (vllm.GenerateRequest(sampling_params={"json_object": True}), "sampling_params.json_object"),
+        (vllm.GenerateRequest(sampling_params={"structural_tag": "{}"}), "sampling_params.structural_tag"),
+        (vllm.GenerateRequest(sampling_params={"choice": {}}), "sampling_params.choice"),
         (vllm.GenerateRequest(sampling_params={"prompt_logprobs": 1}), "sampling_params.prompt_logprobs"),
         (vllm.GenerateRequest(mm_inputs={}), "mm_inputs"),
         (vllm.GenerateRequest(kv_transfer_params_json="{}"), "kv_transfer_params_json"),
@@ -200,6 +203,17 @@ def test_what_is_not_supported_is_refused_by_name(request_: vllm.GenerateRequest
     with pytest.raises(Unimplemented) as caught:
         request_from(request_, LIMITS)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("format", "ours", "value"),
+    [("json_schema", "json_schema", "{}"), ("regex", "regex", "a"), ("grammar", "ebnf_grammar", "start: A")],
+)
+def test_formats_of_the_answer_are_ours(format: str, ours: str, value: str) -> None:
+    params = vllm.SamplingParams(**{format: value})  # type: ignore[arg-type]
+    request = request_from(vllm.GenerateRequest(text="x", sampling_params=params), LIMITS)
+    assert getattr(request.guided, ours) == value
+    assert request.guided.WhichOneof("format") == ours
 
 
 def test_another_rank_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from google.protobuf.json_format import ParseDict
@@ -191,3 +192,21 @@ def test_a_format_that_the_client_asks_for_concerns_the_answer_after_the_reasoni
     for before in ("", reasoning):
         assert asked.takes(before + begin + good)
         assert not asked.takes(before + begin + bad)
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_closed"),
+    [
+        ({"properties": {"a": {}}}, True),
+        ({"properties": {"a": {}}, "required": ["a"]}, True),
+        ({"properties": {"a": {}}, "required": ["b"]}, False),
+        ({"properties": {"a": {}}, "additionalProperties": {"type": "string"}}, False),
+        ({"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]}, False),
+        ({}, False),
+    ],
+)
+def test_arguments_have_no_properties_that_their_schema_does_not_mean(schema: Any, is_closed: bool) -> None:
+    lark = Lark({})
+    written = lark.grammar(lark.arguments(Tool("f", schema)))
+    assert ('"additionalProperties": false' in written) == is_closed
+    assert '"whitespace_flexible": false' in written
