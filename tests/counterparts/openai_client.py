@@ -146,7 +146,8 @@ def tool_calls() -> None:
         options = {"messages": ASK_WEATHER, "tools": TOOLS, "tool_choice": choice, "max_tokens": 300, **GREEDY}
         whole = client.chat.completions.create(**options).choices[0]
         assert whole.message.tool_calls
-        assert whole.message.content is None
+        if whole.finish_reason == "tool_calls":  # a limit may cut an answer of many calls inside a marker
+            assert whole.message.content is None
         if choice is named:
             (call,) = whole.message.tool_calls
             arguments = json.loads(call.function.arguments)
