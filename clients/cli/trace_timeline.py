@@ -200,15 +200,21 @@ class _Reader:
         num_decodes = len(ids) - len(step.chunk_lengths)
         for id in ids[:num_decodes]:
             self._extend(id, at, Doing.DECODE, start, end, 1)
-        for id, length in zip(ids[num_decodes:], step.chunk_lengths, strict=True):
+        prefill_tokens, num_prefills = 0, 0
+        for id, first, length in zip(ids[num_decodes:], step.chunk_starts, step.chunk_lengths, strict=True):
+            if 0 < self._track(id).prompt_tokens <= first:  # drafts are verified, or tokens that no step chose computed
+                self._extend(id, at, Doing.DECODE, start, end, 1)
+                continue
             self._extend(id, at, Doing.PREFILL, start, end, length)
+            prefill_tokens += length
+            num_prefills += 1
         for id, reason in zip(step.idle, step.idle_reasons, strict=True):
             self._extend(id, at, Doing.HELD, start, end, 0, hold_name(reason))
         return Step(
             start_s=start,
             end_s=end,
-            decode_tokens=num_decodes,
-            prefill_tokens=sum(step.chunk_lengths),
+            decode_tokens=len(ids) - num_prefills,
+            prefill_tokens=prefill_tokens,
             sequences=len(ids),
             running=step.running,
             waiting=step.waiting,

@@ -92,6 +92,17 @@ def test_what_a_sequence_did_follows_from_its_steps() -> None:
     assert [(move[1]) for track in timeline.tracks for move in track.moves] == ["finished"] * 3
 
 
+def test_a_chunk_behind_the_prompt_is_a_decode() -> None:
+    moves = [trace_pb2.TracedMove(sequence=1, kind=trace_pb2.MOVE_KIND_STARTED, prompt_tokens=6, tokens=6)]
+    steps = [
+        trace_pb2.TracedStep(start_s=at, end_s=at + 1, sequences=[1], chunk_starts=[start], chunk_lengths=[length])
+        for at, (start, length) in enumerate([(0, 6), (6, 5), (8, 3)])  # two steps that verify drafts
+    ]
+    [timeline] = timelines([trace_pb2.StepTracePart(steps=steps, moves=moves)])
+    assert spans(timeline, 0) == [("prefill", 0, 1, 6, ""), ("decode", 1, 3, 2, "")]
+    assert [(step.decode_tokens, step.prefill_tokens) for step in timeline.steps] == [(0, 6), (1, 0), (1, 0)]
+
+
 def test_a_wait_says_what_it_was_for_as_that_changes() -> None:
     engine = TimedEngine(max_num_seqs=1, num_blocks=8, block_size=4)
     engine.add([1] * 4, max_tokens=3)
