@@ -45,7 +45,7 @@ demo: $(SERVE)            ## stream eight prompts at once from a real server
 serve: $(SERVE)           ## run a server until Ctrl-C: gRPC on 127.0.0.1:50051, HTTP on 127.0.0.1:8000; ARGS="--model …"
 	@$(BIN)/pagoda serve --http 127.0.0.1:8000 $(ARGS)
 
-test: $(DEV)              ## run the tests, except slow, nightly and most GPU ones; about 7 minutes on 2 cores
+test: $(DEV)              ## run the tests, except slow, nightly and most GPU ones; about 6 minutes on 2 cores
 	@$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not nightly and not gpu and not counterpart and not simulated" $(ARGS)
 
 test-simulated: $(DEV)    ## run the rest of the tests of GPU code and its benchmark that need no GPU; a minute
