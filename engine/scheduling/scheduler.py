@@ -245,7 +245,7 @@ class Scheduler:
         seq.is_drafted = False
         num_accepted = 0
         for token, logprobs in run:
-            if seq.state is State.FINISHED or not self._goes_on_with(seq, token):
+            if seq.state is State.FINISHED:
                 break
             num_accepted += 1
             if seq.state is State.RUNNING:
@@ -429,17 +429,6 @@ class Scheduler:
                 return
             seq.account.is_forced()
             self._append(seq, token, None)
-
-    def _goes_on_with(self, seq: Sequence, token: int) -> bool:
-        """Whether a token that was chosen behind drafts is what the sequence would have had next without them.
-
-        It is not where the output is complete, or where its mask forces another token (`_follow` does the rest).
-        """
-        mask = seq.token_mask
-        if mask is None or not mask.depends_on_tokens:
-            return True
-        forced = mask.follow(seq.tokens)
-        return forced is not None and (not forced or forced[0] == token)
 
     def _ends_by_mask(self, seq: Sequence) -> bool:
         """End a sequence that is complete by its token mask; say whether it is."""
