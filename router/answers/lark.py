@@ -91,16 +91,17 @@ class Lark:
         """What a regular expression matches, in the syntax of Rust's crate `regex`."""
         return self._rule(f"/{_with_escaped_slashes(regex)}/")
 
-    def json(self, schema: Mapping[str, Json]) -> Rule:
-        """JSON of a schema."""
-        return self._rule(f"%json {json.dumps(schema)}")
+    def json(self, schema: Mapping[str, Json] | bool) -> Rule:
+        """JSON of a schema, written as it is without a grammar around it."""
+        styled = {"x-guidance": JSON_STYLE, **schema} if isinstance(schema, Mapping) else schema
+        return self._rule(f"%json {json.dumps(styled)}")
 
     def nested(self, grammar: str) -> Rule:
         """What another grammar of this dialect describes, with rules of its own."""
         return self._rule(f"%lark {{\n{grammar}\n}}")
 
     def arguments(self, tool: Tool) -> Rule:
-        return self.json({"x-guidance": JSON_STYLE, "type": "object", **_closed(tool.parameters)})
+        return self.json({"type": "object", **_closed(tool.parameters)})
 
     def call_object(self, tool: Tool, key: str) -> Rule:
         """A call as one JSON object."""

@@ -44,7 +44,7 @@ class DraftModel:
         self.token_s = 0.0
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
-        """Compute drafts. Of a long prompt a step's tokens are computed first, and there are no drafts yet."""
+        """Compute drafts. A prompt longer than a step is computed a step at a time, and gets no drafts until then."""
         info = self._runner.info
         if seq.num_tokens + most > info.max_model_len:
             return []

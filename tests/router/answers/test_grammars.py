@@ -210,3 +210,12 @@ def test_arguments_have_no_properties_that_their_schema_does_not_mean(schema: An
     written = lark.grammar(lark.arguments(Tool("f", schema)))
     assert ('"additionalProperties": false' in written) == is_closed
     assert '"whitespace_flexible": false' in written
+
+
+@pytest.mark.parametrize("guided", [Guided(json_schema='{"type": "object"}'), Guided(json_object=True)])
+def test_json_behind_reasoning_is_written_like_json_alone(guided: Guided) -> None:
+    lark = Lark({})
+    assert '"whitespace_flexible": false' in lark.grammar(rule_of(guided, lark))
+    own = Guided(json_schema='{"x-guidance": {"whitespace_flexible": true}}')
+    assert '"whitespace_flexible": true' in lark.grammar(rule_of(own, lark))
+    assert "%json true" in lark.grammar(rule_of(Guided(json_schema="true"), lark))
