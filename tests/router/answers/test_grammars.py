@@ -92,7 +92,7 @@ def grammar(name: str, calls: Calls, prompt_end: str = "", are_special: bool = T
 
 
 def parsed(name: str, answer: str, prompt_end: str = "") -> list[Event]:
-    return events_of(FORMATS[name], [answer], prompt_end, [tool.name for tool in TOOLS])
+    return events_of(FORMATS[name], [answer], prompt_end, {tool.name: tool.parameters for tool in TOOLS})
 
 
 def calls_of(events: Sequence[Event]) -> list[CallPart]:

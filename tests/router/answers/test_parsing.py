@@ -122,7 +122,7 @@ def test_a_call_follows_one_that_was_none() -> None:
 
 def test_calls_stay_text_where_the_chat_offers_no_tools() -> None:
     for name, answer in ANSWERS.items():
-        assert events_of(FORMATS[name], [answer], tools=()) == [Text(answer)]
+        assert events_of(FORMATS[name], [answer], tools={}) == [Text(answer)]
 
 
 def test_a_json_answer_is_no_call() -> None:
