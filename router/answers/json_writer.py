@@ -90,12 +90,6 @@ class TypedText:
         else:
             self._writer.value(as_json(self._held, self._types))
 
-    def cut(self) -> None:
-        """The answer ends inside the value."""
-        if not self._is_string:
-            self._writer.begin()
-            self._writer.part(as_json(self._held, self._types).removesuffix('"'))
-
     def _begin_string(self) -> None:
         self._is_string = True
         self._writer.begin()

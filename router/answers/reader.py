@@ -63,6 +63,7 @@ class AnswerReader:
         self._opening_len = 0  # characters after the mark that are text if no call follows
         self._is_after_marker = False
         self._is_in_call = False  # a call has begun behind the last opening
+        self._has_met_end = False  # the answer ended where more was looked for, since the mark
 
     def feed(self, text: str) -> None:
         self._buffer += text
@@ -126,7 +127,8 @@ class AnswerReader:
 
         A rest that breaks off because the answer has ended inside a call is a part of that call, and is dropped.
         """
-        if self._is_in_call and self.has_ended and self._at == len(self._buffer) and not whole:
+        if self._is_in_call and self._has_met_end and not whole:
+            self._at = len(self._buffer)
             self._drop()
             return
         if not whole:
@@ -148,6 +150,7 @@ class AnswerReader:
     def _drop(self) -> None:
         self._buffer = self._buffer[self._at :]
         self._at = self._mark = self._opening_len = 0
+        self._has_met_end = False
 
     # Parts of calls. All of these raise NotACall.
 
@@ -155,6 +158,7 @@ class AnswerReader:
         """The next character; empty: the answer has ended."""
         while self._at == len(self._buffer) and not self.has_ended:
             yield
+        self._has_met_end |= self._at == len(self._buffer)
         return self._buffer[self._at : self._at + 1]
 
     def expect(self, text: str) -> Steps[None]:
@@ -164,11 +168,13 @@ class AnswerReader:
             self._at += 1
 
     def has(self, text: str) -> Steps[bool]:
-        """Read this text if it comes next."""
+        """Read this text if it comes next. Raises NotACall only where the answer ends inside it."""
         start = self._at
         try:
             yield from self.expect(text)
         except NotACall:
+            if start < self._at == len(self._buffer):
+                raise
             self._at = start
             return False
         return True
@@ -210,13 +216,12 @@ class AnswerReader:
                 self._at += found[0] + len(found[1])
                 self.accept()
                 return found[1]
-            held = _beginning_at_end(rest, ends)
-            certain = len(rest) if self.has_ended and not self._is_due else len(rest) - held
+            certain = len(rest) - _beginning_at_end(rest, ends)
             take(rest[:certain])
             self._at += certain
             self.accept()
             if self.has_ended:
-                self._at = len(self._buffer)
+                self._has_met_end = True
                 raise NotACall
             yield
 
@@ -228,7 +233,7 @@ class AnswerReader:
         self.num_calls += 1
 
     def begin(self, tool: str) -> JsonWriter:
-        """What was read begins a call. Returns the writer of its arguments, which tells them; count the call at its end."""
+        """What was read begins a call. Returns the writer of its arguments; count the call when they are complete."""
         if tool not in self.tools:
             raise NotACall
         index, id = self._new_call()

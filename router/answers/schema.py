@@ -41,7 +41,7 @@ class Schema:
             value = self._referred(reference)
         return Schema(_NO_SCHEMA, self.root)
 
-    def property(self, name: str) -> Schema:
+    def member(self, name: str) -> Schema:
         properties = self.value.get("properties")
         if isinstance(properties, Mapping) and name in properties:
             return self.at(properties[name])
@@ -60,7 +60,7 @@ class Schema:
         names = [str(name) for name in required] if isinstance(required, list) else []
         if _COMBINED & self.value.keys() or not (listed or names or self.value.get("additionalProperties") is False):
             return None
-        return [(name, self.property(name), name in names) for name in dict.fromkeys([*listed, *names])]
+        return [(name, self.member(name), name in names) for name in dict.fromkeys([*listed, *names])]
 
     @property
     def options(self) -> list[Json] | None:
