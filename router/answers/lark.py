@@ -126,13 +126,14 @@ class Lark:
             return self._rule(f"{self._rule('/(?s:.*)/').name} {self._written(marker)}")
         return self._rule(f"/(?s:.*){_escaped(marker)}/", "[lazy]")
 
-    def text(self, end: str, patterns: Sequence[str] = ()) -> Rule:
-        """A text without `end`, which matches all these regular expressions as a whole, and `end`."""
+    def text(self, end: str, patterns: Sequence[str] = (), before: str = "") -> Rule:
+        """A text without `end`, which matches all these regular expressions as a whole, then `before` and `end`."""
         parts = [f"/{_with_escaped_slashes(pattern)}/" for pattern in patterns or ["(?s:.*)"]]
-        if end in self._special:
-            return self.sequence(self._terminal(" & ".join(parts)), end)
-        parts.append(f"~/(?s:.*){_escaped(end)}(?s:.*)/")
-        return self._terminal(f"({' & '.join(parts)}) {json.dumps(end, ensure_ascii=False)}")
+        if end not in self._special:
+            parts.append(f"~/(?s:.*){_escaped(end)}(?s:.*)/")
+            before += end
+        text = self._terminal(f"({' & '.join(parts)}) {json.dumps(before, ensure_ascii=False)}")
+        return self.sequence(text, end) if end in self._special else text
 
     def regex(self, regex: str) -> Rule:
         """What a regular expression matches, in the syntax of Rust's crate `regex`."""

@@ -43,7 +43,7 @@ class QwenCoder(ToolFormat):
 
     def grammar(self, lark: Lark, calls: Calls) -> Rule:
         def parameter(key: Rule | str, schema: Schema) -> Rule:
-            return lark.sequence("<parameter=", key, ">\n", _value_rule(lark, schema, "\n</parameter>"), "\n")
+            return lark.sequence("<parameter=", key, ">\n", _value_rule(lark, schema, "</parameter>", "\n"), "\n")
 
         one = lark.one_of(
             lark.sequence(
@@ -131,23 +131,23 @@ def _value(reader: AnswerReader, writer: JsonWriter, schema: Schema, ends: Seque
     value.end()
 
 
-def _value_rule(lark: Lark, schema: Schema, end: str) -> Rule:
-    """What a value may be, with its closing marker."""
-    return lark.named((id(schema.value), end), lambda: _built_value_rule(lark, schema, end))
+def _value_rule(lark: Lark, schema: Schema, end: str, before: str = "") -> Rule:
+    """What a value may be, with its closing marker and a line break that may belong before it."""
 
+    def built() -> Rule:
+        if (options := schema.options) is not None:
+            return lark.one_of(
+                lark.sequence(option if isinstance(option, str) else lark.json({"const": option}), before + end)
+                for option in options
+            )
+        if alternatives := schema.alternatives:
+            return lark.one_of(_value_rule(lark, each, end, before) for each in alternatives)
+        types = schema.types
+        if "string" in types:
+            return lark.text(end, schema.patterns, before)
+        if types:
+            return lark.sequence(lark.json(schema.alone), before + end)
+        containers = lark.sequence(lark.json({"type": ["object", "array"]}), before + end)
+        return lark.one_of((containers, lark.text(end, [r"(?s:[^\s{\[].*)"], before)))
 
-def _built_value_rule(lark: Lark, schema: Schema, end: str) -> Rule:
-    if (options := schema.options) is not None:
-        return lark.one_of(
-            lark.sequence(option if isinstance(option, str) else lark.json({"const": option}), end)
-            for option in options
-        )
-    if alternatives := schema.alternatives:
-        return lark.one_of(_value_rule(lark, each, end) for each in alternatives)
-    types = schema.types
-    if "string" in types:
-        return lark.text(end, schema.patterns)
-    if types:
-        return lark.sequence(lark.json(schema.alone), end)
-    containers = lark.json({"type": ["object", "array"]})
-    return lark.one_of((lark.sequence(containers, end), lark.text(end, [r"(?s:[^\s{\[].*)"])))
+    return lark.named((id(schema.value), end), built)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.json_format import ParseDict
+from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from pagoda.v1.inference_pb2 import Guided
@@ -26,6 +27,7 @@ FORMATS: dict[str, AnswerFormat] = {
 }  # fmt: skip
 SPECIAL_FIRST = 300  # ids of markers where they are special tokens; below, a byte's token is the byte
 END = 299
+CLOSING = ("\n</parameter>", "</arg_value>", "<escape>", '<|"|>')  # what no dice would spell
 
 
 class Bytes:
@@ -73,6 +75,11 @@ class Grammar:
         """A text that matches; markers and ends are likely."""
         matcher, ids = self._matcher.deep_copy(), []
         while not matcher.is_stopped() and len(ids) < most:
+            close = self.vocabulary.ids(dice.choice(CLOSING))
+            if dice.random() < 0.2 and matcher.validate_tokens(close) == len(close):
+                matcher.consume_tokens(close)
+                ids += close
+                continue
             allowed = [id for id, bias in enumerate(matcher.compute_logit_bias()) if bias]
             liked = [id for id in allowed if id >= END or chr(id) in '"}]<']
             id = dice.choice(liked if liked and dice.random() < 0.7 else allowed)
@@ -109,6 +116,11 @@ ONE = {
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek-v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
     '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "qwen3-coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "pythonic": "[add(a=1)]",
+    "functiongemma": "<start_function_call>call:add{a:1}<end_function_call>",
+    "gemma4": "<|tool_call>call:add{a:1}<tool_call|>",
     "harmony": '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}',
 }
 
@@ -127,7 +139,8 @@ def test_the_model_may_reason_and_must_call(name: str, are_special: bool) -> Non
     assert not due.takes(f"Hello {answer}")
     assert not due.takes("")
     assert not due.takes(reasoned.removesuffix(answer))
-    assert not due.takes(answer.replace("1", '"1"')), "the schema holds"
+    assert not due.takes(answer.replace("1", "x")), "the schema holds"
+    assert not due.takes(answer.replace("1", "1.5"))
 
 
 @pytest.mark.parametrize("name", ONE)
@@ -162,6 +175,73 @@ def test_whatever_matches_parses_into_calls_of_the_schema(name: str) -> None:
         for each in calls:
             arguments = json.loads(each.arguments)
             assert each.name != "add" or isinstance(arguments["a"], int)
+
+
+# What tools ask for in practice; each property has its name from what is special about it.
+RICH = {
+    "type": "object",
+    "$defs": {
+        "Node": {"properties": {"label": {"type": "string", "maxLength": 3}, "next": {"$ref": "#/$defs/Node"}}},
+        "Unit": {"enum": ["celsius", "fahrenheit"]},
+    },
+    "properties": {
+        "text": {"type": "string", "maxLength": 6},
+        "pattern": {"type": "string", "pattern": "^[a-f]{2,4}$"},
+        "unit": {"$ref": "#/$defs/Unit"},
+        "maybe": {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 4}, {"type": "null"}]},
+        "number": {"type": "number", "minimum": 0, "maximum": 9},
+        "flag": {"type": "boolean"},
+        "mixed": {"enum": ["a", 1, None, False]},
+        "list": {"type": "array", "items": {"type": ["integer", "boolean"]}, "minItems": 1, "maxItems": 3},
+        "nodes": {"type": "array", "items": {"$ref": "#/$defs/Node"}, "maxItems": 2},
+        "inner": {"type": "object", "properties": {"key one": {"type": "string", "maxLength": 2}, "b": {}},
+                  "required": ["key one"], "additionalProperties": False},
+        "any": {},
+    },
+    "required": ["pattern", "list", "flag"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("are_special", [True, False])
+@pytest.mark.parametrize("name", sorted(ONE.keys() - {"harmony"}))
+def test_arguments_that_match_are_those_of_the_schema(name: str, are_special: bool) -> None:
+    validator = Draft202012Validator(RICH)
+    format = Marked(name, "")
+    lark = Lark((vocabulary := Bytes(format.markers if are_special else ())).special)
+    due = Grammar(format.calls(lark, Calls((Tool("rich", RICH),), may_repeat=True), ""), lark, vocabulary)
+    dice = random.Random(name)
+    for _ in range(12):
+        answer = due.random_text(dice)
+        whole = events_of(format, [answer], tools={"rich": RICH})
+        calls = calls_of(whole)
+        assert calls, answer
+        assert whole[-len(calls) :] == calls, answer
+        for each in calls:
+            validator.validate(json.loads(each.arguments))
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm", "pythonic", "functiongemma", "gemma4"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"$ref": "#"},
+        {"properties": {"a": {"$ref": "#/properties/a"}}},
+        {
+            "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}},
+            "properties": {"a": {"$ref": "#/$defs/a"}},
+        },
+        {"properties": {"a": {"type": "array", "items": {"type": "array"}}}},
+        {"required": ["a"]},
+        {"properties": {"a b": {"type": "string", "minLength": 2}}},
+        {"allOf": [{"properties": {"a": {"type": "integer"}}}]},
+        {"additionalProperties": {"type": "integer"}},
+    ],
+)
+def test_unusual_schemas_have_grammars(name: str, schema: Any) -> None:
+    lark, vocabulary = Lark({}), Bytes(())
+    Grammar(TOOL_FORMATS[name].grammar(lark, Calls((Tool("f", schema),), may_repeat=False)), lark, vocabulary)
 
 
 BEFORE = {

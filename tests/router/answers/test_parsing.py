@@ -94,6 +94,24 @@ def test_arguments_stream_as_they_come(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
+def test_a_call_that_is_due_and_cut_is_never_text(name: str) -> None:
+    answer = ANSWERS[name]
+    for end in range(len(answer)):
+        due = events_of(FORMATS[name], [answer[:end]], is_due=True)
+        assert all(isinstance(event, CallPart) for event in due), "half a marker is dropped where a call is due"
+
+
+def test_a_cut_drops_no_text_where_no_call_is_due() -> None:
+    complete = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    for end in range(complete.index("}}") + 1, len(complete)):
+        assert parse(HERMES, complete[:end]) == [call(0, "add", "{}")], "its closing marker is none"
+    assert parse(HERMES, complete + "<tool_") == [call(0, "add", "{}"), Text("<tool_")]
+    assert parse(HERMES, "Sure <tool_ca") == [Text("Sure <tool_ca")]
+    assert events_of(HERMES, ["<think>Hm</thi"], is_due=True) == [Reasoning("Hm</thi")]
+    assert events_of(HERMES, ["<think>Hm</think><tool_"], is_due=True) == [Reasoning("Hm")]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
 def test_a_call_of_no_offered_tool_is_text_from_its_first_character_on(name: str) -> None:
     wrong = ANSWERS[name].replace("add", "unknown")
     first, *_ = parse(FORMATS[name], wrong)
