@@ -182,4 +182,6 @@ def _escaped(text: str) -> str:
 
 
 def _with_escaped_slashes(regex: str) -> str:
-    return re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], regex, flags=re.DOTALL)
+    """The regular expression between slashes, where a line break may stand but not behind a backslash."""
+    written = {"/": "\\/", "\\\n": "\\n"}
+    return re.sub(r"\\.|/", lambda found: written.get(found[0], found[0]), regex, flags=re.DOTALL)

@@ -13,6 +13,7 @@ from pagoda.v1 import inference_pb2
 from pagoda_server.router.answers.formats import AnswerFormat
 from pagoda_server.router.answers.lark import Lark, Rule
 from pagoda_server.router.answers.parser import AnswerParser
+from pagoda_server.router.request.guided import GrammarChecker
 from pagoda_server.router.request.validation import GenerateParams
 from pagoda_server.router.text.chat_template import Json
 from pagoda_server.router.text.tokenizer import Tokenizer
@@ -77,6 +78,24 @@ def guided_by(
         assert params.guided is not None
         start = format.answer(lark, rule_of(params.guided, lark), prompt_end)
     return inference_pb2.Guided(ebnf_grammar=lark.grammar(start))
+
+
+async def checked_grammar(
+    params: GenerateParams,
+    format: AnswerFormat | None,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    grammars: GrammarChecker,
+) -> inference_pb2.Guided | None:
+    """The grammar of the whole output, as the engine will see it. What the client sent was checked alone before.
+
+    Raises InvalidArgument with the field that the grammar comes from.
+    """
+    guided = guided_by(params, format, tokenizer, prompt)
+    if guided is None or guided is params.guided:
+        return guided
+    asked = params.guided.WhichOneof("format") if params.guided is not None else ""
+    return await grammars.check(guided, f"guided.{asked}" if asked else "chat.tools")
 
 
 def rule_of(guided: inference_pb2.Guided, lark: Lark) -> Rule:

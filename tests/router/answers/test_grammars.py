@@ -254,6 +254,7 @@ BEFORE = {
     ("guided", "good", "bad"),
     [
         ({"regex": r"/+\/b"}, "//b", "/b"),
+        ({"regex": "a\\\n/\n"}, "a\n/\n", "a/\n"),
         ({"choice": {"options": ["a", "b c"]}}, "b c", "b"),
         ({"json_object": True}, '{"a": 1}', "[]"),
         ({"json_schema": json.dumps(INTEGER)}, '{"a": 1}', "{}"),
