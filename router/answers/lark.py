@@ -76,12 +76,9 @@ class Lark:
 
     def repeated(self, rule: Rule, separator: str = "", least: int = 1, most: int | None = None) -> Rule:
         """So many times at least, and at most."""
-        nothing = '""'
-        if most is not None and most < 1:
-            return self._rule(nothing)
-        more = f"{max(least - 1, 0)},{'' if most is None else max(most, least) - 1}"
-        some = f"{rule.name} ({self._written(separator)} {rule.name}){{{more}}}"
-        return self._rule(some if least else f"{some} | {nothing}")
+        more = f" ({self._written(separator)} {rule.name}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        some = "" if most == 0 else rule.name if most == 1 else rule.name + more
+        return self._rule(" | ".join(filter(None, (some, '""' if least == 0 or most == 0 else ""))))
 
     def members(self, members: Sequence[tuple[Rule, bool]], separator: str = "") -> Rule:
         """These parts in this order. One that is not required, which the flag tells, may be left out."""

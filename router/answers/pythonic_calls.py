@@ -66,16 +66,36 @@ class Pythonic(Literals):
         return name
 
     def _string(self, reader: AnswerReader, writer: JsonWriter, schema: Schema) -> Steps[bool]:
-        quote = yield from reader.peek()
-        if quote not in ("'", '"'):
+        if (yield from reader.peek()) not in ("'", '"'):
             return False
-        yield from reader.expect(quote)
-        end = 3 * quote if (yield from reader.has(2 * quote)) else quote
         value = quoted_value(writer, schema)
-        while (yield from reader.text((end, "\\"), value.take)) != end:
-            value.take((yield from self._escaped(reader)))
+        yield from self._text(reader, value.take)
         value.end()
         return True
+
+    def _key(self, reader: AnswerReader) -> Steps[str]:
+        key = ""
+
+        def hold(text: str) -> None:
+            nonlocal key
+            key += text
+            if len(key) > MAX_KEY:
+                raise NotACall
+
+        if (yield from reader.peek()) not in ("'", '"'):
+            raise NotACall
+        yield from self._text(reader, hold)
+        yield from reader.space()
+        yield from reader.expect(":")
+        return key
+
+    def _text(self, reader: AnswerReader, take: Callable[[str], None]) -> Steps[None]:
+        """Hand out what stands between quotes."""
+        quote = yield from reader.peek()
+        yield from reader.expect(quote)
+        end = 3 * quote if (yield from reader.has(2 * quote)) else quote
+        while (yield from reader.text((end, "\\"), take)) != end:
+            take((yield from self._escaped(reader)))
 
     def _escaped(self, reader: AnswerReader) -> Steps[str]:
         """The character that an escape behind its backslash stands for."""
@@ -93,16 +113,6 @@ class Pythonic(Literals):
         if int(digits, 16) > 0x10FFFF:
             raise NotACall
         return chr(int(digits, 16))
-
-    def _key(self, reader: AnswerReader) -> Steps[str]:
-        quote = yield from reader.peek()
-        if quote not in ("'", '"'):
-            raise NotACall
-        yield from reader.expect(quote)
-        key = yield from reader.key(quote, "\\\n")
-        yield from reader.space()
-        yield from reader.expect(":")
-        return key
 
     def _word(self, reader: AnswerReader, schema: Schema) -> Steps[str]:
         word = ""

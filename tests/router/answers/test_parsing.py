@@ -19,6 +19,7 @@ from pagoda_server.router.answers.formats import (
     format_of,
 )
 from pagoda_server.router.answers.parser import AnswerParser
+from pagoda_server.router.answers.reader import MAX_KEY
 from pagoda_server.settings import SettingError
 from pagoda_server.settings.router import ReasoningFormatName, ToolFormatName
 from tests.router.answers.reading import TOOLS, call, cut, events_of, told
@@ -310,10 +311,12 @@ def test_flags_set_the_format_or_turn_it_off() -> None:
     assert {*get_args(ReasoningFormatName)} == {*REASONING_FORMATS, "harmony", "auto", "none"}
 
 
-@pytest.mark.parametrize("piece", [" ", "\n", "<tool_call>", "<", "<tool_call>{"])
-def test_little_is_held_back_however_long_the_answer_is(piece: str) -> None:
-    parser = AnswerParser(HERMES, TOOLS, "", str)
-    num_told = 0
-    for num_pushed in range(1, 500):
-        num_told += len(told(parser.push(piece)))
-        assert num_pushed * len(piece) - num_told < 200
+@pytest.mark.parametrize("name", FORMATS)
+def test_little_is_held_back_however_long_the_answer_is(name: str) -> None:
+    opening = ANSWERS[name].partition("add")[0]
+    for piece in (" ", "\n", "<", "[", opening, f"{opening}q"):
+        parser = AnswerParser(FORMATS[name], TOOLS, "", str)
+        num_told = 0
+        for num_pushed in range(1, 300):
+            num_told += len(told(parser.push(piece)))
+            assert num_pushed * len(piece) - num_told < MAX_KEY + 100, piece
