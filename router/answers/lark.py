@@ -38,8 +38,7 @@ class Calls:
 # A schema with one of them may mean properties that it does not list itself.
 _OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
 
-
-_KEY = "[A-Za-z_][A-Za-z0-9_]{0,31}"  # what a property that no schema lists may be called
+_KEY = "[A-Za-z_][A-Za-z0-9_]{0,31}"  # the name of a property that no schema lists
 
 
 def _closed(schema: Mapping[str, Json]) -> Mapping[str, Json]:
@@ -90,16 +89,14 @@ class Lark:
             )
         return first
 
-    def arguments_of(
-        self, schema: Schema, member: Callable[[Rule | str, Schema], Rule], separator: str = "", key: str = _KEY
-    ) -> Rule:
+    def arguments_of(self, schema: Schema, member: Callable[[Rule | str, Schema], Rule], separator: str = "") -> Rule:
         """The members of an object of a schema, of which `member` writes one from its name and its schema.
 
-        Where the schema does not list them they have any names, which match `key`.
+        Where the schema does not list them, they have any names.
         """
         if (members := schema.members) is None:
             rest = schema.at(schema.value.get("additionalProperties"))
-            return self.repeated(member(self.regex(key), rest), separator, 0)
+            return self.repeated(member(self.regex(_KEY), rest), separator, 0)
         return self.members([(member(name, each), required) for name, each, required in members], separator)
 
     def named(self, key: Hashable, build: Callable[[], Rule]) -> Rule:

@@ -100,7 +100,9 @@ class Pythonic(Literals):
     def _escaped(self, reader: AnswerReader) -> Steps[str]:
         """The character that an escape behind its backslash stands for."""
         char = yield from reader.peek()
-        yield from reader.expect(char or "\\")
+        if not char:
+            raise NotACall
+        yield from reader.expect(char)
         if char not in _HEX_LENGTHS:
             return _ESCAPES.get(char, char if char in "\\'\"" else "\\" + char)
         digits = ""

@@ -212,14 +212,13 @@ class AnswerReader:
         while True:
             rest = self._buffer[self._at :]
             if (found := _first(rest, ends)) is not None:
-                take(rest[: found[0]])
-                self._at += found[0] + len(found[1])
-                self.accept()
-                return found[1]
+                at, marker = found
+                self._at += at + len(marker)
+                take(rest[:at])
+                return marker
             certain = len(rest) - _beginning_at_end(rest, ends)
-            take(rest[:certain])
             self._at += certain
-            self.accept()
+            take(rest[:certain])
             if self.has_ended:
                 self._has_met_end = True
                 raise NotACall
