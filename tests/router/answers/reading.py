@@ -9,7 +9,10 @@ from pagoda_server.router.answers.events import CallPart, Event, Reasoning, Text
 from pagoda_server.router.answers.formats import AnswerFormat
 from pagoda_server.router.answers.parser import AnswerParser
 
-TOOLS: dict[str, dict[str, Any]] = {"add": {}, "get_weather.v2": {"type": "object", "properties": {}}}
+TOOLS: dict[str, dict[str, Any]] = {
+    "add": {"properties": {"c": {"type": "integer"}, "d": {"type": ["string", "null"]}}},
+    "get_weather.v2": {"type": "object", "properties": {}},
+}
 
 
 def events_of(

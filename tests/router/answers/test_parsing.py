@@ -204,6 +204,7 @@ FRAGMENTS = [
     *MARKERS, *ANSWERS.values(), *(answer[: len(answer) // 2] for answer in ANSWERS.values()),
     '{"name": "add", "arguments": ', '"parameters": {', "}", "]", "{", "[", '"', ",", ":", "to=functions.add", "json",
     "analysis", "final", "add", "(", ")", "a=", "'", "\\u", "dead", "a:", "<function=add>", "<parameter=a>", "thought",
+    "<parameter=c>\n", "<arg_key>c</arg_key><arg_value>", "c=", "c:", "d=", "d:", "{'", "nul",
     " ", "\n", " " * 70, "<", "<tool", "\\", "1.5e", "true", "q", "é",
 ]  # fmt: skip
 
