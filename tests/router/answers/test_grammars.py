@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from pagoda.v1.inference_pb2 import Guided
-from pagoda_server.router.answers.events import CallPart, Event
+from pagoda_server.router.answers.events import CallPart, Event, Reasoning
 from pagoda_server.router.answers.formats import TOOL_FORMATS, AnswerFormat, Harmony, Marked
 from pagoda_server.router.answers.lark import Calls, Lark, Rule, Tool
 from pagoda_server.router.request.parsing import rule_of
@@ -161,6 +161,20 @@ def test_reasoning_that_the_prompt_has_begun_comes_first(name: str, marker: str)
     end = "</think>\n\n" if name == "hermes" else "<|end|>" + HEADER
     assert due.takes(f"I add.{end}{ONE[name]}")
     assert not due.takes(ONE[name])
+
+
+@pytest.mark.parametrize("are_special", [True, False])
+def test_gemma_4_reasons_in_a_channel_of_its_own(are_special: bool) -> None:
+    format = Marked("gemma4", "gemma4")
+    thought = "<|channel>thought\n"
+    for prompt_end, before in (("", thought), ("", ""), (f"<|turn>model\n{thought}", "")):
+        lark = Lark((vocabulary := Bytes(format.markers if are_special else ())).special)
+        due = Grammar(format.calls(lark, Calls(TOOLS, may_repeat=True), prompt_end), lark, vocabulary)
+        answer = f"{before}I add.<channel|>{ONE['gemma4']}" if before or prompt_end else ONE["gemma4"]
+        assert due.takes(answer)
+        events = events_of(format, [answer], prompt_end, {tool.name: tool.parameters for tool in TOOLS})
+        assert events[:-1] == ([Reasoning("I add.")] if answer != ONE["gemma4"] else [])
+        assert events[-1] == call(0, "add", '{"a": 1}')
 
 
 @pytest.mark.parametrize("name", ONE)
