@@ -19,13 +19,18 @@ from pagoda.v1.inference_pb2 import (
     GenerateRequest,
     GenerateResponse,
 )
+from pagoda_server.checkpoints import resolve
 from pagoda_server.router.answers.events import CallPart, Event, Reasoning, Text, joined
 from pagoda_server.router.answers.formats import AnswerFormat, Harmony, Marked
+from pagoda_server.router.answers.lark import Lark, Rule
 from pagoda_server.router.engines.stream import SequenceInbox
+from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.request.generate_call import GenerateCall
-from pagoda_server.router.request.parsing import guided_by, parsing_of
+from pagoda_server.router.request.guided import GrammarChecker
+from pagoda_server.router.request.parsing import checked_grammar, guided_by, parsing_of
 from pagoda_server.router.request.resuming import KeptStream, KeptStreams
 from pagoda_server.router.request.validation import GenerateParams, to_submit, validate_generate
+from pagoda_server.router.text import tokenizer as router_tokenizer
 from pagoda_server.router.text.detokenizer import Detokenization, Detokenizer
 from tests.router.test_generate_call import LIMITS, Engine, Writer
 from tests.router.tokenizers_for_tests import byte_level
@@ -251,3 +256,38 @@ def test_calls_that_are_due_become_a_grammar() -> None:
     assert f"<[{MODEL.special_ids['<think>']}]>" in due
     assert f"<[{MODEL.special_ids['<think>']}]>" not in guided("<think>\n", chat=CHAT | {"toolChoice": {"tool": "add"}})
     assert guided(chat=CHAT | {"toolChoice": {"mode": "TOOL_CHOICE_MODE_REQUIRED"}}, output={"text": False})
+
+
+class Broken(Marked):
+    """A format behind whose reasoning no grammar can follow."""
+
+    def answer(self, lark: Lark, answer: Rule, prompt_end: str) -> Rule:
+        return lark.regex("(")
+
+
+async def test_a_grammar_behind_reasoning_is_checked_as_the_engine_gets_it() -> None:
+    tokenizer = router_tokenizer.Tokenizer(resolve("synthetic"))
+    checker = GrammarChecker(tokenizer)
+    for fields, field in (
+        ({"guided": {"regex": "a"}}, "guided.regex"),
+        ({"guided": {"jsonSchema": "{}"}}, "guided.json_schema"),
+        ({"chat": CHAT | {"toolChoice": {"tool": "add"}}}, "chat.tools"),
+    ):
+        params = params_of(**fields)
+        assert await checked_grammar(params, HERMES, tokenizer, [0], checker)
+        with pytest.raises(InvalidArgument) as refused:
+            await checked_grammar(params, Broken("hermes", "think"), tokenizer, [0], checker)
+        assert refused.value.field == field
+
+
+async def test_a_call_that_is_due_and_cut_leaves_no_half_marker() -> None:
+    chat = CHAT | {"toolChoice": {"mode": "TOOL_CHOICE_MODE_REQUIRED"}}
+    half = '<think>\nI add.</think>\n<tool_call>{"na'
+    responses = await responses_to(half, params_of(chat=chat), reason=LENGTH)
+    assert events(responses) == [Reasoning("I add.")]
+    assert responses[-1].finished.reason == FINISH_REASON_LENGTH
+    stopped = params_of(chat=chat, stopping={"stop": ["na"]})
+    responses = await responses_to(half, stopped, reason=LENGTH)
+    assert events(responses) == [Reasoning("I add.")]
+    assert (responses[-1].finished.reason, responses[-1].finished.stop_string) == (FINISH_REASON_STOP, "na")
+    assert events(await responses_to(half, reason=LENGTH))[-1] == Text('<tool_call>{"na'), "which is not due"
