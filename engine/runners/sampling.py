@@ -38,7 +38,6 @@ class AllowedTokens:
 
     depends_on_tokens = False
     fault = ""
-    fault = ""
 
     def __init__(self, ids: Iterable[int]) -> None:
         numbers = np.fromiter(ids, dtype=np.int64)

@@ -254,6 +254,7 @@ class Scheduler:
             self._append(seq, token, logprobs)
             if not self._follow(seq):
                 break
+        self.counters.drafts += 1
         self.counters.drafted_tokens += len(chunk.drafts)
         self.counters.accepted_tokens += num_accepted
         seq.account.verified(len(chunk.drafts), num_accepted)
@@ -428,6 +429,7 @@ class Scheduler:
             if seq.id not in self._live:
                 return
             seq.account.is_forced()
+            self.counters.forced_tokens += 1
             self._append(seq, token, None)
 
     def _ends_by_mask(self, seq: Sequence) -> bool:

@@ -164,7 +164,7 @@ def test_forced_tokens_take_no_step_each(lookahead: int) -> None:
     ended = engine.ended[seq.id]
     assert (ended.reason, ended.matched_grammar, ended.matched) == (EndReason.STOP, True, None)
     assert text_of(engine, seq) in ("a very long text", "b")
-    assert seq.account.forced_tokens == len(text_of(engine, seq)) - 1
+    assert seq.account.forced_tokens == len(text_of(engine, seq)) - 1 == engine.scheduler.counters.forced_tokens
     assert steps <= 3
 
 
