@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import grpc
 import pytest
 from google.protobuf.json_format import ParseDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
+from pagoda import Unavailable
+from pagoda.connection import Attempts
 from pagoda.engine.v1 import engine_pb2
+from pagoda.resume import Resumption
 from pagoda.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -168,24 +172,34 @@ async def test_deltas_follow_from_the_tokens_whatever_comes_together(sizes: list
         assert events(parts[:at]) == events(whole[:num_tokens]), "a client of so many tokens has the same parts"
 
 
+TWO_PARTS_AT_ONCE = "<think>\nI add.</think>Sure"  # its last token ends the reasoning and begins the answer
+
+
+@pytest.mark.parametrize("answer", [ANSWER, TWO_PARTS_AT_ONCE])
+@pytest.mark.parametrize("reason", [STOP, LENGTH])
 @pytest.mark.parametrize("sizes", [(1,), (5, 2), (1000,)])
-async def test_a_stream_is_resumed_between_any_two_messages(sizes: Sequence[int]) -> None:
-    whole = await responses_to(ANSWER)
+async def test_a_stream_is_resumed_between_any_two_messages(
+    answer: str, reason: engine_pb2.EndReason, sizes: Sequence[int]
+) -> None:
+    whole = await responses_to(answer, reason=reason)
     params = params_of(resumable=True)
     kept = KeptStreams(9.0).add("", params, 0.0)
     kept.submitted(to_submit(params, PROMPT, 100, ()))
     writer = Writer()
-    ids = [*MODEL.ids(ANSWER), END]
-    engine = OneSequence(*inboxes(ids, sizes, engine_pb2.Ended(reason=STOP, matched=END)))
+    ids, matched = MODEL.ids(answer) + [END] * (reason == STOP), END if reason == STOP else None
+    engine = OneSequence(*inboxes(ids, sizes, engine_pb2.Ended(reason=reason, matched=matched)))
     async with kept:
         await call_of(params, writer, HERMES, kept).run(engine)  # type: ignore[arg-type]
     for at in range(len(writer.responses)):
-        had = writer.responses[:at]
-        rest = Writer()
+        had, rest = writer.responses[:at], Writer()
+        client = Resumption(GenerateRequest(), Attempts(1, None))
         async with kept:
             call = call_of(kept.params, rest, HERMES, kept)
             await call.replay(kept, [len(ids_in(had))], ())
-        assert events([*had, *rest.responses]) == events(whole), "with the same ids of calls"
+        taken = [response for response in had if client.takes(response)]
+        client.delay_after(Unavailable("broken", grpc.StatusCode.UNAVAILABLE))
+        taken += [response for response in rest.responses if client.takes(response)]
+        assert events(taken) == events(whole), "with the same ids of calls"
         assert rest.responses[-1].finished == whole[-1].finished
         assert rest.responses[-1].usage == whole[-1].usage
 
