@@ -69,7 +69,10 @@ class Sampler:
         asking = [at for at, row in enumerate(rows) if row.seq.params.logprobs is not None]
         logprobs = logits[asking].float().log_softmax(dim=-1) if asking else None
         changing = [at for at, row in enumerate(rows) if row.fault is None and row.changes_logits]
-        if len(changing) == len(rows):
+        masked = [at for at, row in enumerate(rows) if row.is_only_masked]
+        if len(masked) == len(rows):
+            tokens = self._most_likely_allowed(logits, masked, rows)
+        elif len(changing) == len(rows):
             tokens = self._sample_changed(rows, logits.float())
         else:
             draws = self._draws(rows, without=changing) if any(row.draws for row in rows) else self._no_draws
@@ -78,9 +81,9 @@ class Sampler:
                 changed = self._sample_changed([rows[at] for at in changing], logits[changing].float())
                 for at, token in zip(changing, changed, strict=True):
                     tokens[at] = token
-        for at, row in enumerate(rows):
-            if row.is_only_masked:
-                tokens[at] = self._most_likely_allowed(logits[at : at + 1], tokens[at], row.mask_words())
+            if masked:
+                for at, token in zip(masked, self._most_likely_allowed(logits, masked, rows), strict=True):
+                    tokens[at] = token
         choices = [self._choice(row, token) for row, token in zip(rows, tokens, strict=True)]
         if logprobs is not None:
             self._attach(choices, asking, rows, logprobs)
@@ -102,28 +105,10 @@ class Sampler:
         tokens: list[int] = self._ops.sample(logits, self._no_draws).tolist()
         return tokens
 
-    def _most_likely_allowed(self, logits: Tensor, token: int, words: np.ndarray) -> int:
-        """The most likely token that a mask allows, the lowest id of several; -1 if it allows none.
-
-        logits  [1, vocab]; may be overwritten
-        token   the most likely of all; -1 if the logits are broken
-        words   [words] int32
-
-        Most often that token is allowed. Otherwise the fewer are looked at: what is allowed, or what is not.
-        """
-        if token < 0 or words[token // 32] >> token % 32 & 1:
-            return token
-        vocab = logits.shape[1]
-        is_allowed = np.unpackbits(words.view(np.uint8), count=vocab, bitorder="little").view(bool)
-        allowed = np.flatnonzero(is_allowed)
-        if len(allowed) > vocab // 2:
-            logits[0, torch.from_numpy(np.flatnonzero(~is_allowed))] = float("-inf")
-            return self._most_likely(logits)[0]
-        if not len(allowed):
-            return -1
-        values = logits[0, torch.from_numpy(allowed)].float().numpy()
-        at = int(values.argmax())
-        return int(allowed[at]) if np.isfinite(values[at]) else -1
+    def _most_likely_allowed(self, logits: Tensor, masked: list[int], rows: list[_Row]) -> list[int]:
+        masks = self._masks([rows[at] for at in masked])
+        tokens: list[int] = self._ops.most_likely_allowed(logits, self._integers(masked), masks).tolist()
+        return tokens
 
     def _choice(self, row: _Row, token: int) -> Choice:
         if row.fault is not None:
