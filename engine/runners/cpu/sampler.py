@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Rows
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -40,7 +40,8 @@ class Sampler:
         self._device = device
         self._rows: dict[int, _Row] = {}
         self._no_draws = self._draws([])
-        self._no_masks = torch.empty(0, 0, dtype=torch.int32, device=device)
+        nothing = self._integers([])
+        self._no_adjustments = LogitAdjustments(**{each.name: nothing for each in fields(LogitAdjustments)})
 
     def sample(
         self, seqs: Rows[Sequence], logits: Tensor, drafts: Mapping[int, tuple[int, ...]] | None = None
@@ -132,28 +133,32 @@ class Sampler:
 
     def _adjustments(self, rows: list[_Row]) -> LogitAdjustments:
         """Everything that changes the logits of these rows, but for what typical_p drops."""
-        changed = list(enumerate(rows))
-        penalised = [(at, row.seq.params, *row.seen.follow(row.drafts)) for at, row in changed if row.seen is not None]
-        biased = [(at, row) for at, row in changed if len(row.bias)]
-        banned = [(at, row.stop_ids) for at, row in changed if row.bans_stops]
-        masked = [(at, row) for at, row in changed if row.seq.token_mask is not None]
-        seen_per_row = [len(ids) for _, _, ids, _ in penalised]
-        return LogitAdjustments(
-            seen_rows=self._integers(np.repeat([at for at, *_ in penalised], seen_per_row)),
-            seen_ids=self._integers(_join([ids for _, _, ids, _ in penalised])),
-            seen_counts=self._numbers(_join([counts for *_, counts in penalised])),
-            **{
-                name: self._numbers(np.repeat([getattr(params, name) for _, params, *_ in penalised], seen_per_row))
-                for name in _PENALTIES
-            },
-            bias_rows=self._integers(np.repeat([at for at, _ in biased], [len(row.bias) for _, row in biased])),
-            bias_ids=self._integers(_join([row.bias_ids for _, row in biased])),
-            bias=self._numbers(_join([row.bias for _, row in biased])),
-            banned_rows=self._integers(np.repeat([at for at, _ in banned], [len(ids) for _, ids in banned])),
-            banned_ids=self._integers(_join([ids for _, ids in banned])),
-            masked_rows=self._integers([at for at, _ in masked]),
-            token_masks=self._masks([row for _, row in masked]),
-        )
+        changes: dict[str, Tensor] = {}
+        if penalised := [(at, row) for at, row in enumerate(rows) if row.seen is not None]:
+            seen = [row.seen.follow(row.drafts) for _, row in penalised if row.seen is not None]
+            seen_per_row = [len(ids) for ids, _ in seen]
+            changes |= {
+                "seen_rows": self._integers(np.repeat([at for at, _ in penalised], seen_per_row)),
+                "seen_ids": self._integers(np.concatenate([ids for ids, _ in seen])),
+                "seen_counts": self._numbers(np.concatenate([counts for _, counts in seen])),
+            }
+            for name in _PENALTIES:
+                of_rows = [getattr(row.seq.params, name) for _, row in penalised]
+                changes[name] = self._numbers(np.repeat(of_rows, seen_per_row))
+        if biased := [(at, row) for at, row in enumerate(rows) if len(row.bias)]:
+            changes |= {
+                "bias_rows": self._integers(np.repeat([at for at, _ in biased], [len(row.bias) for _, row in biased])),
+                "bias_ids": self._integers(np.concatenate([row.bias_ids for _, row in biased])),
+                "bias": self._numbers(np.concatenate([row.bias for _, row in biased])),
+            }
+        if banned := [(at, row.stop_ids) for at, row in enumerate(rows) if row.bans_stops]:
+            changes |= {
+                "banned_rows": self._integers(np.repeat([at for at, _ in banned], [len(ids) for _, ids in banned])),
+                "banned_ids": self._integers(np.concatenate([ids for _, ids in banned])),
+            }
+        if masked := [at for at, row in enumerate(rows) if row.seq.token_mask is not None]:
+            changes |= {"masked_rows": self._integers(masked), "token_masks": self._masks([rows[at] for at in masked])}
+        return replace(self._no_adjustments, **changes)
 
     def _drop_untypical(self, logits: Tensor, typical: list[int], rows: list[_Row]) -> None:
         params = [rows[at].seq.params for at in typical]
@@ -163,8 +168,6 @@ class Sampler:
         logits[typical] = kept
 
     def _masks(self, rows: list[_Row]) -> Tensor:
-        if not rows:
-            return self._no_masks
         return torch.from_numpy(np.stack([row.mask_words() for row in rows])).to(self._device)
 
     def _attach(self, choices: list[Choice], asking: list[int], rows: list[_Row], logprobs: Tensor) -> None:
@@ -298,7 +301,3 @@ class _SeenTokens:
                 self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
             self._ids[at], self._counts[at] = token, 0
         return at
-
-
-def _join(arrays: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.empty(0)
