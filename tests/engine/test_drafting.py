@@ -27,8 +27,9 @@ def sequence(id: int, tokens: list[int], **params: int) -> Sequence:
 class Costs:
     """A step's time as a CostModel predicts it."""
 
-    def __init__(self, base_s: float, row_s: float) -> None:
+    def __init__(self, base_s: float, row_s: float, wait_s: float | None = None) -> None:
         self._base_s, self._row_s = base_s, row_s
+        self.wait_s = wait_s
 
     def decodes_s(self, count: int, num_keys: int) -> float:
         return self._base_s + self._row_s * count
@@ -54,10 +55,12 @@ class Rule:
         self.speculation = Speculation(Counting(), MOST, VOCAB_SIZE)
         self._costs = costs
 
-    def decide(self, room: int = 1000) -> dict[int, int]:
+    def decide(self, room: int = 1000, num_running: int | None = None) -> dict[int, int]:
         """How many tokens the next step drafts, by sequence."""
         chunks = [Chunk(seq, 2, 1, True) for seq in self.seqs]
-        return {chunk.seq.id: len(drafts) for chunk, drafts in self.speculation.drafts(chunks, room, self._costs)}
+        num_running = len(chunks) if num_running is None else num_running
+        drafted = self.speculation.drafts(chunks, room, self._costs, num_running)
+        return {chunk.seq.id: len(drafts) for chunk, drafts in drafted}
 
     def learn(self, id: int, num_drafted: int, num_accepted: int, times: int = 30) -> None:
         for _ in range(times):
