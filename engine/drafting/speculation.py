@@ -26,6 +26,7 @@ FIRST_CHANCE = 0.5  # what is expected of a new sequence's drafts
 WEIGHT = 0.2  # of the last verified draft in a sequence's chance: about five count
 PATIENCE = 32  # steps without a draft after which one is tried again; doubled each time that it is refused
 MOST_PATIENCE = 256
+WAIT_MARGIN = 1.5  # where steps overlap, drafts must bring this many times the tokens that waiting for them loses
 MOST_WATCHED = 64  # sequences whose tokens are guessed while they do not draft: each takes the host microseconds
 
 
@@ -122,8 +123,8 @@ class Speculation:
         In a step of many decodes the row is most of what a token costs: no draft is likely enough, and none is made. A
         sequence whose drafts are refused stops drafting, and tries one draft after PATIENCE steps.
 
-        Where steps overlap, all drafts of a sequence must also bring MARGIN times the tokens that it loses by waiting
-        for their outcome.
+        Where steps overlap, all drafts of a sequence must also bring WAIT_MARGIN times the tokens that it loses by
+        waiting for their outcome.
 
         decodes      of the step, without drafts, and all their tokens known
         room         tokens that the step has room for
@@ -140,8 +141,10 @@ class Speculation:
             record = self._record(chunk.seq)
             if guesses := self._guesses(chunk.seq, record, least_chance, room):
                 offers.append(_Offer(chunk, guesses, record.chance, record.tries_again))
-        if lost := _lost_by_waiting(costs.wait_s, step_s, is_alone=len(offers) == num_running):
-            offers = [offer for offer in offers if _waits_anyway(offer.chunk.seq) or offer.gain(cost) > MARGIN * lost]
+        if costs.overlap and costs.wait_s is None and len(offers) == num_running:
+            return  # what waiting loses is not known: this step will tell
+        gains = [math.inf if _waits_anyway(offer.chunk.seq) else offer.gain(cost) for offer in offers]
+        offers = _worth_waiting(offers, gains, 1, num_running, costs, step_s)
         for offer, taken in zip(offers, _likeliest(offers, count, step_s, row_s, room), strict=True):
             if taken:
                 yield offer.chunk, offer.guesses[:taken]
@@ -170,8 +173,9 @@ class Speculation:
             if guesses:
                 record.guess = chunk.seq.num_tokens, guesses[0]
                 offers.append(_Offer(chunk, guesses, record.chance, False))
-        lost = _lost_by_waiting(costs.wait_s, step_s, is_alone=len(offers) == num_running)
-        return [offer.chunk for offer in offers if offer.gain(cost, first=2) > MARGIN * lost]
+        gains = [offer.gain(cost, first=2) for offer in offers]
+        num_waits = 2  # now, and for the drafts' outcome
+        return [offer.chunk for offer in _worth_waiting(offers, gains, num_waits, num_running, costs, step_s)]
 
     def verified(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Learn how many of a sequence's drafts were accepted."""
@@ -234,15 +238,25 @@ class Speculation:
         return guesses
 
 
-def _lost_by_waiting(wait_s: float | None, step_s: float, *, is_alone: bool) -> float:
-    """Count the tokens that a sequence loses if its step must be committed before its next one is launched.
+def _worth_waiting(
+    offers: list[_Offer], gains: list[float], num_waits: int, num_running: int, costs: CostModel, step_s: float
+) -> list[_Offer]:
+    """Choose offers that gain WAIT_MARGIN times the tokens that their sequences lose by waiting for their tokens.
 
-    wait_s    `CostModel.wait_s`
-    is_alone  no other sequence computes meanwhile, so that the next step follows at once; else one step goes by
+    A sequence that waits loses a step, unless all that run wait together: then the next step follows at once, and loses
+    only the time in which the host commits the one and launches the other.
+
+    num_waits  how often each must wait
     """
-    if wait_s is None:
-        return 0.0
-    return min(1.0, wait_s / step_s) if is_alone else 1.0
+    if not costs.overlap:
+        return offers
+
+    def worth(lost: float) -> list[_Offer]:
+        least = WAIT_MARGIN * num_waits * lost
+        return [offer for offer, gain in zip(offers, gains, strict=True) if gain > least]
+
+    together = worth(min(1.0, (costs.wait_s or 0.0) / step_s))
+    return together if len(together) == num_running else worth(1.0)
 
 
 def _waits_anyway(seq: Sequence) -> bool:

@@ -52,8 +52,8 @@ class CostModel:
         self._clock = clock
         self._began = 0.0  # when the step that ends next began: steps are computed one after the other
         self._in_flight: deque[bool] = deque()  # of each scheduled step: it waited for the commit of the one before
-        self._overlap = False  # steps do, where none waits
         self._wait_s: float | None = None  # mean
+        self.overlap = False  # whether steps do, where none waits
         self._steps = StepTimeFilter()
         self._excess = RunningQuantile(HELD, MEASURED)  # measured ÷ expected
         self._least = RecentMinimum()
@@ -71,8 +71,8 @@ class CostModel:
         """
         if after_idle and not self._in_flight:
             self._began = self._clock()
-        self._overlap = self._overlap or bool(self._in_flight)
-        self._in_flight.append(self._overlap and not self._in_flight and not after_idle)
+        self.overlap = self.overlap or bool(self._in_flight)
+        self._in_flight.append(self.overlap and not self._in_flight and not after_idle)
 
     def drafted(self, seconds: float) -> None:
         """Note that drafting took so long: it is no part of the step that is about to be launched."""
@@ -95,10 +95,7 @@ class CostModel:
         load = StepLoad.of_chunks(plan.chunks, num_tokens)
         computed_s = max(0.0, seconds - copied_s)
         if waited:
-            wait_s = max(0.0, computed_s - self._steps.predict(load))
-            known_s = wait_s if self._wait_s is None else self._wait_s
-            self._wait_s = known_s + WAIT_WEIGHT * (wait_s - known_s)
-            computed_s = max(0.0, computed_s - self._wait_s)
+            computed_s = self._without_wait(load, computed_s)
         excess = self._steps.observe(load, computed_s)
         if load.decodes and excess is not None:
             self._excess.add(excess)
@@ -111,6 +108,15 @@ class CostModel:
             known = mean if self._block_copy_s is None else self._block_copy_s
             self._block_copy_s = known + COPY_WEIGHT * (mean - known)
 
+    def _without_wait(self, load: StepLoad, seconds: float) -> float:
+        """Return what a step would have taken that waited for the one before, and learn from it how long it did."""
+        expected_s = self._steps.predict_surely(load)
+        if expected_s is not None:
+            wait_s = max(0.0, seconds - expected_s)
+            known_s = wait_s if self._wait_s is None else self._wait_s
+            self._wait_s = known_s + WAIT_WEIGHT * (wait_s - known_s)
+        return max(seconds - (self._wait_s or 0.0), seconds / 2)
+
     # -- what its callers ask -----------------------------------------------------------------------------------------
 
     def decodes_s(self, count: int, num_keys: int) -> float:
@@ -122,11 +128,11 @@ class CostModel:
 
     @property
     def wait_s(self) -> float | None:
-        """How much longer a step takes if it is launched only after the one before is committed: the host's part.
+        """How much longer a step takes that is launched only after the one before is committed, where others overlap.
 
-        None where no steps overlap, so that all wait; 0 before the first that did.
+        That is the host's part of a step. None before the first such step whose time could be predicted.
         """
-        return (self._wait_s or 0.0) if self._overlap else None
+        return self._wait_s
 
     @property
     def excess(self) -> float:
@@ -286,6 +292,12 @@ class StepTimeFilter:
     def predict(self, load: StepLoad) -> float:
         """Return seconds; 0 before the first step."""
         return _dot(self.parts, load)
+
+    def predict_surely(self, load: StepLoad) -> float | None:
+        """Return seconds; None if too little is known."""
+        expected = self.predict(load)
+        unknown = _dot(load, [_dot(row, load) for row in self._covariance])
+        return expected if self._covariance and unknown < (SURE * expected) ** 2 else None
 
     def added_s(self, load: StepLoad) -> float:
         """Predict how much a load adds to a step that is made anyway."""
