@@ -75,9 +75,9 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Which rows of a step verify drafts: guesses of a sequence's next tokens, each with a row behind the sequence's own.
+    """Which rows of a step verify drafts: guesses of a sequence's next tokens.
 
-    A row behind drafts chooses as if they were tokens of the sequence. It takes mask `max_rows + at` of token_masks,
+    Each draft has a row, behind the sequence's own. A row behind drafts chooses as if they were tokens of the sequence. It takes mask `max_rows + at` of token_masks,
     where `at` is its place in the batch.
 
     ranks   [batch] int32; 0: no draft is behind or before it. N: it is the N-th row of its sequence
@@ -154,8 +154,8 @@ def sample_rows(
     Log-probabilities are those of the model, in float32, before anything changes the logits; equally likely tokens
     come in ascending order. Then penalties, biases, bans and masks (`adjust_logits`), then the choice (`sample`, with
     the noise of `noise_key(seed, position)`): the same token as those choose. It becomes the row's `last_token`, and
-    its count grows by one if the row has penalties. A broken row (-1) changes neither, nor does one with drafts: which of
-    its tokens count is known when all are chosen.
+    its count grows by one if the row has penalties. A broken row (-1) changes neither. Nor does a sequence with drafts:
+    which of its tokens count is known when all are chosen.
     """
     live = (rows >= 0).nonzero()[:, 0]
     row, position, raw = rows[live].long(), positions[live].long(), logits[live].float()

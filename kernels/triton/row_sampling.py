@@ -105,8 +105,8 @@ def sample_rows_triton(
     """`sample_rows`. Two launches, whatever the rows ask for; `logits` stay as they are.
 
     A row pays for what it asks for: greedy rows and draws without limits read their logits once. Draws with limits also
-    read the groups of tokens that can matter, a few times over. Stop ids, biases, masks, counts and drafts are read only
-    if the row has them.
+    read the groups of tokens that can matter, a few times over. Stop ids, biases, masks, counts and drafts are read
+    only if the row has them.
 
     Equal calls choose equal tokens, every time and in any batch: programs share no sum and use no atomics, each adds up
     its own values in a fixed order, ties go to the lowest token, and one program writes what a row keeps.

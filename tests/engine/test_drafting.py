@@ -260,7 +260,7 @@ def test_the_first_step_that_waits_drafts_nothing_as_it_tells_what_waiting_loses
 
 
 def test_guesses_are_compared_with_tokens_though_nothing_is_drafted() -> None:
-    """Beside others a new sequence does not wait. It does once its guesses were right, and no longer if they are not."""
+    """Beside others a new sequence does not wait. It does once its guesses were right, and until they are not."""
     rule, (right, wrong) = Rule(2, OVERLAPPED), (0, 7)
     held = []
     for token in [right] * 20 + [wrong] * 20:

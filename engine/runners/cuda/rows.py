@@ -62,9 +62,7 @@ class DeviceRows:
         self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device, max_drafts: int = 0
     ) -> None:
         self.block_table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
-        self.sampling: SamplingRows = allocate_rows(
-            max_rows, vocab_size, MAX_STOPS, MAX_BIASES, device, max_drafts
-        )
+        self.sampling: SamplingRows = allocate_rows(max_rows, vocab_size, MAX_STOPS, MAX_BIASES, device, max_drafts)
         self._parameters = _RowParameters(self.sampling, vocab_size, device)
         self._blocks = Staging({"at": (torch.int64, _BLOCKS_SENT), "block": (torch.int32, _BLOCKS_SENT)}, device)
         self._rows: dict[int, _Row] = {}  # by the identity of the block table, which is kept alive here

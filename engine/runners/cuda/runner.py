@@ -111,7 +111,10 @@ class DeviceRunner:
         self._sample(self._model.forward(self._inputs.of_model(shape), self._cache), shape)
 
     def _compute_and_read(self, shape: StepShape, chunks: list[Chunk], tokens: list[int]) -> dict[int, PendingReading]:
-        """`_compute` kernel by kernel, with what is read from prompts. `tokens`: the place of each chunk's first one."""
+        """`_compute` kernel by kernel, with what is read from prompts.
+
+        tokens  the place of each chunk's first token among the step's
+        """
         inputs = self._inputs.of_model(shape)
         hidden = self._model.hidden_states(self._model.embed(inputs), inputs, self._cache)
         readings = read(self._model, hidden, inputs.token_ids, chunks, tokens)

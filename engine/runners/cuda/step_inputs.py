@@ -24,7 +24,9 @@ class PackedInputs:
     """The inputs of steps of up to `num_tokens` tokens in `num_seqs` entries, at addresses that never change.
 
     An entry is a sequence's decode, one of its drafts, or its chunk. A draft is a decode of its sequence, one position
-    further than the entry before it. Decodes without drafts come first, then those with drafts, then chunks. A step in a shape larger than itself is padded: after its decodes with decodes, and after its chunks with chunks
+    further than the entry before it. Decodes without drafts come first, then those with drafts, then chunks.
+
+    A step in a shape larger than itself is padded: after its decodes with decodes, and after its chunks with chunks
     that have no tokens, except the last, which has all padded tokens.
 
     tokens, positions, slots  of each token; token -1: the host does not know it yet, it is the last one of its row
