@@ -77,8 +77,8 @@ class SamplingRows:
 class Verified:
     """Which rows of a step verify drafts: guesses of a sequence's next tokens.
 
-    Each draft has a row, behind the sequence's own. A row behind drafts chooses as if they were tokens of the sequence. It takes mask `max_rows + at` of token_masks,
-    where `at` is its place in the batch.
+    Each draft has a row, behind the sequence's own. A row behind drafts chooses as if they were tokens of the sequence.
+    It takes mask `max_rows + at` of token_masks, where `at` is its place in the batch.
 
     ranks   [batch] int32; 0: no draft is behind or before it. N: it is the N-th row of its sequence
     tokens  [batch] int64, the token that each row is behind. Read where the rank is above 1: it is a draft there
