@@ -157,9 +157,10 @@ class Speculation:
 
         num_running  all sequences that run, in this step or not
         """
+        if (count := len(decodes)) > MOST_WATCHED:
+            return []
         step_s, row_s = self._times(decodes, costs)
-        count = len(decodes)
-        if MARGIN * row_s * count >= step_s or count > MOST_WATCHED:
+        if MARGIN * row_s * count >= step_s:
             return []
         cost = row_s * count / step_s
         least_chance = max(LEAST_CHANCE, MARGIN * cost)

@@ -225,7 +225,9 @@ class Scheduler:
         if pending and (held := speculation.holds(pending, self.costs, len(self.running))):
             left_out = {chunk.seq.id for chunk in held}
             chunks = [chunk for chunk in chunks if chunk.seq.id not in left_out]
-        decodes = [chunk for chunk in chunks if chunk.is_decode and not chunk.seq.num_pending]
+        decodes = [chunk for chunk in chunks if not chunk.seq.num_pending and chunk.is_decode]
+        if not decodes:
+            return chunks
         room = min(budget, self.token_budget) - sum([chunk.length for chunk in chunks])
         if speculation.max_choices is not None:
             room = min(room, speculation.max_choices - len(chunks))

@@ -48,8 +48,8 @@ class DeviceStep:
             tokens[at] = chosen[entry]
             if tokens[at] < 0:
                 faults[at] = _BROKEN
-            else:
-                logprobs[at] = self._logprobs(entry, chunk.seq.params.logprobs)
+            elif (count := chunk.seq.params.logprobs) is not None:
+                logprobs[at] = self._logprobs(entry, count)
             if chunk.drafts:
                 more[at] = self._accepted_run(chunk, entry, chosen)
         readings: dict[int, Reading] = {}
@@ -65,16 +65,15 @@ class DeviceStep:
 
         entry  of the token before the first draft
         """
-        run = []
+        count = chunk.seq.params.logprobs
+        run: list[tuple[int, TokenLogprobs | None]] = []
         for behind, draft in enumerate(chunk.drafts, entry + 1):
             if draft != chosen[behind - 1] or chosen[behind] < 0:
                 break
-            run.append((chosen[behind], self._logprobs(behind, chunk.seq.params.logprobs)))
+            run.append((chosen[behind], None if count is None else self._logprobs(behind, count)))
         return run
 
-    def _logprobs(self, entry: int, count: int | None) -> TokenLogprobs | None:
-        if count is None:
-            return None
+    def _logprobs(self, entry: int, count: int) -> TokenLogprobs:
         first = entry * MAX_TOP_LOGPROBS
         return TokenLogprobs(
             float(self.arrays["chosen"][entry]),

@@ -154,7 +154,7 @@ class _RowParameters:
         self._sampling = sampling
         self._vocab_size = vocab_size
         self._max_stops, self._max_biases = sampling.stop_ids.shape[1], sampling.bias_ids.shape[1]
-        max_rows, self._num_words = sampling.token_masks.shape
+        num_masks, self._num_words = sampling.token_masks.shape
         dtypes = {each.name: getattr(sampling, each.name).dtype for each in fields(SamplingRows)}
         self._single = [name for name in dtypes if getattr(sampling, name).dim() == 1 and name != "last_token"]
         self._rows = Staging(
@@ -174,7 +174,7 @@ class _RowParameters:
         self._masks = Staging(
             {"row": (torch.int64, _MASKS_SENT), "words": (torch.int32, _MASKS_SENT * self._num_words)},
             device,
-            sets=1 + -(-max_rows // _MASKS_SENT),  # a step's masks are filled while those of the step before are sent
+            sets=1 + -(-num_masks // _MASKS_SENT),  # a step's masks are filled while those of the step before are sent
         )
 
     def fault(self, seq: Sequence) -> str | None:

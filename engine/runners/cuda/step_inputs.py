@@ -60,8 +60,8 @@ class PackedInputs:
         shape   the step's layout; if it has room for more chunks than there are, then for more tokens, too
         """
         arrays = self._staging.fill()
-        decodes = [at for at, chunk in enumerate(chunks) if _is_plain_decode(chunk)]
-        others = [at for at, chunk in enumerate(chunks) if not _is_plain_decode(chunk)]
+        decodes = [at for at, chunk in enumerate(chunks) if chunk.length == 1 and chunk.samples]
+        others = sorted({*range(len(chunks))}.difference(decodes)) if len(decodes) < len(chunks) else []
         self._fill_decodes(arrays, [chunks[at] for at in decodes], [rows[at] for at in decodes])
         end = len(decodes)
         for at in others:
@@ -153,11 +153,15 @@ def places_of(chunks: list[Chunk], num_decodes: int) -> tuple[list[int], list[in
 
     num_decodes  of the step, drafts and padding included
     """
-    decode, drafted = 0, sum([_is_plain_decode(chunk) for chunk in chunks])
+    is_plain = [chunk.length == 1 and chunk.samples for chunk in chunks]
+    if all(is_plain):
+        entries = tokens = list(range(len(chunks)))
+        return entries, tokens
+    decode, drafted = 0, sum(is_plain)
     entry = token = num_decodes
     entries, tokens = [], []
-    for chunk in chunks:
-        if _is_plain_decode(chunk):
+    for chunk, is_decode in zip(chunks, is_plain, strict=True):
+        if is_decode:
             entries.append(decode)
             tokens.append(decode)
             decode += 1
@@ -170,10 +174,6 @@ def places_of(chunks: list[Chunk], num_decodes: int) -> tuple[list[int], list[in
             tokens.append(token)
             entry, token = entry + 1, token + chunk.length
     return entries, tokens
-
-
-def _is_plain_decode(chunk: Chunk) -> bool:
-    return chunk.length == 1 and chunk.samples
 
 
 def known_token(chunk: Chunk) -> int:
