@@ -272,6 +272,14 @@ def test_guesses_are_compared_with_tokens_though_nothing_is_drafted() -> None:
     assert held[39] == set()
 
 
+def test_guesses_may_be_wrong_for_ever() -> None:
+    rule = Rule(1, OVERLAPPED)
+    rule.seqs[0].max_len = 10_000
+    for _ in range(4000):
+        assert not rule.hold(num_running=2)
+        rule.seqs[0].tokens.append(7)
+
+
 def test_only_so_many_sequences_are_guessed_for_beside_a_step() -> None:
     rule = Rule(speculation.MOST_WATCHED + 1, Costs(500.0, 0.05, wait_s=0.0))
     assert not rule.hold()
