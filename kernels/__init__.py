@@ -17,6 +17,7 @@ from pagoda_server.kernels.row_sampling import (
     MAX_TOP_LOGPROBS,
     SampledRows,
     SamplingRows,
+    Verified,
     allocate_rows,
     allocate_sampled,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "Recording",
     "SampledRows",
     "SamplingRows",
+    "Verified",
     "allocate_rows",
     "allocate_sampled",
     "bytes_of_block",

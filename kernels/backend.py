@@ -47,7 +47,7 @@ from pagoda_server.kernels.rope_and_store_kv import (
     rope_and_store_kv_cpu,
     rope_and_store_kv_native,
 )
-from pagoda_server.kernels.row_sampling import SampledRows, SamplingRows, sample_rows
+from pagoda_server.kernels.row_sampling import SampledRows, SamplingRows, Verified, sample_rows
 from pagoda_server.kernels.sample import Draws, most_likely_allowed, sample
 from pagoda_server.kernels.sample_cpu import most_likely_allowed_native, sample_cpu, sample_native
 
@@ -104,7 +104,7 @@ class Backend:
     adjust_logits: Callable[[Tensor, LogitAdjustments], None]
     sample: Callable[[Tensor, Draws], Tensor]
     most_likely_allowed: Callable[[Tensor, Tensor, Tensor], Tensor]
-    sample_rows: Callable[[Tensor, Tensor, Tensor, SamplingRows, SampledRows], None]
+    sample_rows: Callable[[Tensor, Tensor, Tensor, SamplingRows, SampledRows, Verified | None], None]
     head: LinearMaker | None = None
     is_compiled: bool = False
     takes_int4: bool = False

@@ -44,7 +44,8 @@ class SamplingRows:
                         undefined and never read
     stop_ids            [max_rows, max_stops] int32
     bias_ids, bias      [max_rows, max_biases] int32 and float32; no id twice
-    token_masks         [max_rows, ceil(vocab / 32)] int32, bit i of word w: token 32 * w + i can be chosen
+    token_masks         [max_rows + max_drafts, ceil(vocab / 32)] int32, bit i of word w: token 32 * w + i can be
+                        chosen. Those behind max_rows are of rows behind drafts: see Verified
     counts              [max_rows, vocab] int32: times that the output holds the token, plus IN_PROMPT
     last_token          [max_rows] int32, the token that was chosen last
     """
@@ -73,6 +74,21 @@ class SamplingRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Verified:
+    """Which rows of a step verify drafts: guesses of a sequence's next tokens.
+
+    Each draft has a row, behind the sequence's own. A row behind drafts chooses as if they were tokens of the sequence.
+    It takes mask `max_rows + at` of token_masks, where `at` is its place in the batch.
+
+    ranks   [batch] int32; 0: no draft is behind or before it. N: it is the N-th row of its sequence
+    tokens  [batch] int64, the token that each row is behind. Read where the rank is above 1: it is a draft there
+    """
+
+    ranks: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class SampledRows:
     """What a step chose, one entry a row of its logits. Entries of padding, and logprobs not asked for, are undefined.
 
@@ -91,13 +107,15 @@ class SampledRows:
 _NAMES = {each.name for each in fields(SamplingRows)}
 
 
-def allocate_rows(max_rows: int, vocab: int, max_stops: int, max_biases: int, device: torch.device) -> SamplingRows:
+def allocate_rows(
+    max_rows: int, vocab: int, max_stops: int, max_biases: int, device: torch.device, max_drafts: int = 0
+) -> SamplingRows:
     """Rows that take their most likely token, and nothing else."""
     widths = {"": (), "stops": (max_stops,), "biases": (max_biases,), "words": (-(-vocab // 32),), "vocab": (vocab,)}
     return SamplingRows(
         **{
             each.name: torch.full(
-                (max_rows, *widths[each.metadata["width"]]),
+                (max_rows + max_drafts * (each.name == "token_masks"), *widths[each.metadata["width"]]),
                 each.metadata["neutral"],
                 dtype=each.metadata["dtype"],
                 device=device,
@@ -117,26 +135,43 @@ def allocate_sampled(batch: int, device: torch.device) -> SampledRows:
     )
 
 
-def sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, sampling: SamplingRows, out: SampledRows) -> None:
+def sample_rows(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    sampling: SamplingRows,
+    out: SampledRows,
+    verified: Verified | None = None,
+) -> None:
     """Chooses one token for each row of logits by the rules of its row, and notes it there.
 
     logits     [batch, vocab] floating point, of the model; may be overwritten
-    rows       [batch] int32, no row twice; -1: padding, for which nothing is chosen or noted
+    rows       [batch] int32, no row twice, except a sequence's with drafts; -1: padding, for which nothing is chosen or
+               noted
     positions  [batch] int32, tokens before the one to choose: with the seed they determine the noise
+    verified   None: no sequence has drafts
 
     Log-probabilities are those of the model, in float32, before anything changes the logits; equally likely tokens
     come in ascending order. Then penalties, biases, bans and masks (`adjust_logits`), then the choice (`sample`, with
     the noise of `noise_key(seed, position)`): the same token as those choose. It becomes the row's `last_token`, and
-    its count grows by one if the row has penalties. A broken row (-1) changes neither.
+    its count grows by one if the row has penalties. A broken row (-1) changes neither. Nor does a sequence with drafts:
+    which of its tokens count is known when all are chosen.
     """
     live = (rows >= 0).nonzero()[:, 0]
     row, position, raw = rows[live].long(), positions[live].long(), logits[live].float()
+    rank = torch.zeros_like(row) if verified is None else verified.ranks[live].long()
+    counts, mask_row = sampling.counts[row], row
+    if verified is not None:
+        for back in range(int(rank.max()) - 1 if len(live) else 0):
+            behind = (rank > back + 1).nonzero()[:, 0]
+            counts[behind, verified.tokens[live[behind] - back]] += 1
+        mask_row = torch.where(rank > 1, len(sampling.temperature) + live, row)
     adjusted = raw.clone()
-    adjust_logits(adjusted, _adjustments(row, position, sampling))
+    adjust_logits(adjusted, _adjustments(row, position, counts, mask_row, sampling))
     tokens = sample(adjusted, _draws(row, position, sampling))
 
     out.tokens[live] = tokens.int()
-    is_good = tokens >= 0
+    is_good = (tokens >= 0) & (rank == 0)
     sampling.last_token[row[is_good]] = tokens[is_good].int()
     counted = is_good & _has_penalties(row, sampling)
     sampling.counts[row[counted], tokens[counted]] += 1
@@ -153,8 +188,10 @@ def _has_penalties(row: Tensor, sampling: SamplingRows) -> Tensor:
     return ((s.repetition_penalty != 1) | (s.presence_penalty != 0) | (s.frequency_penalty != 0))[row]
 
 
-def _adjustments(row: Tensor, position: Tensor, sampling: SamplingRows) -> LogitAdjustments:
-    counts = sampling.counts[row] * _has_penalties(row, sampling)[:, None]
+def _adjustments(
+    row: Tensor, position: Tensor, counts: Tensor, mask_row: Tensor, sampling: SamplingRows
+) -> LogitAdjustments:
+    counts = counts * _has_penalties(row, sampling)[:, None]
     seen_rows, seen_ids = counts.nonzero(as_tuple=True)
     of_seen = row[seen_rows]
     bias_ids = sampling.bias_ids[row]
@@ -177,7 +214,7 @@ def _adjustments(row: Tensor, position: Tensor, sampling: SamplingRows) -> Logit
         banned_rows=banned_rows,
         banned_ids=stop_ids[banned_rows, stops].long(),
         masked_rows=masked,
-        token_masks=sampling.token_masks[row[masked]],
+        token_masks=sampling.token_masks[mask_row[masked]],
     )
 
 

@@ -188,7 +188,7 @@ class EngineSettings(CommonSettings):
     speculation: Speculation = setting(
         "auto",
         "Draft tokens that are likely to follow, and verify them in the next step. It changes no token. auto drafts as "
-        "many as pay, which under load is none, and none on a GPU.",
+        "many as pay, which under load is none.",
         panel=ENGINE_SCHEDULING,
     )
     draft_model: str = setting(

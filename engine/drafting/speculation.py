@@ -3,6 +3,9 @@
 Speculative decoding (Leviathan et al., 2023; Chen et al., 2023): guessed tokens are computed behind a sequence's last
 one in the same step. Here a guess is kept if the sequence's own sampler chooses that very token in its place, so tokens
 do not depend on what was guessed. A guess that is refused has cost a row of the step.
+
+Where steps overlap, a draft costs more. Guesses follow known tokens, so a sequence that drafts is left out of the step
+that is launched while its last token is computed. Its drafts must bring more than that loses.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ FIRST_CHANCE = 0.5  # what is expected of a new sequence's drafts
 WEIGHT = 0.2  # of the last verified draft in a sequence's chance: about five count
 PATIENCE = 32  # steps without a draft after which one is tried again; doubled each time that it is refused
 MOST_PATIENCE = 256
+WAIT_MARGIN = 1.5  # where steps overlap, drafts must bring this many times the tokens that waiting for them loses
+MOST_WATCHED = 64  # sequences whose tokens are guessed while they do not draft: each takes the host microseconds
 
 
 class Drafter(Protocol):
@@ -48,15 +53,28 @@ class _Record:
     chance    that a draft is accepted, if all before it were: a mean that forgets exponentially
     num_idle  steps since it last drafted
     patience  such steps after which it tries again
+    guess     a position of the sequence and the token that was guessed there, but not drafted
     """
 
     chance: float = FIRST_CHANCE
     num_idle: int = 0
     patience: int = PATIENCE
+    guess: tuple[int, int] | None = None
 
     @property
     def tries_again(self) -> bool:
         return self.num_idle >= self.patience
+
+    def num_likely(self, least_chance: float, most: int) -> int:
+        """Count the drafts, up to `most`, that are all accepted with at least this chance."""
+        return int(math.log(least_chance) / math.log(self.chance)) if self.chance < 1.0 else most
+
+    def compare(self, tokens: list[int]) -> None:
+        """Learn from the guess that was not drafted, once its token is known."""
+        if self.guess is not None and self.guess[0] < len(tokens):
+            position, guess = self.guess
+            self.chance += WEIGHT * ((tokens[position] == guess) - self.chance)
+            self.guess = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +86,32 @@ class _Offer:
     chance: float
     is_first_sure: bool
 
+    def gain(self, cost: float, first: int = 1) -> float:
+        """Count the tokens that it is expected to bring, less the cost of each row that brings more.
+
+        first  the draft whose row is the first
+        """
+        chances = (self.chance**at for at in range(first, len(self.guesses) + 1))
+        return sum([chance - cost for chance in chances if chance > cost])
+
 
 class Speculation:
     """
     most        drafts of a sequence in one step at most
     vocab_size  for the masks of guided sequences
+    max_choices  tokens that a step can choose, those behind drafts included; None: as many as it can compute
     """
 
-    def __init__(self, drafter: Drafter, most: int, vocab_size: int) -> None:
+    def __init__(self, drafter: Drafter, most: int, vocab_size: int, max_choices: int | None = None) -> None:
         self.most = most
+        self.max_choices = max_choices
         self._drafter = drafter
         self._num_words = -(-vocab_size // 32)
         self._records: dict[int, _Record] = {}
 
-    def drafts(self, decodes: list[Chunk], room: int, costs: CostModel) -> Iterator[tuple[Chunk, list[int]]]:
+    def drafts(
+        self, decodes: list[Chunk], room: int, costs: CostModel, num_running: int
+    ) -> Iterator[tuple[Chunk, list[int]]]:
         """Choose drafts for a step so that its expected tokens per second are the most, and never fewer than without.
 
         A step of n decodes that takes t seconds yields n / t tokens a second. Draft j of a sequence is accepted with
@@ -93,26 +123,60 @@ class Speculation:
         In a step of many decodes the row is most of what a token costs: no draft is likely enough, and none is made. A
         sequence whose drafts are refused stops drafting, and tries one draft after PATIENCE steps.
 
-        decodes  of the step, without drafts, and all their tokens known
-        room     tokens that the step has room for
+        Where steps overlap, all drafts of a sequence must also bring WAIT_MARGIN times the tokens that it loses by
+        waiting for their outcome.
+
+        decodes      of the step, without drafts, and all their tokens known
+        room         tokens that the step has room for
+        num_running  all sequences that run, in this step or not
         """
+        step_s, row_s = self._times(decodes, costs)
         count = len(decodes)
-        keys = sum([chunk.start for chunk in decodes])
-        step_s = costs.decodes_s(count, keys) if count else 0.0
-        if not step_s:
-            return
-        row_s = costs.decodes_s(count + 1, keys + keys // count) - step_s + self._drafter.token_s
         if MARGIN * row_s * count >= step_s:
             return
-        least_chance = max(LEAST_CHANCE, MARGIN * row_s * count / step_s)
+        cost = row_s * count / step_s
+        least_chance = max(LEAST_CHANCE, MARGIN * cost)
         offers = []
         for chunk in decodes:
             record = self._record(chunk.seq)
             if guesses := self._guesses(chunk.seq, record, least_chance, room):
                 offers.append(_Offer(chunk, guesses, record.chance, record.tries_again))
+        if costs.overlap and costs.wait_s is None and len(offers) == num_running:
+            return  # what waiting loses is not known: this step will tell
+        gains = [math.inf if _waits_anyway(offer.chunk.seq) else offer.gain(cost) for offer in offers]
+        offers = _worth_waiting(offers, gains, 1, num_running, costs, step_s)
         for offer, taken in zip(offers, _likeliest(offers, count, step_s, row_s, room), strict=True):
             if taken:
                 yield offer.chunk, offer.guesses[:taken]
+
+    def holds(self, decodes: list[Chunk], costs: CostModel, num_running: int) -> list[Chunk]:
+        """Choose decodes to leave out of a step, so that they can draft in the next one: their last token is pending.
+
+        Its guess, and those behind it, tell what drafts would bring. It is compared with the token once that is known,
+        so a sequence's chance is learned though it does not draft.
+
+        num_running  all sequences that run, in this step or not
+        """
+        if (count := len(decodes)) > MOST_WATCHED:
+            return []
+        step_s, row_s = self._times(decodes, costs)
+        if MARGIN * row_s * count >= step_s:
+            return []
+        cost = row_s * count / step_s
+        least_chance = max(LEAST_CHANCE, MARGIN * cost)
+        offers = []
+        for chunk in decodes:
+            record = self._record(chunk.seq)
+            if (most := self._most_drafts(chunk.seq, num_tokens=chunk.seq.num_tokens + 1)) <= 0:
+                continue
+            record.compare(chunk.seq.tokens)
+            guesses = self._drafter.propose(chunk.seq, 1 + min(most, record.num_likely(least_chance, most)))
+            if guesses:
+                record.guess = chunk.seq.num_tokens, guesses[0]
+                offers.append(_Offer(chunk, guesses, record.chance, False))
+        gains = [offer.gain(cost, first=2) for offer in offers]
+        num_waits = 2  # now, and for the drafts' outcome
+        return [offer.chunk for offer in _worth_waiting(offers, gains, num_waits, num_running, costs, step_s)]
 
     def verified(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Learn how many of a sequence's drafts were accepted."""
@@ -138,15 +202,27 @@ class Speculation:
             record = self._records[seq.id] = _Record()
         return record
 
+    def _times(self, decodes: list[Chunk], costs: CostModel) -> tuple[float, float]:
+        """Predict how long a step of these decodes takes, and how much longer with a draft. 0 if nothing is known."""
+        count = len(decodes)
+        keys = sum([chunk.start for chunk in decodes])
+        step_s = costs.decodes_s(count, keys) if count else 0.0
+        if not step_s:
+            return 0.0, 0.0
+        return step_s, costs.decodes_s(count + 1, keys + keys // count) - step_s + self._drafter.token_s
+
+    def _most_drafts(self, seq: Sequence, num_tokens: int) -> int:
+        """Return how many drafts a sequence that has so many tokens may have."""
+        most = min(self.most, seq.max_len - num_tokens - 1)  # one token is chosen behind the last draft
+        return most if seq.params.max_draft_tokens is None else min(most, seq.params.max_draft_tokens)
+
     def _guesses(self, seq: Sequence, record: _Record, least_chance: float, room: int) -> list[int]:
         """Guess as many tokens as are likely enough, or one if the sequence has not drafted for long."""
-        most = min(self.most, room, seq.max_len - seq.num_tokens - 1)  # one token is chosen behind the last draft
-        if seq.params.max_draft_tokens is not None:
-            most = min(most, seq.params.max_draft_tokens)
+        most = min(room, self._most_drafts(seq, seq.num_tokens))
         if most <= 0:
             return []
         record.num_idle += 1
-        likely = int(math.log(least_chance) / math.log(record.chance)) if record.chance < 1.0 else most
+        likely = record.num_likely(least_chance, most)
         if not likely and not record.tries_again:
             return []
         return self._allowed(seq, self._drafter.propose(seq, min(most, max(1, likely))))
@@ -161,6 +237,31 @@ class Speculation:
             if not words[guess // 32] >> guess % 32 & 1:
                 return guesses[:at]
         return guesses
+
+
+def _worth_waiting(
+    offers: list[_Offer], gains: list[float], num_waits: int, num_running: int, costs: CostModel, step_s: float
+) -> list[_Offer]:
+    """Choose offers that gain WAIT_MARGIN times the tokens that their sequences lose by waiting for their tokens.
+
+    A sequence that waits loses a step, unless all that run wait together: then the next step follows at once, and loses
+    only the time in which the host commits the one and launches the other.
+
+    num_waits  how often each must wait
+    """
+    if not costs.overlap:
+        return offers
+
+    def worth(lost: float) -> list[_Offer]:
+        least = WAIT_MARGIN * num_waits * lost
+        return [offer for offer, gain in zip(offers, gains, strict=True) if gain > least]
+
+    together = worth(min(1.0, (costs.wait_s or 0.0) / step_s))
+    return together if len(together) == num_running else worth(1.0)
+
+
+def _waits_anyway(seq: Sequence) -> bool:
+    return seq.token_mask is not None and seq.token_mask.depends_on_tokens
 
 
 def _likeliest(offers: list[_Offer], tokens: float, step_s: float, row_s: float, room: int) -> list[int]:

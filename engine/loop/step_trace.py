@@ -140,7 +140,7 @@ class StepTrace:
     def _idle(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Hold, ...]]:
         busy = set(ids)
         idle = [seq for seq in self._scheduler.running if seq.id not in busy]
-        holds: list[Hold] = ["token pending" if seq.awaits_token else "no budget" for seq in idle]
+        holds: list[Hold] = ["token pending" if seq.remaining_len == 1 else "no budget" for seq in idle]
         return tuple([seq.id for seq in idle]), tuple(holds)
 
     def _standing(self, moved: set[int]) -> Iterator[Move]:

@@ -26,14 +26,14 @@ log = logging.getLogger("pagoda.engine")
 
 class InformedRunner(Runner, Protocol):
     """
-    can_verify  the chunks of a step may have drafts
+    max_choices  tokens that a step can choose, those behind drafts included
     """
 
     @property
     def info(self) -> RunnerInfo: ...
 
     @property
-    def can_verify(self) -> bool: ...
+    def max_choices(self) -> int: ...
 
 
 def load_runner(config: EngineConfig, folder: Path, progress: Progress) -> InformedRunner:

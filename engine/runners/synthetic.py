@@ -115,11 +115,10 @@ class SyntheticRunner:
                that the host has not read
     """
 
-    can_verify = True
-
     def __init__(self, info: RunnerInfo, step_time: StepTime | None = None, lookahead: int = 0) -> None:
         self.info = info
         self.lookahead = lookahead
+        self.max_choices = info.limits.token_budget
         self._block_size = info.kv_cache.block_size
         self._cache = [_POISON] * info.token_capacity
         self._host = [_POISON] * (info.num_host_blocks * self._block_size)

@@ -217,12 +217,25 @@ class Scheduler:
     # -- the parts of a step ----------------------------------------------------------------------------------------
 
     def _draft(self, chunks: list[Chunk], budget: int, speculation: Speculation) -> list[Chunk]:
-        """Give decodes drafts for which the step has tokens and blocks, without those that running sequences need."""
-        decodes = [chunk for chunk in chunks if chunk.is_decode and not chunk.seq.num_pending]
+        """Give decodes drafts for which the step has tokens and blocks, without those that running sequences need.
+
+        Where steps overlap, leave out decodes that draft in the next step, once their last token is known.
+        """
+        pending = [chunk for chunk in chunks if chunk.seq.num_pending]
+        if pending and (held := speculation.holds(pending, self.costs, len(self.running))):
+            left_out = {chunk.seq.id for chunk in held}
+            chunks = [chunk for chunk in chunks if chunk.seq.id not in left_out]
+        decodes = [chunk for chunk in chunks if not chunk.seq.num_pending and chunk.is_decode]
+        if not decodes:
+            return chunks
         room = min(budget, self.token_budget) - sum([chunk.length for chunk in chunks])
+        if speculation.max_choices is not None:
+            room = min(room, speculation.max_choices - len(chunks))
         started = self.clock()
-        proposed = list(speculation.drafts(decodes, room, self.costs))
+        proposed = list(speculation.drafts(decodes, room, self.costs, len(self.running)))
         self.costs.drafted(self.clock() - started)
+        if len(proposed) == len(chunks) and self._num_planned > self._num_committed:
+            return []  # they wait for the step in flight, so that all that draft do so together
         drafted = []
         for chunk, drafts in proposed:
             seq = chunk.seq

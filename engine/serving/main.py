@@ -136,16 +136,16 @@ async def _serve(
 def _speculation(config: EngineConfig, runner: InformedRunner, progress: PrintedProgress) -> Speculation | None:
     """Choose what drafts. Raises ConfigError if the draft model cannot draft for this runner."""
     info = runner.info
-    if config.draft_model and not (runner.can_verify and info.architecture != "synthetic"):
-        raise ConfigError(f"--draft-model: drafts of a model are not verified for {info.architecture} on {info.device}")
-    if config.speculation == "off" or not runner.can_verify:
+    if config.draft_model and (info.device != "cpu" or info.architecture == "synthetic"):
+        raise ConfigError(f"--draft-model: a model does not draft for {info.architecture} on {info.device}")
+    if config.speculation == "off":
         return None
     if not config.draft_model:
-        return Speculation(PromptLookup(), config.max_draft_tokens, info.vocab_size)
+        return Speculation(PromptLookup(), config.max_draft_tokens, info.vocab_size, runner.max_choices)
     from pagoda_server.engine.runners.cpu.draft_model import DraftModel  # only now, because torch takes a second
 
     drafter = DraftModel(config, resolve(config.draft_model, progress), info.vocab_size, progress)
-    return Speculation(drafter, config.max_draft_tokens, info.vocab_size)
+    return Speculation(drafter, config.max_draft_tokens, info.vocab_size, runner.max_choices)
 
 
 def make_grammars(folder: Path, vocab_size: int) -> Grammars:
@@ -175,7 +175,6 @@ def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path) -> c
         max_num_seqs=info.limits.max_num_seqs,
         token_budget=info.limits.token_budget,
         overlap="on" if runner.lookahead else "off",
-        speculation=config.speculation if runner.can_verify else "off",
     )
     return control_pb2.EngineInfo(
         epoch=secrets.randbits(63),

@@ -28,6 +28,7 @@ WINDOW = 256  # the fastest step of the last one or two windows bounds the steps
 SAFETY = 0.5  # no step to come takes less than this part of the fastest: a request is never refused on a high guess
 PROMPT_WEIGHT = 0.05  # of the last step in the means that prompts are judged by: about 20 steps count
 COPY_WEIGHT = 0.2  # of the last step that copied, in the mean time of a block's copy
+WAIT_WEIGHT = 0.1  # of the last step that waited, in the mean of what such steps take longer
 COPY_AGEING = 0.98  # applied each time that mean speaks against a copy, so that one slow copy does not count for ever
 
 DRIFT = 0.02  # how much a part changes from one step to the next, relative to itself
@@ -50,7 +51,9 @@ class CostModel:
         self._most_chosen = most_chosen
         self._clock = clock
         self._began = 0.0  # when the step that ends next began: steps are computed one after the other
-        self._in_flight = 0
+        self._in_flight: deque[bool] = deque()  # of each scheduled step: it waited for the commit of the one before
+        self._wait_s: float | None = None  # mean
+        self.overlap = False  # whether steps do, where none waits
         self._steps = StepTimeFilter()
         self._excess = RunningQuantile(HELD, MEASURED)  # measured ÷ expected
         self._least = RecentMinimum()
@@ -68,7 +71,8 @@ class CostModel:
         """
         if after_idle and not self._in_flight:
             self._began = self._clock()
-        self._in_flight += 1
+        self.overlap = self.overlap or bool(self._in_flight)
+        self._in_flight.append(self.overlap and not self._in_flight and not after_idle)
 
     def drafted(self, seconds: float) -> None:
         """Note that drafting took so long: it is no part of the step that is about to be launched."""
@@ -82,14 +86,17 @@ class CostModel:
         """
         now = self._clock()
         seconds, self._began = now - self._began, now
-        self._in_flight -= 1
+        waited = self._in_flight.popleft()
         lengths = [chunk.length for chunk in plan.chunks]
         num_tokens = sum(lengths)
         self._least.add(seconds)
         if 2 * num_tokens >= self._token_budget:
             self._least_large.add(seconds)
         load = StepLoad.of_chunks(plan.chunks, num_tokens)
-        excess = self._steps.observe(load, max(0.0, seconds - copied_s))
+        computed_s = max(0.0, seconds - copied_s)
+        if waited:
+            computed_s = self._without_wait(load, computed_s)
+        excess = self._steps.observe(load, computed_s)
         if load.decodes and excess is not None:
             self._excess.add(excess)
         if not plan.chunks[-1].is_decode:  # decodes come first
@@ -101,6 +108,15 @@ class CostModel:
             known = mean if self._block_copy_s is None else self._block_copy_s
             self._block_copy_s = known + COPY_WEIGHT * (mean - known)
 
+    def _without_wait(self, load: StepLoad, seconds: float) -> float:
+        """Return what a step would have taken that waited for the one before, and learn from it how long it did."""
+        expected_s = self._steps.predict_surely(load)
+        if expected_s is not None:
+            wait_s = max(0.0, seconds - expected_s)
+            known_s = wait_s if self._wait_s is None else self._wait_s
+            self._wait_s = known_s + WAIT_WEIGHT * (wait_s - known_s)
+        return max(seconds - (self._wait_s or 0.0), seconds / 2)
+
     # -- what its callers ask -----------------------------------------------------------------------------------------
 
     def decodes_s(self, count: int, num_keys: int) -> float:
@@ -109,6 +125,14 @@ class CostModel:
         A draft that is verified counts as a decode.
         """
         return self._steps.predict(StepLoad.of(count, num_keys))
+
+    @property
+    def wait_s(self) -> float | None:
+        """How much longer a step takes that is launched only after the one before is committed, where others overlap.
+
+        That is the host's part of a step. None before the first such step whose time could be predicted.
+        """
+        return self._wait_s
 
     @property
     def excess(self) -> float:
@@ -268,6 +292,12 @@ class StepTimeFilter:
     def predict(self, load: StepLoad) -> float:
         """Return seconds; 0 before the first step."""
         return _dot(self.parts, load)
+
+    def predict_surely(self, load: StepLoad) -> float | None:
+        """Return seconds; None if too little is known."""
+        expected = self.predict(load)
+        unknown = _dot(load, [_dot(row, load) for row in self._covariance])
+        return expected if self._covariance and unknown < (SURE * expected) ** 2 else None
 
     def added_s(self, load: StepLoad) -> float:
         """Predict how much a load adds to a step that is made anyway."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagoda_server.kernels.linear import Linear
 from pagoda_server.kernels.rope_and_store_kv import HeadNorms
-from pagoda_server.kernels.row_sampling import allocate_sampled
+from pagoda_server.kernels.row_sampling import Verified, allocate_sampled
 from pagoda_server.kernels.triton.inputs import (
     LLAMA_1B,
     LLAMA_8B,
@@ -162,6 +162,9 @@ def sampling_cases(vocab: int) -> Iterator[Case]:
     numbers = torch.empty(ROWS, dtype=torch.int32, device=META)
     rows, out = sampling_rows(ROWS, vocab, META), allocate_sampled(ROWS, META)
     yield Case(f"sampling of {vocab}", lambda: sample_rows_triton(logits, numbers, numbers, rows, out))
+    verified = Verified(numbers, numbers.long())
+    call = partial(sample_rows_triton, logits, numbers, numbers, rows, out, verified)
+    yield Case(f"sampling of {vocab} with drafts", call)
 
 
 def _apply(prepare: Callable[[Tensor, Tensor | None], Linear], weight: Tensor, bias: Tensor | None, x: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from pagoda_server.kernels.row_sampling import MAX_TOP_LOGPROBS, SampledRows, SamplingRows
+from pagoda_server.kernels.row_sampling import MAX_TOP_LOGPROBS, SampledRows, SamplingRows, Verified
 from pagoda_server.kernels.triton.configs import tuned
 from pagoda_server.kernels.triton.dependent_launch import dependent_launch
 from pagoda_server.kernels.triton.row_sampling_choice import choice_kernel
@@ -95,13 +95,18 @@ def allocate_partials(batch: int, vocab: int, tile: int, device: torch.device) -
 
 
 def sample_rows_triton(
-    logits: Tensor, rows: Tensor, positions: Tensor, sampling: SamplingRows, out: SampledRows
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    sampling: SamplingRows,
+    out: SampledRows,
+    verified: Verified | None = None,
 ) -> None:
     """`sample_rows`. Two launches, whatever the rows ask for; `logits` stay as they are.
 
     A row pays for what it asks for: greedy rows and draws without limits read their logits once. Draws with limits also
-    read the groups of tokens that can matter, a few times over. Stop ids, biases, masks and counts are read only if the
-    row has them.
+    read the groups of tokens that can matter, a few times over. Stop ids, biases, masks, counts and drafts are read
+    only if the row has them.
 
     Equal calls choose equal tokens, every time and in any batch: programs share no sum and use no atomics, each adds up
     its own values in a fixed order, ties go to the lowest token, and one program writes what a row keeps.
@@ -120,13 +125,15 @@ def sample_rows_triton(
     penalties = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
     scanned = (p.tile_best, p.tile_token, p.tile_score, p.tile_mass, p.group_best, p.moments)
     raw = (p.raw_best, p.raw_mass, p.raw_group_best)
+    ranks, step_tokens = (None, None) if verified is None else (verified.ranks, verified.tokens)
     scan_kernel[(num_tiles, batch)](
-        logits, rows, positions,
+        logits, rows, positions, ranks, step_tokens,
         *draws, *penalties,
         s.min_position, s.num_logprobs, s.is_masked, s.num_stops, s.num_biases, s.stop_ids, s.bias_ids, s.bias,
         s.token_masks, s.counts,
         p.adjusted, p.is_changed, *scanned, *raw,
         vocab, logits.stride(0), s.stop_ids.shape[1], s.bias_ids.shape[1], s.token_masks.shape[1],
+        len(s.temperature),
         TILE=config.tile,
         GROUP=GROUP,
         STOPS=triton.next_power_of_2(max(s.stop_ids.shape[1], 1)),
@@ -136,7 +143,7 @@ def sample_rows_triton(
         **dependent_launch(),
     )  # fmt: skip
     choice_kernel[(batch,)](
-        logits, rows, positions,
+        logits, rows, positions, ranks,
         *draws, *penalties,
         s.num_logprobs, s.counts, s.last_token,
         p.adjusted, p.is_changed, *scanned, *raw, p.hits, p.near, p.near_ids,

@@ -188,8 +188,8 @@ def _draw_limited(
 
 @triton.jit
 def choice_kernel(
-    # the step
-    logits, rows, positions,
+    # the step; ranks is None where no sequence can have drafts
+    logits, rows, positions, ranks,
     # the sequences' rows
     temperature, top_k, top_p, min_p, top_n_sigma, seed_low, seed_high, repetition, presence, frequency, num_logprobs,
     counts, last_token,
@@ -236,9 +236,12 @@ def choice_kernel(
         token = tl.load(tile_token + at * num_tiles + leader)
 
     tl.store(tokens + at, token)
-    tl.store(last_token + row, token)
+    is_noted = True
+    if ranks is not None:
+        is_noted = tl.load(ranks + at) == 0
+    tl.store(last_token + row, token, mask=is_noted)
     r, p, f = tl.load(repetition + row), tl.load(presence + row), tl.load(frequency + row)
-    if (r != 1) | (p != 0) | (f != 0):
+    if ((r != 1) | (p != 0) | (f != 0)) & is_noted:
         count = counts + row * vocab + token
         tl.store(count, tl.load(count) + 1)
     asked = tl.load(num_logprobs + row)

@@ -38,6 +38,13 @@ def distance(x, best, temperature):
 
 
 @triton.jit
+def _penalised(x, count, repetition, presence, frequency):
+    times = (count & _TIMES).to(tl.float32)
+    scaled = tl.where(x > 0, tl.math.div_rn(x, repetition), x * repetition)
+    return scaled - (tl.where(times > 0, presence, 0.0) + frequency * times)
+
+
+@triton.jit
 def _moments_of(distances):
     """The number of finite values, their mean, and the sum of their squared differences from it."""
     is_finite = distances < float("inf")
@@ -49,15 +56,15 @@ def _moments_of(distances):
 
 @triton.jit
 def scan_kernel(
-    # the step
-    logits, rows, positions,
+    # the step; ranks and step_tokens are None where no sequence can have drafts
+    logits, rows, positions, ranks, step_tokens,
     # the sequences' rows
     temperature, top_k, top_p, min_p, top_n_sigma, seed_low, seed_high, repetition, presence, frequency, min_position,
     num_logprobs, is_masked, num_stops, num_biases, stop_ids, bias_ids, bias, token_masks, counts,
     # results, one a tile or a group: see Partials
     adjusted, is_changed, tile_best, tile_token, tile_score, tile_mass, group_best, moments, raw_best, raw_mass,
     raw_group_best,
-    vocab, logits_stride, max_stops, max_biases, num_words,
+    vocab, logits_stride, max_stops, max_biases, num_words, max_rows,
     TILE: tl.constexpr, GROUP: tl.constexpr, STOPS: tl.constexpr, BIASES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -87,9 +94,17 @@ def scan_kernel(
     has_penalties = (r != 1) | (p != 0) | (f != 0)
     if has_penalties:
         count = tl.load(counts + row * vocab + ids, mask=inside, other=0)
-        times = (count & _TIMES).to(tl.float32)
-        penalised = tl.where(x > 0, tl.math.div_rn(x, r), x * r) - (tl.where(times > 0, p, 0.0) + f * times)
-        x = tl.where(count != 0, penalised, x)
+        x = tl.where(count != 0, _penalised(x, count, r, p, f), x)
+        if ranks is not None:
+            # Drafts count, too: few tokens, one by one, so that they take no registers of rows without.
+            num_drafts = tl.load(ranks + at) - 1
+            for number in range(0, num_drafts):
+                draft = tl.load(step_tokens + at - number)
+                count_of_draft = tl.load(counts + row * vocab + draft)
+                for other in range(0, num_drafts):
+                    count_of_draft += (tl.load(step_tokens + at - other) == draft).to(tl.int32)
+                raw = tl.load(logits + at * logits_stride + draft).to(tl.float32)
+                x = tl.where(ids == draft, _penalised(raw, count_of_draft, r, p, f), x)
 
     restricted = tl.load(is_masked + row) != 0
 
@@ -101,7 +116,10 @@ def scan_kernel(
         tl.store(is_changed + at, changes.to(tl.int32))
     if changes:
         if restricted:
-            words = tl.load(token_masks + row * num_words + ids // 32, mask=inside, other=0)
+            mask_row = row
+            if ranks is not None:
+                mask_row = tl.where(tl.load(ranks + at) > 1, max_rows + at, row)
+            words = tl.load(token_masks + mask_row * num_words + ids // 32, mask=inside, other=0)
             x = tl.where((words >> (ids % 32)) & 1 != 0, x, -float("inf"))
         target = adjusted + at * vocab
         tl.store(target + ids, x, mask=inside)

@@ -36,13 +36,21 @@ class Oracle:
 
 
 class AlwaysDrafts(Speculation):
-    """Drafts as many tokens as it may for every decode, as long as the step has room."""
+    """Drafts as many tokens as it may for every decode, as long as the step has room.
 
-    def __init__(self, drafter: Drafter, most: int, vocab_size: int) -> None:
-        super().__init__(drafter, most, vocab_size)
+    Where steps overlap, two sequences of three wait for their last token at every step, and so draft in all others.
+    """
+
+    def __init__(self, drafter: Drafter, most: int, vocab_size: int, max_choices: int | None = None) -> None:
+        super().__init__(drafter, most, vocab_size, max_choices)
         self.is_on = True
 
-    def drafts(self, decodes: list[Chunk], room: int, costs: CostModel) -> Iterator[tuple[Chunk, list[int]]]:
+    def holds(self, decodes: list[Chunk], costs: CostModel, num_running: int) -> list[Chunk]:
+        return [chunk for chunk in decodes if chunk.seq.id % 3] if self.is_on else []
+
+    def drafts(
+        self, decodes: list[Chunk], room: int, costs: CostModel, num_running: int
+    ) -> Iterator[tuple[Chunk, list[int]]]:
         for chunk in decodes if self.is_on else []:
             most = min(self.most, room, chunk.seq.max_len - chunk.seq.num_tokens - 1)
             if most > 0 and (guesses := self._allowed(chunk.seq, self._drafter.propose(chunk.seq, most))):

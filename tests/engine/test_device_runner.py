@@ -29,6 +29,7 @@ from pagoda_server.engine.core.sequence import (
     TokenMask,
 )
 from pagoda_server.engine.core.step import Chunk, Ended, Reading, Sampled, StepPlan, TokenLogprobs
+from pagoda_server.engine.drafting import Speculation
 from pagoda_server.engine.guidance import Grammars
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.steps_in_flight import Computed, Launched, Runner, StepsInFlight
@@ -36,12 +37,14 @@ from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.runners.cuda import DeviceRunner
 from pagoda_server.engine.runners.cuda.graphs import MIXED_TOKENS, StepGraphs, StepShape, decode_sizes
 from pagoda_server.engine.runners.cuda.rehearsal import prompts_of_all_sizes
+from pagoda_server.engine.runners.cuda.step_inputs import places_of
 from pagoda_server.engine.runners.loaded_model import choose_backend, load_for_serving
 from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.kernels import load_backend
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.settings.engine import EngineConfig
+from tests.engine.drafters import AlwaysDrafts, Oracle
 from tests.engine.next_to_last import NextToLast
 from tests.engine.tiny_models import VOCAB_SIZE, load_runner, random_prompt, saved_model
 from tests.kernels.triton.device import DEVICE, compute_each_element_alone
@@ -76,6 +79,7 @@ class Served:
         prefix_caching: bool = True,
         host_blocks: int = 0,
         block_size: int = 4,
+        speculation: Speculation | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
@@ -86,6 +90,7 @@ class Served:
             clock=lambda: 0.0,
             prefix_caching=prefix_caching,
             num_host_blocks=host_blocks,
+            speculation=speculation,
         )
         self.steps = StepsInFlight(self.scheduler, runner)
         self.ended: list[Ended] = []
@@ -207,6 +212,92 @@ def test_it_generates_what_a_step_by_step_runner_does_though_sequences_are_preem
     assert served.pool.num_referenced == 0
 
 
+def knowing(runner: DeviceRunner, expected: list[list[int]], accuracy: float = 0.7) -> AlwaysDrafts:
+    """A rule that always drafts what is expected of each sequence, by its number, with mistakes."""
+
+    def future(seq: Sequence, count: int) -> list[int]:
+        return expected[seq.id][seq.output_len : seq.output_len + count]
+
+    return AlwaysDrafts(Oracle(future, accuracy, VOCAB_SIZE), 5, VOCAB_SIZE, runner.max_choices)
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_drafts_change_no_token_though_sequences_are_preempted(folder: Path, overlap: str) -> None:
+    runner = device_runner(folder, overlap=overlap)
+    fill_cache(runner, math.nan)
+    expected = one_by_one(folder, 16)
+    served = Served(runner, 36, speculation=knowing(runner, expected))
+    ahead = launched_ahead(runner)
+    seqs = ask(served, 16)
+    served.run()
+    assert not [ended.detail for ended in served.ended if ended.reason is EndReason.FAILED]
+    assert outputs(seqs) == expected
+    counters = served.scheduler.counters
+    assert counters.preemptions > 0
+    assert 50 < counters.accepted_tokens < counters.drafted_tokens
+    assert bool(ahead) == (overlap == "on"), "some are computed ahead beside those that draft"
+
+
+def test_a_step_with_drafts_is_as_large_as_the_runner_has_room_for(llama: Path) -> None:
+    expected = one_by_one(llama, 8)
+    runner = device_runner(llama, max_num_seqs=2, max_draft_tokens=5)
+    assert runner.max_choices == 6, "a lone stream has all its drafts"
+    served = Served(runner, 36, speculation=knowing(runner, expected, accuracy=1.0))
+    served.scheduler.max_num_seqs = 2
+    launch, sizes = runner.launch, []
+
+    def watched(plan: StepPlan) -> Launched:
+        sizes.append(StepShape.of(plan.chunks).num_seqs)
+        return launch(plan)
+
+    runner.launch = watched  # type: ignore[method-assign]
+    seqs = ask(served, 8)
+    served.run()
+    assert outputs(seqs) == expected
+    assert max(sizes) == 6
+    assert device_runner(llama, max_num_seqs=2, speculation="off").max_choices == 2
+
+
+def test_logprobs_of_accepted_drafts_come_back_with_their_tokens(llama: Path) -> None:
+    cpu = Served(load_runner(llama), 60)
+    ask(cpu, 8)
+    cpu.run()
+    runner = device_runner(llama)
+    served = Served(runner, 60, speculation=knowing(runner, one_by_one(llama, 8)))
+    ask(served, 8)
+    served.run()
+    assert served.logprobs.keys() == cpu.logprobs.keys() == {4, 7}
+    assert all(ended.seq.account.accepted_tokens > 0 for ended in served.ended if ended.seq.id in (4, 7))
+    for id, expected in cpu.logprobs.items():
+        for ours, theirs in zip(served.logprobs[id], expected, strict=True):
+            assert ours.top_ids == theirs.top_ids
+            assert ours.chosen == pytest.approx(theirs.chosen, abs=1e-4)
+            assert ours.top == pytest.approx(theirs.top, abs=1e-4)
+
+
+def test_drafts_follow_masks_that_depend_on_tokens_and_count_for_penalties(llama: Path) -> None:
+    cpu = load_runner(llama, max_num_seqs=6, token_budget=19, max_model_len=120)
+    grammars = Grammars(resolve("synthetic"), VOCAB_SIZE)
+    found: list[list[list[int]]] = []
+    runner = device_runner(llama)
+    for each in (cpu, runner):
+        speculation = knowing(runner, found[0]) if found else None
+        served, seqs = Served(each, 60, speculation=speculation), []
+        for at in range(6):
+            params = SamplingParams(
+                max_tokens=20, temperature=0.9 * (at % 2), seed=at, repetition_penalty=1.5, frequency_penalty=0.3
+            )
+            grammar = grammars.mask_maker(inference_pb2.Guided(regex="same ([a-e]{3} ){9}"))
+            masks = (NextToLast(VOCAB_SIZE), grammar(prompt_len=5 + at), None)
+            seqs.append(served.add(random_prompt(5 + at, seed=at), params, masks[at % 3]))
+        served.run()
+        found.append(outputs(seqs))
+        assert not [ended.detail for ended in served.ended if ended.detail]
+    assert found[1] == found[0]
+    for seq in seqs:
+        assert seq.account.accepted_tokens > 0
+
+
 def test_it_reads_prompts_as_a_step_by_step_runner_does(llama: Path) -> None:
     found = []
     cpu = load_runner(llama, max_num_seqs=6, token_budget=19, max_model_len=120)
@@ -310,7 +401,8 @@ def test_a_padded_step_computes_what_the_step_does_and_nothing_that_is_not_a_num
             page.copy_(values)
         synchronize()
         with torch.cuda.stream(runner._stream), torch.inference_mode():
-            entries = runner._inputs.send(chunks, runner._rows.place(chunks), shape)
+            entries, _ = places_of(chunks, shape.decodes)
+            runner._inputs.send(chunks, runner._rows.place(chunks, entries), shape)
             logits = runner._model.forward(runner._inputs.of_model(shape), runner._cache).cpu()
         runner.recover()
         assert logits.isfinite().all()
@@ -377,9 +469,11 @@ class FailsAt:
         return Step()
 
 
-def test_steps_that_fail_once_change_no_token(llama: Path) -> None:
-    runner = FailsAt(device_runner(llama), launches={3, 40}, reads={9, 10, 60})
-    served = Served(runner, 60)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_steps_that_fail_once_change_no_token(llama: Path, drafts: bool) -> None:
+    device = device_runner(llama)
+    runner = FailsAt(device, launches={3, 40}, reads={9, 10, 60})
+    served = Served(runner, 60, speculation=knowing(device, one_by_one(llama, 16)) if drafts else None)
     seqs = ask(served, 16)
     served.run()
     assert outputs(seqs) == one_by_one(llama, 16)
@@ -506,7 +600,7 @@ def test_a_sequence_whose_logits_break_fails_alone(llama: Path) -> None:
 
 
 def test_a_step_is_padded_to_a_captured_shape_unless_it_is_large() -> None:
-    graphs = StepGraphs(lambda _: None, lambda _: None, max_num_seqs=256, token_budget=8192, stream=None)
+    graphs = StepGraphs(lambda _: None, lambda _: None, max_decodes=256, token_budget=8192, stream=None)
     assert len(graphs.shapes) == 53
     assert graphs.shapes[0] == max(graphs.shapes, key=lambda shape: shape.num_tokens), "its memory holds the others"
     for decodes, tokens, chunks in itertools.product(

@@ -29,7 +29,16 @@ from pagoda_server.kernels import load_backend
 from pagoda_server.settings.engine import EngineConfig, StepLimits
 from tests.engine import test_device_runner
 from tests.engine.test_device_runner import *  # noqa: F403
-from tests.engine.test_device_runner import PARAMS, Served, ask, device_runner, fill_cache, one_by_one, outputs
+from tests.engine.test_device_runner import (
+    PARAMS,
+    Served,
+    ask,
+    device_runner,
+    fill_cache,
+    knowing,
+    one_by_one,
+    outputs,
+)
 from tests.engine.test_host_memory import (
     test_a_loaded_sequence_generates_what_an_undisturbed_run_does,  # noqa: F401
     test_steps_that_fail_once_change_no_token_of_a_loaded_sequence,  # noqa: F401
@@ -94,9 +103,16 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model("qwen3", tmp_path_factory)
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("olmo2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    [
+        ("qwen3", False),
+        pytest.param("qwen3", True, marks=pytest.mark.simulated),
+        pytest.param("olmo2", False, marks=pytest.mark.slow),
+    ],
+)
 def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_waits(
-    name: str, tmp_path_factory: pytest.TempPathFactory
+    name: str, drafts: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = saved_model(name, tmp_path_factory)
     runner = device_runner(folder, "triton", max_num_seqs=4)
@@ -107,11 +123,13 @@ def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_w
             return launch(plan)
 
     runner.launch = watched  # type: ignore[method-assign]
-    served = Served(runner, 30)
-    seqs = ask(served, 4, max_tokens=2)
+    expected = one_by_one(folder, 4, max_tokens=4 if drafts else 2)
+    served = Served(runner, 30, speculation=knowing(runner, expected, accuracy=0.9) if drafts else None)
+    seqs = ask(served, 4, max_tokens=4 if drafts else 2)
     served.run()
     assert not [ended.detail for ended in served.ended if ended.detail]
-    assert outputs(seqs) == one_by_one(folder, 4, max_tokens=2)
+    assert outputs(seqs) == expected
+    assert (served.scheduler.counters.accepted_tokens > 0) == drafts
 
 
 @pytest.mark.slow

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from itertools import pairwise
 
 import pytest
 
 from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
-from pagoda_server.engine.core.step import Chunk
+from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.drafting import PromptLookup, Speculation, speculation
 from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.engine.runners.synthetic import StepTime, expected_tokens
 from tests.engine.drafters import AlwaysDrafts, Oracle
 from tests.engine.harness import VOCAB_SIZE, SteppedEngine
+from tests.engine.next_to_last import NextToLast
 
 MOST = 8
 
@@ -27,8 +29,9 @@ def sequence(id: int, tokens: list[int], **params: int) -> Sequence:
 class Costs:
     """A step's time as a CostModel predicts it."""
 
-    def __init__(self, base_s: float, row_s: float) -> None:
+    def __init__(self, base_s: float, row_s: float, wait_s: float | None = None) -> None:
         self._base_s, self._row_s = base_s, row_s
+        self.overlap, self.wait_s = wait_s is not None, wait_s
 
     def decodes_s(self, count: int, num_keys: int) -> float:
         return self._base_s + self._row_s * count
@@ -54,10 +57,18 @@ class Rule:
         self.speculation = Speculation(Counting(), MOST, VOCAB_SIZE)
         self._costs = costs
 
-    def decide(self, room: int = 1000) -> dict[int, int]:
+    def decide(self, room: int = 1000, num_running: int | None = None) -> dict[int, int]:
         """How many tokens the next step drafts, by sequence."""
         chunks = [Chunk(seq, 2, 1, True) for seq in self.seqs]
-        return {chunk.seq.id: len(drafts) for chunk, drafts in self.speculation.drafts(chunks, room, self._costs)}
+        num_running = len(chunks) if num_running is None else num_running
+        drafted = self.speculation.drafts(chunks, room, self._costs, num_running)
+        return {chunk.seq.id: len(drafts) for chunk, drafts in drafted}
+
+    def hold(self, num_running: int | None = None) -> set[int]:
+        """Which sequences the next step leaves out, if the last token of each is pending."""
+        chunks = [Chunk(seq, seq.num_tokens, 1, True) for seq in self.seqs]
+        num_running = len(chunks) if num_running is None else num_running
+        return {chunk.seq.id for chunk in self.speculation.holds(chunks, self._costs, num_running)}
 
     def learn(self, id: int, num_drafted: int, num_accepted: int, times: int = 30) -> None:
         for _ in range(times):
@@ -218,3 +229,127 @@ def test_a_sequence_with_drafts_in_flight_waits_for_its_tokens() -> None:
     assert engine.step().is_empty
     engine.run()
     assert engine.outputs[seq.id] == engine.expected(seq)
+
+
+OVERLAPPED = Costs(5.0, 0.05, wait_s=1.0)
+
+
+def test_where_steps_overlap_drafts_must_bring_what_waiting_for_them_loses() -> None:
+    rule = Rule(1, OVERLAPPED)
+    assert rule.decide(), "a fifth of a step is lost, and a new sequence's drafts bring more"
+    assert not rule.decide(num_running=2), "the other one computes meanwhile, so a whole step is lost"
+    rule.learn(0, 8, 8)
+    assert rule.decide(num_running=2) == {0: MOST}
+    rule.learn(0, 8, 1)
+    assert rule.decide()
+    assert not rule.decide(num_running=2)
+
+
+def test_a_guided_sequence_waits_for_its_tokens_in_any_case() -> None:
+    rule = Rule(1, OVERLAPPED)
+    rule.seqs[0].token_mask = NextToLast(VOCAB_SIZE)
+    rule.seqs[0].tokens[-1] = 1
+    assert rule.decide(num_running=2)
+
+
+def test_the_first_step_that_waits_drafts_nothing_as_it_tells_what_waiting_loses() -> None:
+    rule = Rule(1, OVERLAPPED)
+    rule._costs.wait_s = None
+    assert rule.hold() == {0}
+    assert not rule.decide()
+
+
+def test_guesses_are_compared_with_tokens_though_nothing_is_drafted() -> None:
+    """Beside others a new sequence does not wait. It does once its guesses were right, and until they are not."""
+    rule, (right, wrong) = Rule(2, OVERLAPPED), (0, 7)
+    held = []
+    for token in [right] * 20 + [wrong] * 20:
+        held.append(rule.hold(num_running=3))
+        for seq in rule.seqs:
+            seq.tokens.append(token)
+    assert held[0] == set()
+    assert held[19] == {0, 1}
+    assert held[39] == set()
+
+
+def test_guesses_may_be_wrong_for_ever() -> None:
+    rule = Rule(1, OVERLAPPED)
+    rule.seqs[0].max_len = 10_000
+    for _ in range(4000):
+        assert not rule.hold(num_running=2)
+        rule.seqs[0].tokens.append(7)
+
+
+def test_only_so_many_sequences_are_guessed_for_beside_a_step() -> None:
+    rule = Rule(speculation.MOST_WATCHED + 1, Costs(500.0, 0.05, wait_s=0.0))
+    assert not rule.hold()
+
+
+class Device(SteppedEngine):
+    """An engine in simulated time whose device computes a step while the host, which takes time too, plans the next."""
+
+    HOST_S, STEP_TIME = 2.0, StepTime(5.0, 0.0, 0.05)
+
+    def __init__(self, speculation: Speculation | None) -> None:
+        super().__init__(
+            num_blocks=4000,
+            max_num_seqs=32,
+            token_budget=600,
+            max_model_len=600,
+            lookahead=1,
+            speculation=speculation,
+        )
+        self._ready = deque([0.0])
+
+    def step(self) -> StepPlan:
+        self.now += self.HOST_S
+        plan = self.scheduler.schedule()
+        if not plan.is_empty:
+            self.steps.launch(plan)
+            self._ready.append(max(self.now, self._ready[-1]) + self.STEP_TIME.of(plan))
+        if len(self.steps) > (0 if plan.is_empty else 1):
+            self.now = max(self.now, self._ready[-len(self.steps)])
+            self.steps.commit_oldest()
+        self._take_output()
+        self.scheduler.check_integrity()
+        return plan
+
+
+def speed_up(accuracies: list[float]) -> float:
+    """How much sooner streams end with drafts than without, on average; each has guesses of its own accuracy."""
+
+    class Guessing(Oracle):
+        def propose(self, seq: Sequence, most: int) -> list[int]:
+            self.accuracy = accuracies[seq.id % len(accuracies)]
+            return super().propose(seq, most)
+
+    rates = []
+    for is_on in (True, False):
+        oracle = Guessing(lambda seq, count: expected_tokens(seq.tokens, count, VOCAB_SIZE), 0.0, VOCAB_SIZE)
+        engine = Device(Speculation(oracle, 8, VOCAB_SIZE, max_choices=32) if is_on else None)
+        for number in range(20):  # steps of all sizes, from which their time is learned
+            engine.add([number, 7], max_tokens=3 + 2 * number)
+        engine.run()
+        started = engine.now
+        seqs = [engine.add([number] * 3, max_tokens=250) for number in range(len(accuracies))]
+        engine.run()
+        assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in seqs)
+        rates.append(sum(1 / (engine.ended[seq.id].at - started) for seq in seqs))
+        if is_on and accuracies[0]:
+            assert engine.scheduler.costs.wait_s == pytest.approx(Device.HOST_S, rel=0.1)
+    return rates[0] / rates[1]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "least"),
+    [([1.0], 4.5), ([0.9], 3.0), ([0.9] * 8, 1.6), ([0.9, 0.0, 0.0, 0.0], 1.3), ([0.9, 0.9, 0.9, 0.0], 1.8)],
+    ids=str,
+)
+def test_where_steps_overlap_drafts_that_are_right_shorten_answers(accuracies: list[float], least: float) -> None:
+    assert speed_up(accuracies) > least
+
+
+@pytest.mark.parametrize("count", [1, 4, 16])
+@pytest.mark.parametrize("accuracy", [0.0, 0.3, 0.6])
+def test_where_steps_overlap_wrong_drafts_cost_little(accuracy: float, count: int) -> None:
+    assert speed_up([accuracy] * count) > 0.97

@@ -17,6 +17,7 @@ from pagoda_server.kernels.row_sampling import (
     MAX_TOP_LOGPROBS,
     SampledRows,
     SamplingRows,
+    Verified,
     allocate_rows,
     allocate_sampled,
 )
@@ -31,8 +32,8 @@ TOP_N_SIGMA = (0.0, 0.1, 1.0, 2.5, 100.0)
 TEMPERATURES = (0.0, 1e-39, 1e-10, 0.6, 1.0, 30.0)
 
 
-def rows_for(vocab: int, max_rows: int, device: str = "cpu") -> SamplingRows:
-    return allocate_rows(max_rows, vocab, MAX_STOPS, MAX_BIASES, torch.device(device))
+def rows_for(vocab: int, max_rows: int, device: str = "cpu", max_drafts: int = 0) -> SamplingRows:
+    return allocate_rows(max_rows, vocab, MAX_STOPS, MAX_BIASES, torch.device(device), max_drafts)
 
 
 def poisoned(batch: int, device: str = "cpu") -> SampledRows:
@@ -78,6 +79,41 @@ def any_sequence(number: int, vocab: int, rng: random.Random) -> Sequence:
         logprobs=maybe((None, 0, 1, 5, MAX_TOP_LOGPROBS)),
         allowed=rng.sample(range(vocab), maybe((0, 1, 20, vocab - 1))),
     )
+
+
+def drafts_of(seqs: list[Sequence], vocab: int, rng: random.Random) -> dict[int, tuple[int, ...]]:
+    """Drafts for half of the sequences, by their place. Some are tokens that it has, and some come twice."""
+    chosen = {}
+    for at, seq in enumerate(seqs):
+        if rng.random() < 0.5:
+            likely = [*seq.tokens[-3:], rng.randrange(vocab), rng.randrange(vocab)]
+            chosen[at] = tuple(rng.choice(likely) for _ in range(rng.randint(1, 6)))
+    return chosen
+
+
+def write_drafts(
+    sampling: SamplingRows, places: list[int], seqs: list[Sequence], drafts: dict[int, tuple[int, ...]]
+) -> tuple[torch.Tensor, torch.Tensor, Verified]:
+    """Write the masks behind drafts of sequences whose rows are written.
+
+    places  the row of each sequence
+    return  rows and positions of a step of these sequences, and its drafts
+    """
+    rows, positions, ranks, tokens = [], [], [], []
+    for number, seq in enumerate(seqs):
+        guesses = drafts.get(number, ())
+        for count in range(1 + len(guesses)):
+            if count and seq.token_mask is not None:
+                words = np.empty(sampling.token_masks.shape[1], dtype=np.int32)
+                fill_mask(seq.token_mask, [*seq.tokens, *guesses[:count]], words)
+                sampling.token_masks[len(sampling.temperature) + len(rows)] = torch.from_numpy(words)
+            rows.append(places[number])
+            positions.append(seq.num_tokens + count)
+            ranks.append(1 + count if guesses else 0)
+            tokens.append([seq.tokens[-1], *guesses][count])
+    device = sampling.temperature.device
+    numbers = torch.tensor([rows, positions, ranks], dtype=torch.int32, device=device)
+    return numbers[0], numbers[1], Verified(numbers[2], torch.tensor(tokens, device=device))
 
 
 def write_row(sampling: SamplingRows, at: int, seq: Sequence) -> None:

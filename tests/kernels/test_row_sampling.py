@@ -11,7 +11,7 @@ from pagoda_server.engine.runners.cpu.sampler import Sampler
 from pagoda_server.kernels import load_backend, noise_key
 from pagoda_server.kernels.gumbel import noise_keys
 from pagoda_server.kernels.row_sampling import sample_rows
-from tests.kernels.sampling_rows import any_sequence, poisoned, rows_for, sequence, write_row
+from tests.kernels.sampling_rows import any_sequence, drafts_of, poisoned, rows_for, sequence, write_drafts, write_row
 
 VOCAB = 333
 
@@ -53,6 +53,32 @@ def test_a_row_chooses_what_the_sampler_chooses_step_after_step(sampler: Sampler
                 assert out.chosen[at].item() == choice.logprobs.chosen
                 assert out.top[at, :count].tolist() == choice.logprobs.top
             seq.tokens.append(choice.token)
+
+
+def test_a_row_behind_drafts_chooses_as_if_they_were_tokens_and_notes_nothing(sampler: Sampler) -> None:
+    rng = random.Random(4)
+    torch.manual_seed(4)
+    seqs = [any_sequence(number, VOCAB, rng) for number in range(100)]
+    places = rng.sample(range(120), len(seqs))
+    drafts = drafts_of(seqs, VOCAB, rng)
+    sampling = rows_for(VOCAB, max_rows=120, max_drafts=800)
+    for place, seq in zip(places, seqs, strict=True):
+        write_row(sampling, place, seq)
+    rows, positions, verified = write_drafts(sampling, places, seqs, drafts)
+    before = sampling.counts.clone()
+    logits = torch.randn(len(rows), VOCAB) * 3
+    out = poisoned(len(rows))
+    sample_rows(logits.clone(), rows, positions, sampling, out, verified)
+    choices = sampler.sample(seqs, logits.clone(), drafts)
+    assert len(choices) > len(seqs) + 100
+    assert out.tokens.tolist() == [choice.token for choice in choices]
+    drafted = [places[number] for number in drafts]
+    assert torch.equal(sampling.counts[drafted], before[drafted])
+    assert sampling.last_token[drafted].tolist() == [seqs[number].tokens[-1] for number in drafts]
+    assert not torch.equal(sampling.counts, before)
+    for at, choice in enumerate(choices):
+        if choice.logprobs is not None:
+            assert out.chosen[at].item() == choice.logprobs.chosen
 
 
 def test_counts_that_the_device_keeps_are_those_of_a_row_written_anew() -> None:

@@ -33,7 +33,6 @@ class ModelRunner:
     """
 
     lookahead = 0
-    can_verify = True
 
     def __init__(self, config: EngineConfig, progress: Progress = no_progress) -> None:
         if config.overlap == "on":
@@ -47,6 +46,7 @@ class ModelRunner:
         keep_freed_memory()
 
         limits = config.step_limits("cpu")
+        self.max_choices = limits.token_budget
         self._ops = loaded.ops
         self._model = loaded.model
         self._sampler = Sampler(loaded.ops, loaded.model.config.vocab_size, loaded.device)

@@ -25,8 +25,9 @@ _SAMPLE = 3  # graphs that are captured to find out how much memory one takes
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """A step's layout: sequences with one token each, then the chunks of prompts.
+    """A step's layout: decodes, each of one token, then the chunks of prompts.
 
+    decodes  drafts included
     tokens  of all chunks together
     """
 
@@ -37,9 +38,14 @@ class StepShape:
     @staticmethod
     def of(chunks: Iterable[Chunk]) -> StepShape:
         """Return the shape of a step without padding."""
-        lengths = [0 if chunk.is_decode else chunk.length for chunk in chunks]
-        decodes = lengths.count(0)
-        return StepShape(decodes, sum(lengths), len(lengths) - decodes)
+        decodes = num_tokens = num_chunks = 0
+        for chunk in chunks:
+            if chunk.is_decode:
+                decodes += chunk.length
+            else:
+                num_tokens += chunk.length
+                num_chunks += 1
+        return StepShape(decodes, num_tokens, num_chunks)
 
     @property
     def num_tokens(self) -> int:
@@ -71,15 +77,15 @@ class StepGraphs:
         self,
         pad: Callable[[StepShape], None],
         run: Callable[[StepShape], None],
-        max_num_seqs: int,
+        max_decodes: int,
         token_budget: int,
         stream: torch.cuda.Stream | None,
     ) -> None:
         self._pad, self._run, self._stream = pad, run, stream
-        self._sizes = decode_sizes(max_num_seqs)
-        self._decodes = _levels(_DECODES, max_num_seqs)
+        self._sizes = decode_sizes(max_decodes)
+        self._decodes = _levels(_DECODES, max_decodes)
         self._tokens = _levels(_PROMPT_TOKENS, token_budget)
-        self._chunks = min(MIXED_CHUNKS, max_num_seqs) + 1  # padded tokens belong to one more
+        self._chunks = min(MIXED_CHUNKS, max_decodes) + 1  # padded tokens belong to one more
         mixed = (
             StepShape(decodes, tokens, self._chunks)
             for decodes in self._decodes

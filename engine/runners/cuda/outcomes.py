@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagoda_server.engine.core.sequence import Sequence
-from pagoda_server.engine.core.step import Reading, Sampled, TokenLogprobs
+from pagoda_server.engine.core.step import Chunk, Reading, Sampled, TokenLogprobs
 from pagoda_server.engine.runners.cuda.staging import Layout, all_launched, host_bytes
 from pagoda_server.engine.runners.readings import NOT_FINITE, PendingReading
 from pagoda_server.kernels import MAX_TOP_LOGPROBS, SampledRows
@@ -22,14 +21,14 @@ _IN_FLIGHT = 3  # steps whose outcomes are copied but not yet read, plus one tha
 class DeviceStep:
     """A step on the device.
 
-    places    chunk position → sequence and its entry among the outcomes
+    places    chunk position → chunk and its first entry among the outcomes
     faults    as in Sampled
     copied_s  returns `Sampled.copied_s`, once the step is computed
     readings  what is read from prompts, by chunk position
     """
 
     num_chunks: int
-    places: dict[int, tuple[Sequence, int]]
+    places: dict[int, tuple[Chunk, int]]
     faults: dict[int, str]
     arrays: dict[str, np.ndarray]
     wait: Callable[[], None]
@@ -42,21 +41,37 @@ class DeviceStep:
         tokens = [-1] * self.num_chunks
         logprobs: list[TokenLogprobs | None] = [None] * self.num_chunks
         faults = dict(self.faults)
-        for at, (seq, entry) in self.places.items():
+        more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
+        for at, (chunk, entry) in self.places.items():
             if at in faults:
                 continue
             tokens[at] = chosen[entry]
             if tokens[at] < 0:
                 faults[at] = _BROKEN
-            elif seq.params.logprobs is not None:
-                logprobs[at] = self._logprobs(entry, seq.params.logprobs)
+            elif (count := chunk.seq.params.logprobs) is not None:
+                logprobs[at] = self._logprobs(entry, count)
+            if chunk.drafts:
+                more[at] = self._accepted_run(chunk, entry, chosen)
         readings: dict[int, Reading] = {}
         for at, pending in self.readings.items():
             if (reading := pending.result()) is None:
                 faults[at] = NOT_FINITE
             else:
                 readings[at] = reading
-        return Sampled(tokens, logprobs, faults, self.copied_s(), readings)
+        return Sampled(tokens, logprobs, faults, self.copied_s(), readings, more)
+
+    def _accepted_run(self, chunk: Chunk, entry: int, chosen: list[int]) -> list[tuple[int, TokenLogprobs | None]]:
+        """Return the tokens behind accepted drafts, and one more. A broken one ends them: the next step meets it again.
+
+        entry  of the token before the first draft
+        """
+        count = chunk.seq.params.logprobs
+        run: list[tuple[int, TokenLogprobs | None]] = []
+        for behind, draft in enumerate(chunk.drafts, entry + 1):
+            if draft != chosen[behind - 1] or chosen[behind] < 0:
+                break
+            run.append((chosen[behind], None if count is None else self._logprobs(behind, count)))
+        return run
 
     def _logprobs(self, entry: int, count: int) -> TokenLogprobs:
         first = entry * MAX_TOP_LOGPROBS
@@ -68,7 +83,7 @@ class DeviceStep:
 
 
 class Outcomes:
-    """Memory for what `size` sequences of a step choose: on the device, and on the host for each step in flight."""
+    """Memory for what `size` entries of a step choose: on the device, and on the host for each step in flight."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         layout = Layout(
@@ -99,13 +114,13 @@ class Outcomes:
     def read(
         self,
         num_chunks: int,
-        places: dict[int, tuple[Sequence, int]],
+        places: dict[int, tuple[Chunk, int]],
         faults: dict[int, str],
         copied_s: Callable[[], float],
         readings: dict[int, PendingReading],
     ) -> DeviceStep:
         """Start the copy of the step that was launched last, without logprobs if no sequence asks for them."""
-        asks = any(seq.params.logprobs is not None for seq, _ in places.values())
+        asks = any(chunk.seq.params.logprobs is not None for chunk, _ in places.values())
         end = self._source.shape[0] if asks else self._tokens_end
         self._turn = (self._turn + 1) % _IN_FLIGHT
         self._targets[self._turn][:end].copy_(self._source[:end], non_blocking=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence, State
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence, State, TokenMask
 from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.runners.cuda.staging import Staging
 from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault
@@ -33,6 +33,8 @@ class _Row:
     blocks       the sequence's block table, which only grows; a sequence that gives up its blocks gets another one
     fault        why the sequence cannot be sampled; its parameters never change, so it is found once
     needs_mask   its token mask must be sent before it is sampled
+    num_counted  of a sequence with penalties: the tokens that the device has counted, or will have when the steps
+                 launched so far are done; None: it has no penalties
     """
 
     number: int
@@ -40,6 +42,7 @@ class _Row:
     blocks: list[int]
     fault: str | None
     needs_mask: bool
+    num_counted: int | None
     num_sent: int = 0
     last_step: int = 0
 
@@ -51,27 +54,34 @@ class _Row:
 class DeviceRows:
     """Gives a sequence a row when it first computes, and takes the row back when another sequence needs it.
 
+    max_drafts   entries of a step that may be drafts: all before this one
     block_table  [max_rows, max_blocks] int32, on the device
     """
 
-    def __init__(self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device, max_drafts: int = 0
+    ) -> None:
         self.block_table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
-        self.sampling: SamplingRows = allocate_rows(max_rows, vocab_size, MAX_STOPS, MAX_BIASES, device)
+        self.sampling: SamplingRows = allocate_rows(max_rows, vocab_size, MAX_STOPS, MAX_BIASES, device, max_drafts)
         self._parameters = _RowParameters(self.sampling, vocab_size, device)
         self._blocks = Staging({"at": (torch.int64, _BLOCKS_SENT), "block": (torch.int32, _BLOCKS_SENT)}, device)
         self._rows: dict[int, _Row] = {}  # by the identity of the block table, which is kept alive here
         self._free = list(range(max_rows - 1, -1, -1))
         self._step = 0
 
-    def place(self, chunks: list[Chunk]) -> list[int]:
-        """Return the row of each chunk's sequence. Send the device what it lacks: new rows, blocks and masks."""
+    def place(self, chunks: list[Chunk], entries: list[int]) -> list[int]:
+        """Return the row of each chunk's sequence. Send the device what it lacks: new rows, blocks, masks and counts.
+
+        entries  the place of each chunk's sequence among the step's
+        """
         self._step += 1
         new: list[_Row] = []
-        masked: list[tuple[int, Sequence]] = []
+        masked: list[tuple[int, TokenMask, list[int]]] = []
+        uncounted: list[tuple[int, list[int]]] = []
         grown: list[tuple[int, int]] = []
         width = self.block_table.shape[1]
         numbers = []
-        for chunk in chunks:
+        for chunk, entry in zip(chunks, entries, strict=True):
             blocks = chunk.seq.blocks
             row = self._rows.get(id(blocks))
             if row is None:
@@ -83,18 +93,31 @@ class DeviceRows:
                 grown += [(first + at, blocks[at]) for at in range(row.num_sent, len(blocks))]
                 row.num_sent = len(blocks)
             if row.needs_mask and chunk.samples and (mask := row.seq.token_mask) is not None:
-                assert not mask.depends_on_tokens or chunk.end == len(row.seq.tokens), "the last token is not known"
+                known = chunk.end - len(chunk.drafts) == len(row.seq.tokens)
+                assert known or not mask.depends_on_tokens, "the last token is not known"
                 row.needs_mask = mask.depends_on_tokens
-                masked.append((row.number, row.seq))
+                masked.append((row.number, mask, row.seq.tokens))
+            if chunk.drafts and (mask := row.seq.token_mask) is not None:
+                first = len(self.sampling.temperature) + entry
+                masked += [
+                    (first + count, mask, [*row.seq.tokens, *chunk.drafts[:count]])
+                    for count in range(1, 1 + len(chunk.drafts))
+                ]
+            if row.num_counted is not None:
+                if row.num_counted < len(row.seq.tokens):
+                    uncounted.append((row.number, row.seq.tokens[row.num_counted :]))
+                # A step counts the token that it chooses, unless it verifies drafts.
+                row.num_counted = chunk.end + 1 if chunk.samples and not chunk.drafts else len(row.seq.tokens)
             numbers.append(row.number)
         self._send_blocks(grown)
         self._parameters.write([(row.number, row.seq) for row in new])
+        self._parameters.count(uncounted)
         self._parameters.write_masks(masked)
         return numbers
 
-    def faults(self, places: Mapping[int, tuple[Sequence, int]]) -> dict[int, str]:
-        """Return which of these sequences cannot be sampled, and why. All must have rows."""
-        rows = ((at, self._rows[id(seq.blocks)]) for at, (seq, _) in places.items())
+    def faults(self, places: Mapping[int, tuple[Chunk, int]]) -> dict[int, str]:
+        """Return which of these chunks' sequences cannot be sampled, and why. All must have rows."""
+        rows = ((at, self._rows[id(chunk.seq.blocks)]) for at, (chunk, _) in places.items())
         return {at: row.fault for at, row in rows if row.fault is not None}
 
     def forget(self) -> None:
@@ -107,7 +130,8 @@ class DeviceRows:
             abandoned = [key for key, row in self._rows.items() if row.is_abandoned and row.last_step != self._step]
             self._free += [self._rows.pop(key).number for key in abandoned]
         fault = self._parameters.fault(seq)
-        row = _Row(self._free.pop(), seq, seq.blocks, fault, needs_mask=seq.token_mask is not None)
+        num_counted = len(seq.tokens) if seq.params.has_penalties and fault is None else None
+        row = _Row(self._free.pop(), seq, seq.blocks, fault, seq.token_mask is not None, num_counted)
         self._rows[id(seq.blocks)] = row
         return row
 
@@ -130,7 +154,7 @@ class _RowParameters:
         self._sampling = sampling
         self._vocab_size = vocab_size
         self._max_stops, self._max_biases = sampling.stop_ids.shape[1], sampling.bias_ids.shape[1]
-        max_rows, self._num_words = sampling.token_masks.shape
+        num_masks, self._num_words = sampling.token_masks.shape
         dtypes = {each.name: getattr(sampling, each.name).dtype for each in fields(SamplingRows)}
         self._single = [name for name in dtypes if getattr(sampling, name).dim() == 1 and name != "last_token"]
         self._rows = Staging(
@@ -150,7 +174,7 @@ class _RowParameters:
         self._masks = Staging(
             {"row": (torch.int64, _MASKS_SENT), "words": (torch.int32, _MASKS_SENT * self._num_words)},
             device,
-            sets=1 + -(-max_rows // _MASKS_SENT),  # a step's masks are filled while those of the step before are sent
+            sets=1 + -(-num_masks // _MASKS_SENT),  # a step's masks are filled while those of the step before are sent
         )
 
     def fault(self, seq: Sequence) -> str | None:
@@ -177,15 +201,21 @@ class _RowParameters:
             if is_sound and seq.params.has_penalties:
                 self._write_counts(row, seq)
 
-    def write_masks(self, masked: list[tuple[int, Sequence]]) -> None:
+    def count(self, uncounted: list[tuple[int, list[int]]]) -> None:
+        """Count tokens that no step has counted on the device, by row: those of drafts, and forced ones."""
+        vocab_size = self._sampling.counts.shape[1]
+        times = Counter(row * vocab_size + token for row, tokens in uncounted for token in tokens)
+        self._send_counts(times, lambda at, counts: self._sampling.counts.view(-1).index_add_(0, at, counts))
+
+    def write_masks(self, masked: list[tuple[int, TokenMask, list[int]]]) -> None:
+        """Write masks by their row, each of the token that follows these."""
         for start in range(0, len(masked), _MASKS_SENT):
             part = masked[start : start + _MASKS_SENT]
             arrays, count = self._masks.fill(), len(part)
-            arrays["row"][:count] = [row for row, _ in part]
+            arrays["row"][:count] = [row for row, *_ in part]
             words = arrays["words"].reshape(_MASKS_SENT, self._num_words)
-            for at, (_, seq) in enumerate(part):
-                assert seq.token_mask is not None
-                fill_mask(seq.token_mask, seq.tokens, words[at])
+            for at, (_, mask, tokens) in enumerate(part):
+                fill_mask(mask, tokens, words[at])
             self._masks.send()
             sent = self._masks.device["words"].view(_MASKS_SENT, self._num_words)[:count]
             self._sampling.token_masks.index_copy_(0, self._masks.device["row"][:count], sent)
@@ -220,15 +250,19 @@ class _RowParameters:
         counts = Counter(seq.tokens[seq.request.prompt_len :])
         for token in set(seq.tokens[: seq.request.prompt_len]):
             counts[token] += IN_PROMPT
+        target = self._sampling.counts[row].zero_()
+        self._send_counts(counts, lambda ids, values: target.index_copy_(0, ids, values))
+
+    def _send_counts(self, counts: Counter[int], write: Callable[[Tensor, Tensor], object]) -> None:
+        """Send counts by token id, or by their place among all rows' counts, in parts that `write` takes."""
         ids = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
         values = np.fromiter(counts.values(), dtype=np.int32, count=len(counts))
-        target = self._sampling.counts[row].zero_()
         for start in range(0, len(ids), _COUNTS_SENT):
             part = slice(start, start + _COUNTS_SENT)
             arrays, count = self._counts.fill(), len(ids[part])
             arrays["ids"][:count], arrays["counts"][:count] = ids[part], values[part]
             self._counts.send()
-            target.index_copy_(0, self._counts.device["ids"][:count], self._counts.device["counts"][:count])
+            write(self._counts.device["ids"][:count], self._counts.device["counts"][:count])
 
 
 def _single_values(params: SamplingParams, seq: Sequence) -> dict[str, float]:

@@ -20,7 +20,7 @@ from pagoda_server.engine.runners.cuda.graphs import MIXED_CHUNKS, MIXED_TOKENS,
 from pagoda_server.engine.runners.cuda.outcomes import DeviceStep, Outcomes
 from pagoda_server.engine.runners.cuda.rehearsal import GPU_SHARE, free_after, largest_plan, prompts_of_all_sizes
 from pagoda_server.engine.runners.cuda.rows import DeviceRows
-from pagoda_server.engine.runners.cuda.step_inputs import PackedInputs, first_tokens
+from pagoda_server.engine.runners.cuda.step_inputs import PackedInputs, places_of
 from pagoda_server.engine.runners.loaded_model import DEFAULT_CPU_BYTES, LoadedModel, enough_memory
 from pagoda_server.engine.runners.readings import PendingReading, is_read, read
 from pagoda_server.engine.runners.runner_info import count_blocks
@@ -40,10 +40,11 @@ class DeviceRunner:
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, progress: Progress = no_progress) -> None:
         self.lookahead = 0 if config.overlap == "off" else 1
-        self.can_verify = False  # its rows and outcomes have room for one token of a sequence in a step
         self._ops, self._model, self._device = loaded.ops, loaded.model, loaded.device
         limits = config.step_limits(self._device.type)
         self._most, self._token_budget = limits.max_num_seqs, limits.token_budget
+        self._verifies = config.speculation != "off"
+        self.max_choices = max(self._most, 1 + config.max_draft_tokens) if self._verifies else self._most
         self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
         if self._stream is not None:
             torch.cuda.synchronize()  # this stream does not wait for the one that weights were loaded on
@@ -61,14 +62,17 @@ class DeviceRunner:
     def _allocate(self, config: EngineConfig, loaded: LoadedModel) -> None:
         """Allocate a step's inputs and outcomes, then the cache, whose size they decide."""
         device, block_size, model = self._device, loaded.spec.block_size, loaded.model.config
-        num_seqs, num_tokens = self._most + MIXED_CHUNKS + 1, max(self._most, self._token_budget, MIXED_TOKENS)
+        num_entries = self.max_choices + MIXED_CHUNKS + 1
+        num_tokens = max(self.max_choices, self._token_budget, MIXED_TOKENS)
+        max_drafts = self.max_choices if self._verifies else 0
         with enough_memory("the inputs of a step", *_STEP_FLAGS):
             # Twice as many as run at once, because rows of sequences that have just ended are not free yet.
-            self._rows = DeviceRows(2 * self._most, -(-loaded.longest // block_size), model.vocab_size, device)
-            self._inputs = PackedInputs(num_tokens, num_seqs, self._rows, block_size, model, device)
-            self._outcomes = Outcomes(num_seqs, device)
+            max_blocks = -(-loaded.longest // block_size)
+            self._rows = DeviceRows(2 * self._most, max_blocks, model.vocab_size, device, max_drafts)
+            self._inputs = PackedInputs(num_tokens, num_entries, self._rows, block_size, model, device)
+            self._outcomes = Outcomes(num_entries, device)
             self._copies = CopyInputs(self._most, device)
-        self._graphs = StepGraphs(self._pad, self._compute, self._most, self._token_budget, self._stream)
+        self._graphs = StepGraphs(self._pad, self._compute, self.max_choices, self._token_budget, self._stream)
         num_blocks = count_blocks(loaded.spec, self._cache_bytes(config, loaded))
         with enough_memory("the KV cache", "--kv-cache-gb"):
             self._cache = loaded.allocate_cache(num_blocks)
@@ -92,24 +96,28 @@ class DeviceRunner:
             copy_blocks(self._cache, *self._copies.send(plan.copies))
         reads = is_read(plan.chunks)
         shape = StepShape.of(plan.chunks) if reads else self._graphs.fit(StepShape.of(plan.chunks))
-        entries = self._inputs.send(plan.chunks, self._rows.place(plan.chunks), shape)
+        entries, tokens = places_of(plan.chunks, shape.decodes)
+        self._inputs.send(plan.chunks, self._rows.place(plan.chunks, entries), shape)
         readings: dict[int, PendingReading] = {}
         if reads:
-            readings = self._compute_and_read(shape, plan.chunks)
+            readings = self._compute_and_read(shape, plan.chunks, tokens)
         else:
             self._graphs.launch(shape)
-        places = {at: (chunk.seq, entries[at]) for at, chunk in enumerate(plan.chunks) if chunk.samples}
+        places = {at: (chunk, entries[at]) for at, chunk in enumerate(plan.chunks) if chunk.samples}
         return self._outcomes.read(len(plan.chunks), places, self._rows.faults(places), copied_s, readings)
 
     def _compute(self, shape: StepShape) -> None:
         """Compute the step of this shape that was sent last. Graphs capture this."""
         self._sample(self._model.forward(self._inputs.of_model(shape), self._cache), shape)
 
-    def _compute_and_read(self, shape: StepShape, chunks: list[Chunk]) -> dict[int, PendingReading]:
-        """`_compute` kernel by kernel, with what is read from prompts."""
+    def _compute_and_read(self, shape: StepShape, chunks: list[Chunk], tokens: list[int]) -> dict[int, PendingReading]:
+        """`_compute` kernel by kernel, with what is read from prompts.
+
+        tokens  the place of each chunk's first token among the step's
+        """
         inputs = self._inputs.of_model(shape)
         hidden = self._model.hidden_states(self._model.embed(inputs), inputs, self._cache)
-        readings = read(self._model, hidden, inputs.token_ids, chunks, first_tokens(chunks))
+        readings = read(self._model, hidden, inputs.token_ids, chunks, tokens)
         self._sample(self._model.head(hidden, inputs.logit_rows), shape)
         return readings
 
@@ -120,6 +128,7 @@ class DeviceRunner:
             self._inputs.next_positions(shape),
             self._rows.sampling,
             self._outcomes.rows(shape.num_seqs),
+            self._inputs.verified(shape) if self._verifies else None,
         )
 
     def warm_up(self, num_tokens: int) -> None:

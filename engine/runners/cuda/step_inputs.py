@@ -13,24 +13,28 @@ from pagoda_server.engine.models import ModelConfig, StepInputs
 from pagoda_server.engine.runners.cuda.graphs import StepShape
 from pagoda_server.engine.runners.cuda.rows import DeviceRows
 from pagoda_server.engine.runners.cuda.staging import Staging
-from pagoda_server.kernels import AttentionPlan
+from pagoda_server.kernels import AttentionPlan, Verified
 
 # What padding holds: a token that is stored nowhere, of a sequence without a context or a row.
 _NO_TOKEN = {"tokens": 0, "positions": 0, "slots": -1}
-_NO_SEQUENCE = {"rows": -1, "sampled_rows": -1, "context_len": 0}
+_NO_SEQUENCE = {"rows": -1, "sampled_rows": -1, "context_len": 0, "ranks": 0}
 
 
 class PackedInputs:
-    """The inputs of steps of up to `num_tokens` tokens of `num_seqs` sequences, at addresses that never change.
+    """The inputs of steps of up to `num_tokens` tokens in `num_seqs` entries, at addresses that never change.
+
+    An entry is a sequence's decode, one of its drafts, or its chunk. A draft is a decode of its sequence, one position
+    further than the entry before it. Decodes without drafts come first, then those with drafts, then chunks.
 
     A step in a shape larger than itself is padded: after its decodes with decodes, and after its chunks with chunks
     that have no tokens, except the last, which has all padded tokens.
 
     tokens, positions, slots  of each token; token -1: the host does not know it yet, it is the last one of its row
-    query_start               where each sequence's tokens start
-    context_len               of each sequence: tokens in the cache once this step's are stored
-    rows, sampled_rows        of each sequence; sampled_rows is -1 where no token is chosen
-    logit_rows                each sequence's last token
+    query_start               where each entry's tokens start
+    context_len               of each entry: tokens of the sequence up to its last one
+    rows, sampled_rows        of each entry: its sequence's row; sampled_rows is -1 where no token is chosen
+    ranks                     of each entry: as in Verified
+    logit_rows                each entry's last token
     """
 
     def __init__(
@@ -49,36 +53,44 @@ class PackedInputs:
         self._staging = Staging(of_tokens | of_seqs | starts, device)
         self._arrivals = torch.zeros(num_seqs * model.num_heads, dtype=torch.int32, device=device)
 
-    def send(self, chunks: list[Chunk], rows: list[int], shape: StepShape) -> list[int]:
+    def send(self, chunks: list[Chunk], rows: list[int], shape: StepShape) -> None:
         """Send a step to the device.
 
         rows    the row of each chunk's sequence
         shape   the step's layout; if it has room for more chunks than there are, then for more tokens, too
-        return  the place of each chunk's sequence among the step's
         """
         arrays = self._staging.fill()
-        decodes = [at for at, chunk in enumerate(chunks) if chunk.is_decode]
-        prompts = [at for at, chunk in enumerate(chunks) if not chunk.is_decode]
+        decodes = [at for at, chunk in enumerate(chunks) if chunk.length == 1 and chunk.samples]
+        others = sorted({*range(len(chunks))}.difference(decodes)) if len(decodes) < len(chunks) else []
         self._fill_decodes(arrays, [chunks[at] for at in decodes], [rows[at] for at in decodes])
-        _pad(arrays, slice(len(decodes), shape.decodes), slice(len(decodes), shape.decodes))
+        end = len(decodes)
+        for at in others:
+            if (chunk := chunks[at]).drafts:
+                drafted = slice(end, end := end + chunk.length)
+                self._fill_tokens(arrays, chunk, drafted)
+                arrays["context_len"][drafted] = arrays["positions"][drafted] + 1
+                arrays["rows"][drafted] = arrays["sampled_rows"][drafted] = rows[at]
+                arrays["ranks"][drafted] = np.arange(1, chunk.length + 1)
+        _pad(arrays, slice(end, shape.decodes), slice(end, shape.decodes))
 
         ends = arrays["query_start"][1 : shape.num_seqs + 1]
         ends[: shape.decodes] = np.arange(1, shape.decodes + 1)
-        end = shape.decodes
-        for seq, at in enumerate(prompts, shape.decodes):
-            chunk, start = chunks[at], end
-            end = ends[seq] = start + chunk.length
+        end = used = shape.decodes
+        for at in others:
+            if (chunk := chunks[at]).drafts:
+                continue
+            start, end = end, end + chunk.length
+            ends[used] = end
             self._fill_tokens(arrays, chunk, slice(start, end))
-            arrays["context_len"][seq], arrays["rows"][seq] = chunk.end, rows[at]
-            arrays["sampled_rows"][seq] = rows[at] if chunk.samples else -1
-        used = shape.decodes + len(prompts)
+            arrays["context_len"][used], arrays["rows"][used] = chunk.end, rows[at]
+            arrays["sampled_rows"][used] = rows[at] if chunk.samples else -1
+            arrays["ranks"][used] = 0
+            used += 1
         _pad(arrays, slice(end, shape.num_tokens), slice(used, shape.num_seqs))
         ends[used:] = end
         ends[-1] = shape.num_tokens
         arrays["logit_rows"][: shape.num_seqs] = np.maximum(ends - 1, 0)
         self._staging.send()
-        place = {at: seq for seq, at in enumerate(decodes)} | {at: seq for seq, at in enumerate(prompts, shape.decodes)}
-        return [place[at] for at in range(len(chunks))]
 
     def _fill_decodes(self, arrays: dict[str, np.ndarray], chunks: list[Chunk], rows: list[int]) -> None:
         """Fill all at once: there may be hundreds in every step."""
@@ -91,9 +103,10 @@ class PackedInputs:
         ]
         arrays["context_len"][:count] = arrays["positions"][:count] + 1
         arrays["rows"][:count] = arrays["sampled_rows"][:count] = rows
+        arrays["ranks"][:count] = 0
 
     def _fill_tokens(self, arrays: dict[str, np.ndarray], chunk: Chunk, tokens: slice) -> None:
-        known = chunk.seq.tokens[chunk.start : chunk.end]
+        known = chunk.tokens
         assert len(known) == chunk.length, "only a decode can start from a pending token"
         positions, size = np.arange(chunk.start, chunk.end), self._block_size
         first_block = chunk.start // size
@@ -128,22 +141,39 @@ class PackedInputs:
     def sampled_rows(self, shape: StepShape) -> Tensor:
         return self._staging.device["sampled_rows"][: shape.num_seqs]
 
+    def verified(self, shape: StepShape) -> Verified:
+        return Verified(self._staging.device["ranks"][: shape.num_seqs], self._staging.device["tokens"])
+
     def next_positions(self, shape: StepShape) -> Tensor:
         return self._staging.device["context_len"][: shape.num_seqs]
 
 
-def first_tokens(chunks: list[Chunk]) -> list[int]:
-    """Return the place of each chunk's first token among those of a step without padding."""
-    decode, prompt = 0, sum(chunk.is_decode for chunk in chunks)
-    places = []
-    for chunk in chunks:
-        if chunk.is_decode:
-            places.append(decode)
+def places_of(chunks: list[Chunk], num_decodes: int) -> tuple[list[int], list[int]]:
+    """Return each chunk's first entry, and its first token, among those of a step.
+
+    num_decodes  of the step, drafts and padding included
+    """
+    is_plain = [chunk.length == 1 and chunk.samples for chunk in chunks]
+    if all(is_plain):
+        entries = tokens = list(range(len(chunks)))
+        return entries, tokens
+    decode, drafted = 0, sum(is_plain)
+    entry = token = num_decodes
+    entries, tokens = [], []
+    for chunk, is_decode in zip(chunks, is_plain, strict=True):
+        if is_decode:
+            entries.append(decode)
+            tokens.append(decode)
             decode += 1
+        elif chunk.drafts:
+            entries.append(drafted)
+            tokens.append(drafted)
+            drafted += chunk.length
         else:
-            places.append(prompt)
-            prompt += chunk.length
-    return places
+            entries.append(entry)
+            tokens.append(token)
+            entry, token = entry + 1, token + chunk.length
+    return entries, tokens
 
 
 def known_token(chunk: Chunk) -> int:

@@ -28,7 +28,7 @@ from pagoda_server.kernels.row_sampling import (
 from pagoda_server.kernels.triton import row_sampling
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.kernels.triton.row_sampling import Config, sample_rows_triton
-from tests.kernels.sampling_rows import any_sequence, poisoned, rows_for, sequence, write_row
+from tests.kernels.sampling_rows import any_sequence, drafts_of, poisoned, rows_for, sequence, write_drafts, write_row
 from tests.kernels.triton.device import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, of logarithms of 0
@@ -205,6 +205,29 @@ def test_padding_is_left_alone_and_rows_may_come_in_any_order() -> None:
     assert actual.tokens[[1, 4]].tolist() == [-77, -77]
     assert torch.equal(other.counts, sampling.counts)
     assert torch.equal(other.last_token, sampling.last_token)
+
+
+def test_rows_behind_drafts_choose_what_the_reference_chooses() -> None:
+    vocab, rng = 1100, random.Random(6)
+    seqs = [any_sequence(number, vocab, rng) for number in range(12)]
+    seqs += [sequence(12 + at, [5] * 3, [6], repetition_penalty=1.4, frequency_penalty=0.5) for at in range(4)]
+    drafts = drafts_of(seqs, vocab, rng) | {13: (5, 700, 700, 6), 14: (1, 2)}
+    sampling = rows_for(vocab, len(seqs), DEVICE, max_drafts=80)
+    for at, seq in enumerate(seqs):
+        write_row(sampling, at, seq)
+    rows, positions, verified = write_drafts(sampling, list(range(len(seqs))), seqs, drafts)
+    other = replace(sampling, counts=sampling.counts.clone(), last_token=sampling.last_token.clone())
+    logits = random_logits(len(rows), vocab, 1.0, torch.bfloat16)
+    logits[:, [5, 6, 700]] += 3.0
+    expected, actual = poisoned(len(rows), DEVICE), poisoned(len(rows), DEVICE)
+    sample_rows(logits.clone(), rows, positions, sampling, expected, verified)
+    sample_rows_triton(logits, rows, positions, other, actual, verified)
+    assert torch.equal(actual.tokens, expected.tokens)
+    assert torch.equal(other.counts, sampling.counts)
+    assert torch.equal(other.last_token, sampling.last_token)
+    without = poisoned(len(rows), DEVICE)
+    sample_rows(logits.clone(), rows, positions, other, without)
+    assert not torch.equal(without.tokens, expected.tokens), "drafts make a difference"
 
 
 def test_each_step_counts_the_token_it_chose() -> None:
