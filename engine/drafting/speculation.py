@@ -143,7 +143,7 @@ class Speculation:
         most = min(self.most, room, seq.max_len - seq.num_tokens - 1)  # one token is chosen behind the last draft
         if seq.params.max_draft_tokens is not None:
             most = min(most, seq.params.max_draft_tokens)
-        if most <= 0:
+        if most <= 0 or (seq.token_mask is not None and seq.token_mask.is_slow):
             return []
         record.num_idle += 1
         likely = int(math.log(least_chance) / math.log(record.chance)) if record.chance < 1.0 else most

@@ -22,10 +22,11 @@ _IN_FLIGHT = 3  # steps whose outcomes are copied but not yet read, plus one tha
 class DeviceStep:
     """A step on the device.
 
-    places    chunk position → sequence and its entry among the outcomes
-    faults    as in Sampled
-    copied_s  returns `Sampled.copied_s`, once the step is computed
-    readings  what is read from prompts, by chunk position
+    places     chunk position → sequence and its entry among the outcomes
+    faults     as in Sampled
+    copied_s   returns `Sampled.copied_s`, once the step is computed
+    readings   what is read from prompts, by chunk position
+    postponed  as in Sampled
     """
 
     num_chunks: int
@@ -35,6 +36,7 @@ class DeviceStep:
     wait: Callable[[], None]
     copied_s: Callable[[], float]
     readings: dict[int, PendingReading]
+    postponed: set[int]
 
     def result(self) -> Sampled:
         self.wait()
@@ -56,7 +58,7 @@ class DeviceStep:
                 faults[at] = NOT_FINITE
             else:
                 readings[at] = reading
-        return Sampled(tokens, logprobs, faults, self.copied_s(), readings)
+        return Sampled(tokens, logprobs, faults, self.copied_s(), readings, postponed=self.postponed)
 
     def _logprobs(self, entry: int, count: int) -> TokenLogprobs:
         first = entry * MAX_TOP_LOGPROBS
@@ -103,6 +105,7 @@ class Outcomes:
         faults: dict[int, str],
         copied_s: Callable[[], float],
         readings: dict[int, PendingReading],
+        postponed: set[int],
     ) -> DeviceStep:
         """Start the copy of the step that was launched last, without logprobs if no sequence asks for them."""
         asks = any(seq.params.logprobs is not None for seq, _ in places.values())
@@ -110,4 +113,5 @@ class Outcomes:
         self._turn = (self._turn + 1) % _IN_FLIGHT
         self._targets[self._turn][:end].copy_(self._source[:end], non_blocking=True)
         wait = all_launched(self._device)
-        return DeviceStep(num_chunks, places, faults, self._arrays[self._turn], wait, copied_s, readings)
+        arrays = self._arrays[self._turn]
+        return DeviceStep(num_chunks, places, faults, arrays, wait, copied_s, readings, postponed)

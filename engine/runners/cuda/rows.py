@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence, State
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence, State, TokenMask
 from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.runners.cuda.staging import Staging
+from pagoda_server.engine.runners.late_masks import read_masks
 from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault
 from pagoda_server.kernels import MAX_TOP_LOGPROBS, SamplingRows, allocate_rows
 from pagoda_server.kernels.row_sampling import IN_PROMPT, MAX_BIASES, MAX_STOPS
@@ -52,6 +54,7 @@ class DeviceRows:
     """Gives a sequence a row when it first computes, and takes the row back when another sequence needs it.
 
     block_table  [max_rows, max_blocks] int32, on the device
+    late         chunks, by position, of the step that was placed last, whose masks were not there in time
     """
 
     def __init__(self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device) -> None:
@@ -60,6 +63,7 @@ class DeviceRows:
         self._parameters = _RowParameters(self.sampling, vocab_size, device)
         self._blocks = Staging({"at": (torch.int64, _BLOCKS_SENT), "block": (torch.int32, _BLOCKS_SENT)}, device)
         self._rows: dict[int, _Row] = {}  # by the identity of the block table, which is kept alive here
+        self.late: set[int] = set()
         self._free = list(range(max_rows - 1, -1, -1))
         self._step = 0
 
@@ -67,11 +71,11 @@ class DeviceRows:
         """Return the row of each chunk's sequence. Send the device what it lacks: new rows, blocks and masks."""
         self._step += 1
         new: list[_Row] = []
-        masked: list[tuple[int, Sequence]] = []
+        masked: dict[int, tuple[int, Sequence, TokenMask]] = {}  # by chunk position
         grown: list[tuple[int, int]] = []
         width = self.block_table.shape[1]
         numbers = []
-        for chunk in chunks:
+        for at, chunk in enumerate(chunks):
             blocks = chunk.seq.blocks
             row = self._rows.get(id(blocks))
             if row is None:
@@ -80,16 +84,17 @@ class DeviceRows:
             row.last_step = self._step
             if row.num_sent < len(blocks):
                 first = row.number * width
-                grown += [(first + at, blocks[at]) for at in range(row.num_sent, len(blocks))]
+                grown += [(first + place, blocks[place]) for place in range(row.num_sent, len(blocks))]
                 row.num_sent = len(blocks)
             if row.needs_mask and chunk.samples and (mask := row.seq.token_mask) is not None:
                 assert not mask.depends_on_tokens or chunk.end == len(row.seq.tokens), "the last token is not known"
                 row.needs_mask = mask.depends_on_tokens
-                masked.append((row.number, row.seq))
+                masked[at] = (row.number, row.seq, mask)
             numbers.append(row.number)
         self._send_blocks(grown)
         self._parameters.write([(row.number, row.seq) for row in new])
-        self._parameters.write_masks(masked)
+        self.late = _late(masked, has_others=len(chunks) > len(masked))
+        self._parameters.write_masks([(number, seq) for at, (number, seq, _) in masked.items() if at not in self.late])
         return numbers
 
     def faults(self, places: Mapping[int, tuple[Sequence, int]]) -> dict[int, str]:
@@ -121,6 +126,12 @@ class DeviceRows:
             self._blocks.send()
             sent: dict[str, Tensor] = {name: field[: len(part)] for name, field in self._blocks.device.items()}
             table.index_copy_(0, sent["at"], sent["block"])
+
+
+def _late(masked: dict[int, tuple[int, Sequence, TokenMask]], has_others: bool) -> set[int]:
+    readers = [(mask, partial(mask.is_ready, seq.tokens)) for _, seq, mask in masked.values()]
+    places = list(masked)
+    return {places[each] for each in read_masks(readers, has_others=has_others)}
 
 
 class _RowParameters:

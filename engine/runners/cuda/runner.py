@@ -92,14 +92,18 @@ class DeviceRunner:
             copy_blocks(self._cache, *self._copies.send(plan.copies))
         reads = is_read(plan.chunks)
         shape = StepShape.of(plan.chunks) if reads else self._graphs.fit(StepShape.of(plan.chunks))
-        entries = self._inputs.send(plan.chunks, self._rows.place(plan.chunks), shape)
+        rows = self._rows.place(plan.chunks)
+        entries = self._inputs.send(plan.chunks, rows, shape, self._rows.late)
         readings: dict[int, PendingReading] = {}
         if reads:
             readings = self._compute_and_read(shape, plan.chunks)
         else:
             self._graphs.launch(shape)
-        places = {at: (chunk.seq, entries[at]) for at, chunk in enumerate(plan.chunks) if chunk.samples}
-        return self._outcomes.read(len(plan.chunks), places, self._rows.faults(places), copied_s, readings)
+        late = self._rows.late
+        places = {
+            at: (chunk.seq, entries[at]) for at, chunk in enumerate(plan.chunks) if chunk.samples and at not in late
+        }
+        return self._outcomes.read(len(plan.chunks), places, self._rows.faults(places), copied_s, readings, late)
 
     def _compute(self, shape: StepShape) -> None:
         """Compute the step of this shape that was sent last. Graphs capture this."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -49,10 +50,13 @@ class PackedInputs:
         self._staging = Staging(of_tokens | of_seqs | starts, device)
         self._arrivals = torch.zeros(num_seqs * model.num_heads, dtype=torch.int32, device=device)
 
-    def send(self, chunks: list[Chunk], rows: list[int], shape: StepShape) -> list[int]:
+    def send(
+        self, chunks: list[Chunk], rows: list[int], shape: StepShape, late: Collection[int] = frozenset()
+    ) -> list[int]:
         """Send a step to the device.
 
         rows    the row of each chunk's sequence
+        late    chunks, by position, that choose no token though they sample
         shape   the step's layout; if it has room for more chunks than there are, then for more tokens, too
         return  the place of each chunk's sequence among the step's
         """
@@ -60,6 +64,8 @@ class PackedInputs:
         decodes = [at for at, chunk in enumerate(chunks) if chunk.is_decode]
         prompts = [at for at, chunk in enumerate(chunks) if not chunk.is_decode]
         self._fill_decodes(arrays, [chunks[at] for at in decodes], [rows[at] for at in decodes])
+        if late:
+            arrays["sampled_rows"][: len(decodes)] = [-1 if at in late else rows[at] for at in decodes]
         _pad(arrays, slice(len(decodes), shape.decodes), slice(len(decodes), shape.decodes))
 
         ends = arrays["query_start"][1 : shape.num_seqs + 1]
@@ -70,7 +76,7 @@ class PackedInputs:
             end = ends[seq] = start + chunk.length
             self._fill_tokens(arrays, chunk, slice(start, end))
             arrays["context_len"][seq], arrays["rows"][seq] = chunk.end, rows[at]
-            arrays["sampled_rows"][seq] = rows[at] if chunk.samples else -1
+            arrays["sampled_rows"][seq] = rows[at] if chunk.samples and at not in late else -1
         used = shape.decodes + len(prompts)
         _pad(arrays, slice(end, shape.num_tokens), slice(used, shape.num_seqs))
         ends[used:] = end
