@@ -210,12 +210,13 @@ class _Rules:
         """Bound a rule. In one with parentheses, all that stands in it counts, alternatives too."""
         is_grouped = any(part in ("(", "[") for part in parts)
         alternatives: list[list[_Part]] = [[]]
-        for part in parts:
+        for before, part in zip(["", *parts], parts, strict=False):
             if part == "|":
                 if not is_grouped:
                     alternatives.append([])
             elif part in ("*", "+"):  # one repetition may continue the text of another
-                alternatives[-1] = [(2 * length, False) for length, _ in alternatives[-1]]
+                count = len(alternatives[-1]) if before in (")", "]") else 1
+                alternatives[-1][-count:] = [(2 * length, False) for length, _ in alternatives[-1][-count:]]
             elif isinstance(part, str):
                 if part not in ("(", ")", "[", "]"):
                     alternatives[-1].append(self.of(part))

@@ -175,10 +175,10 @@ class GrammarMask:
         return len(followed) == len(output)
 
     def _ask(self) -> None:
-        """Ask for the mask of the matcher's state, unless that is done."""
+        """Ask for the mask of the matcher's state, unless it is being computed."""
         if self._job is None:
             self._job = Job(self._matcher, self._words, self._pace)
-            self._ahead.ask(self._job)
+        self._ahead.ask(self._job)
 
     def _settle(self) -> None:
         """Have the mask that was asked for: compute it, or wait for it."""

@@ -37,12 +37,8 @@ class Pace:
 
     @property
     def is_slow(self) -> bool:
-        return self.expected_s > SLOW_S
-
-    @property
-    def is_left_to_others(self) -> bool:
         """Whether the loop's thread must not compute a mask itself."""
-        return self.is_slow or not self.is_bounded
+        return not self.is_bounded or self.expected_s > SLOW_S
 
     def took(self, seconds: float) -> None:
         self.expected_s = max(seconds, FORGETS * self.expected_s)
@@ -80,7 +76,7 @@ class MasksAhead:
 
     def __init__(self, vocab_size: int) -> None:
         self.num_words = -(-vocab_size // 32)
-        self._asked: dict[Job, None] = {}  # for the next step, not started
+        self._asked: dict[Job, float] = {}  # for the next step, not started: what each is expected to take
         self._asked_s = 0.0
         self._quick: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._slow: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -91,12 +87,18 @@ class MasksAhead:
             threading.Thread(target=work, name="grammar-masks", daemon=True).start()
 
     def ask(self, job: Job) -> None:
-        """Note a mask that will be needed. It is started now, with a later one, or when `compute` is called."""
-        if job.pace.is_left_to_others:
+        """Note a mask that will be needed. It is started now, with a later one, or when `compute` is called.
+
+        Asked for again, it is started if its grammar was found to be slow meanwhile.
+        """
+        if job.is_started:
+            return
+        self.drop(job)
+        if job.pace.is_slow:
             job.is_started = True
             self._slow.put(job)
             return
-        self._asked[job] = None
+        self._asked[job] = job.pace.expected_s
         self._asked_s += job.pace.expected_s
         if self._asked_s > LONG_S:
             asked = list(self._asked)
@@ -107,9 +109,7 @@ class MasksAhead:
 
     def drop(self, job: Job) -> None:
         """Take back a job that is not started."""
-        if job in self._asked:
-            del self._asked[job]
-            self._asked_s -= job.pace.expected_s
+        self._asked_s -= self._asked.pop(job, 0.0)
 
     def compute(self, job: Job) -> None:
         """Compute a job that is not started. All masks of the step have been asked for by then."""
