@@ -73,9 +73,7 @@ class _Schema:
             return math.inf, False
         parts = {key: self._of_key(key, value, schema) for key, value in schema.items() if key not in _PLAIN}
         longest = _PUNCTUATION + sum(length for length, _ in parts.values())
-        return longest, self._has_choice(
-            schema, dict(zip([key for key in schema if key not in _PLAIN], parts, strict=True))
-        )
+        return longest, self._has_choice(schema, parts)
 
     def _of_key(self, key: str, value: object, schema: Mapping[str, object]) -> _Part:
         match key, value:

@@ -29,19 +29,22 @@ class Pace:
     """How long the masks of a grammar take: all its sequences learn it together.
 
     is_bounded  no state of the grammar forces a long text, so a mask takes some milliseconds at most
-    expected_s  what the next mask will take
+    expected_s  what a mask takes: a mean that forgets exponentially
+    longest_s   what the longest of the last ones took, a little less with each that was quicker
     """
 
     is_bounded: bool = True
     expected_s: float = USUAL_S
+    longest_s: float = 0.0
 
     @property
     def is_slow(self) -> bool:
         """Whether the loop's thread must not compute a mask itself."""
-        return not self.is_bounded or self.expected_s > SLOW_S
+        return not self.is_bounded or self.longest_s > SLOW_S
 
     def took(self, seconds: float) -> None:
-        self.expected_s = max(seconds, FORGETS * self.expected_s)
+        self.expected_s += (1 - FORGETS) * (seconds - self.expected_s)
+        self.longest_s = max(seconds, FORGETS * self.longest_s)
 
 
 @dataclass(slots=True, eq=False)

@@ -58,7 +58,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch, pace: Pace) -> Iterator[threading.E
 
     with monkeypatch.context() as patch:
         patch.setattr(Job, "compute", computed)
-        pace.expected_s = 1.0
+        pace.longest_s = 1.0
         yield gate
         gate.set()
 
@@ -222,7 +222,7 @@ def test_a_mask_that_is_overdue_ends_its_request(monkeypatch: pytest.MonkeyPatch
 
     over = threading.Event()
     monkeypatch.setattr(Job, "compute", computed)
-    mask._pace.expected_s = 1.0
+    mask._pace.longest_s = 1.0
     engine.step()
     engine.step()
     assert begun.wait(10.0)
