@@ -1,8 +1,8 @@
 """Where and when masks are computed: on the loop's thread if they are quick, and ahead, on other threads, if not.
 
-A quick mask costs less than waking another thread for it, above all where the model's threads have all cores. Masks
-that take long, together or alone, are computed while the model computes, without the interpreter's lock. Those that
-were slow have threads of their own, so that one slow grammar does not delay the masks of the others.
+For a few quick masks no other thread is woken. Masks that take long, together or alone, are computed while the model
+computes, without the interpreter's lock. Those that were slow have threads of their own, so that one slow grammar does
+not delay the masks of the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
-LONG_S = 1e-3  # a step's masks are computed ahead if they will take longer together: a CPU's step takes some 4 ms
+LONG_S = 3e-4  # a step's masks are computed ahead if they will take longer together: a lone stream's step takes 4 ms
 SLOW_S = 1e-3  # so is a mask that takes longer alone, on a thread for such masks
 FORGETS = 0.9  # a slow mask is forgotten with each quick one: after 8 to 22, as no mask takes ten times SLOW_S
 USUAL_S = 5e-5  # what a new grammar's masks are expected to take
