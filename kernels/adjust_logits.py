@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagoda_server.kernels.native_module import native
+
 
 @dataclass(frozen=True, slots=True)
 class LogitAdjustments:
@@ -45,6 +47,26 @@ def adjust_logits(logits: Tensor, adjustments: LogitAdjustments) -> None:
     logits  [rows, vocab] float32
     """
     a = adjustments
+    _adjust_some(logits, a)
+    if len(a.masked_rows):
+        is_banned = ~unpack_masks(a.token_masks, logits.shape[1])
+        logits[a.masked_rows] = logits[a.masked_rows].masked_fill_(is_banned, float("-inf"))
+
+
+def adjust_logits_native(logits: Tensor, adjustments: LogitAdjustments) -> None:
+    """`adjust_logits` whose masks are applied where the rows are, without copies of them."""
+    a = adjustments
+    is_readable = logits.dtype == torch.float32 and logits.is_contiguous() and a.token_masks.is_contiguous()
+    if native is None or not is_readable or not len(a.masked_rows):
+        adjust_logits(logits, a)
+        return
+    _adjust_some(logits, a)
+    rows, masks = a.masked_rows.data_ptr(), a.token_masks.data_ptr()
+    native.mask_rows(logits.data_ptr(), rows, masks, len(a.masked_rows), logits.shape[1])
+
+
+def _adjust_some(logits: Tensor, a: LogitAdjustments) -> None:
+    """Applies penalties, biases and bans: what changes single logits."""
     if len(a.seen_rows):
         seen = logits[a.seen_rows, a.seen_ids]
         seen = torch.where(seen > 0, seen / a.repetition_penalty, seen * a.repetition_penalty)
@@ -54,9 +76,6 @@ def adjust_logits(logits: Tensor, adjustments: LogitAdjustments) -> None:
         logits[a.bias_rows, a.bias_ids] += a.bias
     if len(a.banned_rows):
         logits[a.banned_rows, a.banned_ids] = float("-inf")
-    if len(a.masked_rows):
-        is_banned = ~unpack_masks(a.token_masks, logits.shape[1])
-        logits[a.masked_rows] = logits[a.masked_rows].masked_fill_(is_banned, float("-inf"))
 
 
 def unpack_masks(token_masks: Tensor, vocab: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from pagoda_server.kernels.adjust_logits import LogitAdjustments, adjust_logits
+from pagoda_server.kernels.adjust_logits import LogitAdjustments, adjust_logits, adjust_logits_native
 from pagoda_server.kernels.embedding import Embedding, embedding, embedding_int8_native, embedding_wide
 from pagoda_server.kernels.linear import (
     Linear,
@@ -48,8 +48,8 @@ from pagoda_server.kernels.rope_and_store_kv import (
     rope_and_store_kv_native,
 )
 from pagoda_server.kernels.row_sampling import SampledRows, SamplingRows, sample_rows
-from pagoda_server.kernels.sample import Draws, sample
-from pagoda_server.kernels.sample_cpu import sample_cpu, sample_native
+from pagoda_server.kernels.sample import Draws, most_likely_allowed, sample
+from pagoda_server.kernels.sample_cpu import most_likely_allowed_native, sample_cpu, sample_native
 
 
 class RmsNorm(Protocol):
@@ -78,7 +78,8 @@ class Backend:
     """The ops of one backend. The reference function of the same name is each op's contract.
 
     It is in the file of that name, except that `gated_linear` is beside `linear`, `add` beside `rms_norm`,
-    `plan_attention` beside `paged_attention`, and `sample_rows` in row_sampling.py.
+    `plan_attention` beside `paged_attention`, `most_likely_allowed` beside `sample`, and `sample_rows` in
+    row_sampling.py.
 
     embedding    its result has the dtype of the residual stream: the table's, or float32
     head         a `linear` whose product, the logits, is float32; None: `linear` serves as the head
@@ -102,6 +103,7 @@ class Backend:
     paged_attention: Callable[[Tensor, PagedKV, AttentionPlan], Tensor]
     adjust_logits: Callable[[Tensor, LogitAdjustments], None]
     sample: Callable[[Tensor, Draws], Tensor]
+    most_likely_allowed: Callable[[Tensor, Tensor, Tensor], Tensor]
     sample_rows: Callable[[Tensor, Tensor, Tensor, SamplingRows, SampledRows], None]
     head: LinearMaker | None = None
     is_compiled: bool = False
@@ -126,6 +128,7 @@ REFERENCE = Backend(
     paged_attention=paged_attention,
     adjust_logits=adjust_logits,
     sample=sample,
+    most_likely_allowed=most_likely_allowed,
     sample_rows=sample_rows,
 )
 
@@ -141,6 +144,7 @@ CPU = Backend(
     paged_attention=paged_attention_cpu,
     adjust_logits=adjust_logits,
     sample=sample_cpu,
+    most_likely_allowed=most_likely_allowed,
     sample_rows=sample_rows,
 )
 
@@ -154,8 +158,9 @@ NATIVE = Backend(
     rope_and_store_kv=rope_and_store_kv_native,
     plan_attention=plan_attention_native,
     paged_attention=paged_attention_native,
-    adjust_logits=adjust_logits,
+    adjust_logits=adjust_logits_native,
     sample=sample_native,
+    most_likely_allowed=most_likely_allowed_native,
     sample_rows=sample_rows,
 )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from pagoda_server.kernels.adjust_logits import unpack_masks
 from pagoda_server.kernels.gumbel import gumbel
 
 
@@ -61,6 +62,19 @@ def sample(logits: Tensor, draws: Draws) -> Tensor:
         noise = gumbel(draws.keys[:, None], torch.arange(logits.shape[-1], device=logits.device))
         tokens[draws.rows] = torch.where(scaled >= cutoff[:, None], scaled + noise, float("-inf")).argmax(dim=-1)
     return tokens.masked_fill(~best.isfinite(), -1)
+
+
+def most_likely_allowed(logits: Tensor, rows: Tensor, token_masks: Tensor) -> Tensor:
+    """Chooses the most likely of the tokens that a row's mask allows, the lowest id of several.
+
+    logits       [num_rows, vocab] floating point; -inf cannot be chosen
+    rows         [masked] int64
+    token_masks  [masked, ceil(vocab / 32)] int32; token 32 * w + i can be chosen if bit i of word w is set
+    return       [masked] int64; -1 where what is allowed holds NaN or +inf, or nothing that can be chosen
+    """
+    is_banned = ~unpack_masks(token_masks, logits.shape[1])
+    best, tokens = logits[rows].masked_fill_(is_banned, float("-inf")).max(dim=-1)
+    return tokens.masked_fill_(~best.isfinite(), -1)
 
 
 def drop_untypical(logits: Tensor, temperature: Tensor, typical_p: Tensor) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pagoda_server.kernels.gumbel import gumbel
 from pagoda_server.kernels.native_module import DTYPES, native, takes
-from pagoda_server.kernels.sample import Draws, find_cutoff, scale
+from pagoda_server.kernels.sample import Draws, find_cutoff, most_likely_allowed, scale
 
 # Tokens to look at, first and at the second attempt; a row that keeps more of them is sorted whole.
 LEADING_TOKENS = (256, 4096)
@@ -26,12 +26,29 @@ def sample_native(logits: Tensor, draws: Draws) -> Tensor:
         return sample_cpu(logits, draws)
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64)
-    native.argmax(DTYPES[logits.dtype], logits.data_ptr(), tokens.data_ptr(), rows, vocab)
+    native.argmax(DTYPES[logits.dtype], logits.data_ptr(), 0, 0, tokens.data_ptr(), rows, vocab)
     if len(draws.rows):
         is_broken = tokens < 0
         best = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
         _draw(logits, best, tokens, draws)
         tokens.masked_fill_(is_broken, -1)
+    return tokens
+
+
+def most_likely_allowed_native(logits: Tensor, rows: Tensor, token_masks: Tensor) -> Tensor:
+    """`most_likely_allowed` in one pass over what is allowed."""
+    if native is None or not takes(logits) or not token_masks.is_contiguous():
+        return most_likely_allowed(logits, rows, token_masks)
+    tokens = torch.empty_like(rows)
+    native.argmax(
+        DTYPES[logits.dtype],
+        logits.data_ptr(),
+        rows.data_ptr(),
+        token_masks.data_ptr(),
+        tokens.data_ptr(),
+        len(rows),
+        logits.shape[1],
+    )
     return tokens
 
 

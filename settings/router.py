@@ -24,9 +24,10 @@ from pagoda_server.settings.setting import (
 AUTH_TOKEN_VARIABLE = "PAGODA_AUTH_TOKEN"
 SPAWN = "spawn"
 ToolFormatName = Literal[
-    "auto", "none", "deepseek", "deepseek-v3", "gemma", "harmony", "hermes", "llama3", "mistral", "mistral-v3"
-]
-ReasoningFormatName = Literal["auto", "none", "harmony", "mistral", "think"]
+    "auto", "none", "deepseek", "deepseek-v3", "functiongemma", "gemma", "gemma4", "glm", "harmony", "hermes",
+    "llama3", "mistral", "mistral-v3", "pythonic", "qwen3-coder"
+]  # fmt: skip
+ReasoningFormatName = Literal["auto", "none", "gemma4", "harmony", "mistral", "think"]
 MAX_QUEUED_TOKENS = 1 << 62
 MAX_CONNECTION_AGE_S = 2_000_000  # gRPC counts milliseconds in 32 bits
 _OTLP_HEADERS = tuple(f"OTEL_EXPORTER_OTLP_{part}HEADERS" for part in ("", "TRACES_", "METRICS_"))

@@ -1,13 +1,14 @@
 """`python -m bench.micro.speculation`: what speculative decoding gains, against the same server without it.
 
-Two servers run the default model, one with `--speculation off`. They take turns, and the figure is the ratio of their
-output tokens per second, through gRPC, pair by pair:
+The figure is a ratio of output tokens per second, through gRPC, pair by pair, on the default model:
 
   repeating  one stream that copies sentences out of a text, or rewrites a piece of code
   chat       one stream of open questions, drawn at temperature 0.8
   mixed      64 requests at once, with random prompts of log-normal lengths
 
-One stream must get the same tokens from both. With --picture, the first two are also run with 1 to 64 streams at once.
+Two processes of the same server differ by more than what drafts cost. So the first two send each message twice to one
+server, with drafts and with `max_draft_tokens` 0, in turns; the tokens must be the same. `mixed` compares with a server
+of `--speculation off`. With --picture, the first two are also run with 1 to 64 streams at once.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Annotated
+from statistics import quantiles
+from typing import Annotated, TypeVar
 
 import grpc
 import typer
@@ -31,6 +33,8 @@ from bench import BenchError, driver, plots, workloads
 from bench.measure import Spread
 from bench.systems import served
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+T = TypeVar("T")
 
 MAX_TOKENS = 256
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
@@ -97,20 +101,18 @@ def kinds() -> dict[str, Kind]:
     return {"repeating": Kind((*copied, edited), 0.0), "chat": Kind(QUESTIONS, 0.8)}
 
 
-def run(address: str, kind: Kind, streams: int) -> Outcome:
-    """Send all messages one after the other; or, with several streams, as many at once as there are streams."""
-    return asyncio.run(_run(address, kind, streams))
+def run(address: str, kind: Kind, messages: Iterable[str], seed: int, drafts: bool) -> Outcome:
+    """Send messages all at once, each with a seed of its own, from `seed` on."""
+    return asyncio.run(_run(address, kind, messages, seed, drafts))
 
 
-async def _run(address: str, kind: Kind, streams: int) -> Outcome:
+async def _run(address: str, kind: Kind, messages: Iterable[str], seed: int, drafts: bool) -> Outcome:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        calls = [
-            _answer(stub, message, kind.temperature, seed)
-            for seed, message in enumerate(kind.messages if streams == 1 else islice(cycle(kind.messages), streams))
-        ]
         started = time.perf_counter()
-        answers = [await call for call in calls] if streams == 1 else await asyncio.gather(*calls)
+        answers = await asyncio.gather(
+            *(_answer(stub, message, kind.temperature, seed + at, drafts) for at, message in enumerate(messages))
+        )
         seconds = time.perf_counter() - started
     usages = [usage for _, usage in answers]
     return Outcome(
@@ -122,13 +124,14 @@ async def _run(address: str, kind: Kind, streams: int) -> Outcome:
 
 
 async def _answer(
-    stub: inference_pb2_grpc.InferenceStub, message: str, temperature: float, seed: int
+    stub: inference_pb2_grpc.InferenceStub, message: str, temperature: float, seed: int, drafts: bool
 ) -> tuple[list[int], inference_pb2.Usage]:
     request = inference_pb2.GenerateRequest(
         message=message,
         sampling=inference_pb2.Sampling(temperature=temperature, seed=seed),
         stopping=inference_pb2.Stopping(max_tokens=MAX_TOKENS),
         cache=inference_pb2.Cache(bypass=True),
+        max_draft_tokens=None if drafts else 0,
     )
     tokens: list[int] = []
     usage = inference_pb2.Usage()
@@ -139,15 +142,31 @@ async def _answer(
     return tokens, usage
 
 
-def _pairs(turns: int, rate: Callable[[str], float], with_it: str, without: str) -> list[tuple[float, float]]:
-    """Rates with and without, turn by turn; every other turn in reverse order."""
-    pairs = []
+def one_by_one(address: str, kind: Kind, turns: int) -> tuple[list[tuple[float, float]], int, int]:
+    """Send each message alone, with drafts and without, in turns.
+
+    return  the rates with and without of each pair; drafted and accepted tokens
+    """
+    pairs, drafted, accepted = [], 0, 0
     for turn in range(turns):
-        first = rate(without if turn % 2 else with_it)
-        second = rate(with_it if turn % 2 else without)
-        pairs.append((second, first) if turn % 2 else (first, second))
-        print(f"turn {turn + 1} of {turns}: {pairs[-1][0] / pairs[-1][1]:.2f}", file=sys.stderr)
-    return pairs
+        for at, message in enumerate(kind.messages):
+            with_it, without = in_turns(
+                lambda drafts, message=message, seed=1000 * turn + at: run(address, kind, [message], seed, drafts),  # type: ignore[misc]
+                first=bool((turn + at) % 2),
+            )
+            if with_it.tokens != without.tokens:
+                raise BenchError("drafts have changed a token")
+            pairs.append((with_it.tokens_per_s, without.tokens_per_s))
+            drafted += with_it.drafted
+            accepted += with_it.accepted
+        print(f"turn {turn + 1} of {turns}: {_ratios(pairs).median:.3f} so far", file=sys.stderr)
+    return pairs, drafted, accepted
+
+
+def in_turns(run: Callable[[bool], T], first: bool) -> tuple[T, T]:
+    """Return what `run` returns for True and for False; `first` is run first."""
+    results = {drafts: run(drafts) for drafts in (first, not first)}
+    return results[True], results[False]
 
 
 def _ratios(pairs: list[tuple[float, float]]) -> Spread:
@@ -155,61 +174,64 @@ def _ratios(pairs: list[tuple[float, float]]) -> Spread:
 
 
 def main(
-    turns: Annotated[int, typer.Option(min=1, help="Pairs of runs.")] = 9,
+    turns: Annotated[int, typer.Option(min=1, help="How often each message, and mixed, is run.")] = 9,
     model: Annotated[str, typer.Option(help="The model to serve; by default, the default model.")] = "",
+    draft_model: Annotated[str, typer.Option(help="What drafts; by default, prompt lookup.")] = "",
     picture: Annotated[Path | None, typer.Option(help="Draw the speed-up by the number of streams.")] = None,
     picture_turns: Annotated[int, typer.Option(min=1, help="Pairs of runs for each point of the picture.")] = 3,
-    draft_model: Annotated[str, typer.Option(help="The draft model of the server that speculates.")] = "",
 ) -> None:
     arguments = ["--model", model] if model else []
+    drafting = ["--draft-model", draft_model] if draft_model else []
     table = Table(title="Speculative decoding, with ÷ without")
-    for heading in ("", "tokens/s without", "with", "ratio", "accepted of drafted"):
+    for heading in ("", "pairs", "without, tok/s", "with", "ratio (middle half)", "drafts accepted"):
         table.add_column(heading, justify="right")
     with contextlib.ExitStack() as stack:
-        drafting = ["--draft-model", draft_model] if draft_model else []
         with_it = stack.enter_context(served([*arguments, *drafting])).address
-        without = stack.enter_context(served([*arguments, "--speculation", "off"])).address
-        for address in (with_it, without):
-            driver.run(address, workloads.single(1000), lambda count: None)
+        driver.run(with_it, workloads.single(1000), lambda count: None)
         for name, kind in kinds().items():
-            outcomes: dict[str, list[Outcome]] = {with_it: [], without: []}
-
-            def rate(address: str, kind: Kind = kind, seen: dict[str, list[Outcome]] = outcomes) -> float:
-                seen[address].append(run(address, kind, 1))
-                return seen[address][-1].tokens_per_s
-
-            pairs = _pairs(turns, rate, with_it, without)
-            if any(outcome.tokens != outcomes[without][0].tokens for outcome in outcomes[with_it]):
-                raise BenchError(f"{name}: drafts have changed a token")
-            last = outcomes[with_it][-1]
-            _add(table, name, pairs, f"{last.accepted} of {last.drafted}")
+            pairs, drafted, accepted = one_by_one(with_it, kind, turns)
+            _add(table, name, pairs, f"{accepted} of {drafted}")
+        without = stack.enter_context(served([*arguments, "--speculation", "off"])).address
+        driver.run(without, workloads.single(1000), lambda count: None)
         mixed = workloads.mixed(_vocab_size(with_it))
-        pairs = _pairs(turns, lambda at: driver.run(at, mixed, lambda count: None).tokens_per_s, with_it, without)
-        _add(table, "mixed, 64 streams", pairs, "")
+        pairs = []
+        for turn in range(turns):
+            both = in_turns(
+                lambda drafts: driver.run(with_it if drafts else without, mixed, lambda count: None).tokens_per_s,
+                first=bool(turn % 2),
+            )
+            pairs.append(both)
+            print(f"turn {turn + 1} of {turns}: {both[0] / both[1]:.2f}", file=sys.stderr)
+        _add(table, "mixed, 64", pairs, "")
         Console().print(table)
         if picture is not None:
-            ratios = {
-                name: {
-                    level: _ratios(
-                        _pairs(
-                            picture_turns,
-                            lambda at, kind=kind, level=level: run(at, kind, level).tokens_per_s,  # type: ignore[misc]
-                            with_it,
-                            without,
-                        )
-                    )
-                    for level in LEVELS
-                }
-                for name, kind in kinds().items()
-            }
+            ratios = {name: _by_streams(with_it, kind, picture_turns) for name, kind in kinds().items()}
             plots.speed_up(ratios, "Speculative decoding: output tokens/s with ÷ without", picture)
 
 
+def _by_streams(address: str, kind: Kind, turns: int) -> dict[int, Spread]:
+    """Return the ratios for each number of streams."""
+    ratios = {}
+    for level in LEVELS:
+        pairs = []
+        for turn in range(turns):
+            messages = list(islice(cycle(kind.messages), turn, turn + level))
+            both = in_turns(
+                lambda drafts, messages=messages: run(address, kind, messages, 0, drafts).tokens_per_s,  # type: ignore[misc]
+                first=bool(turn % 2),
+            )
+            pairs.append(both)
+        ratios[level] = _ratios(pairs)
+        print(f"{level} streams: {ratios[level].median:.2f}", file=sys.stderr)
+    return ratios
+
+
 def _add(table: Table, name: str, pairs: list[tuple[float, float]], drafts: str) -> None:
-    of = _ratios(pairs)
     with_it, without = (Spread.of(list(rates)) for rates in zip(*pairs, strict=True))
-    ratio = f"{of.median:.2f} ({of.least:.2f}–{of.most:.2f})"
-    table.add_row(name, f"{without.median:.1f}", f"{with_it.median:.1f}", ratio, drafts)
+    ratios = [mine / other for mine, other in pairs]
+    low, middle, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    ratio = f"{middle:.3f} ({low:.3f}–{high:.3f})"
+    table.add_row(name, str(len(pairs)), f"{without.median:.1f}", f"{with_it.median:.1f}", ratio, drafts)
 
 
 def _vocab_size(address: str) -> int:

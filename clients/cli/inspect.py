@@ -130,6 +130,11 @@ def _load_rows(load: control_pb2.EngineLoad) -> dict[str, str]:
         f"{load.preemptions} preemptions",
         "wasted": f"{load.recomputed_tokens} tokens computed again, {load.dropped_tokens} after their sequence's end",
     }
+    if load.drafted_tokens or load.forced_tokens:
+        rows["drafts"] = (
+            f"{load.drafted_tokens} tokens drafted, {load.accepted_tokens} of them accepted; "
+            f"{load.forced_tokens} tokens forced by grammars"
+        )
     if load.host_blocks_total:
         rows["host memory"] = (
             f"{load.host_blocks_used} of {load.host_blocks_total} blocks in use, "

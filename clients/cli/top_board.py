@@ -35,6 +35,7 @@ _DOING_AFTER = {"waits": Doing.WAITING, "preempted": Doing.PREEMPTED, "started":
 _SUMMED = (
     "waiting", "running", "blocks_total", "blocks_free", "blocks_evictable", "blocks_referenced", "kv_slots",
     "kv_slots_unused", "steps", "prompt_tokens", "cached_tokens", "preemptions", "recomputed_tokens",
+    "drafted_tokens", "accepted_tokens", "forced_tokens",
 )  # fmt: skip
 
 

@@ -54,7 +54,8 @@ def draw(
     """Lines of at most `width` columns; `height` of them, or as many as there is to tell and no keys if it is None."""
     is_low = height is not None and height < LOW
     lines = [_header(board, width), *_notices(board, is_paused, interval_s), _rates(board, width)]
-    lines += [*_kv(board, width, is_low), _batch(board, width), *_prefix(board, width), _latency(board, width)]
+    lines += [*_kv(board, width, is_low), _batch(board, width), *_prefix(board, width)]
+    lines += [*_drafts(board, width), _latency(board, width)]
     engines, tenants = _engines(board, width), _tenants(board, width, is_low)
     if height is not None:
         # At least half of what is left is for the sequences.
@@ -212,6 +213,18 @@ def _prefix(board: Board, width: int) -> Iterable[Text]:
     facts += [f"{total.recomputed_tokens:,} tokens computed again"] if total.recomputed_tokens else []
     facts += [f"{since_start} since start"] if change is not None and change.hit_rate is not None else []
     yield _joined(_label("prefix"), facts, width)
+
+
+def _drafts(board: Board, width: int) -> Iterable[Text]:
+    """A line on the tokens that took no step each, once there are drafts or forced tokens."""
+    total = board.total
+    facts = []
+    if total.drafted_tokens:
+        accepted = _percent(total.accepted_tokens, total.drafted_tokens)
+        facts.append(f"{accepted} of {total.drafted_tokens:,} drafted tokens accepted")
+    facts += [f"{total.forced_tokens:,} tokens forced by grammars"] if total.forced_tokens else []
+    if facts:
+        yield _joined(_label("drafts"), facts, width)
 
 
 def _latency(board: Board, width: int) -> Text:

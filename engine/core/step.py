@@ -182,8 +182,10 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    drafts: int = 0  # chunks whose drafted tokens were verified
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # drafted tokens that became output
+    forced_tokens: int = 0  # of the output, that no step chose
     step_sequences: int = 0
     step_tokens: int = 0
 

@@ -260,6 +260,7 @@ class Scheduler:
             self._append(seq, token, logprobs)
             if not self._follow(seq):
                 break
+        self.counters.drafts += 1
         self.counters.drafted_tokens += len(chunk.drafts)
         self.counters.accepted_tokens += num_accepted
         seq.account.verified(len(chunk.drafts), num_accepted)
@@ -338,6 +339,7 @@ class Scheduler:
         self._prefill_plan[seq.id] = self._num_planned
         self.running.append(seq)
         self.waiting.started(seq)
+        self._append_first_forced(seq)
         return True
 
     def _displace(self, lower: list[Sequence], seq: Sequence) -> bool:
@@ -390,19 +392,46 @@ class Scheduler:
         seq.state = to
         self._output.moves.append(Move(seq, to, now, seq.num_computed))
 
+    def _append_first_forced(self, seq: Sequence) -> None:
+        """Append the tokens that a new output must begin with, so that the prompt's steps compute them as well.
+
+        At least one token is left to choose: the output ends behind it, if anywhere.
+        """
+        mask = seq.token_mask
+        if mask is None or not mask.depends_on_tokens or seq.output_len or seq.request.readout is not None:
+            return
+        forced = (mask.follow(seq.tokens) or [])[: seq.max_len - seq.num_tokens - 1]
+        stop = next((at for at, token in enumerate(forced) if token in seq.params.stop_token_ids), len(forced))
+        del forced[stop:]
+        if forced and mask.follow(seq.tokens + forced) is None:
+            forced.pop()
+        while seq.num_tokens + len(forced) > len(seq.blocks) * self.pool.block_size:
+            if self.pool.num_available <= len(self.running) or not self._tables.grow(seq):
+                break
+        del forced[max(0, len(seq.blocks) * self.pool.block_size - seq.num_tokens) :]
+        seq.tokens += forced
+        seq.num_untold = len(forced)
+
     def _append(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        seq.tokens.append(token)
         if seq.account.first_token is None:
             seq.account.has_first_token(self.clock(), is_running=seq.state is State.RUNNING)
             for sibling in self._tables.prompt_computed(seq):
                 self.waiting.add(sibling)
-        self.counters.output_tokens += 1
-        self.waiting.token_served(seq)
-        self._output.add(seq.id, token, logprobs)
+            for forced in seq.tokens[seq.num_tokens - seq.num_untold :]:
+                self._count_forced(seq)
+                self._tell(seq, forced)
+            seq.num_untold = 0
+        seq.tokens.append(token)
+        self._tell(seq, token, logprobs)
         if token in seq.params.stop_token_ids and seq.output_len > seq.params.min_tokens:
             self._end(seq, EndReason.STOP, matched=token)
         elif len(seq.tokens) >= seq.max_len and not self._ends_by_mask(seq):
             self._end(seq, EndReason.LENGTH)
+
+    def _tell(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None = None) -> None:
+        self.counters.output_tokens += 1
+        self.waiting.token_served(seq)
+        self._output.add(seq.id, token, logprobs)
 
     def _read(self, chunk: Chunk, reading: Reading) -> None:
         """Report what was read from a prompt. A mean is complete with the prompt; no cached token is a part of it."""
@@ -441,8 +470,12 @@ class Scheduler:
         for token in tokens:
             if seq.id not in self._live:
                 return
-            seq.account.is_forced()
+            self._count_forced(seq)
             self._append(seq, token, None)
+
+    def _count_forced(self, seq: Sequence) -> None:
+        seq.account.is_forced()
+        self.counters.forced_tokens += 1
 
     def _ends_by_mask(self, seq: Sequence) -> bool:
         """End a sequence that is complete by its token mask; say whether it is."""

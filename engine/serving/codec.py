@@ -327,6 +327,10 @@ def _load_message(load: LoadSnapshot) -> control_pb2.EngineLoad:
         host_blocks_used=load.host.blocks_used,
         saved_tokens=load.host.saved_tokens,
         loaded_tokens=load.host.loaded_tokens,
+        drafts=counters.drafts,
+        drafted_tokens=counters.drafted_tokens,
+        accepted_tokens=counters.accepted_tokens,
+        forced_tokens=counters.forced_tokens,
     )
 
 

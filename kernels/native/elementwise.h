@@ -109,38 +109,73 @@ void rope_and_store_kv(ThreadPool& pool, const RopeArgs& args) {
     });
 }
 
-// The index of each row's first maximum; -1 if a row holds NaN or its maximum is infinite.
-template <typename T>
-void argmax(ThreadPool& pool, const T* x, int64_t* out, int64_t rows, int64_t size) {
-    pool.run(static_cast<int>(rows), [&](int part) {
-        const T* row = x + part * size;
-        Floats best = broadcast(-INFINITY);
-        Ints is_nan{};
-        int64_t whole = size / LANES * LANES;
-        for (int64_t i = 0; i < whole; i += LANES) {
-            Floats value = load(row + i);
-            best = max(best, value);
+// The index of a row's first maximum among the elements that the mask allows; -1 if they hold NaN, or their maximum is
+// infinite. Most masks allow few elements, so words without a bit are skipped.
+template <bool IS_MASKED, typename T>
+int64_t argmax_row(const T* row, const uint32_t* mask, int64_t size) {
+    auto bits_of = [&](int64_t word) { return IS_MASKED ? mask[word] : UINT32_MAX; };
+    Floats best = broadcast(-INFINITY);
+    Ints word_of_best{}, is_nan{};
+    int64_t whole = size / 32;
+    for (int64_t word = 0; word < whole; word++) {
+        uint32_t bits = bits_of(word);
+        if (bits == 0) continue;
+        Floats found = broadcast(-INFINITY);
+        PAGODA_UNROLL
+        for (int i = 0; i < 32; i += LANES) {
+            Floats value = load(row + 32 * word + i);
+            if constexpr (IS_MASKED) value = keep(bits >> i, value);
+            found = max(found, value);
             is_nan |= value != value;
         }
-        float top = greatest(best);
-        bool broken = false;
-        for (int lane = 0; lane < LANES; lane++) broken |= is_nan[lane] != 0;
-        for (int64_t i = whole; i < size; i++) {
-            float value = to_float(row[i]);
-            top = std::max(top, value);
-            broken |= value != value;
+        Ints is_better = found > best;
+        best = is_better ? found : best;
+        word_of_best = is_better ? static_cast<int32_t>(word) - Ints{} : word_of_best;
+    }
+    float top = greatest(best);
+    bool broken = false;
+    for (int lane = 0; lane < LANES; lane++) broken |= is_nan[lane] != 0;
+    int64_t at = -1;
+    for (int64_t i = 32 * whole; i < size; i++) {
+        if (!(bits_of(whole) >> i % 32 & 1)) continue;
+        float value = to_float(row[i]);
+        broken |= value != value;
+        if (value > top) {
+            top = value;
+            at = i;
         }
-        out[part] = -1;
-        if (broken || !std::isfinite(top)) return;
-        int64_t at = 0;
-        for (; at < whole; at += LANES) {
-            Ints hit = load(row + at) == top;
-            bool any = false;
+    }
+    if (broken || !std::isfinite(top)) return -1;
+    if (at >= 0) return at;
+    int32_t word = INT32_MAX;  // each lane knows the first word that holds its maximum
+    for (int lane = 0; lane < LANES; lane++)
+        if (best[lane] == top) word = std::min(word, word_of_best[lane]);
+    at = int64_t{32} * word;
+    while (!(bits_of(word) >> at % 32 & 1) || to_float(row[at]) != top) at++;
+    return at;
+}
+
+template <typename T>
+void argmax(ThreadPool& pool, const T* x, const int64_t* rows, const uint32_t* masks, int64_t* out, int64_t count, int64_t size) {
+    pool.run(static_cast<int>(count), [&](int part) {
+        const T* row = x + (rows ? rows[part] : part) * size;
+        out[part] = masks ? argmax_row<true>(row, masks + part * ceil_div(size, 32), size) : argmax_row<false>(row, nullptr, size);
+    });
+}
+
+// Replaces what a row's mask does not allow by -inf.
+inline void mask_rows(ThreadPool& pool, float* x, const int64_t* rows, const uint32_t* masks, int64_t count, int64_t size) {
+    int64_t whole = size / 32;
+    pool.run(static_cast<int>(count), [&](int part) {
+        float* row = x + rows[part] * size;
+        const uint32_t* mask = masks + part * ceil_div(size, 32);
+        for (int64_t word = 0; word < whole; word++) {
+            uint32_t bits = mask[word];
+            if (bits == UINT32_MAX) continue;
             PAGODA_UNROLL
-            for (int lane = 0; lane < LANES; lane++) any |= hit[lane] != 0;
-            if (any) break;
+            for (int i = 0; i < 32; i += LANES) store(row + 32 * word + i, keep(bits >> i, load(row + 32 * word + i)));
         }
-        while (to_float(row[at]) != top) at++;
-        out[part] = at;
+        for (int64_t i = 32 * whole; i < size; i++)
+            if (!(mask[whole] >> i % 32 & 1)) row[i] = -INFINITY;
     });
 }

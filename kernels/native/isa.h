@@ -38,9 +38,11 @@ constexpr Ops make_ops(const char* name) {
     ops.paged_attention = [](ThreadPool& pool, Dtype dtype, const AttentionArgs& args) {
         with_type(dtype, [&](auto type) { paged_attention<decltype(type)>(pool, args); });
     };
-    ops.argmax = [](ThreadPool& pool, Dtype dtype, const void* x, int64_t* out, int64_t rows, int64_t size) {
-        with_type(dtype, [&](auto type) { argmax(pool, static_cast<const decltype(type)*>(x), out, rows, size); });
+    ops.argmax = [](ThreadPool& pool, Dtype dtype, const void* x, const int64_t* rows, const uint32_t* masks, int64_t* out,
+                    int64_t count, int64_t size) {
+        with_type(dtype, [&](auto type) { argmax(pool, static_cast<const decltype(type)*>(x), rows, masks, out, count, size); });
     };
+    ops.mask_rows = mask_rows;
     set_byte_ops(ops);
     ops.pack_whole = [](ThreadPool& pool, Dtype dtype, const void* weight, void* packed, int64_t in, int64_t out) {
         with_type(dtype, [&](auto type) {

@@ -135,12 +135,23 @@ PyObject* paged_attention(PyObject*, PyObject* const* values, Py_ssize_t count) 
 }
 
 PyObject* argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments next(values, count, 5);
+    Arguments next(values, count, 7);
     Dtype dtype = next.dtype();
     void* x = next.address();
+    int64_t* rows = next.address<int64_t>();
+    uint32_t* masks = next.address<uint32_t>();
     int64_t* out = next.address<int64_t>();
-    int64_t rows = next.integer(), size = next.integer();
-    return run(next, [=] { ops->argmax(pool, dtype, x, out, rows, size); });
+    int64_t num_rows = next.integer(), size = next.integer();
+    return run(next, [=] { ops->argmax(pool, dtype, x, rows, masks, out, num_rows, size); });
+}
+
+PyObject* mask_rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 5);
+    float* x = next.address<float>();
+    int64_t* rows = next.address<int64_t>();
+    uint32_t* masks = next.address<uint32_t>();
+    int64_t num_rows = next.integer(), size = next.integer();
+    return run(next, [=] { ops->mask_rows(pool, x, rows, masks, num_rows, size); });
 }
 
 template <typename Op>
@@ -320,6 +331,7 @@ PyMethodDef methods[] = {
     OP(head_norms),
     OP(paged_attention),
     OP(argmax),
+    OP(mask_rows),
     OP(pack_int8),
     OP(linear_int8),
     OP(embedding_int8),

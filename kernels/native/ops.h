@@ -62,7 +62,10 @@ struct Ops {
     void (*silu_and_mul)(ThreadPool&, Dtype, const void* gate_up, void* out, int64_t rows, int64_t size);
     void (*rope_and_store_kv)(ThreadPool&, Dtype, const RopeArgs&);
     void (*paged_attention)(ThreadPool&, Dtype, const AttentionArgs&);
-    void (*argmax)(ThreadPool&, Dtype, const void* x, int64_t* out, int64_t rows, int64_t size);
+    // A mask has ceil(size / 32) words; bit i of word w allows element 32 * w + i. `rows` names the row of each mask. Without
+    // rows and masks argmax takes the first `count` rows whole.
+    void (*argmax)(ThreadPool&, Dtype, const void* x, const int64_t* rows, const uint32_t* masks, int64_t* out, int64_t count, int64_t size);
+    void (*mask_rows)(ThreadPool&, float* x, const int64_t* rows, const uint32_t* masks, int64_t count, int64_t size);
     void (*pack_int8)(ThreadPool&, Dtype, const void* weight, int8_t* packed, float* scales, int64_t in, int64_t out);
     void (*linear_int8)(ThreadPool&, Dtype, const LinearArgs&);
     void (*embedding_int8)(ThreadPool&, Dtype, const int64_t* ids, const int8_t* packed, const float* scales, void* out, int64_t count, int64_t in);

@@ -48,6 +48,20 @@ PAGODA_INLINE float to_float(bf16 value) {
 
 PAGODA_INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
+template <int... LANE>
+PAGODA_INLINE Words one_bit_each(std::integer_sequence<int, LANE...>) {
+    return Words{(1u << LANE)...};
+}
+
+// The lanes whose bits are set, the lowest bit's first; -inf in the others.
+PAGODA_INLINE Floats keep(uint32_t bits, Floats value) {
+#if defined(PAGODA_AVX512)
+    return (Floats)_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), static_cast<__mmask16>(bits), (__m512)value);
+#else
+    return (bits & one_bit_each(std::make_integer_sequence<int, LANES>{})) != 0 ? value : broadcast(-INFINITY);
+#endif
+}
+
 // Blocks of STEP lanes, alternately from two vectors, the even or the odd ones of each: {a0, b0, a2, b2, …} for 1.
 template <int STEP, int IS_ODD, int... LANE>
 PAGODA_INLINE Floats pick(Floats a, Floats b, std::integer_sequence<int, LANE...>) {

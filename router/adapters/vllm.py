@@ -23,6 +23,7 @@ from pagoda_server.router.request.fields import Limits, check_count, check_integ
 from pagoda_server.router.request.inference import InferenceServicer
 from pagoda_server.router.request.output import ClientWriter
 from pagoda_server.router.request.receiving import from_protobuf
+from pagoda_server.settings.request import MAX_CHOICES
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 MAX_ABORTS = 64  # ids in one call of Abort
@@ -40,6 +41,7 @@ def most_entries(limits: Limits) -> Mapping[str, int]:
         "vllm.grpc.engine.SamplingParams.stop": limits.max_stop,
         "vllm.grpc.engine.SamplingParams.stop_token_ids": limits.max_stop_ids,
         "vllm.grpc.engine.SamplingParams.logit_bias": limits.max_logit_bias,
+        "vllm.grpc.engine.ChoiceConstraint.choices": MAX_CHOICES,
         "vllm.grpc.engine.GenerateRequest.extra_mm_inputs": 1,
     }
 
@@ -187,7 +189,9 @@ class _Generation(Translation):
         "sampling.": "sampling_params.",
         "stopping.": "sampling_params.",
         "output.logprobs": "sampling_params.logprobs",
+        "output.prompt_logprobs": "sampling_params.prompt_logprobs",
         "guided.ebnf_grammar": "sampling_params.grammar",
+        "guided.choice.options": "sampling_params.choice.choices",
         "guided.": "sampling_params.",
     }
 
@@ -196,6 +200,7 @@ class _Generation(Translation):
         self._streams = False
         self._stop_ids: frozenset[int] = frozenset()
         self._prompt_len = 0
+        self._input: vllm.InputLogProbs | None = None
         self._num_tokens: dict[int, int] = {}
         self._wholes: dict[int, vllm.GenerateComplete] = {}  # by index
         self._ends: list[inference_pb2.Finished] = []
@@ -211,6 +216,10 @@ class _Generation(Translation):
     async def write(self, message: inference_pb2.GenerateResponse) -> None:
         if message.HasField("tokens") and message.tokens.tokens:
             await self._take(message.tokens.index, message.tokens.tokens)
+        elif message.HasField("prompt"):
+            self._input = self._input or vllm.InputLogProbs()
+            _add_input_logprobs(self._input, message.prompt.tokens)
+            await asyncio.sleep(0)  # a long prompt comes in parts, between which other streams write
         elif message.HasField("finished"):
             end = inference_pb2.Finished()
             end.CopyFrom(message.finished)
@@ -221,6 +230,7 @@ class _Generation(Translation):
 
     async def _take(self, index: int, tokens: Sequence[inference_pb2.Token]) -> None:
         ids = [token.id for token in tokens]
+        is_first = index not in self._num_tokens
         self._num_tokens[index] = self._num_tokens.get(index, 0) + len(ids)
         if self._streams:
             chunk = vllm.GenerateStreamChunk(
@@ -228,6 +238,8 @@ class _Generation(Translation):
             )
             if tokens[0].HasField("logprob"):
                 _add_logprobs(chunk.output_logprobs, tokens)
+            if is_first and self._input is not None:
+                chunk.input_logprobs.CopyFrom(self._input)
             await self._context.write(vllm.GenerateResponse(chunk=chunk))
         else:
             whole = self._wholes.setdefault(index, vllm.GenerateComplete())
@@ -242,6 +254,8 @@ class _Generation(Translation):
         complete.prompt_tokens = usage.prompt_tokens
         complete.completion_tokens = self._num_tokens.get(end.index, 0)
         complete.cached_tokens = usage.cached_tokens
+        if self._input is not None and not self._streams:
+            complete.input_logprobs.CopyFrom(self._input)
         if end.HasField("stop_string"):
             complete.matched_stop_str = end.stop_string
         elif end.HasField("stop_token_id") and end.stop_token_id in self._stop_ids:
@@ -277,13 +291,16 @@ def request_from(theirs: vllm.GenerateRequest, limits: Limits) -> inference_pb2.
     )  # fmt: skip
     # Only stop strings need text.
     output = inference_pb2.Output(text=bool(params.stop), special_tokens=not params.skip_special_tokens)
-    if params.HasField("logprobs"):
-        check_integer(params.logprobs, "sampling_params.logprobs", 0, limits.max_logprobs)
-        output.logprobs = params.logprobs
+    for name in ("logprobs", "prompt_logprobs"):
+        if params.HasField(name):
+            check_integer(getattr(params, name), f"sampling_params.{name}", 0, limits.max_logprobs)
+            setattr(output, name, getattr(params, name))
     ours = inference_pb2.GenerateRequest(
         request_id=theirs.request_id, sampling=sampling, stopping=stopping, output=output
     )
-    if (constraint := params.WhichOneof("constraint")) is not None:
+    if (constraint := params.WhichOneof("constraint")) == "choice":
+        ours.guided.choice.CopyFrom(inference_pb2.Choice(options=params.choice.choices))
+    elif constraint is not None:
         setattr(ours.guided, _FORMATS[constraint], getattr(params, constraint))
     match theirs.WhichOneof("input"):
         case "tokenized":
@@ -297,9 +314,7 @@ def request_from(theirs: vllm.GenerateRequest, limits: Limits) -> inference_pb2.
 
 
 def _check_supported(theirs: vllm.GenerateRequest) -> None:
-    if (constraint := theirs.sampling_params.WhichOneof("constraint")) in ("structural_tag", "choice"):
-        raise Unimplemented(f"sampling_params.{constraint}")
-    for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+    for name in ("structural_tag", "truncate_prompt_tokens"):
         if theirs.sampling_params.HasField(name):
             raise Unimplemented(f"sampling_params.{name}")
     for name in ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs"):
@@ -315,9 +330,21 @@ def _add_logprobs(to: vllm.OutputLogProbs, tokens: Sequence[inference_pb2.Token]
         to.token_logprobs.append(token.logprob)
         to.token_ids.append(token.id)
         if token.top:
-            top = to.top_logprobs.add()
-            top.values.extend(each.logprob for each in token.top)
-            top.token_ids.extend(each.id for each in token.top)
+            _set_top(to.top_logprobs.add(), token)
+
+
+def _add_input_logprobs(to: vllm.InputLogProbs, tokens: Sequence[inference_pb2.Token]) -> None:
+    has_top = bool(tokens[-1].top)
+    for token in tokens:
+        to.token_logprobs.add(value=token.logprob if token.HasField("logprob") else None)
+        to.token_ids.append(token.id)
+        if has_top:  # the first token has none, and an entry all the same: entries are found by position
+            _set_top(to.top_logprobs.add(), token)
+
+
+def _set_top(to: vllm.TopLogProbs, token: inference_pb2.Token) -> None:
+    to.values.extend(each.logprob for each in token.top)
+    to.token_ids.extend(each.id for each in token.top)
 
 
 def _archive_of(folder: Path) -> tuple[bytes, str]:

@@ -1,12 +1,17 @@
-"""How models write tool calls. A new format is a class here, and an entry and a sign of it in formats.py."""
+"""How models write tool calls as JSON. A new format is a class, and an entry and a sign of it in formats.py."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from pagoda_server.router.answers.json_object import JsonObject
+from pagoda_server.router.answers.json_writer import MAX_HELD, JsonWriter
 from pagoda_server.router.answers.lark import Calls, Lark, Rule
-from pagoda_server.router.answers.reader import AnswerReader, Steps
+from pagoda_server.router.answers.reader import AnswerReader, NotACall, Steps
+
+_ARGUMENTS = ("arguments", "parameters")
+_IGNORED_KEYS = ("id", "type")
 
 
 class ToolFormat(ABC):
@@ -39,7 +44,7 @@ class Hermes(ToolFormat):
     def calls(self, reader: AnswerReader, opening: str) -> Steps[None]:
         yield from reader.expect("<tool_call>")
         yield from reader.space()
-        yield from reader.call_object()
+        yield from _call_object(reader)
         yield from reader.space()
         yield from reader.expect("</tool_call>")
         reader.accept()
@@ -63,7 +68,7 @@ class Llama3(ToolFormat):
         yield from reader.has("<|python_tag|>")
         while True:
             yield from reader.space()
-            yield from reader.call_object()
+            yield from _call_object(reader)
             yield from reader.space()
             if (yield from reader.peek()) != "{" and not (yield from reader.has(";")):
                 return
@@ -89,7 +94,7 @@ class Mistral(ToolFormat):
         yield from reader.expect("[TOOL_CALLS]")
         yield from reader.space()
         if (yield from reader.peek()) == "[":
-            yield from reader.call_list()
+            yield from _call_list(reader)
             return
         tool = yield from reader.name()
         if (yield from reader.has("[CALL_ID]")):
@@ -124,9 +129,9 @@ class Gemma(ToolFormat):
             yield from reader.expect(opening)
             yield from reader.space()
         if (yield from reader.peek()) == "[":
-            yield from reader.call_list()
+            yield from _call_list(reader)
         else:
-            yield from reader.call_object()
+            yield from _call_object(reader)
         if opening in self.openings:
             yield from reader.space()
             yield from reader.expect("```")
@@ -193,3 +198,70 @@ class DeepSeek(ToolFormat):
         call = one(f"function{separator}{{}}\n```json\n", "\n```") if self._fences else one(f"{{}}{separator}", "")
         between = "\n" if self._fences else ""
         return lark.sequence(begin, lark.repeated(call, between) if calls.may_repeat else call, end)
+
+
+def _call_object(reader: AnswerReader) -> Steps[None]:
+    """A call as one JSON object of a name and arguments."""
+    tool, held, is_told = "", "", False
+    yield from reader.expect("{")
+    while True:
+        yield from reader.space()
+        key = yield from _string(reader)
+        yield from reader.space()
+        yield from reader.expect(":")
+        yield from reader.space()
+        if key in _IGNORED_KEYS:
+            yield from _string(reader)
+        elif key == "name" and not tool:
+            tool = yield from _string(reader)
+            if held:
+                reader.begin(tool).value(held)
+                reader.num_calls += 1
+                is_told = True
+        elif key in _ARGUMENTS and not (held or is_told) and tool:
+            yield from reader.arguments(tool)
+            is_told = True
+        elif key in _ARGUMENTS and not (held or is_told):
+            held = yield from _held_object(reader)
+        else:
+            raise NotACall
+        yield from reader.space()
+        if not (yield from reader.has(",")):
+            break
+    yield from reader.expect("}")
+    if not is_told:
+        raise NotACall
+    reader.accept()
+
+
+def _call_list(reader: AnswerReader) -> Steps[None]:
+    """Calls as a JSON list of such objects."""
+    yield from reader.expect("[")
+    while True:
+        yield from reader.space()
+        yield from _call_object(reader)
+        yield from reader.space()
+        if not (yield from reader.has(",")):
+            break
+    yield from reader.expect("]")
+    reader.accept()
+
+
+def _held_object(reader: AnswerReader) -> Steps[str]:
+    """Arguments that come before their tool's name."""
+    held = ""
+
+    def hold(text: str) -> None:
+        nonlocal held
+        held += text
+        if len(held) > MAX_HELD:
+            raise NotACall
+
+    yield from reader.json(JsonWriter(hold), JsonObject())
+    return held
+
+
+def _string(reader: AnswerReader) -> Steps[str]:
+    """A short JSON string, such as a key or a name."""
+    yield from reader.expect('"')
+    return (yield from reader.key('"', "\\\n"))

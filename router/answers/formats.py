@@ -7,20 +7,33 @@ from collections.abc import Sequence
 
 from pagoda_server.router.answers.calls import DeepSeek, Gemma, Hermes, Llama3, Mistral, ToolFormat
 from pagoda_server.router.answers.events import Reasoning, Text
+from pagoda_server.router.answers.gemma_calls import GemmaCalls
 from pagoda_server.router.answers.lark import Calls, Lark, Rule
+from pagoda_server.router.answers.pythonic_calls import Pythonic
 from pagoda_server.router.answers.reader import MAX_NAME, AnswerReader, Kind, NotACall, Steps
+from pagoda_server.router.answers.tagged_calls import Glm, QwenCoder
 from pagoda_server.settings import SettingError
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": Hermes(),
+    "qwen3-coder": QwenCoder(),
+    "glm": Glm(),
     "llama3": Llama3(),
+    "pythonic": Pythonic(),
     "mistral": Mistral(lists=False),
     "mistral-v3": Mistral(lists=True),
     "gemma": Gemma(),
+    "functiongemma": GemmaCalls("<start_function_call>", "<end_function_call>", "<escape>"),
+    "gemma4": GemmaCalls("<|tool_call>", "<tool_call|>", '<|"|>'),
     "deepseek": DeepSeek(fences=False),
     "deepseek-v3": DeepSeek(fences=True),
 }
-REASONING_FORMATS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+# The marker that opens the reasoning, a word that follows it, and the marker that closes it.
+REASONING_FORMATS = {
+    "think": ("<think>", "", "</think>"),
+    "mistral": ("[THINK]", "", "[/THINK]"),
+    "gemma4": ("<|channel>", "thought", "<channel|>"),
+}
 HARMONY = "harmony"
 
 # What a chat template contains, and what it does not, if the model has a format. The first one counts.
@@ -30,13 +43,20 @@ _SIGNS_OF_TOOLS: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]] = (
     ("deepseek", ("<｜tool▁calls▁begin｜>",), ()),
     ("mistral", ("[TOOL_CALLS]", "[ARGS]"), ()),
     ("mistral-v3", ("[TOOL_CALLS]",), ()),
-    ("hermes", ("<tool_call>",), ("<function=", "<arg_key>")),  # others write XML between these tags
+    ("gemma4", ("<|tool_call>call:",), ()),
+    ("functiongemma", ("<start_function_call>",), ()),
+    ("qwen3-coder", ("<tool_call>", "<function=", "<parameter="), ()),
+    ("glm", ("<tool_call>", "<arg_key>"), ()),
+    # A prompt that asks for Python has a call of func_name1; others put such a list between tags of their own.
+    ("pythonic", ("[func_name1(",), ("<tool_call>", "<function_calls>")),
+    ("hermes", ("<tool_call>",), ("<function=", "[func_name1(")),
     ("llama3", ("<|start_header_id|>", "tools"), ()),
-    ("gemma", ("<start_of_turn>", "tools"), ("<start_function_call>",)),
+    ("gemma", ("<start_of_turn>", "tools"), ()),
 )
 _SIGNS_OF_REASONING: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]] = (
     (HARMONY, ("<|channel|>", "<|message|>"), ()),
     ("mistral", ("[THINK]",), ()),
+    ("gemma4", ("<|channel>thought", "<channel|>"), ()),
     ("think", ("</think>",), ()),
 )
 
@@ -72,8 +92,9 @@ class Marked(AnswerFormat):
         self.tool_format = tool_format
         self.reasoning_format = reasoning_format
         self._tools = TOOL_FORMATS.get(tool_format)
-        self._reasoning = REASONING_FORMATS.get(reasoning_format)
-        self.markers = (*(self._reasoning or ()), *(self._tools.markers if self._tools else ()))
+        begin, word, self._end = REASONING_FORMATS.get(reasoning_format, ("", "", ""))
+        self._begin = begin + word  # empty: reasoning stays text
+        self.markers = (*filter(None, (begin, self._end)), *(self._tools.markers if self._tools else ()))
 
     def read(self, reader: AnswerReader, prompt_end: str) -> Steps[None]:
         yield from self._read_reasoning(reader, prompt_end)
@@ -89,38 +110,36 @@ class Marked(AnswerFormat):
             opening = ""
 
     def _read_reasoning(self, reader: AnswerReader, prompt_end: str) -> Steps[None]:
-        if self._reasoning is None:
+        if not self._begin:
             return
-        begin, end = self._reasoning
         if not self._is_open(prompt_end):
-            if not (yield from reader.at_start((begin,))):
+            if not (yield from reader.at_start((self._begin,))):
                 return
-            yield from reader.expect(begin)
+            yield from reader.expect(self._begin)
             reader.accept()
         reader.is_thinking = True
         yield from reader.skip_space()
-        if (yield from reader.until((end,), Reasoning)):
-            yield from reader.expect(end)
+        if (yield from reader.until((self._end,), Reasoning)):
+            yield from reader.expect(self._end)
             reader.accept()
             reader.is_thinking = False
             yield from reader.skip_space()
 
     def _is_open(self, prompt_end: str) -> bool:
         """Whether the prompt has begun the reasoning."""
-        return self._reasoning is not None and prompt_end.rstrip().endswith(self._reasoning[0])
+        return prompt_end.rstrip().endswith(self._begin)
 
     def calls(self, lark: Lark, calls: Calls, prompt_end: str) -> Rule:
         assert self._tools is not None, "there is a tool format"
         return self.answer(lark, self._tools.grammar(lark, calls), prompt_end)
 
     def answer(self, lark: Lark, answer: Rule, prompt_end: str) -> Rule:
-        if self._reasoning is None:
+        if not self._begin:
             return answer
-        begin, end = self._reasoning
-        rest = lark.sequence(lark.through(end), lark.space())
+        rest = lark.sequence(lark.through(self._end), lark.space())
         if self._is_open(prompt_end):
             return lark.sequence(rest, answer)
-        return lark.optional(lark.sequence(begin, rest), answer)
+        return lark.optional(lark.sequence(self._begin, rest), answer)
 
 
 class Harmony(AnswerFormat):

@@ -1,4 +1,4 @@
-"""Follow a JSON object (RFC 8259) whose text arrives in pieces, and find where it ends or goes wrong."""
+"""Follow a JSON object or list (RFC 8259) whose text arrives in pieces, and find where it ends or goes wrong."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ _NUMBER_KIND = {"0": "0", **dict.fromkeys("123456789", "1"), ".": ".", "e": "e",
 class JsonObject:
     """Examines each character once. It takes what json.loads takes, less NaN and Infinity.
 
+    may_be_list  whether a list may stand in the object's place
+
     is_complete  the object has ended
     is_broken    what came next cannot continue it, or it is nested too deep
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_be_list: bool = False) -> None:
+        self._openings = "{[" if may_be_list else "{"
         self.is_complete = False
         self.is_broken = False
         self._open: list[str] = []  # objects and lists around this place, outermost first
@@ -75,7 +78,7 @@ class JsonObject:
                 self._state = "word" if self._rest else "after"
                 return char == expected
             case "start":
-                return char == "{" and self._begin(char)
+                return char in self._openings and self._begin(char)
         if char in _SPACE:
             return True
         match state, char:

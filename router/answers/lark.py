@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pagoda_server.router.answers.schema import Schema
 from pagoda_server.router.text.chat_template import Json
 from pagoda_server.settings.request import JSON_STYLE
 
@@ -37,6 +38,8 @@ class Calls:
 # A schema with one of them may mean properties that it does not list itself.
 _OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
 
+_KEY = "[A-Za-z_][A-Za-z0-9_]{0,31}"  # the name of a property that no schema lists
+
 
 def _closed(schema: Mapping[str, Json]) -> Mapping[str, Json]:
     """The schema without properties that it does not list: a model would invent some. What matches it still does."""
@@ -58,6 +61,7 @@ class Lark:
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
         self._rules: list[str] = []
+        self._named: dict[Hashable, Rule] = {}
 
     def grammar(self, start: Rule) -> str:
         return "\n".join((f"start: {start.name}", *self._rules, ""))
@@ -69,9 +73,38 @@ class Lark:
     def one_of(self, rules: Iterable[Rule]) -> Rule:
         return self._rule(" | ".join(rule.name for rule in rules))
 
-    def repeated(self, rule: Rule, separator: str = "") -> Rule:
-        """Once or more often."""
-        return self._rule(f"{rule.name} ({self._written(separator)} {rule.name})*")
+    def repeated(self, rule: Rule, separator: str = "", least: int = 1, most: int | None = None) -> Rule:
+        """So many times at least, and at most."""
+        more = f" ({self._written(separator)} {rule.name}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        some = "" if most == 0 else rule.name if most == 1 else rule.name + more
+        return self._rule(" | ".join(filter(None, (some, '""' if least == 0 or most == 0 else ""))))
+
+    def members(self, members: Sequence[tuple[Rule, bool]], separator: str = "") -> Rule:
+        """These parts in this order. One that is not required, which the flag tells, may be left out."""
+        first = behind = self._rule('""')  # what follows, without a part before it and behind one
+        for rule, is_required in reversed(members):
+            first, behind = (
+                self._rule(f"{before} {rule.name} {behind.name}{'' if is_required else f' | {rest.name}'}")
+                for before, rest in (("", first), (self._written(separator), behind))
+            )
+        return first
+
+    def arguments_of(self, schema: Schema, member: Callable[[Rule | str, Schema], Rule], separator: str = "") -> Rule:
+        """The members of an object of a schema, of which `member` writes one from its name and its schema.
+
+        Where the schema does not list them, they have any names.
+        """
+        if (members := schema.members) is None:
+            rest = schema.at(schema.value.get("additionalProperties"))
+            return self.repeated(member(self.regex(_KEY), rest), separator, 0)
+        return self.members([(member(name, each), required) for name, each, required in members], separator)
+
+    def named(self, key: Hashable, build: Callable[[], Rule]) -> Rule:
+        """The rule that `build` makes, once for each key: it may contain itself."""
+        if key not in self._named:
+            self._named[key] = rule = Rule(f"n{len(self._named)}")
+            self._rules.append(f"{rule.name}: {build().name}")
+        return self._named[key]
 
     def optional(self, first: Rule, then: Rule, *, repeats: bool = False) -> Rule:
         """`then`, and maybe `first` before it."""
@@ -86,6 +119,15 @@ class Lark:
         if marker in self._special:
             return self._rule(f"{self._rule('/(?s:.*)/').name} {self._written(marker)}")
         return self._rule(f"/(?s:.*){_escaped(marker)}/", "[lazy]")
+
+    def text(self, end: str, patterns: Sequence[str] = (), before: str = "") -> Rule:
+        """A text without `end`, which matches all these regular expressions as a whole, then `before` and `end`."""
+        parts = [f"/{_with_escaped_slashes(pattern)}/" for pattern in patterns or ["(?s:.*)"]]
+        if end not in self._special:
+            parts.append(f"~/(?s:.*){_escaped(end)}(?s:.*)/")
+            before += end
+        text = self._terminal(f"({' & '.join(parts)}) {json.dumps(before, ensure_ascii=False)}")
+        return self.sequence(text, end) if end in self._special else text
 
     def regex(self, regex: str) -> Rule:
         """What a regular expression matches, in the syntax of Rust's crate `regex`."""
@@ -112,6 +154,11 @@ class Lark:
         self._rules.append(f"{name}{attributes}: {expression}")
         return Rule(name)
 
+    def _terminal(self, expression: str) -> Rule:
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {expression}")
+        return Rule(name)
+
     def _written(self, part: Rule | str) -> str:
         if isinstance(part, Rule):
             return part.name
@@ -129,4 +176,6 @@ def _escaped(text: str) -> str:
 
 
 def _with_escaped_slashes(regex: str) -> str:
-    return re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], regex, flags=re.DOTALL)
+    """The regular expression between slashes, where a line break may stand but not behind a backslash."""
+    written = {"/": "\\/", "\\\n": "\\n"}
+    return re.sub(r"\\.|/", lambda found: written.get(found[0], found[0]), regex, flags=re.DOTALL)

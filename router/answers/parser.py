@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
 from pagoda_server.router.answers.events import Event, joined
 from pagoda_server.router.answers.formats import AnswerFormat
 from pagoda_server.router.answers.reader import AnswerReader
+from pagoda_server.router.text.chat_template import Json
 
 
 class AnswerParser:
     """One sequence's answer.
 
-    tools       names of the tools that it may call; none: calls stay text
+    tools       schemas of the arguments of the tools that it may call, by name; none: calls stay text
     prompt_end  the prompt's last characters
     call_id     gives the id of the answer's nth call
+    is_due      it has to call: half a marker at its end is no text
     """
 
     def __init__(
-        self, format: AnswerFormat, tools: Collection[str], prompt_end: str, call_id: Callable[[int], str]
+        self,
+        format: AnswerFormat,
+        tools: Mapping[str, Mapping[str, Json]],
+        prompt_end: str,
+        call_id: Callable[[int], str],
+        is_due: bool = False,
     ) -> None:
-        self._reader = AnswerReader(tools, call_id)
+        self._reader = AnswerReader(tools, call_id, is_due)
         self._steps = format.read(self._reader, prompt_end)
         next(self._steps)
 

@@ -10,19 +10,19 @@ the rest streams. Text that turns out to be no call is text again, from its firs
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 from pagoda_server.router.answers.events import CallPart, Event, Text
 from pagoda_server.router.answers.json_object import JsonObject
+from pagoda_server.router.answers.json_writer import JsonWriter
+from pagoda_server.router.text.chat_template import Json
 
 MAX_SPACE = 64  # characters of white space that belong to a marker beside it, or that a call may have in one place
-MAX_HELD = 16 << 10  # characters of arguments that come before their tool's name
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]")
 MAX_NAME = 64
-_ARGUMENTS = ("arguments", "parameters")
-_IGNORED_KEYS = ("id", "type")
+MAX_KEY = 256  # characters of an argument's name
 
 Result = TypeVar("Result")
 Steps: TypeAlias = Generator[None, None, Result]
@@ -36,8 +36,9 @@ class NotACall(Exception):
 class AnswerReader:
     """The answer so far, and the place in it.
 
-    tools       names of the tools that may be called
+    tools       schemas of the arguments of the tools that may be called, by the tools' names
     call_id     gives the id of the answer's nth call
+    is_due      the answer has to consist of calls: what is left as text at its end is half a marker, and is dropped
 
     events      what was found since it was last taken away
     num_calls   calls whose arguments are complete
@@ -45,19 +46,24 @@ class AnswerReader:
     is_thinking whether the reasoning has begun and not ended
     """
 
-    def __init__(self, tools: Collection[str], call_id: Callable[[int], str]) -> None:
+    def __init__(
+        self, tools: Mapping[str, Mapping[str, Json]], call_id: Callable[[int], str], is_due: bool = False
+    ) -> None:
         self.events: list[Event] = []
         self.num_calls = 0
         self.has_ended = False
         self.is_thinking = False
         self.tools = tools
         self._call_id = call_id
+        self._is_due = is_due
         self._num_begun = 0
         self._buffer = ""
         self._at = 0
         self._mark = 0  # everything before is told
         self._opening_len = 0  # characters after the mark that are text if no call follows
         self._is_after_marker = False
+        self._is_in_call = False  # a call has begun behind the last opening
+        self._has_met_end = False  # the answer ended where more was looked for, since the mark
 
     def feed(self, text: str) -> None:
         self._buffer += text
@@ -71,9 +77,7 @@ class AnswerReader:
         """
         while True:
             rest = self._buffer[self._at :]
-            places = ((rest.find(marker), marker) for marker in markers)
-            found = min((place for place in places if place[0] >= 0), default=None)
-            if found is not None:
+            if (found := _first(rest, markers)) is not None:
                 at, marker = found
                 num_spaces = _space_at_end(rest[:at])
                 self._tell(rest[: at - num_spaces], kind)
@@ -81,13 +85,14 @@ class AnswerReader:
                 self._drop()
                 self._at = num_spaces
                 self._opening_len = num_spaces + len(marker)
+                self._is_in_call = False
                 return marker
             if self.has_ended:
                 if not (self._is_after_marker and rest.isspace() and len(rest) <= MAX_SPACE):
                     self._tell(rest, kind)
                 self._at = len(self._buffer)
                 return ""
-            certain = len(rest) - max((_beginning_at_end(rest, marker) for marker in markers), default=0)
+            certain = len(rest) - _beginning_at_end(rest, markers)
             if markers:
                 certain -= _space_at_end(rest[:certain])
             self._tell(rest[:certain], kind)
@@ -118,7 +123,14 @@ class AnswerReader:
         self._drop()
 
     def reject(self, whole: bool = False) -> None:
-        """What was read since `accept` is text. Tell the whole, or its opening marker alone and read the rest again."""
+        """What was read since `accept` is text. Tell the whole, or its opening marker alone and read the rest again.
+
+        A rest that breaks off because the answer has ended inside a call is a part of that call, and is dropped.
+        """
+        if self._is_in_call and self._has_met_end and not whole:
+            self._at = len(self._buffer)
+            self._drop()
+            return
         if not whole:
             self._at = self._mark + self._opening_len
         self._tell(self._buffer[self._mark : self._at], Text)
@@ -131,13 +143,14 @@ class AnswerReader:
         self._drop()
 
     def _tell(self, text: str, kind: Kind) -> None:
-        if text:
+        if text and not (self._is_due and self.has_ended and kind is Text):
             self.events.append(kind(text))
             self._is_after_marker = False
 
     def _drop(self) -> None:
         self._buffer = self._buffer[self._at :]
         self._at = self._mark = self._opening_len = 0
+        self._has_met_end = False
 
     # Parts of calls. All of these raise NotACall.
 
@@ -145,6 +158,7 @@ class AnswerReader:
         """The next character; empty: the answer has ended."""
         while self._at == len(self._buffer) and not self.has_ended:
             yield
+        self._has_met_end |= self._at == len(self._buffer)
         return self._buffer[self._at : self._at + 1]
 
     def expect(self, text: str) -> Steps[None]:
@@ -154,11 +168,13 @@ class AnswerReader:
             self._at += 1
 
     def has(self, text: str) -> Steps[bool]:
-        """Read this text if it comes next."""
+        """Read this text if it comes next. Raises NotACall only where the answer ends inside it."""
         start = self._at
         try:
             yield from self.expect(text)
         except NotACall:
+            if start < self._at == len(self._buffer):
+                raise
             self._at = start
             return False
         return True
@@ -181,100 +197,72 @@ class AnswerReader:
             raise NotACall
         return self._buffer[start : self._at]
 
+    def key(self, end: str, never: str = "\n") -> Steps[str]:
+        """A short text up to `end`, which is read, too. It has none of the characters of `never`."""
+        start = self._at
+        while not (yield from self.has(end)):
+            char = yield from self.peek()
+            if not char or char in never or self._at - start >= MAX_KEY:
+                raise NotACall
+            self._at += 1
+        return self._buffer[start : self._at - len(end)]
+
+    def text(self, ends: Sequence[str], take: Callable[[str], None]) -> Steps[str]:
+        """Hand out a text of a call up to the first of these markers, which is read, too. Returns the marker."""
+        while True:
+            rest = self._buffer[self._at :]
+            if (found := _first(rest, ends)) is not None:
+                at, marker = found
+                self._at += at + len(marker)
+                take(rest[:at])
+                return marker
+            certain = len(rest) - _beginning_at_end(rest, ends)
+            self._at += certain
+            take(rest[:certain])
+            if self.has_ended:
+                self._has_met_end = True
+                raise NotACall
+            yield
+
     def arguments(self, tool: str) -> Steps[None]:
         """The arguments of a call: a JSON object, told as it comes."""
-        if tool not in self.tools or (yield from self.peek()) != "{":
+        if (yield from self.peek()) != "{":
             raise NotACall
-        index, id, name = *self._new_call(), tool
-        found = JsonObject()
+        yield from self.json(self.begin(tool), JsonObject())
+        self.num_calls += 1
+
+    def begin(self, tool: str) -> JsonWriter:
+        """What was read begins a call. Returns the writer of its arguments; count the call when they are complete."""
+        if tool not in self.tools:
+            raise NotACall
+        index, id = self._new_call()
+        self.events.append(CallPart(index, "", id, tool))
+
+        def tell(text: str) -> None:
+            self.events.append(CallPart(index, text))
+            self.accept()
+
+        return JsonWriter(tell)
+
+    def json(self, writer: JsonWriter, found: JsonObject) -> Steps[None]:
+        """A value as JSON, told as it comes."""
+        writer.begin()
         while not found.is_complete:
             if not (yield from self.peek()):
                 raise NotACall
-            end = found.feed(self._buffer, self._at)
-            if end > self._at:
-                self.events.append(CallPart(index, self._buffer[self._at : end], id, name))
-                id = name = ""
+            text = self._buffer[self._at : (end := found.feed(self._buffer, self._at))]
             self._at = end
-            self._drop()
+            writer.part(text)
             if found.is_broken:
                 raise NotACall
-        self.num_calls += 1
-
-    def call_object(self) -> Steps[None]:
-        """A call as one JSON object of a name and arguments."""
-        tool, held, is_told = "", "", False
-        yield from self.expect("{")
-        while True:
-            yield from self.space()
-            key = yield from self._string()
-            yield from self.space()
-            yield from self.expect(":")
-            yield from self.space()
-            if key in _IGNORED_KEYS:
-                yield from self._string()
-            elif key == "name" and not tool:
-                tool = yield from self._string()
-                if held:
-                    self._tell_whole(tool, held)
-                    is_told = True
-            elif key in _ARGUMENTS and not (held or is_told) and tool:
-                yield from self.arguments(tool)
-                is_told = True
-            elif key in _ARGUMENTS and not (held or is_told):
-                held = yield from self._held_object()
-            else:
-                raise NotACall
-            yield from self.space()
-            if not (yield from self.has(",")):
-                break
-        yield from self.expect("}")
-        if not is_told:
-            raise NotACall
-        self.accept()
-
-    def call_list(self) -> Steps[None]:
-        """Calls as a JSON list of such objects."""
-        yield from self.expect("[")
-        while True:
-            yield from self.space()
-            yield from self.call_object()
-            yield from self.space()
-            if not (yield from self.has(",")):
-                break
-        yield from self.expect("]")
-        self.accept()
+        writer.end()
 
     def _new_call(self) -> tuple[int, str]:
         """What was read begins a call. Returns its index and its id."""
         self.accept()
+        self._is_in_call = True
         index, self._num_begun = self._num_begun, self._num_begun + 1
         return index, self._call_id(index)
-
-    def _tell_whole(self, tool: str, arguments: str) -> None:
-        if tool not in self.tools:
-            raise NotACall
-        index, id = self._new_call()
-        self.events.append(CallPart(index, arguments, id, tool))
-        self.num_calls += 1
-
-    def _held_object(self) -> Steps[str]:
-        start, found = self._at, JsonObject()
-        while not found.is_complete:
-            if not (yield from self.peek()) or found.is_broken or self._at - start > MAX_HELD:
-                raise NotACall
-            self._at = found.feed(self._buffer[: start + MAX_HELD + 1], self._at)
-        return self._buffer[start : self._at]
-
-    def _string(self) -> Steps[str]:
-        """A short JSON string, such as a key or a name."""
-        yield from self.expect('"')
-        start = self._at
-        while (char := (yield from self.peek())) != '"':
-            if not char or char in "\\\n" or self._at - start >= MAX_NAME:
-                raise NotACall
-            self._at += 1
-        self._at += 1
-        return self._buffer[start : self._at - 1]
 
 
 def _space_at_end(text: str) -> int:
@@ -282,8 +270,18 @@ def _space_at_end(text: str) -> int:
     return min(len(text) - len(text.rstrip()), MAX_SPACE)
 
 
-def _beginning_at_end(text: str, marker: str) -> int:
+def _first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
+    """The first marker in a text, and its place."""
+    places = ((text.find(marker), marker) for marker in markers)
+    return min((place for place in places if place[0] >= 0), default=None)
+
+
+def _beginning_at_end(text: str, markers: Sequence[str]) -> int:
     """How many characters at the end may begin a marker."""
+    return max((_beginning(text, marker) for marker in markers), default=0)
+
+
+def _beginning(text: str, marker: str) -> int:
     if marker[0] not in text[-len(marker) :]:
         return 0
     return next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)

@@ -6,8 +6,8 @@ import json
 
 from pagoda.v1 import chat_pb2
 from pagoda_server.router.errors import InvalidArgument, Unimplemented
-from pagoda_server.router.http.json_body import Fields, shown
 from pagoda_server.router.request.fields import Limits, check_count, too_many
+from pagoda_server.router.request.json_body import Fields, shown
 
 _ROLES = {
     "system": chat_pb2.ROLE_SYSTEM,

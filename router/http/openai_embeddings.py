@@ -11,8 +11,8 @@ from array import array
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.http.call import Answer
-from pagoda_server.router.http.json_body import Fields, Json, integers_of, json_object
 from pagoda_server.router.request.fields import Limits, check_count
+from pagoda_server.router.request.json_body import Fields, Json, integers_of, json_object
 
 _POOLINGS = {
     "last": inference_pb2.POOLING_LAST,

@@ -6,7 +6,6 @@ are checked afterwards, by validation.py, which knows the protocol's names: `own
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Mapping
@@ -14,9 +13,10 @@ from dataclasses import dataclass, field
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument, Unimplemented
-from pagoda_server.router.http.json_body import MAX_UINT32, Fields, Json, float_of, integers_of, json_object, shown
 from pagoda_server.router.http.openai_chats import add_chat
 from pagoda_server.router.request.fields import Limits, check_count
+from pagoda_server.router.request.json_body import MAX_UINT32, Fields, Json, float_of, integers_of, json_object, shown
+from pagoda_server.router.request.structured_outputs import schema_text, structured_outputs
 from pagoda_server.settings.request import MAX_LOGPROBS
 from pagoda_server.settings.sampling import PARAMETERS
 
@@ -160,7 +160,7 @@ def _guided(given: Fields, request: inference_pb2.GenerateRequest, asked: Asked)
                 for name in ("name", "description"):
                     schema.text(name)
                 schema.flag("strict")  # every answer is
-                guided.json_schema = _schema_text(schema.take("schema"), "response_format.json_schema.schema")
+                guided.json_schema = schema_text(schema.take("schema"), "response_format.json_schema.schema")
                 schema.none_left()
             case "text":
                 pass
@@ -170,40 +170,12 @@ def _guided(given: Fields, request: inference_pb2.GenerateRequest, asked: Asked)
                 )
         fields.none_left()
     if others is not None:
-        _structured_outputs(others, guided)
+        if guided.WhichOneof("format"):
+            raise InvalidArgument("structured_outputs", "cannot be given beside response_format")
+        guided = structured_outputs(others, "structured_outputs")
         asked.format_name = "structured_outputs"
     if guided.WhichOneof("format"):
         request.guided.CopyFrom(guided)
-
-
-def _structured_outputs(given: Json, guided: inference_pb2.Guided) -> None:
-    if guided.WhichOneof("format"):
-        raise InvalidArgument("structured_outputs", "cannot be given beside response_format")
-    fields = Fields(given, "structured_outputs.")
-    if (schema := fields.take("json")) is not None:
-        guided.json_schema = _schema_text(schema, "structured_outputs.json")
-    if regex := fields.text("regex"):
-        guided.regex = regex
-    if grammar := fields.text("grammar"):
-        guided.ebnf_grammar = grammar
-    if (choice := fields.take("choice", list, "a list of strings")) is not None:
-        if not all(isinstance(each, str) for each in choice):
-            raise InvalidArgument("structured_outputs.choice", "must be a list of strings")
-        guided.choice.options.extend(choice)
-    if fields.flag("json_object"):
-        guided.json_object = True
-    fields.none_left()
-    if len(given) != 1:
-        raise InvalidArgument("structured_outputs", "must hold one format")
-
-
-def _schema_text(given: Json, name: str) -> str:
-    """A JSON Schema, given as JSON or as its text, as text."""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, dict | bool):
-        raise InvalidArgument(name, "must be a JSON Schema")
-    return json.dumps(given, ensure_ascii=False)
 
 
 def _stream_options(given: Fields, asked: Asked) -> None:

@@ -140,10 +140,10 @@ class GenerateCall:
         for output, sequence, count in zip(self._outputs, kept.sequences, counts, strict=True):
             assert isinstance(output, KeepingOutput), "this call knows that its stream is kept"
             for inbox, is_lacking in sequence.inboxes(count):
-                if output.replay(inbox, self._response.tokens) and is_lacking:
+                if output.replay(inbox, self._response.tokens) and (is_lacking or not self._response.tokens.tokens):
                     await self._writer.write(self._response)
-                    await self._write_more(output)
-                else:
+                await self._write_more(output, only_late=not is_lacking)
+                if not is_lacking:
                     await asyncio.sleep(0)  # other streams write between two parts
             if output.ended is not None:
                 self._unfinished -= 1
@@ -188,10 +188,14 @@ class GenerateCall:
         elif output.stop is not None:
             stream.abort(output.index)  # only the router knows stop strings; tokens arrive until the engine reads this
 
-    async def _write_more(self, output: SequenceOutput) -> None:
-        """Write what an output has taken, behind its first message."""
+    async def _write_more(self, output: SequenceOutput, *, only_late: bool = False) -> None:
+        """Write what an output has taken, behind its first message.
+
+        only_late  no messages with tokens, but those without, which only an end adds
+        """
         while output.take_more(self._response.tokens):
-            await self._writer.write(self._response)
+            if not (only_late and self._response.tokens.tokens):
+                await self._writer.write(self._response)
 
     async def _write_finished(self, output: SequenceOutput, *, is_last: bool) -> None:
         response = inference_pb2.GenerateResponse(request_id=self._response.request_id, finished=output.finished())

@@ -23,7 +23,7 @@ from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.generate_call import GenerateCall, OutputRoom, Stream
 from pagoda_server.router.request.guided import GrammarChecker
 from pagoda_server.router.request.output import ClientWriter
-from pagoda_server.router.request.parsing import guided_by, parsing_of
+from pagoda_server.router.request.parsing import checked_grammar, parsing_of
 from pagoda_server.router.request.readouts import Readouts
 from pagoda_server.router.request.receiving import SMALL_BYTES, Messages, Parse, Received, from_protobuf
 from pagoda_server.router.request.record import Observers, Record
@@ -199,9 +199,7 @@ class InferenceServicer:
                     reservation.grow(params.num_sequences * len(prompt) + output - reservation.tokens)
                     spending.reserve(len(prompt) + output)
                     timeout_s = time_left(call)
-                    guided = guided_by(params, self._format, self._tokenizer, prompt)
-                    if guided is not None and params.calls_due is not None:
-                        guided = await self._grammars.check(guided, "chat.tools")
+                    guided = await checked_grammar(params, self._format, self._tokenizer, prompt, self._grammars)
                     eos_token_ids = self._tokenizer.eos_token_ids
                     submit = to_submit(params, prompt, max_tokens, eos_token_ids, timeout_s, asker, guided, bad_words)
                     if kept is not None:

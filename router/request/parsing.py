@@ -5,14 +5,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.answers.formats import AnswerFormat
 from pagoda_server.router.answers.lark import Lark, Rule
 from pagoda_server.router.answers.parser import AnswerParser
+from pagoda_server.router.request.guided import GrammarChecker
 from pagoda_server.router.request.validation import GenerateParams
+from pagoda_server.router.text.chat_template import Json
 from pagoda_server.router.text.tokenizer import Tokenizer
 
 _NUM_LAST = 32  # tokens of a prompt that show what the answer goes on with
@@ -23,19 +26,22 @@ _ID_LENGTH = 9  # of letters and digits, because Mistral's templates take no oth
 class Parsing:
     """How a request's answers are parsed. A stream that is resumed gets the same parts again.
 
-    tools       names of those that the answer may call
+    tools       schemas of the arguments of the tools that the answer may call, by name
+    is_due      whether it has to call one
     prompt_end  the prompt's last characters
     salt        different for each request: ids of calls follow from it
     """
 
     format: AnswerFormat
-    tools: frozenset[str]
+    tools: Mapping[str, Mapping[str, Json]]
+    is_due: bool
     prompt_end: str
     salt: str
 
     def parser(self, index: int) -> AnswerParser:
         """A parser for the request's nth sequence."""
-        return AnswerParser(self.format, self.tools, self.prompt_end, lambda call: self._call_id(index, call))
+        ids = partial(self._call_id, index)
+        return AnswerParser(self.format, self.tools, self.prompt_end, ids, self.is_due)
 
     def _call_id(self, index: int, call: int) -> str:
         digest = hashlib.sha256(f"{self.salt} {index} {call}".encode()).digest()
@@ -48,9 +54,9 @@ def parsing_of(
     """How the answers to a prompt are parsed; None: all of them is text."""
     if format is None or not params.is_parsed or not (format.reasoning_format or (format.tool_format and params.tools)):
         return None
-    tools = frozenset(tool.name for tool in params.tools) if format.tool_format else frozenset[str]()
+    tools = {tool.name: tool.parameters for tool in params.tools} if format.tool_format else {}
     salt = f"{params.request_id} {params.sampling.seed} {len(prompt)}"
-    return Parsing(format, tools, _end_of(prompt, tokenizer), salt)
+    return Parsing(format, tools, params.calls_due is not None, _end_of(prompt, tokenizer), salt)
 
 
 def guided_by(
@@ -72,6 +78,24 @@ def guided_by(
         assert params.guided is not None
         start = format.answer(lark, rule_of(params.guided, lark), prompt_end)
     return inference_pb2.Guided(ebnf_grammar=lark.grammar(start))
+
+
+async def checked_grammar(
+    params: GenerateParams,
+    format: AnswerFormat | None,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    grammars: GrammarChecker,
+) -> inference_pb2.Guided | None:
+    """The grammar of the whole output, as the engine will see it. What the client sent was checked alone before.
+
+    Raises InvalidArgument with the field that the grammar comes from.
+    """
+    guided = guided_by(params, format, tokenizer, prompt)
+    if guided is None or guided is params.guided:
+        return guided
+    asked = params.guided.WhichOneof("format") if params.guided is not None else ""
+    return await grammars.check(guided, f"guided.{asked}" if asked else "chat.tools")
 
 
 def rule_of(guided: inference_pb2.Guided, lark: Lark) -> Rule:

@@ -52,6 +52,10 @@ def _histogram(name: str, help: str, bounds: Sequence[float]) -> Family:
     return Family(name, "histogram", help, ("engine",), bounds, _BOTH)
 
 
+def _histogram_of_calls(name: str, help: str, bounds: Sequence[float]) -> Family:
+    return Family(name, "histogram", help, ("engine", "method"), bounds, _BOTH)
+
+
 # What every router knows.
 _OF_ENGINES = (
     _gauge("num_requests_running", "Sequences that an engine computes.", "engine", prefixes=_BOTH),
@@ -70,6 +74,10 @@ _OF_ENGINES = (
     _counter("num_preemptions", "Preemptions of sequences.", "engine", prefixes=_BOTH),
     _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "engine", prefixes=_BOTH),
     _counter("prefix_cache_hits", "Prompt tokens that the prefix cache held.", "engine", prefixes=_BOTH),
+    _counter("spec_decode_num_drafts", "Steps of a sequence that verified drafts.", "engine", prefixes=_BOTH),
+    _counter("spec_decode_num_draft_tokens", "Tokens drafted and verified.", "engine", prefixes=_BOTH),
+    _counter("spec_decode_num_accepted_tokens", "Drafted tokens that became output.", "engine", prefixes=_BOTH),
+    _counter("forced_tokens", "Tokens generated without a step each: a grammar allowed no others.", "engine"),
     _gauge("engine_up", "Whether the engine is ready.", "engine"),
     _counter("engine_restarts", "Restarts of the engine by this server.", "engine"),
     _gauge("kv_blocks", "KV blocks by state: free, evictable or referenced.", "engine", "state"),
@@ -94,13 +102,17 @@ _OF_ENGINES = (
 
 # What each router counts at the end of a call.
 OF_REQUESTS = (
-    _histogram("e2e_request_latency_seconds", "From the receipt of a call to its last message.", _DURATIONS),
-    _histogram("request_queue_time_seconds", "From the engine's receipt of a request to its first step.", _DURATIONS),
-    _histogram("request_prefill_time_seconds", "From a request's first step to its first token.", _DURATIONS),
-    _histogram("request_decode_time_seconds", "From a request's first token to its last.", _DURATIONS),
-    _histogram("request_time_per_output_token_seconds", "A request's mean time between two tokens.", TOKEN_BOUNDS),
-    _histogram("request_prompt_tokens", "Tokens of a request's prompt.", _COUNTS),
-    _histogram("request_generation_tokens", "Tokens that a request generated.", _COUNTS),
+    _histogram_of_calls("e2e_request_latency_seconds", "From the receipt of a call to its last message.", _DURATIONS),
+    _histogram_of_calls(
+        "request_queue_time_seconds", "From the engine's receipt of a request to its first step.", _DURATIONS
+    ),
+    _histogram_of_calls("request_prefill_time_seconds", "From a request's first step to its first token.", _DURATIONS),
+    _histogram_of_calls("request_decode_time_seconds", "From a request's first token to its last.", _DURATIONS),
+    _histogram_of_calls(
+        "request_time_per_output_token_seconds", "A request's mean time between two tokens.", TOKEN_BOUNDS
+    ),
+    _histogram_of_calls("request_prompt_tokens", "Tokens of a request's prompt.", _COUNTS),
+    _histogram_of_calls("request_generation_tokens", "Tokens that a request generated.", _COUNTS),
 )
 
 # What else each router counts.

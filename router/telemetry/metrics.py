@@ -38,6 +38,8 @@ Sample: TypeAlias = tuple[str, tuple[str, ...], "float | list[float]"]
 _LAG_EVERY_S = 0.1
 _METHODS = {method: method for method in ("Generate", "Resume", "Embed", "Score", "Tokenize", "Detokenize")}
 _METHODS |= dict.fromkeys(("ModelInfer", "ModelStreamInfer"), "Generate")  # of KServe's protocol
+_READING = ("Embed", "Score")  # they generate nothing
+_BOUNDS = {each.name: each.bounds for each in OF_REQUESTS}
 _FINISHED = {
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
@@ -58,7 +60,9 @@ class Tally:
 
     def __init__(self, num_engines: int, admission: Admission, router: int) -> None:
         self.times = [TokenTimes() for _ in range(num_engines)]
-        self._requests = [{each.name: Histogram(each.bounds) for each in OF_REQUESTS} for _ in range(num_engines)]
+        self._requests = {  # by engine, method and name; those of other methods begin with their first call
+            (at, "Generate", each.name): Histogram(each.bounds) for at in range(num_engines) for each in OF_REQUESTS
+        }
         self._finished = Counter({(at, reason): 0 for at in range(num_engines) for reason in _FINISHED.values()})
         self._calls = Counter({("Generate", "OK", ""): 0})
         self._lag = Histogram(TOKEN_BOUNDS)
@@ -81,9 +85,11 @@ class Tally:
         if code is grpc.StatusCode.CANCELLED:
             self._finished[record.engine, "abort"] += 1
         elif code is grpc.StatusCode.OK:
-            requests = self._requests[record.engine]
-            for family, value in _values_of(answer):
-                requests[family].add(value)
+            for name, value in _values_of(answer, record.method):
+                key = record.engine, record.method, name
+                if key not in self._requests:
+                    self._requests[key] = Histogram(_BOUNDS[name])
+                self._requests[key].add(value)
 
     def refused(self, method: str, error: PagodaError) -> None:
         """Count a call that was refused before a handler took it up."""
@@ -101,8 +107,8 @@ class Tally:
             engine = (str(at),)
             yield "time_to_first_token_seconds", engine, [*times.first.counts, times.first.total]
             yield "inter_token_latency_seconds", engine, [*times.between.counts, times.between.total]
-            for name, histogram in self._requests[at].items():
-                yield name, engine, [*histogram.counts, histogram.total]
+        for (at, method, name), histogram in self._requests.items():
+            yield name, (str(at), method), [*histogram.counts, histogram.total]
         for (at, reason), count in self._finished.items():
             yield "request_success", (str(at), reason), count
         for labels, count in self._calls.items():
@@ -119,17 +125,19 @@ class Tally:
         return json.dumps(list(self.samples())).encode()
 
 
-def _values_of(answer: Answer) -> Iterator[tuple[str, float]]:
+def _values_of(answer: Answer, method: str) -> Iterator[tuple[str, float]]:
     """What the histograms of requests count of one that has completed; times are those of its slowest sequence."""
     usage, timing = answer.usage(), answer.timing()
     yield "e2e_request_latency_seconds", timing.total_s
     yield "request_queue_time_seconds", timing.queue_s
     yield "request_prefill_time_seconds", timing.prefill_s
+    yield "request_prompt_tokens", usage.prompt_tokens
+    if method in _READING:
+        return
     decode_s = timing.decode_s + timing.preempted_s  # most are preempted after their first token
     yield "request_decode_time_seconds", decode_s
     if (tokens := usage.completion_tokens / len(answer.reasons)) > 1:
         yield "request_time_per_output_token_seconds", decode_s / (tokens - 1)
-    yield "request_prompt_tokens", usage.prompt_tokens
     yield "request_generation_tokens", usage.completion_tokens
 
 
@@ -192,6 +200,10 @@ def _samples_of_engine(load: control_pb2.EngineLoad) -> Iterator[Sample]:
         ("saved_tokens", load.saved_tokens),
         ("loaded_tokens", load.loaded_tokens),
         ("dropped_tokens", load.dropped_tokens),
+        ("spec_decode_num_drafts", load.drafts),
+        ("spec_decode_num_draft_tokens", load.drafted_tokens),
+        ("spec_decode_num_accepted_tokens", load.accepted_tokens),
+        ("forced_tokens", load.forced_tokens),
     ):
         yield name, (engine,), value
     for state in ("free", "evictable", "referenced"):

@@ -94,6 +94,9 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
             host_blocks_used=12,
             saved_tokens=900,
             loaded_tokens=700,
+            drafted_tokens=40,
+            accepted_tokens=30,
+            forced_tokens=7,
         )
         engines = [engine, control_pb2.EngineLoad(engine=1, running=6)]
         load = control_pb2.Load(requests=4, engines=engines[: self.num_engines], tenants=tenants, num_tenants=5)

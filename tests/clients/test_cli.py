@@ -402,6 +402,7 @@ def test_status_shows_the_server_and_its_load() -> None:
         "ann: 70 % of",
         "and 3 more",
         "12 of 64 blocks in use, 900 tokens copied there, 700 back",
+        "40 tokens drafted, 30 of them accepted; 7 tokens forced by grammars",
     ):
         assert fact in output
     assert "engine 0" not in output, "there is only one"

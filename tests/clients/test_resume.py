@@ -54,6 +54,15 @@ def test_what_comes_again_is_taken_once() -> None:
     assert stream.takes(end(1))
 
 
+def test_an_end_may_add_several_messages_without_tokens() -> None:
+    stream = resumption()
+    texts = ["an end", "in", "three parts"]
+    assert all(stream.takes(message) for message in (tokens(0, 2), *(tokens(0, 0, text) for text in texts[:2])))
+    for known in (2, 3, 3):
+        stream.delay_after(lost())
+        assert [stream.takes(tokens(0, 0, text)) for text in texts] == [at >= known for at in range(3)]
+
+
 def test_the_usage_is_told_even_if_it_comes_with_an_end_that_is_known() -> None:
     stream = resumption()
     assert stream.takes(end(0))

@@ -214,6 +214,26 @@ def test_a_screen_tells_what_matters_at_every_size(width: int, height: int) -> N
     assert len(re.findall("(?m)^[█━╌·×] ", screen)) >= (5 if height == 15 else 8)
 
 
+@pytest.mark.parametrize(
+    ("figures", "line"),
+    [
+        ({}, ""),
+        ({"drafted_tokens": 1200, "accepted_tokens": 300}, "drafts     25 % of 1,200 drafted tokens accepted"),
+        ({"forced_tokens": 28}, "drafts     28 tokens forced by grammars"),
+        (
+            {"drafted_tokens": 8, "forced_tokens": 28},
+            "drafts     0 % of 8 drafted tokens accepted · 28 tokens forced by grammars",
+        ),
+    ],
+)
+def test_drafts_have_a_line_once_there_are_some(figures: dict[str, int], line: str) -> None:
+    board = dict(boards())["one"]
+    load = some_load()
+    load.engines[0].MergeFrom(control_pb2.EngineLoad(**figures))
+    board.saw_load(load)
+    assert [each.rstrip() for each in plain(board, 100, 30).splitlines() if "draft" in each] == ([line] if line else [])
+
+
 def test_a_larger_screen_shows_more_sequences() -> None:
     board = dict(boards())["one"]
     small, large = plain(board, 60, 15), plain(board, 120, 40)

@@ -42,6 +42,14 @@ async function streamedChat() {
   assert.equal(chunks.map((each) => each.choices[0]?.delta.content ?? "").join(""), whole.message.content);
   assert.equal(chunks.at(-2).choices[0].finish_reason, whole.finish_reason);
   assert.ok(chunks.at(-1).usage.total_tokens > 12);
+  const several = { ...options, n: 2, temperature: 1, seed: 3, logprobs: true, top_logprobs: 2, ignore_eos: true };
+  const answers = (await client.chat.completions.create(several)).choices;
+  const streamed = (await client.chat.completions.stream(several).finalChatCompletion()).choices;
+  for (const [at, answer] of answers.entries()) {
+    assert.equal(streamed[at].message.content, answer.message.content);
+    assert.deepEqual(streamed[at].logprobs.content, answer.logprobs.content);
+    assert.equal(answer.logprobs.content.length, 12);
+  }
 }
 
 async function completions() {
@@ -145,6 +153,9 @@ async function embeddings() {
   assert.deepEqual(data.map((each) => each.embedding.length), [576, 576]);
   assert.ok(Math.abs(Math.hypot(...data[0].embedding) - 1) < 1e-5);
   assert.equal(usage.prompt_tokens, usage.total_tokens);
+  const cut = (await client.embeddings.create({ model: greedy.model, input, dimensions: 4 })).data[0].embedding;
+  const length = Math.hypot(...data[0].embedding.slice(0, 4));
+  cut.forEach((value, at) => assert.ok(Math.abs(value - data[0].embedding[at] / length) < 1e-5));
   const asked = { model: greedy.model, input: [[1, 2], [3]], dimensions: 4, encoding_format: "float" };
   assert.deepEqual((await client.embeddings.create(asked)).data.map((each) => each.embedding.length), [4, 4]);
 }

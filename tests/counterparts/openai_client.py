@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pydantic
@@ -53,6 +53,14 @@ def streamed_chat() -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage.total_tokens > 12
     assert all(chunk.usage is None for chunk in chunks[:-1])
+    several = options | {"n": 2, "temperature": 1, "seed": 3, "logprobs": True, "top_logprobs": 2}
+    answers = client.chat.completions.create(**several, extra_body={"ignore_eos": True}).choices
+    with client.chat.completions.stream(**several, extra_body={"ignore_eos": True}) as stream:
+        list(stream)
+        for one, other in zip(stream.current_completion_snapshot.choices, answers, strict=True):
+            assert one.message.content == other.message.content
+            assert one.logprobs.content == other.logprobs.content
+            assert len(one.logprobs.content) == 12
 
 
 def completions() -> None:
@@ -116,6 +124,12 @@ class Person(pydantic.BaseModel):
     age: int = pydantic.Field(ge=0, le=120)
 
 
+class Weather(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    city: str = pydantic.Field(max_length=20)
+    unit: Literal["C", "F"]
+
+
 def tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     return {"type": "function", "function": {"name": name, "parameters": schema}}
@@ -164,6 +178,15 @@ def tool_calls() -> None:
         assert list(told.values()) == [
             [each.function.name, each.function.arguments] for each in whole.message.tool_calls
         ]
+    typed = {"messages": ASK_WEATHER, "tools": [openai.pydantic_function_tool(Weather)], "max_tokens": 300, **GREEDY}
+    parsed = client.chat.completions.parse(**typed, tool_choice="required").choices[0].message
+    assert isinstance(parsed.tool_calls[0].function.parsed_arguments, Weather)
+    with client.chat.completions.stream(**typed, tool_choice="required") as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        assert [event.parsed_arguments for event in done] == [
+            call.function.parsed_arguments for call in parsed.tool_calls
+        ]
+        assert stream.get_final_completion().choices[0].message.tool_calls[0].function.name == "Weather"
     call = whole.message.tool_calls[0]
     result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
     messages = [*ASK_WEATHER, whole.message, result]
@@ -199,6 +222,9 @@ def embeddings() -> None:
     told = client.embeddings.create(model=model, input="a text", encoding_format="float")
     assert all(math.isclose(a, b, abs_tol=1e-2) for a, b in zip(told.data[0].embedding, first.embedding, strict=True))
     assert told.usage.prompt_tokens == told.usage.total_tokens > 0
+    cut = client.embeddings.create(model=model, input=texts, dimensions=4).data[0].embedding  # in base64 as well
+    length = math.hypot(*first.embedding[:4])
+    assert all(math.isclose(a, b / length, abs_tol=1e-5) for a, b in zip(cut, first.embedding[:4], strict=True))
     mean = client.embeddings.create(model=model, input=[[1, 2], [3]], dimensions=4, extra_body={"pooling": "mean"})
     assert [len(each.embedding) for each in mean.data] == [4, 4]
     wrong = None

@@ -209,6 +209,22 @@ def test_a_call_by_http_is_named_by_its_route(collector: Collector, server: Serv
     assert attributes(below)["gen_ai.usage.output_tokens"] == 3
 
 
+def test_embed_and_score_are_operations_of_their_own(
+    collector: Collector, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    inputs = [inference_pb2.EmbedInput(text="hello")]
+    ends = [inference_pb2.Continuation(text="lo")]
+    stub.Embed(inference_pb2.EmbedRequest(request_id="read", inputs=inputs), timeout=60)
+    stub.Score(inference_pb2.ScoreRequest(request_id="scored", prompt="hel", continuations=ends), timeout=60)
+    for method, request_id, operation in (("Embed", "read", "embeddings"), ("Score", "scored", "score")):
+        above, below = collector.call(request_id)
+        assert above.name == f"pagoda.v1.Inference/{method}"
+        told = attributes(below)
+        assert told["gen_ai.operation.name"] == operation
+        assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (5, 0)
+        assert told["gen_ai.latency.e2e"] > told["gen_ai.latency.time_in_model_prefill"] > 0
+
+
 def test_the_process_is_named_and_the_environment_overrules_it(collector: Collector) -> None:
     def resources() -> list[dict[str, Any]]:
         messages = collector.requests("/v1/traces", ExportTraceServiceRequest)

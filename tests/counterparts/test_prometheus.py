@@ -21,7 +21,7 @@ import grpc
 import pytest
 import yaml
 
-from pagoda.v1 import inference_pb2_grpc
+from pagoda.v1 import inference_pb2, inference_pb2_grpc
 from tests.counterparts.environments import program
 from tests.end_to_end.asking import Answer, request
 from tests.servers import ROOT, Server, running_server
@@ -41,6 +41,7 @@ class Load:
     """What clients did and saw."""
 
     finished: int = 0
+    embedded: int = 0
     tokens: int = 0
     refused: int = 0
     cancelled: int = 0
@@ -59,6 +60,13 @@ def generate(server: Server, max_tokens: int, load: Load) -> None:
         load.total_s += time.monotonic() - began
         load.finished += 1
         load.tokens += len(answer.ids())
+
+
+def embed(server: Server, load: Load) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        message = inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(text=PROMPT)])
+        inference_pb2_grpc.InferenceStub(channel).Embed(message, timeout=60, wait_for_ready=True)
+        load.embedded += 1
 
 
 def fill_and_be_refused(server: Server, load: Load) -> None:
@@ -156,6 +164,8 @@ def load(server: Server, prometheus: Prometheus) -> Load:
     load = Load()
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda length: generate(server, length, load), LENGTHS * 3))
+    for _ in range(4):
+        embed(server, load)
     fill_and_be_refused(server, load)
     return load
 
@@ -183,12 +193,16 @@ def test_prometheus_knows_what_the_clients_did(prometheus: Prometheus, load: Loa
     prometheus.wait_for('sum(pagoda_calls_total{code="OK", method="Generate"})', load.finished)
     prometheus.wait_for('sum(pagoda_calls_total{code="RESOURCE_EXHAUSTED", reason="QUEUE_FULL"})', load.refused)
     for names in ("vllm:", "pagoda_"):
-        assert prometheus.value(f'{names}request_success_total{{finished_reason="length"}}') == load.finished
+        lengths = load.finished + load.embedded  # what an embedding's sequence chooses is dropped
+        assert prometheus.value(f'{names}request_success_total{{finished_reason="length"}}') == lengths
         assert prometheus.value(f'{names}request_success_total{{finished_reason="abort"}}') == load.cancelled
         assert prometheus.value(f"{names}request_generation_tokens_sum") == load.tokens
-        assert prometheus.value(f"{names}request_prompt_tokens_sum") == len(PROMPT) * load.finished
+        for method, count in {"Generate": load.finished, "Embed": load.embedded}.items():
+            prompts = prometheus.value(f'{names}request_prompt_tokens_sum{{method="{method}"}}')
+            assert prompts == len(PROMPT) * count
         assert prometheus.value(f"{names}time_to_first_token_seconds_count") == load.finished + load.cancelled
-        assert prometheus.value(f"{names}prompt_tokens_total") == len(PROMPT) * (load.finished + load.cancelled)
+        prompts = load.finished + load.cancelled + load.embedded
+        assert prometheus.value(f"{names}prompt_tokens_total") == len(PROMPT) * prompts
         assert prometheus.value(f"{names}generation_tokens_total") >= load.tokens + load.cancelled
         assert prometheus.value(f"{names}inter_token_latency_seconds_count") >= 0.8 * load.tokens
         assert prometheus.value(f"{names}num_requests_running") == 0
@@ -197,13 +211,14 @@ def test_prometheus_knows_what_the_clients_did(prometheus: Prometheus, load: Loa
 
 def test_times_are_those_that_the_clients_saw(prometheus: Prometheus, load: Load) -> None:
     """A client sees what the server measures, and the time that messages take to it and from it."""
-    total_s = prometheus.value("vllm:e2e_request_latency_seconds_sum")
+    whole, generated = "vllm:e2e_request_latency_seconds", '{method="Generate"}'
+    total_s = prometheus.value(f"{whole}_sum{generated}")
     assert total_s < load.total_s < total_s + 0.2 * load.finished
-    parts = [f"vllm:request_{part}_time_seconds_sum" for part in ("queue", "prefill", "decode")]
+    parts = [f"vllm:request_{part}_time_seconds_sum{generated}" for part in ("queue", "prefill", "decode")]
     assert 0.5 * total_s < sum(map(prometheus.value, parts)) <= total_s
     gap_s = prometheus.value("vllm:inter_token_latency_seconds_sum / vllm:inter_token_latency_seconds_count")
     assert 0.002 < gap_s < 0.1, "a step takes 2 ms or more"
-    median_s = prometheus.value("histogram_quantile(0.5, sum by (le) (vllm:e2e_request_latency_seconds_bucket))")
+    median_s = prometheus.value(f"histogram_quantile(0.5, sum by (le) ({whole}_bucket{generated}))")
     assert 0.02 <= median_s <= 5
     assert prometheus.value('process_cpu_seconds_total{router="1"}') > 0
 

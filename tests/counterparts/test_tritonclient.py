@@ -55,6 +55,10 @@ def test_one_call_answers_with_all_sequences(seen: Any) -> None:
     assert (unary["reasons"], unary["counts"]) == (["length"] * 2, [20, 20])
 
 
+def test_an_answer_is_one_of_several_texts(seen: Any) -> None:
+    assert seen["unary"]["choice"] in (["yes"], ["no"])
+
+
 def test_errors_are_statuses(seen: Any) -> None:
     unary = seen["unary"]
     message = "sampling_parameters.temperature: is 1000, must be in [0, 100]"

@@ -55,6 +55,9 @@ def unary(client: triton.InferenceServerClient) -> dict[str, Any]:
         "texts": texts(result),
         "reasons": texts(result, "finish_reason"),
         "counts": result.as_numpy("num_output_tokens").tolist(),
+        "choice": texts(
+            client.infer(MODEL, asking("steady", structured_outputs=json.dumps({"choice": ["yes", "no"]})))
+        ),
         "bad value": error_of(lambda: client.infer(MODEL, asking("steady", temperature=1000))),
         "bad model": error_of(lambda: client.infer("other", asking("steady"))),
         "deadline": error_of(lambda: client.infer(MODEL, asking("steady", max_tokens=9000), client_timeout=0.5)),

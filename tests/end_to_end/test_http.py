@@ -145,18 +145,21 @@ def test_models_are_listed(server: Server) -> None:
     assert (refused.status, refused.error()["code"]) == (404, "model_not_found")
 
 
+def sent(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
+    """A connection over which a request has been sent."""
+    address, data = urlsplit(server.http), json.dumps(body).encode()
+    connection = socket.create_connection((address.hostname, address.port))  # type: ignore[arg-type]
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(data))
+    connection.sendall(head + data)
+    return connection
+
+
 def test_a_closed_connection_frees_its_blocks_within_two_steps(
     server: Server, control: control_pb2_grpc.ControlStub
 ) -> None:
     for body in (LONG, LONG | {"stream": False}):
         began = wait_idle(control).steps
-        address = urlsplit(server.http)
-        with socket.create_connection((address.hostname, address.port)) as connection:  # type: ignore[arg-type]
-            data = json.dumps(body).encode()
-            connection.sendall(
-                b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(data))
-            )
-            connection.sendall(data)
+        with sent(server, COMPLETIONS, body):
             while engine_load(control).steps < began + 5:
                 time.sleep(STEP_S / 4)
             server.engine().suspend()
@@ -166,6 +169,21 @@ def test_a_closed_connection_frees_its_blocks_within_two_steps(
             time.sleep(STEP_S)
         server.engine().resume()
         assert wait_idle(control).steps - before <= 2 + 1  # one may have ended since it was asked
+
+
+def test_a_closed_connection_ends_embeddings(server: Server, control: control_pb2_grpc.ControlStub) -> None:
+    wait_idle(control)
+    inputs = [f"{at:09}" * 3000 for at in range(50)]
+    with sent(server, EMBEDDINGS, {"input": inputs}) as connection:
+        connection.setblocking(False)
+        while not engine_load(control).running:
+            with pytest.raises(BlockingIOError):  # it is not answered
+                connection.recv(1)
+            time.sleep(STEP_S)
+    load = wait_idle(control)
+    assert load.prompt_tokens < len("".join(inputs)) / 2, "the rest is not computed"
+    assert load.blocks_free + load.blocks_evictable == load.blocks_total
+    assert "Traceback" not in server.log.read_text()
 
 
 def test_a_client_that_stops_reading_loses_its_place(server: Server, control: control_pb2_grpc.ControlStub) -> None:

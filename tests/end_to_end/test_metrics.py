@@ -10,13 +10,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagoda.v1 import inference_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.end_to_end.asking import Answer, request
 from tests.servers import Server, running_server
 
@@ -67,6 +68,15 @@ def scraped(server: Server) -> dict[tuple[str, frozenset[tuple[str, str]]], floa
         }
 
 
+def scraped_with(server: Server, number: float, name: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """The page once the engine's figure has this value: each router hears of the last step when it reads of it."""
+    deadline = time.monotonic() + 60
+    while (found := value(page := scraped(server), name, engine="0")) != number:
+        assert time.monotonic() < deadline, f"{name} is {found}, not {number}"
+        time.sleep(0.01)
+    return page
+
+
 def value(page: dict[tuple[str, frozenset[tuple[str, str]]], float], name: str, **labels: str) -> float:
     return page.get((name, frozenset(labels.items())), 0.0)
 
@@ -114,6 +124,78 @@ def test_any_router_tells_what_all_have_counted(server: Server) -> None:
         assert value(page, "vllm:cache_config_info", engine="0", block_size="4", num_gpu_blocks="32768") == 1
         for router in "01":
             assert value(page, "process_resident_memory_bytes", router=router) > 1e6
+
+
+def test_drafts_and_forced_tokens_add_up_to_what_the_answers_tell(server: Server) -> None:
+    """Only one token is allowed, so the output repeats itself, and every draft that repeats it is accepted."""
+    repeating = request("aaaaaaaa", 40)
+    repeating.sampling.allowed_token_ids.append(ord("a"))
+    guided = request("x", 40)
+    guided.guided.regex = "[xy]abcdefgh"
+    before, told = scraped_with(server, 0, "pagoda_num_requests_running"), inference_pb2.Usage()
+    deadline = time.monotonic() + 120
+    with stub(server) as inference:
+        while not (told.accepted_tokens and told.forced_tokens):
+            assert time.monotonic() < deadline, "nothing was drafted, though a step costs the same with drafts"
+            for message in (repeating, guided):
+                *_, last = inference.Generate(message, metadata=metadata("acme"), timeout=60)
+                told.completion_tokens += last.usage.completion_tokens
+                told.drafted_tokens += last.usage.drafted_tokens
+                told.accepted_tokens += last.usage.accepted_tokens
+                told.forced_tokens += last.usage.forced_tokens
+    num_tokens = value(before, "pagoda_generation_tokens_total", engine="0") + told.completion_tokens
+    page = scraped_with(server, num_tokens, "pagoda_generation_tokens_total")
+
+    def grown(name: str) -> float:
+        return value(page, name, engine="0") - value(before, name, engine="0")
+
+    for prefix in ("pagoda_", "vllm:"):
+        assert grown(f"{prefix}spec_decode_num_draft_tokens_total") == told.drafted_tokens
+        assert grown(f"{prefix}spec_decode_num_accepted_tokens_total") == told.accepted_tokens
+        assert 0 < grown(f"{prefix}spec_decode_num_drafts_total") <= told.drafted_tokens
+    assert grown("pagoda_forced_tokens_total") == told.forced_tokens
+    with grpc.insecure_channel(server.address) as channel:
+        control, engine = control_pb2_grpc.ControlStub(channel), control_pb2.EngineLoad()
+        while engine.output_tokens != num_tokens:
+            assert time.monotonic() < deadline
+            load = control.GetLoad(control_pb2.GetLoadRequest(), metadata=metadata("operators"), timeout=60)
+            (engine,) = load.engines
+    told_by_load = (engine.drafts, engine.drafted_tokens, engine.accepted_tokens, engine.forced_tokens)
+    names = [f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens")]
+    assert told_by_load == tuple(value(page, f"pagoda_{name}_total", engine="0") for name in (*names, "forced_tokens"))
+
+
+@pytest.mark.parametrize("method", ["Embed", "Score"])
+def test_embed_and_score_count_as_generate_does_under_their_own_names(server: Server, method: str) -> None:
+    text, calls = "what is read", 5
+    messages: dict[str, Any] = {
+        "Embed": inference_pb2.EmbedRequest(inputs=[{"text": text}]),
+        "Score": inference_pb2.ScoreRequest(prompt=text[:4], continuations=[{"text": text[4:]}]),
+    }
+    before = scraped_with(server, 0, "pagoda_num_requests_running")
+    with contextlib.ExitStack() as stack:
+        for _ in range(calls):  # each over a connection of its own: both routers have some of them
+            ask = getattr(stack.enter_context(stub(server)), method)
+            assert ask(messages[method], metadata=metadata("acme"), timeout=60).usage.prompt_tokens == len(text)
+    if method == "Embed":
+        body = json.dumps({"input": text}).encode()
+        calls += 1
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{server.http}/v1/embeddings", body, dict(metadata("acme"))), timeout=30
+        ) as answer:
+            assert json.load(answer)["usage"]["prompt_tokens"] == len(text)
+    num_tokens = value(before, "vllm:prompt_tokens_total", engine="0") + calls * len(text)
+    page = scraped_with(server, num_tokens, "vllm:prompt_tokens_total")
+
+    def grown(name: str, **labels: str) -> float:
+        return value(page, name, **labels) - value(before, name, **labels)
+
+    assert grown("pagoda_calls_total", method=method, code="OK", reason="") == calls
+    assert grown("vllm:e2e_request_latency_seconds_count", engine="0", method=method) == calls
+    assert grown("vllm:e2e_request_latency_seconds_sum", engine="0", method=method) > 0
+    assert grown("vllm:request_prefill_time_seconds_sum", engine="0", method=method) > 0
+    assert grown("vllm:request_prompt_tokens_sum", engine="0", method=method) == calls * len(text)
+    assert grown("vllm:e2e_request_latency_seconds_count", engine="0", method="Generate") == 0
 
 
 def test_a_router_that_dies_is_left_out_and_counts_from_0_when_it_is_back(server: Server) -> None:

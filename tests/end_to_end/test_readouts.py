@@ -23,6 +23,8 @@ from pagoda_server.engine.runners.synthetic import (
     expected_tokens,
 )
 from tests.end_to_end.asking import ask, engine_load, request
+from tests.end_to_end.test_resume import Wire
+from tests.servers import Server
 
 VOCAB_SIZE = 258
 POOLINGS = {
@@ -312,6 +314,25 @@ def test_a_call_that_ends_early_gives_everything_back(
     }[end]
     assert running.code() is code
     wait_until_idle(control)
+
+
+@pytest.mark.parametrize("method", ["Embed", "Score"])
+def test_a_connection_that_is_lost_gives_everything_back(
+    synthetic_server: Server, control: control_pb2_grpc.ControlStub, method: str
+) -> None:
+    wait_until_idle(control)
+    wire = Wire(synthetic_server.address)
+    with grpc.insecure_channel(wire.address) as channel:
+        call, message = long_calls(inference_pb2_grpc.InferenceStub(channel))[method]
+        running = call.future(message, timeout=300)
+        while not engine_load(control).running:
+            assert not running.done(), running.code()
+            time.sleep(0.01)
+        wire.cut()
+        assert running.code() is grpc.StatusCode.UNAVAILABLE, "in the middle"
+    wire.close()
+    wait_until_idle(control)
+    assert "Traceback" not in synthetic_server.log.read_text()
 
 
 def test_the_model_tells_what_it_can_do(control: control_pb2_grpc.ControlStub) -> None:

@@ -84,3 +84,13 @@ def test_a_schema_that_no_grammar_can_follow_is_refused_with_its_field(client: C
     with pytest.raises(InvalidArgument) as refused:
         client.answer(chat="Hi", tools=[tool], tool_choice="required")
     assert refused.value.field == "chat.tools"
+
+
+@pytest.mark.usefixtures("server")  # which finds out whether grammars are followed
+def test_a_call_that_is_not_written_as_json_has_the_schemas_types() -> None:
+    with running_server("--tool-format", "gemma4") as other, Client(other.address) as client:
+        answer = client.answer(chat="Hi", tools=TOOLS, tool_choice={"name": "now"}, max_tokens=400)
+    assert (answer.finish_reason, answer.text, answer.matched) == ("tool_calls", "", True)
+    (call,) = answer.tool_calls
+    assert call.parsed["a"] in range(10)
+    assert call.parsed["b"] in ("x", "y")

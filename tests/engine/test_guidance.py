@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.checkpoints import resolve
-from pagoda_server.engine.core.sequence import EndReason, Sequence
+from pagoda_server.engine.core.sequence import EndReason, Readout, Sequence
 from pagoda_server.engine.guidance import Grammars
 from pagoda_server.engine.guidance.grammar_mask import GrammarMask
 from pagoda_server.engine.runners.sampling import AllowedTokens, fill_mask, num_mask_words
@@ -164,8 +164,52 @@ def test_forced_tokens_take_no_step_each(lookahead: int) -> None:
     ended = engine.ended[seq.id]
     assert (ended.reason, ended.matched_grammar, ended.matched) == (EndReason.STOP, True, None)
     assert text_of(engine, seq) in ("a very long text", "b")
-    assert seq.account.forced_tokens == len(text_of(engine, seq)) - 1
+    assert seq.account.forced_tokens == len(text_of(engine, seq)) - 1 == engine.scheduler.counters.forced_tokens
     assert steps <= 3
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_the_first_forced_tokens_are_computed_with_the_prompt(lookahead: int) -> None:
+    engine = SteppedEngine(lookahead=lookahead)
+    seq = engine.add(PROMPT, 50, make_mask=choices("what both begin with, a", "what both begin with, b"))
+    for _ in range(2):  # of 16 tokens each: 3 of the prompt and 22 that are forced
+        assert engine.outputs[seq.id] == [], "nothing is told before a token is chosen"
+        assert seq.account.first_token is None
+        engine.step()
+    engine.run()
+    assert seq.account.forced_tokens == 22
+    assert text_of(engine, seq)[:-1] == "what both begin with, "
+    assert engine.ended[seq.id].matched_grammar
+    assert engine.scheduler.counters.prompt_tokens == len(PROMPT)
+    assert engine.scheduler.counters.output_tokens == 23
+    assert engine.scheduler.counters.steps == 2
+
+
+def test_a_token_is_left_to_choose_behind_the_first_forced_ones() -> None:
+    engine = SteppedEngine()
+    whole = engine.add(PROMPT, 50, make_mask=choices("the only answer"))
+    (first, *others) = engine.add_siblings(3, PROMPT, 50, make_mask=choices("the only answer"))
+    read = engine.add(PROMPT, 50, make_mask=choices("the only answer"), readout=Readout(logprobs_from=1))
+    engine.run()
+    for seq in (whole, first, *others, read):
+        assert text_of(engine, seq) == "the only answer"
+        assert engine.ended[seq.id].matched_grammar
+        assert 0 < seq.account.forced_tokens < len("the only answer")
+    assert [reading.start for reading in engine.readings[read.id]] == [1], "the prompt is read all the same"
+
+
+def test_a_sequence_that_is_preempted_or_aborted_before_it_chose_has_told_nothing() -> None:
+    engine = SteppedEngine(token_budget=9)
+    make = choices("what both begin with, a", "what both begin with, b")
+    seq, gone = (engine.add(PROMPT, 50, make_mask=make) for _ in range(2))
+    engine.step()
+    engine.scheduler._preempt(seq)
+    engine.abort(gone.id)
+    assert engine.outputs[seq.id] == engine.outputs[gone.id] == []
+    assert engine.ended[gone.id].seq.account.forced_tokens == 0
+    engine.run()
+    assert text_of(engine, seq)[:-1] == "what both begin with, "
+    assert (seq.account.forced_tokens, seq.account.preemptions) == (22, 1)
 
 
 def test_forced_tokens_end_at_the_longest_length_and_before_a_stop_id_does() -> None:

@@ -11,8 +11,9 @@ import torch
 from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.runners.cpu.sampler import Choice, Sampler
 from pagoda_server.engine.runners.sampling import AllowedTokens
-from pagoda_server.kernels import load_backend
+from pagoda_server.kernels import Backend, load_backend
 from tests.engine.next_to_last import NextToLast
+from tests.kernels.backends import BACKENDS
 
 VOCAB_SIZE = 40
 
@@ -117,6 +118,21 @@ def test_the_most_likely_allowed_token_is_chosen_and_the_lowest_of_equal_ones(sh
     for token, row, allowed in zip(chosen, logits.float(), is_allowed, strict=True):
         best = row[allowed].max()
         assert token == int(((row == best) & allowed).nonzero()[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_masked_rows_choose_the_same_alone_and_beside_any_others(backend: Backend) -> None:
+    generator = torch.Generator().manual_seed(4)
+    sampler = Sampler(backend, VOCAB_SIZE, torch.device("cpu"))
+    logits = torch.randn(24, VOCAB_SIZE, generator=generator)
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 2.0}, {"logit_bias": ((3, 2.0),)}, {"presence_penalty": 1.0}]
+    seqs = [
+        sequence(n, [0], [5], AllowedTokens(range(n % 7, VOCAB_SIZE, 5)) if n % 3 else None, seed=n, **kinds[n % 4])
+        for n in range(24)
+    ]
+    together = [choice.token for choice in sampler.sample(seqs, logits.clone())]
+    assert together == [sample_one(sampler, seq, row).token for seq, row in zip(seqs, logits, strict=True)]
+    assert all((token - n % 7) % 5 == 0 for n, token in enumerate(together) if n % 3)
 
 
 def test_a_mask_that_depends_on_the_tokens_is_asked_at_each_of_them(sampler: Sampler) -> None:

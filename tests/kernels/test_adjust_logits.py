@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from pagoda_server.kernels import LogitAdjustments
 from pagoda_server.kernels.adjust_logits import adjust_logits
+from pagoda_server.kernels.backend import Backend
+from tests.kernels.backends import BACKENDS
 
 
 def adjustments(
@@ -64,12 +67,13 @@ def test_rows_without_adjustments_stay() -> None:
     assert not torch.equal(logits[1], before[1])
 
 
-def test_a_mask_leaves_its_tokens_and_no_others_whatever_their_logits() -> None:
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_a_mask_leaves_its_tokens_and_no_others_whatever_their_logits(backend: Backend) -> None:
     logits = torch.randn(4, 75)
     logits[1, 40] = torch.nan
     before = logits.clone()
     allowed = {3: [0, 31, 32, 63, 64, 74], 1: [5]}
-    adjust_logits(logits, adjustments([], [(1, 5, 2.0), (1, 6, 50.0)], [(3, 63)], allowed))
+    backend.adjust_logits(logits, adjustments([], [(1, 5, 2.0), (1, 6, 50.0)], [(3, 63)], allowed))
     assert torch.equal(logits[[0, 2]], before[[0, 2]])
     assert logits[3].isfinite().nonzero()[:, 0].tolist() == [0, 31, 32, 64, 74]
     assert torch.equal(logits[3, [0, 31, 32, 64, 74]], before[3, [0, 31, 32, 64, 74]])

@@ -204,6 +204,49 @@ def test_banned_tokens_are_never_drawn_and_a_row_of_them_has_no_token(backend: B
     assert backend.sample(logits, draws(Draw(0, temperature=100.0), Draw(1))).tolist() == [3, -1]
 
 
+def masks_of(is_allowed: Tensor) -> Tensor:
+    """[rows, ceil(vocab / 32)] int32 with a bit for each allowed token, and the bits beyond the vocabulary set."""
+    rows, vocab = is_allowed.shape
+    padded = torch.nn.functional.pad(is_allowed, (0, -vocab % 32), value=True)
+    bits = padded.view(rows, -1, 32).long() << torch.arange(32)
+    return bits.sum(dim=-1).to(torch.int32)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 31, 32, 75, 4000])
+def test_a_masked_row_takes_its_most_likely_allowed_token_and_the_lowest_of_equal_ones(
+    backend: Backend, dtype: torch.dtype, vocab: int
+) -> None:
+    rows = torch.tensor([5, 0, 6, 2, 9, 8])
+    logits = torch.randn(10, vocab).mul(2).round().to(dtype)  # with many equal ones
+    is_allowed = torch.rand(len(rows), vocab) < torch.tensor([0, 0.002, 0.1, 0.9, 1, 0])[:, None]
+    is_allowed[5, vocab // 2] = True
+    tokens = backend.most_likely_allowed(logits, rows, masks_of(is_allowed))
+    for token, row, allowed in zip(tokens.tolist(), logits[rows].tolist(), is_allowed, strict=True):
+        ids = allowed.nonzero()[:, 0].tolist()
+        assert token == max(ids, key=lambda id: (row[id], -id), default=-1)
+
+
+@BOTH
+@pytest.mark.parametrize("vocab", [5, 75, 1000])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_only_allowed_tokens_that_are_nan_or_infinite_break_a_masked_row(
+    backend: Backend, bad: float, vocab: int
+) -> None:
+    for at in (0, vocab // 2, vocab - 1):
+        logits = torch.randn(4, vocab)
+        logits[1:, at] = bad
+        is_allowed = torch.ones(4, vocab, dtype=torch.bool)
+        is_allowed[2, at] = False
+        is_allowed[3] = False
+        is_allowed[3, at] = True
+        finite = logits.nan_to_num(nan=-1e9, posinf=-1e9, neginf=-1e9).argmax(dim=-1).tolist()
+        second = finite[1] if bad < 0 else -1
+        tokens = backend.most_likely_allowed(logits, torch.arange(4), masks_of(is_allowed))
+        assert tokens.tolist() == [finite[0], second, finite[2], -1]
+
+
 def test_a_row_has_the_same_sum_alone_and_in_a_batch() -> None:
     torch.set_num_threads(2)
     rows = torch.randn(3, 100_000, dtype=torch.float64)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import grpc
 import pytest
 from google.protobuf.json_format import ParseDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
+from pagoda import Unavailable
+from pagoda.connection import Attempts
 from pagoda.engine.v1 import engine_pb2
+from pagoda.resume import Resumption
 from pagoda.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -19,13 +23,18 @@ from pagoda.v1.inference_pb2 import (
     GenerateRequest,
     GenerateResponse,
 )
+from pagoda_server.checkpoints import resolve
 from pagoda_server.router.answers.events import CallPart, Event, Reasoning, Text, joined
 from pagoda_server.router.answers.formats import AnswerFormat, Harmony, Marked
+from pagoda_server.router.answers.lark import Lark, Rule
 from pagoda_server.router.engines.stream import SequenceInbox
+from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.request.generate_call import GenerateCall
-from pagoda_server.router.request.parsing import guided_by, parsing_of
+from pagoda_server.router.request.guided import GrammarChecker
+from pagoda_server.router.request.parsing import checked_grammar, guided_by, parsing_of
 from pagoda_server.router.request.resuming import KeptStream, KeptStreams
 from pagoda_server.router.request.validation import GenerateParams, to_submit, validate_generate
+from pagoda_server.router.text import tokenizer as router_tokenizer
 from pagoda_server.router.text.detokenizer import Detokenization, Detokenizer
 from tests.router.test_generate_call import LIMITS, Engine, Writer
 from tests.router.tokenizers_for_tests import byte_level
@@ -163,24 +172,34 @@ async def test_deltas_follow_from_the_tokens_whatever_comes_together(sizes: list
         assert events(parts[:at]) == events(whole[:num_tokens]), "a client of so many tokens has the same parts"
 
 
+TWO_PARTS_AT_ONCE = "<think>\nI add.</think>Sure"  # its last token ends the reasoning and begins the answer
+
+
+@pytest.mark.parametrize("answer", [ANSWER, TWO_PARTS_AT_ONCE])
+@pytest.mark.parametrize("reason", [STOP, LENGTH])
 @pytest.mark.parametrize("sizes", [(1,), (5, 2), (1000,)])
-async def test_a_stream_is_resumed_between_any_two_messages(sizes: Sequence[int]) -> None:
-    whole = await responses_to(ANSWER)
+async def test_a_stream_is_resumed_between_any_two_messages(
+    answer: str, reason: engine_pb2.EndReason, sizes: Sequence[int]
+) -> None:
+    whole = await responses_to(answer, reason=reason)
     params = params_of(resumable=True)
     kept = KeptStreams(9.0).add("", params, 0.0)
     kept.submitted(to_submit(params, PROMPT, 100, ()))
     writer = Writer()
-    ids = [*MODEL.ids(ANSWER), END]
-    engine = OneSequence(*inboxes(ids, sizes, engine_pb2.Ended(reason=STOP, matched=END)))
+    ids, matched = MODEL.ids(answer) + [END] * (reason == STOP), END if reason == STOP else None
+    engine = OneSequence(*inboxes(ids, sizes, engine_pb2.Ended(reason=reason, matched=matched)))
     async with kept:
         await call_of(params, writer, HERMES, kept).run(engine)  # type: ignore[arg-type]
     for at in range(len(writer.responses)):
-        had = writer.responses[:at]
-        rest = Writer()
+        had, rest = writer.responses[:at], Writer()
+        client = Resumption(GenerateRequest(), Attempts(1, None))
         async with kept:
             call = call_of(kept.params, rest, HERMES, kept)
             await call.replay(kept, [len(ids_in(had))], ())
-        assert events([*had, *rest.responses]) == events(whole), "with the same ids of calls"
+        taken = [response for response in had if client.takes(response)]
+        client.delay_after(Unavailable("broken", grpc.StatusCode.UNAVAILABLE))
+        taken += [response for response in rest.responses if client.takes(response)]
+        assert events(taken) == events(whole), "with the same ids of calls"
         assert rest.responses[-1].finished == whole[-1].finished
         assert rest.responses[-1].usage == whole[-1].usage
 
@@ -251,3 +270,38 @@ def test_calls_that_are_due_become_a_grammar() -> None:
     assert f"<[{MODEL.special_ids['<think>']}]>" in due
     assert f"<[{MODEL.special_ids['<think>']}]>" not in guided("<think>\n", chat=CHAT | {"toolChoice": {"tool": "add"}})
     assert guided(chat=CHAT | {"toolChoice": {"mode": "TOOL_CHOICE_MODE_REQUIRED"}}, output={"text": False})
+
+
+class Broken(Marked):
+    """A format behind whose reasoning no grammar can follow."""
+
+    def answer(self, lark: Lark, answer: Rule, prompt_end: str) -> Rule:
+        return lark.regex("(")
+
+
+async def test_a_grammar_behind_reasoning_is_checked_as_the_engine_gets_it() -> None:
+    tokenizer = router_tokenizer.Tokenizer(resolve("synthetic"))
+    checker = GrammarChecker(tokenizer)
+    for fields, field in (
+        ({"guided": {"regex": "a"}}, "guided.regex"),
+        ({"guided": {"jsonSchema": "{}"}}, "guided.json_schema"),
+        ({"chat": CHAT | {"toolChoice": {"tool": "add"}}}, "chat.tools"),
+    ):
+        params = params_of(**fields)
+        assert await checked_grammar(params, HERMES, tokenizer, [0], checker)
+        with pytest.raises(InvalidArgument) as refused:
+            await checked_grammar(params, Broken("hermes", "think"), tokenizer, [0], checker)
+        assert refused.value.field == field
+
+
+async def test_a_call_that_is_due_and_cut_leaves_no_half_marker() -> None:
+    chat = CHAT | {"toolChoice": {"mode": "TOOL_CHOICE_MODE_REQUIRED"}}
+    half = '<think>\nI add.</think>\n<tool_call>{"na'
+    responses = await responses_to(half, params_of(chat=chat), reason=LENGTH)
+    assert events(responses) == [Reasoning("I add.")]
+    assert responses[-1].finished.reason == FINISH_REASON_LENGTH
+    stopped = params_of(chat=chat, stopping={"stop": ["na"]})
+    responses = await responses_to(half, stopped, reason=LENGTH)
+    assert events(responses) == [Reasoning("I add.")]
+    assert (responses[-1].finished.reason, responses[-1].finished.stop_string) == (FINISH_REASON_STOP, "na")
+    assert events(await responses_to(half, reason=LENGTH))[-1] == Text('<tool_call>{"na'), "which is not due"

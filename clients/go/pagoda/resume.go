@@ -22,7 +22,8 @@ type resumption struct {
 	received   []uint32
 	hasBegun   bool
 	hasPrompt  bool
-	whole      map[uint32]bool // sequences whose text has been completed by a message without tokens
+	numLate    map[uint32]int // by sequence: messages without tokens, which only its end adds
+	numLateNow map[uint32]int // those of this call, which has all of them again
 	finished   map[uint32]bool
 	isComplete bool
 }
@@ -33,7 +34,8 @@ func newResumption(request *pagodav1.GenerateRequest, attempts *attempts) *resum
 		request.RequestId = newRequestID()
 	}
 	return &resumption{
-		request: request, attempts: attempts, whole: map[uint32]bool{}, finished: map[uint32]bool{},
+		request: request, attempts: attempts,
+		numLate: map[uint32]int{}, numLateNow: map[uint32]int{}, finished: map[uint32]bool{},
 	}
 }
 
@@ -70,9 +72,12 @@ func (r *resumption) isNew(event *pagodav1.GenerateResponse) bool {
 			r.received[index] += uint32(count)
 			return true
 		}
-		wasWhole := r.whole[index]
-		r.whole[index] = true
-		return !wasWhole
+		r.numLateNow[index]++
+		if r.numLateNow[index] <= r.numLate[index] {
+			return false
+		}
+		r.numLate[index]++
+		return true
 	case *pagodav1.GenerateResponse_Finished:
 		wasFinished := r.finished[e.Finished.GetIndex()]
 		r.finished[e.Finished.GetIndex()] = true
@@ -97,6 +102,7 @@ func (r *resumption) wait(ctx context.Context, failure *Error) error {
 		return err
 	}
 	r.broken, r.resumes = failure, true
+	r.numLateNow = map[uint32]int{}
 	return nil
 }
 

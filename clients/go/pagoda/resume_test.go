@@ -84,6 +84,19 @@ func TestWhatComesAgainIsTakenOnce(t *testing.T) {
 	takes(t, r, tokensEvent(1, 0, "another end"), endEvent(1))
 }
 
+func TestAnEndMayAddSeveralMessagesWithoutTokens(t *testing.T) {
+	r := resumable(3)
+	takes(t, r, tokensEvent(0, 2, ""), tokensEvent(0, 0, "an end"), tokensEvent(0, 0, "in"))
+	for _, known := range []int{2, 3, 3} {
+		breaks(t, r, unavailable)
+		for at, text := range []string{"an end", "in", "three parts"} {
+			if isNew := r.takes(tokensEvent(0, 0, text)); isNew != (at >= known) {
+				t.Errorf("%q is taken: %v, though %d of three were known", text, isNew, known)
+			}
+		}
+	}
+}
+
 func TestUsageIsTakenEvenWithAnEndThatHasCome(t *testing.T) {
 	r := resumable(3)
 	last := lastEvent(0)

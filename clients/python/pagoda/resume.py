@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 
 from pagoda.connection import Attempts
 from pagoda.errors import NotFound, PagodaError, Unimplemented
@@ -27,7 +28,8 @@ class Resumption:
         self._received: list[int] = []
         self._has_begun = False
         self._has_prompt = False
-        self._whole: set[int] = set()  # sequences whose text has been completed by a message without tokens
+        self._num_late: Counter[int] = Counter()  # by sequence: messages without tokens, which only its end adds
+        self._num_late_now: Counter[int] = Counter()  # those of this call, which has all of them again
         self._finished: set[int] = set()
         self._is_complete = False
 
@@ -58,9 +60,10 @@ class Resumption:
                     self._received += [0] * (tokens.index + 1 - len(self._received))
                     self._received[tokens.index] += len(tokens.tokens)
                     return True
-                was_whole = tokens.index in self._whole
-                self._whole.add(tokens.index)
-                return not was_whole
+                self._num_late_now[tokens.index] += 1
+                is_late = self._num_late_now[tokens.index] > self._num_late[tokens.index]
+                self._num_late[tokens.index] += is_late
+                return is_late
             case "finished":
                 was_finished = response.finished.index in self._finished
                 self._finished.add(response.finished.index)
@@ -78,4 +81,5 @@ class Resumption:
             return 0.0
         delay_s = self._attempts.delay_after(error, has_begun=False)
         self._break, self.resumes = error, True
+        self._num_late_now.clear()
         return delay_s

@@ -17,7 +17,8 @@ export class Resumption {
   private readonly received: number[] = [];
   private hasBegun = false;
   private hasPrompt = false;
-  private readonly whole = new Set<number>(); // sequences whose text a message without tokens has completed
+  private readonly numLate = new Map<number, number>(); // by sequence: messages without tokens, which its end adds
+  private readonly numLateNow = new Map<number, number>(); // those of this call, which has all of them again
   private readonly finished = new Set<number>();
   private isComplete = false;
 
@@ -56,6 +57,7 @@ export class Resumption {
     const delayS = this.attempts.delayAfter(error, false);
     this.break = error;
     this.resumes = true;
+    this.numLateNow.clear();
     return delayS;
   }
 
@@ -68,7 +70,11 @@ export class Resumption {
       }
       case "tokens": {
         const { index, tokens } = event.value;
-        if (tokens.length === 0) return isAdded(this.whole, index);
+        if (tokens.length === 0) {
+          if (counted(this.numLateNow, index) <= (this.numLate.get(index) ?? 0)) return false;
+          counted(this.numLate, index);
+          return true;
+        }
         while (this.received.length <= index) this.received.push(0);
         this.received[index] = (this.received[index] ?? 0) + tokens.length;
         return true;
@@ -79,6 +85,13 @@ export class Resumption {
         return true;
     }
   }
+}
+
+/** Counts one more of a key. Returns how many there are. */
+function counted(counts: Map<number, number>, key: number): number {
+  const count = (counts.get(key) ?? 0) + 1;
+  counts.set(key, count);
+  return count;
 }
 
 /** Adds a value to a set. Returns whether it is new. */

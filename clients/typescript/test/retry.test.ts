@@ -90,6 +90,15 @@ test("what comes again is taken once, and the usage even with an end that is kno
   assert.equal(stream.delayAfter(unavailable()), undefined, "it is complete");
 });
 
+test("an end may add several messages without tokens", () => {
+  const stream = resumption();
+  for (const each of [tokens(0, 2), tokens(0, 0), tokens(0, 0)]) assert.ok(stream.takes(each));
+  for (const known of [2, 3, 3]) {
+    stream.delayAfter(unavailable());
+    assert.deepEqual([0, 1, 2].map(() => stream.takes(tokens(0, 0))), [0, 1, 2].map((at) => at >= known));
+  }
+});
+
 test("a stream that the server does not know begins anew, or ends with what broke it", () => {
   const stream = resumption();
   const unknown = new NotFound("no stream is kept", "NOT_FOUND");

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Rows
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
@@ -44,7 +44,8 @@ class Sampler:
         self._device = device
         self._rows: dict[int, _Row] = {}
         self._no_draws = self._draws([])
-        self._no_masks = torch.empty(0, 0, dtype=torch.int32, device=device)
+        nothing = self._integers([])
+        self._no_adjustments = LogitAdjustments(**{each.name: nothing for each in fields(LogitAdjustments)})
 
     def sample(
         self,
@@ -80,7 +81,10 @@ class Sampler:
         asking = [at for at, row in enumerate(rows) if row.seq.params.logprobs is not None]
         logprobs = logits[asking].float().log_softmax(dim=-1) if asking else None
         changing = [at for at, row in enumerate(rows) if row.takes_part and row.changes_logits]
-        if len(changing) == len(rows):
+        masked = [at for at, row in enumerate(rows) if row.is_only_masked]
+        if len(masked) == len(rows):
+            tokens = self._most_likely_allowed(logits, masked, rows)
+        elif len(changing) == len(rows):
             tokens = self._sample_changed(rows, logits.float())
         else:
             draws = self._draws(rows, without=changing) if any(row.draws for row in rows) else self._no_draws
@@ -89,9 +93,9 @@ class Sampler:
                 changed = self._sample_changed([rows[at] for at in changing], logits[changing].float())
                 for at, token in zip(changing, changed, strict=True):
                     tokens[at] = token
-        for at, row in enumerate(rows):
-            if row.is_only_masked:
-                tokens[at] = self._most_likely_allowed(logits[at : at + 1], tokens[at], row.mask_words())
+            if masked:
+                for at, token in zip(masked, self._most_likely_allowed(logits, masked, rows), strict=True):
+                    tokens[at] = token
         choices = [self._choice(row, token) for row, token in zip(rows, tokens, strict=True)]
         if logprobs is not None:
             self._attach(choices, asking, rows, logprobs)
@@ -126,28 +130,10 @@ class Sampler:
         tokens: list[int] = self._ops.sample(logits, self._no_draws).tolist()
         return tokens
 
-    def _most_likely_allowed(self, logits: Tensor, token: int, words: np.ndarray) -> int:
-        """The most likely token that a mask allows, the lowest id of several; -1 if it allows none.
-
-        logits  [1, vocab]; may be overwritten
-        token   the most likely of all; -1 if the logits are broken
-        words   [words] int32
-
-        Most often that token is allowed. Otherwise the fewer are looked at: what is allowed, or what is not.
-        """
-        if token < 0 or words[token // 32] >> token % 32 & 1:
-            return token
-        vocab = logits.shape[1]
-        is_allowed = np.unpackbits(words.view(np.uint8), count=vocab, bitorder="little").view(bool)
-        allowed = np.flatnonzero(is_allowed)
-        if len(allowed) > vocab // 2:
-            logits[0, torch.from_numpy(np.flatnonzero(~is_allowed))] = float("-inf")
-            return self._most_likely(logits)[0]
-        if not len(allowed):
-            return -1
-        values = logits[0, torch.from_numpy(allowed)].float().numpy()
-        at = int(values.argmax())
-        return int(allowed[at]) if np.isfinite(values[at]) else -1
+    def _most_likely_allowed(self, logits: Tensor, masked: list[int], rows: list[_Row]) -> list[int]:
+        masks = self._masks([rows[at] for at in masked])
+        tokens: list[int] = self._ops.most_likely_allowed(logits, self._integers(masked), masks).tolist()
+        return tokens
 
     def _choice(self, row: _Row, token: int) -> Choice:
         if row.fault is not None:
@@ -173,28 +159,32 @@ class Sampler:
 
     def _adjustments(self, rows: list[_Row]) -> LogitAdjustments:
         """Everything that changes the logits of these rows, but for what typical_p drops."""
-        changed = list(enumerate(rows))
-        penalised = [(at, row.seq.params, *row.seen.follow(row.drafts)) for at, row in changed if row.seen is not None]
-        biased = [(at, row) for at, row in changed if len(row.bias)]
-        banned = [(at, row.stop_ids) for at, row in changed if row.bans_stops]
-        masked = [(at, row) for at, row in changed if row.seq.token_mask is not None]
-        seen_per_row = [len(ids) for _, _, ids, _ in penalised]
-        return LogitAdjustments(
-            seen_rows=self._integers(np.repeat([at for at, *_ in penalised], seen_per_row)),
-            seen_ids=self._integers(_join([ids for _, _, ids, _ in penalised])),
-            seen_counts=self._numbers(_join([counts for *_, counts in penalised])),
-            **{
-                name: self._numbers(np.repeat([getattr(params, name) for _, params, *_ in penalised], seen_per_row))
-                for name in _PENALTIES
-            },
-            bias_rows=self._integers(np.repeat([at for at, _ in biased], [len(row.bias) for _, row in biased])),
-            bias_ids=self._integers(_join([row.bias_ids for _, row in biased])),
-            bias=self._numbers(_join([row.bias for _, row in biased])),
-            banned_rows=self._integers(np.repeat([at for at, _ in banned], [len(ids) for _, ids in banned])),
-            banned_ids=self._integers(_join([ids for _, ids in banned])),
-            masked_rows=self._integers([at for at, _ in masked]),
-            token_masks=self._masks([row for _, row in masked]),
-        )
+        changes: dict[str, Tensor] = {}
+        if penalised := [(at, row) for at, row in enumerate(rows) if row.seen is not None]:
+            seen = [row.seen.follow(row.drafts) for _, row in penalised if row.seen is not None]
+            seen_per_row = [len(ids) for ids, _ in seen]
+            changes |= {
+                "seen_rows": self._integers(np.repeat([at for at, _ in penalised], seen_per_row)),
+                "seen_ids": self._integers(np.concatenate([ids for ids, _ in seen])),
+                "seen_counts": self._numbers(np.concatenate([counts for _, counts in seen])),
+            }
+            for name in _PENALTIES:
+                of_rows = [getattr(row.seq.params, name) for _, row in penalised]
+                changes[name] = self._numbers(np.repeat(of_rows, seen_per_row))
+        if biased := [(at, row) for at, row in enumerate(rows) if len(row.bias)]:
+            changes |= {
+                "bias_rows": self._integers(np.repeat([at for at, _ in biased], [len(row.bias) for _, row in biased])),
+                "bias_ids": self._integers(np.concatenate([row.bias_ids for _, row in biased])),
+                "bias": self._numbers(np.concatenate([row.bias for _, row in biased])),
+            }
+        if banned := [(at, row.stop_ids) for at, row in enumerate(rows) if row.bans_stops]:
+            changes |= {
+                "banned_rows": self._integers(np.repeat([at for at, _ in banned], [len(ids) for _, ids in banned])),
+                "banned_ids": self._integers(np.concatenate([ids for _, ids in banned])),
+            }
+        if masked := [at for at, row in enumerate(rows) if row.seq.token_mask is not None]:
+            changes |= {"masked_rows": self._integers(masked), "token_masks": self._masks([rows[at] for at in masked])}
+        return replace(self._no_adjustments, **changes)
 
     def _drop_untypical(self, logits: Tensor, typical: list[int], rows: list[_Row]) -> None:
         params = [rows[at].seq.params for at in typical]
@@ -204,8 +194,6 @@ class Sampler:
         logits[typical] = kept
 
     def _masks(self, rows: list[_Row]) -> Tensor:
-        if not rows:
-            return self._no_masks
         return torch.from_numpy(np.stack([row.mask_words() for row in rows])).to(self._device)
 
     def _attach(self, choices: list[Choice], asking: list[int], rows: list[_Row], logprobs: Tensor) -> None:
@@ -376,7 +364,3 @@ class _SeenTokens:
                 self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
             self._ids[at], self._counts[at] = token, 0
         return at
-
-
-def _join(arrays: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.empty(0)

@@ -9,7 +9,8 @@ from google.protobuf.message import DecodeError, Message
 from pagoda.engine.v1.engine_pb2 import Submit
 from pagoda.v1.inference_pb2 import DetokenizeRequest, EmbedRequest, GenerateRequest, ScoreRequest, TokenizeRequest
 from pagoda_server.engine.serving.codec import check_submit
-from pagoda_server.router.adapters import kserve, vllm
+from pagoda_server.router.adapters import kserve_tensors as kserve
+from pagoda_server.router.adapters import vllm
 from pagoda_server.router.adapters.protocols.kserve_pb2 import ModelInferRequest
 from pagoda_server.router.adapters.protocols.vllm_engine_pb2 import GenerateRequest as VllmRequest
 from pagoda_server.router.errors import InvalidArgument, PagodaError, to_status

@@ -37,6 +37,8 @@ const NamedTest TESTS[] = {
     {"paged_attention, few queries", test_attention_of_few_queries},
     {"paged_attention, prefill", test_prefill_attention},
     {"argmax", test_argmax},
+    {"argmax, masked rows", test_argmax_of_masked_rows},
+    {"mask_rows", test_mask_rows},
     {"linear_int8, exact numbers", test_int8_exactly},
     {"linear_int8, deviations", test_int8},
     {"linear_int8, odd rows", test_int8_of_odd_rows},

@@ -135,7 +135,7 @@ Findings test_argmax(const Subject& on) {
         for (int64_t i = 0; i < size; i++) x.set(7 * size + i, i == last ? -1e30 : -INFINITY);
         for (int64_t i = 0; i < size; i++) x.set(8 * size + i, -0.5);
         Room<int64_t> out(ROWS, 0);
-        on.ops.argmax(on.pool, on.dtype, x.data(), out.data(), ROWS, size);
+        on.ops.argmax(on.pool, on.dtype, x.data(), nullptr, nullptr, out.data(), ROWS, size);
         for (int64_t row = 0; row < ROWS; row++) {
             int64_t want = 0;
             for (int64_t i = 0; i < size; i++)
@@ -144,6 +144,92 @@ Findings test_argmax(const Subject& on) {
             found.require(out.data()[row] == want, "not the first of the greatest");
         }
         found.require(out.has_whole_guards(), "wrote beyond its output");
+    }
+    return found;
+}
+
+namespace {
+
+// Masks of so many rows: of nothing, of one element, of few, of most and of all, in turn. Bits beyond a row are set.
+Room<uint32_t> random_masks(int64_t rows, int64_t size, Random& random) {
+    int64_t words = ceil_div(size, 32);
+    Room<uint32_t> masks(rows * words, 1);
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t chosen = random.below(size);
+        for (int64_t i = 0; i < 32 * words; i++) {
+            bool is_allowed[] = {false, i == chosen, random.below(40) == 0, random.below(10) != 0, true};
+            uint32_t bit = uint32_t{i >= size || is_allowed[row % 5]} << i % 32;
+            uint32_t& word = masks.data()[row * words + i / 32];
+            word = (i % 32 ? word : 0) | bit;
+        }
+    }
+    return masks;
+}
+
+bool allows(const Room<uint32_t>& masks, int64_t row, int64_t size, int64_t i) {
+    return masks.data()[row * ceil_div(size, 32) + i / 32] >> i % 32 & 1;
+}
+
+constexpr int64_t MASKED = 15, NUM_ROWS = 18;
+
+// Out of order, and without some rows.
+Room<int64_t> masked_rows() {
+    Room<int64_t> rows(MASKED, 1);
+    for (int64_t i = 0; i < MASKED; i++) rows.data()[i] = (7 * i + 3) % NUM_ROWS;
+    return rows;
+}
+
+}  // namespace
+
+Findings test_argmax_of_masked_rows(const Subject& on) {
+    Findings found(0);
+    Random random(6);
+    Room<int64_t> rows = masked_rows();
+    for (int64_t size : {1, 5, 31, 32, 33, 64, 75, 1000})
+        for (double special : {0.0, std::nan(""), static_cast<double>(INFINITY), -static_cast<double>(INFINITY)}) {
+            Tensor x(on.dtype, NUM_ROWS * size, random);
+            for (int64_t i = 0; i < NUM_ROWS * size; i++)
+                x.set(i, std::round(x.at(i)));  // many are equal
+            if (special != 0)
+                for (int64_t row = 0; row < NUM_ROWS; row++) x.set(row * size + random.below(size), special);
+            Room<uint32_t> masks = random_masks(MASKED, size, random);
+            Room<int64_t> out(MASKED, 0);
+            on.ops.argmax(on.pool, on.dtype, x.data(), rows.data(), masks.data(), out.data(), MASKED, size);
+            for (int64_t at = 0; at < MASKED; at++) {
+                int64_t want = -1;
+                bool broken = false;
+                for (int64_t i = 0; i < size; i++) {
+                    if (!allows(masks, at, size, i)) continue;
+                    double value = x.at(rows.data()[at] * size + i);
+                    broken |= std::isnan(value) || value == INFINITY;
+                    if (value > (want < 0 ? -static_cast<double>(INFINITY) : x.at(rows.data()[at] * size + want))) want = i;
+                }
+                found.require(out.data()[at] == (broken ? -1 : want), "not the first of the greatest that are allowed");
+            }
+            found.require(out.has_whole_guards(), "wrote beyond its output");
+        }
+    return found;
+}
+
+Findings test_mask_rows(const Subject& on) {
+    Findings found(0);
+    Random random(7);
+    Room<int64_t> rows = masked_rows();
+    for (int64_t size : {1, 5, 31, 32, 33, 64, 75, 1000}) {
+        Tensor before(Dtype::float32, NUM_ROWS * size, random);
+        before.set(rows.data()[3] * size, std::nan(""));
+        Tensor x(Dtype::float32, NUM_ROWS * size);
+        std::memcpy(x.data(), before.data(), NUM_ROWS * size * sizeof(float));
+        Room<uint32_t> masks = random_masks(MASKED, size, random);
+        on.ops.mask_rows(on.pool, static_cast<float*>(x.data()), rows.data(), masks.data(), MASKED, size);
+        for (int64_t at = 0; at < MASKED; at++)
+            for (int64_t i = 0; i < size; i++)
+                if (int64_t from = rows.data()[at] * size + i; !allows(masks, at, size, i)) {
+                    found.require(x.at(from) == -INFINITY, "left what the mask does not allow");
+                    before.set(from, -INFINITY);
+                }
+        found.require(x.has_bits_of(before, 0, NUM_ROWS * size), "changed what the mask allows, or another row");
+        found.require_guards(x);
     }
     return found;
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import re
 import struct
 import time
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ import pytest
 from pagoda.v1 import control_pb2_grpc, inference_pb2
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from pagoda_server.router.adapters import kserve as adapter
-from pagoda_server.router.adapters.kserve import INPUTS, MAX_IN_FLIGHT, MAX_STREAMS, asked_from
+from pagoda_server.router.adapters.kserve import MAX_IN_FLIGHT, MAX_STREAMS
+from pagoda_server.router.adapters.kserve_tensors import INPUTS, asked_from
 from pagoda_server.router.adapters.protocols import kserve_pb2 as kserve
 from pagoda_server.router.errors import InvalidArgument, PagodaError, ResourceExhausted, Unimplemented
 from pagoda_server.router.request.fields import Limits
@@ -147,6 +149,39 @@ def test_several_sequences_are_several_values(model: Model) -> None:
         "text_output": [text_of("steady", 20)] * 3,
         "finish_reason": ["length"] * 3,
     }
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_an_answer_has_the_format_that_vllm_calls_structured_outputs(model: Model, as_text: bool) -> None:
+    for formats, pattern in (
+        ({"choice": ["Positive", "Negative"]}, "Positive|Negative"),
+        ({"regex": "[a-c]{3}"}, "[a-c]{3}"),
+        ({"grammar": 'root ::= "<" [0-9] ">"'}, "<[0-9]>"),
+        ({"json": {"type": "integer", "minimum": 0, "maximum": 99}}, "[0-9]{1,2}"),
+        ({"json_object": True}, r"\{.*"),
+    ):
+        given = GREEDY | {"structured_outputs": json.dumps(formats) if as_text else formats}
+        (text,) = tensors(model.infer(inferring(parameters=given, exclude_input_in_output=True)))["text_output"]
+        assert re.fullmatch(pattern, text, re.DOTALL)
+
+
+def test_a_wrong_format_is_named_as_the_client_knows_it(model: Model) -> None:
+    path = "sampling_parameters.structured_outputs"
+    for formats, told in (
+        ({"json": "["}, f"{path}.json: is not JSON"),
+        ({"grammar": "start: ("}, f"{path}.grammar: is wrong at line 1"),
+        ({"regex": "("}, f"{path}.regex: has a regular expression that cannot be used"),
+        ({"choice": []}, f"{path}.choice: holds no text"),
+        ({"regex": "a", "choice": ["a"]}, f"{path}: must hold one format"),
+        ({"structural_tag": "{}"}, f"{path}.structural_tag: is not a field that this server knows"),
+        ("[", f"{path}: is not JSON"),
+        (1, f"{path}: must be an object"),
+        ({"regex": "\ud800"}, f"{path}: holds half a character"),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            model.infer(inferring(parameters={"structured_outputs": formats}))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.details().startswith(told)
 
 
 def test_a_stream_answers_its_requests_side_by_side(model: Model) -> None:

@@ -23,6 +23,7 @@ from pagoda_server.router.errors import InvalidArgument, Unimplemented
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.validation import validate_generate
 from tests.end_to_end.asking import engine_load
+from tests.end_to_end.test_readouts import logprobs
 from tests.servers import Server
 
 LIMITS = Limits(max_model_len=100, vocab_size=50, kv_token_capacity=1000)
@@ -108,6 +109,29 @@ def test_a_stop_string_ends_a_sequence_of_tokens(engine: Engine) -> None:
     assert complete.completion_tokens == ids.index(letter) + 1
 
 
+def test_an_answer_is_one_of_several_texts(engine: Engine) -> None:
+    choices = ["yes", "no", "maybe"]
+    complete = engine.chunks(asking(stream=False, max_tokens=20, choice={"choices": choices}))[-1].complete
+    assert (bytes(complete.output_ids).decode() in choices, complete.finish_reason) == (True, "stop")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_prompts_log_probabilities_come_once_for_each_sequence(engine: Engine, stream: bool) -> None:
+    text = "longer than one message of log-probabilities " * 9
+    request = asking(stream=stream, max_tokens=20, n=2, prompt_logprobs=2)
+    request.tokenized.input_ids[:] = text.encode()
+    answers = engine.chunks(request)
+    found = [each.chunk if each.HasField("chunk") else each.complete for each in answers]
+    told = [each.input_logprobs for each in found if each.HasField("input_logprobs")]
+    assert sorted(each.index for each in found if each.HasField("input_logprobs")) == [0, 1]
+    for each in told:
+        assert bytes(each.token_ids) == text.encode()
+        assert not each.token_logprobs[0].HasField("value")
+        assert [one.value for one in each.token_logprobs[1:]] == logprobs([*text.encode()])
+        assert [len(top.token_ids) for top in each.top_logprobs] == [0] + [2] * (len(text) - 1)
+    assert not any(each.HasField("output_logprobs") for each in found)
+
+
 def test_abort_ends_a_request_and_forgives_unknown_ids(engine: Engine) -> None:
     request = asking(max_tokens=20_000)
     request.request_id = "vllm-1"
@@ -174,6 +198,9 @@ def test_the_tokenizer_comes_as_an_archive_that_is_the_same_each_time(engine: En
         ({"regex": "("}, "sampling_params.regex"),
         ({"grammar": "start: ("}, "sampling_params.grammar"),
         ({"json_schema": "["}, "sampling_params.json_schema"),
+        ({"choice": {}}, "sampling_params.choice.choices"),
+        ({"choice": {"choices": ["x"] * 5000}}, "sampling_params.choice.choices"),
+        ({"prompt_logprobs": -1}, "sampling_params.prompt_logprobs"),
     ],
 )
 def test_a_wrong_field_is_named_as_the_client_knows_it(engine: Engine, params: dict[str, Any], field: str) -> None:
@@ -192,8 +219,7 @@ def test_wrong_inputs_are_named(engine: Engine) -> None:
     ("request_", "field"),
     [
         (vllm.GenerateRequest(sampling_params={"structural_tag": "{}"}), "sampling_params.structural_tag"),
-        (vllm.GenerateRequest(sampling_params={"choice": {}}), "sampling_params.choice"),
-        (vllm.GenerateRequest(sampling_params={"prompt_logprobs": 1}), "sampling_params.prompt_logprobs"),
+        (vllm.GenerateRequest(sampling_params={"truncate_prompt_tokens": 1}), "sampling_params.truncate_prompt_tokens"),
         (vllm.GenerateRequest(mm_inputs={}), "mm_inputs"),
         (vllm.GenerateRequest(kv_transfer_params_json="{}"), "kv_transfer_params_json"),
         (vllm.GenerateRequest(extra_mm_inputs=[{}]), "extra_mm_inputs"),
@@ -214,6 +240,8 @@ def test_formats_of_the_answer_are_ours(format: str, ours: str, value: str) -> N
     request = request_from(vllm.GenerateRequest(text="x", sampling_params=params), LIMITS)
     assert getattr(request.guided, ours) == value
     assert request.guided.WhichOneof("format") == ours
+    choice = vllm.GenerateRequest(text="x", sampling_params={"choice": {"choices": ["a", "b"]}})
+    assert list(request_from(choice, LIMITS).guided.choice.options) == ["a", "b"]
 
 
 def test_another_rank_is_refused() -> None:
@@ -244,7 +272,7 @@ def test_all_that_both_have_is_translated() -> None:
     theirs = vllm.SamplingParams(
         temperature=0.5, top_p=0.75, top_k=3, min_p=0.25, frequency_penalty=1, presence_penalty=2,
         repetition_penalty=1.5, max_tokens=7, min_tokens=2, stop=["end"], stop_token_ids=[4], ignore_eos=True, n=2,
-        logprobs=3, seed=-1, logit_bias={5: 1.5},
+        logprobs=3, prompt_logprobs=2, seed=-1, logit_bias={5: 1.5},
     )  # fmt: skip
     ours = request_from(vllm.GenerateRequest(request_id="a", text="x", sampling_params=theirs), LIMITS)
     assert ours == inference_pb2.GenerateRequest(
@@ -257,5 +285,5 @@ def test_all_that_both_have_is_translated() -> None:
         stopping=inference_pb2.Stopping(
             max_tokens=7, min_tokens=2, stop=["end"], stop_token_ids=[4], ignore_eos=True,
         ),
-        output=inference_pb2.Output(text=True, special_tokens=True, logprobs=3),
+        output=inference_pb2.Output(text=True, special_tokens=True, logprobs=3, prompt_logprobs=2),
     )  # fmt: skip

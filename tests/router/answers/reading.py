@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from pagoda_server.router.answers.events import CallPart, Event, Reasoning, Text, joined
 from pagoda_server.router.answers.formats import AnswerFormat
 from pagoda_server.router.answers.parser import AnswerParser
 
-TOOLS = ("add", "get_weather.v2")
+TOOLS: dict[str, dict[str, Any]] = {
+    "add": {"properties": {"c": {"type": "integer"}, "d": {"type": ["string", "null"]}}},
+    "get_weather.v2": {"type": "object", "properties": {}},
+}
 
 
 def events_of(
-    format: AnswerFormat, pieces: Iterable[str], prompt_end: str = "", tools: Sequence[str] = TOOLS
+    format: AnswerFormat,
+    pieces: Iterable[str],
+    prompt_end: str = "",
+    tools: Mapping[str, Mapping[str, Any]] = TOOLS,
+    is_due: bool = False,
 ) -> list[Event]:
     """What an answer consists of, its neighbours of one kind joined."""
-    parser = AnswerParser(format, tools, prompt_end, lambda call: f"id{call}")
+    parser = AnswerParser(format, tools, prompt_end, lambda call: f"id{call}", is_due)
     found = [event for piece in pieces for event in parser.push(piece)]
     return joined([*found, *parser.flush()])
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 from google.protobuf.json_format import ParseDict
+from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from pagoda.v1.inference_pb2 import Guided
-from pagoda_server.router.answers.events import CallPart, Event
+from pagoda_server.router.answers.events import CallPart, Event, Reasoning
 from pagoda_server.router.answers.formats import TOOL_FORMATS, AnswerFormat, Harmony, Marked
 from pagoda_server.router.answers.lark import Calls, Lark, Rule, Tool
 from pagoda_server.router.request.parsing import rule_of
+from tests.engine.random_schemas import random_schema
 from tests.router.answers.reading import call, events_of
 from tests.router.answers.test_parsing import HEADER
 
@@ -26,6 +28,7 @@ FORMATS: dict[str, AnswerFormat] = {
 }  # fmt: skip
 SPECIAL_FIRST = 300  # ids of markers where they are special tokens; below, a byte's token is the byte
 END = 299
+CLOSING = ("\n</parameter>", "</arg_value>", "<escape>", '<|"|>')  # what no dice would spell
 
 
 class Bytes:
@@ -73,6 +76,11 @@ class Grammar:
         """A text that matches; markers and ends are likely."""
         matcher, ids = self._matcher.deep_copy(), []
         while not matcher.is_stopped() and len(ids) < most:
+            close = self.vocabulary.ids(dice.choice(CLOSING))
+            if dice.random() < 0.2 and matcher.validate_tokens(close) == len(close):
+                matcher.consume_tokens(close)
+                ids += close
+                continue
             allowed = [id for id, bias in enumerate(matcher.compute_logit_bias()) if bias]
             liked = [id for id in allowed if id >= END or chr(id) in '"}]<']
             id = dice.choice(liked if liked and dice.random() < 0.7 else allowed)
@@ -92,7 +100,7 @@ def grammar(name: str, calls: Calls, prompt_end: str = "", are_special: bool = T
 
 
 def parsed(name: str, answer: str, prompt_end: str = "") -> list[Event]:
-    return events_of(FORMATS[name], [answer], prompt_end, [tool.name for tool in TOOLS])
+    return events_of(FORMATS[name], [answer], prompt_end, {tool.name: tool.parameters for tool in TOOLS})
 
 
 def calls_of(events: Sequence[Event]) -> list[CallPart]:
@@ -109,6 +117,11 @@ ONE = {
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek-v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
     '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "qwen3-coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "pythonic": "[add(a=1)]",
+    "functiongemma": "<start_function_call>call:add{a:1}<end_function_call>",
+    "gemma4": "<|tool_call>call:add{a:1}<tool_call|>",
     "harmony": '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}',
 }
 
@@ -127,7 +140,8 @@ def test_the_model_may_reason_and_must_call(name: str, are_special: bool) -> Non
     assert not due.takes(f"Hello {answer}")
     assert not due.takes("")
     assert not due.takes(reasoned.removesuffix(answer))
-    assert not due.takes(answer.replace("1", '"1"')), "the schema holds"
+    assert not due.takes(answer.replace("1", "x")), "the schema holds"
+    assert not due.takes(answer.replace("1", "1.5"))
 
 
 @pytest.mark.parametrize("name", ONE)
@@ -149,6 +163,20 @@ def test_reasoning_that_the_prompt_has_begun_comes_first(name: str, marker: str)
     assert not due.takes(ONE[name])
 
 
+@pytest.mark.parametrize("are_special", [True, False])
+def test_gemma_4_reasons_in_a_channel_of_its_own(are_special: bool) -> None:
+    format = Marked("gemma4", "gemma4")
+    thought = "<|channel>thought\n"
+    for prompt_end, before in (("", thought), ("", ""), (f"<|turn>model\n{thought}", "")):
+        lark = Lark((vocabulary := Bytes(format.markers if are_special else ())).special)
+        due = Grammar(format.calls(lark, Calls(TOOLS, may_repeat=True), prompt_end), lark, vocabulary)
+        answer = f"{before}I add.<channel|>{ONE['gemma4']}" if before or prompt_end else ONE["gemma4"]
+        assert due.takes(answer)
+        events = events_of(format, [answer], prompt_end, {tool.name: tool.parameters for tool in TOOLS})
+        assert events[:-1] == ([Reasoning("I add.")] if answer != ONE["gemma4"] else [])
+        assert events[-1] == call(0, "add", '{"a": 1}')
+
+
 @pytest.mark.parametrize("name", ONE)
 def test_whatever_matches_parses_into_calls_of_the_schema(name: str) -> None:
     due = grammar(name, Calls(TOOLS, may_repeat=True))
@@ -164,6 +192,86 @@ def test_whatever_matches_parses_into_calls_of_the_schema(name: str) -> None:
             assert each.name != "add" or isinstance(arguments["a"], int)
 
 
+# What tools ask for in practice; each property has its name from what is special about it.
+RICH = {
+    "type": "object",
+    "$defs": {
+        "Node": {"properties": {"label": {"type": "string", "maxLength": 3}, "next": {"$ref": "#/$defs/Node"}}},
+        "Unit": {"enum": ["celsius", "fahrenheit"]},
+    },
+    "properties": {
+        "text": {"type": "string", "maxLength": 6},
+        "pattern": {"type": "string", "pattern": "^[a-f]{2,4}$"},
+        "unit": {"$ref": "#/$defs/Unit"},
+        "maybe": {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 4}, {"type": "null"}]},
+        "number": {"type": "number", "minimum": 0, "maximum": 9},
+        "flag": {"type": "boolean"},
+        "mixed": {"enum": ["a", 1, None, False]},
+        "list": {"type": "array", "items": {"type": ["integer", "boolean"]}, "minItems": 1, "maxItems": 3},
+        "nodes": {"type": "array", "items": {"$ref": "#/$defs/Node"}, "maxItems": 2},
+        "inner": {"type": "object", "properties": {"key one": {"type": "string", "maxLength": 2}, "b": {}},
+                  "required": ["key one"], "additionalProperties": False},
+        "any": {},
+    },
+    "required": ["pattern", "list", "flag"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("are_special", [True, False])
+@pytest.mark.parametrize("name", sorted(ONE.keys() - {"harmony"}))
+def test_arguments_that_match_are_those_of_the_schema(name: str, are_special: bool) -> None:
+    assert_answers_match(name, RICH, random.Random(name), 12, are_special=are_special)
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm", "pythonic", "functiongemma", "gemma4"])
+def test_arguments_of_any_schema_match(name: str) -> None:
+    dice = random.Random(name)
+    for _ in range(30):
+        properties: dict[str, Any] = {f"p{at}": random_schema(dice) for at in range(dice.randint(1, 4))}
+        required = [key for key in properties if dice.random() < 0.6]
+        schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        assert_answers_match(name, schema, dice, 2, are_special=dice.random() < 0.5)
+
+
+def assert_answers_match(
+    name: str, schema: dict[str, Any], dice: random.Random, num_answers: int, *, are_special: bool
+) -> None:
+    format = Marked(name, "")
+    lark = Lark((vocabulary := Bytes(format.markers if are_special else ())).special)
+    due = Grammar(format.calls(lark, Calls((Tool("f", schema),), may_repeat=True), ""), lark, vocabulary)
+    for _ in range(num_answers):
+        answer = due.random_text(dice)
+        calls = events_of(format, [answer], tools={"f": schema})
+        assert calls, answer
+        for each in calls:
+            assert isinstance(each, CallPart), answer
+            Draft202012Validator(schema).validate(json.loads(each.arguments))
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm", "pythonic", "functiongemma", "gemma4"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"$ref": "#"},
+        {"properties": {"a": {"$ref": "#/properties/a"}}},
+        {
+            "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}},
+            "properties": {"a": {"$ref": "#/$defs/a"}},
+        },
+        {"properties": {"a": {"type": "array", "items": {"type": "array"}}}},
+        {"required": ["a"]},
+        {"properties": {"a b": {"type": "string", "minLength": 2}}},
+        {"allOf": [{"properties": {"a": {"type": "integer"}}}]},
+        {"additionalProperties": {"type": "integer"}},
+    ],
+)
+def test_unusual_schemas_have_grammars(name: str, schema: Any) -> None:
+    lark, vocabulary = Lark({}), Bytes(())
+    Grammar(TOOL_FORMATS[name].grammar(lark, Calls((Tool("f", schema),), may_repeat=False)), lark, vocabulary)
+
+
 BEFORE = {
     "hermes": ("<think>so</think>\n", ""),
     "harmony": (f"<|channel|>analysis<|message|>so<|end|>{HEADER}", "<|channel|>final<|message|>"),
@@ -174,6 +282,7 @@ BEFORE = {
     ("guided", "good", "bad"),
     [
         ({"regex": r"/+\/b"}, "//b", "/b"),
+        ({"regex": "a\\\n/\n"}, "a\n/\n", "a/\n"),
         ({"choice": {"options": ["a", "b c"]}}, "b c", "b"),
         ({"json_object": True}, '{"a": 1}', "[]"),
         ({"json_schema": json.dumps(INTEGER)}, '{"a": 1}', "{}"),

@@ -12,9 +12,9 @@ from google.protobuf import json_format
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument, Unimplemented
-from pagoda_server.router.http.json_body import json_object
 from pagoda_server.router.http.openai_requests import MAX_WHOLE_LOGPROBS, Asked, own_name, translated
 from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.request.json_body import json_object
 from pagoda_server.router.request.validation import validate_generate
 
 LIMITS = Limits(max_model_len=4096, vocab_size=1000, kv_token_capacity=1 << 20)

@@ -124,6 +124,21 @@ def test_a_request_is_one_line_with_its_names_tokens_times_and_end(
     assert times["decode_s"] > 0.005, "six steps of a millisecond"
 
 
+def test_embed_and_score_are_lines_of_their_own(server: Server, stub: inference_pb2_grpc.InferenceStub) -> None:
+    metadata = [("authorization", f"Bearer {TOKEN}")]
+    inputs = [inference_pb2.EmbedInput(text="hello")]
+    ends = [inference_pb2.Continuation(text="lo")]
+    stub.Embed(inference_pb2.EmbedRequest(request_id="read", inputs=inputs), metadata=metadata, timeout=60)
+    message = inference_pb2.ScoreRequest(request_id="scored", prompt="hel", continuations=ends)
+    stub.Score(message, metadata=metadata, timeout=60)
+    for method, request_id in (("Embed", "read"), ("Score", "scored")):
+        line = line_of(server, request_id=request_id)
+        assert (line["method"], line["code"]) == (f"pagoda.v1.Inference/{method}", "OK")
+        assert (line["prompt_tokens"], line["output_tokens"]) == (5, 0)
+        assert 0 < line["prefill_s"] < line["total_s"] < 60
+        assert "ttft_s" not in line
+
+
 def test_a_cancelled_request_is_a_line_with_the_tokens_so_far(
     server: Server, stub: inference_pb2_grpc.InferenceStub
 ) -> None:

@@ -46,6 +46,7 @@ VLLM = {  # as dashboards, autoscalers and endpoint pickers expect them
     *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
     *("request_generation_tokens", "prompt_tokens_total", "generation_tokens_total", "request_success_total"),
     *("num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
+    *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
 }
 
 
@@ -170,13 +171,14 @@ def test_a_value_counts_in_every_bucket_that_holds_it() -> None:
     end(counting(counts), of=answer(STOP, total_s=0.02, prefill_s=0.001, decode_s=7, preempted_s=1, tokens=5))
     page = page_of(counts)
     bucket = "vllm:e2e_request_latency_seconds_bucket"
-    assert [page(bucket, engine="0", le=le) for le in ("0.01", "0.02", "0.05", "+Inf")] == [0, 1, 1, 1]
-    assert page("pagoda_e2e_request_latency_seconds_sum", engine="0") == 0.02
-    assert page("vllm:request_prefill_time_seconds_bucket", engine="0", le="0.001") == 1
-    assert page("vllm:request_decode_time_seconds_sum", engine="0") == 8
-    assert page("vllm:request_time_per_output_token_seconds_sum", engine="0") == 2
-    assert page("vllm:request_prompt_tokens_sum", engine="0") == 30
-    assert page("vllm:request_generation_tokens_sum", engine="0") == 5
+    counted = [page(bucket, engine="0", method="Generate", le=le) for le in ("0.01", "0.02", "0.05", "+Inf")]
+    assert counted == [0, 1, 1, 1]
+    assert page("pagoda_e2e_request_latency_seconds_sum", engine="0", method="Generate") == 0.02
+    assert page("vllm:request_prefill_time_seconds_bucket", engine="0", method="Generate", le="0.001") == 1
+    assert page("vllm:request_decode_time_seconds_sum", engine="0", method="Generate") == 8
+    assert page("vllm:request_time_per_output_token_seconds_sum", engine="0", method="Generate") == 2
+    assert page("vllm:request_prompt_tokens_sum", engine="0", method="Generate") == 30
+    assert page("vllm:request_generation_tokens_sum", engine="0", method="Generate") == 5
 
 
 def test_calls_count_by_the_way_they_end() -> None:
@@ -198,14 +200,30 @@ def test_calls_count_by_the_way_they_end() -> None:
     assert page("pagoda_calls_total", method="Generate", code="RESOURCE_EXHAUSTED", reason="EVICTED") == 1
     ends = [page("vllm:request_success_total", engine="0", finished_reason=r) for r in ("stop", "length", "abort")]
     assert ends == [3, 2, 3]
-    assert page("vllm:e2e_request_latency_seconds_count", engine="0") == 2
+    assert page("vllm:e2e_request_latency_seconds_count", engine="0", method="Generate") == 2
 
 
 def test_a_call_counts_at_the_engine_that_served_it() -> None:
     counts = tally(num_engines=2)
     end(counting(counts), of=answer(STOP), engine=1)
     page = page_of(counts)
-    assert [page("vllm:e2e_request_latency_seconds_count", engine=at) for at in "01"] == [0, 1]
+    assert [page("vllm:e2e_request_latency_seconds_count", engine=at, method="Generate") for at in "01"] == [0, 1]
+
+
+@pytest.mark.parametrize("method", ["Embed", "Score"])
+def test_calls_that_generate_nothing_have_series_of_their_own(method: str) -> None:
+    counts = tally()
+    before = page_of(counts)
+    end(counting(counts), of=answer(*[inference_pb2.FINISH_REASON_LENGTH] * 2, tokens=0, total_s=0.3), method=method)
+    page = page_of(counts)
+    assert page("pagoda_calls_total", method=method, code="OK", reason="") == 1
+    assert page("vllm:e2e_request_latency_seconds_sum", engine="0", method=method) == 0.3
+    assert page("vllm:request_prompt_tokens_sum", engine="0", method=method) == 30
+    for name in before.names - {"pagoda_calls_total", "pagoda_request_success_total", "vllm:request_success_total"}:
+        if not name.startswith(("process_", "pagoda_event_loop")):
+            assert all(page(name, **labels) == before(name, **labels) for labels in before.of(name)), name
+    for name in ("decode_time_seconds", "time_per_output_token_seconds", "generation_tokens"):
+        assert page.of(f"vllm:request_{name}_count") == [{"engine": "0", "method": "Generate"}]
 
 
 def test_what_another_router_has_served_counts_there_alone() -> None:
@@ -296,8 +314,8 @@ def test_routers_counts_are_summed_and_their_processes_told_apart() -> None:
     whole = Page("m", [*first.samples(), *parsed(second.serialized())]).encoded("")[0]
     page = Samples(whole)
     assert page("pagoda_calls_total", method="Generate", code="OK", reason="") == 5
-    assert page("vllm:e2e_request_latency_seconds_bucket", engine="0", le="1.0") == 5
-    assert page("vllm:e2e_request_latency_seconds_sum", engine="0") == 5
+    assert page("vllm:e2e_request_latency_seconds_bucket", engine="0", method="Generate", le="1.0") == 5
+    assert page("vllm:e2e_request_latency_seconds_sum", engine="0", method="Generate") == 5
     assert page("vllm:inter_token_latency_seconds_count", engine="0") == 20
     assert page("pagoda_admitted_requests_limit") == 10
     assert [each["router"] for each in page.of("process_cpu_seconds_total")] == ["0", "1"]
@@ -311,7 +329,8 @@ def test_engines_are_told_as_of_their_last_step() -> None:
         engine(
             running=3, waiting=4, blocks_total=100, blocks_free=50, blocks_evictable=30, blocks_referenced=20,
             kv_slots=320, kv_slots_unused=32, prompt_tokens=1000, cached_tokens=250, output_tokens=70, preemptions=2,
-            step_time_s=0.5, host_blocks_total=8, host_blocks_used=3,
+            step_time_s=0.5, host_blocks_total=8, host_blocks_used=3, drafts=5, drafted_tokens=20, accepted_tokens=12,
+            forced_tokens=9,
         ),
         engine(is_ready=False),
     )  # fmt: skip
@@ -323,6 +342,10 @@ def test_engines_are_told_as_of_their_last_step() -> None:
     assert page("vllm:prefix_cache_hits_total", engine="0") == 250
     assert page("vllm:generation_tokens_total", engine="0") == 70
     assert page("vllm:num_preemptions_total", engine="0") == 2
+    names = [f"spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")]
+    for prefix in ("vllm:", "pagoda_"):
+        assert [page(f"{prefix}{name}", engine="0") for name in names] == [5, 20, 12]
+    assert page("pagoda_forced_tokens_total", engine="0") == 9
     assert page("pagoda_kv_blocks", engine="0", state="evictable") == 30
     assert page("pagoda_kv_waste_ratio", engine="0") == 0.1
     assert page("pagoda_host_blocks", engine="0", state="free") == 5
