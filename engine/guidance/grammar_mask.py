@@ -64,6 +64,7 @@ class GrammarMask:
         self._followed: list[int] = []  # the output that the matcher has consumed
         self._words = np.frombuffer(first, dtype=np.uint32).copy()
         self._has_words = True  # `_words` is the mask after `_followed`
+        self._is_told = False  # `follow` was asked after `_followed`, and nothing must come next
         self._job: Job | None = None
         self._num_slow = 0
         num_words = -(-vocab_size // 32)
@@ -134,11 +135,14 @@ class GrammarMask:
         began = time.thread_time()
         if not self._go_to(tokens) or self._job is not None:
             return []  # in the second case they are those of the last call
+        if self._is_told and not self.fault:
+            return []  # even if the mask, which is there now, tells more: when it came must not change the output
         if self._is_complete:
             return None
         forced = self._matcher.compute_ff_tokens() if self._jumps else []
         if max(forced, default=0) >= self._vocab_size:
             forced = []
+        self._is_told = not forced
         if not forced and not self._has_words:
             self._ask()
         self._count_slow(began)
@@ -163,7 +167,7 @@ class GrammarMask:
         followed = self._followed
         if output != followed:
             self._drop()
-            self._has_words = False
+            self._has_words = self._is_told = False
             if output[: len(followed)] != followed:
                 same = 0
                 while same < len(output) and output[same] == followed[same]:
