@@ -1,4 +1,7 @@
-"""The choice of the next token on a CPU: most rows need to order and perturb their leading tokens only."""
+"""The choice of the next token on a CPU: in torch most rows order and perturb their leading tokens only.
+
+Compiled code orders nothing.
+"""
 
 from __future__ import annotations
 
