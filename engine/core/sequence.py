@@ -22,6 +22,9 @@ class TokenMask(Protocol):
 
     depends_on_tokens  the mask changes with the sequence's tokens. The sequence then waits for its last token before
                        its next step is launched, even where steps overlap.
+    fault              why the last mask allows nothing; empty: it allows something
+    is_slow            masks may take long: a step with other sequences does not wait for the next one, and nothing is
+                       drafted, as each draft would need a mask
     """
 
     @property
@@ -29,6 +32,15 @@ class TokenMask(Protocol):
 
     @property
     def fault(self) -> str: ...
+
+    @property
+    def is_slow(self) -> bool: ...
+
+    def is_ready(self, tokens: list[int], timeout_s: float) -> bool:
+        """Say whether `fill` returns soon for these tokens; wait for at most so long until it does.
+
+        Always true where the mask does not depend on tokens. False starts the computation of the mask.
+        """
 
     def fill(self, tokens: list[int], words: memoryview) -> None:
         """Write the mask of the token that follows `tokens`. The same tokens always give the same mask.

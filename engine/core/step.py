@@ -91,13 +91,15 @@ class Reading:
 class Sampled:
     """A step's outcome, one entry a chunk of its plan.
 
-    tokens    the chosen id, or -1 where the chunk does not sample
-    logprobs  None where not asked for
-    faults    chunk position → what went wrong with that sequence alone; its token is not to be used
-    copied_s  seconds that copies to and from host memory took
-    readings  chunk position → what was read from its prompt
-    more      chunk position → the tokens that follow the chosen one, because that was drafted: the token after each
-              draft as long as the one before it equals its draft
+    tokens     the chosen id, or -1 where the chunk does not sample
+    logprobs   None where not asked for
+    faults     chunk position → what went wrong with that sequence alone; its token is not to be used
+    copied_s   seconds that copies to and from host memory took
+    readings   chunk position → what was read from its prompt
+    more       chunk position → the tokens that follow the chosen one, because that was drafted: the token after each
+               draft as long as the one before it equals its draft, and its token mask is there
+    postponed  positions of chunks that chose no token, because the token mask was not there in time. Only a mask that
+               depends on tokens may be late, so that no later step counts on the token
     """
 
     tokens: list[int]
@@ -106,6 +108,7 @@ class Sampled:
     copied_s: float = 0.0
     readings: dict[int, Reading] = field(default_factory=dict)
     more: dict[int, list[tuple[int, TokenLogprobs | None]]] = field(default_factory=dict)
+    postponed: set[int] = field(default_factory=set)
 
 
 # Why a sequence does not compute in a step: the batch is full; no blocks are left; other sequences have the step's

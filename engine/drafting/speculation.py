@@ -212,7 +212,9 @@ class Speculation:
         return step_s, costs.decodes_s(count + 1, keys + keys // count) - step_s + self._drafter.token_s
 
     def _most_drafts(self, seq: Sequence, num_tokens: int) -> int:
-        """Return how many drafts a sequence that has so many tokens may have."""
+        """Return how many drafts a sequence of so many tokens may have: none where each would need a slow mask."""
+        if seq.token_mask is not None and seq.token_mask.is_slow:
+            return 0
         most = min(self.most, seq.max_len - num_tokens - 1)  # one token is chosen behind the last draft
         return most if seq.params.max_draft_tokens is None else min(most, seq.params.max_draft_tokens)
 

@@ -7,19 +7,32 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.engine.guidance.grammar_mask import GrammarMask
-from pagoda_server.engine.guidance.masks_ahead import MasksAhead
+from pagoda_server.engine.guidance.masks_ahead import MasksAhead, Pace
+from pagoda_server.settings.forced_text import longest_forced
 from pagoda_server.settings.grammars import GrammarError, compiled, grammar_of
 
 MOST_KEPT = 32  # compiled grammars; each may take some 40 MB
 MOST_BYTES_KEPT = 4 << 20  # of their texts
+MOST_FORCED = 8192  # bytes that a grammar may force at once, so that finding them takes some milliseconds at most
 
 _END = "<|end of guided output|>"  # a token that llguidance allows where the grammar may end; no sequence chooses it
+
+
+class _Compiled(NamedTuple):
+    """
+    first  the mask of the first token
+    """
+
+    matcher: LLMatcher
+    first: bytes
+    pace: Pace
 
 
 class Grammars:
@@ -35,7 +48,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._ahead: MasksAhead | None = None
-        self._kept: OrderedDict[bytes, tuple[LLMatcher, bytes]] = OrderedDict()
+        self._kept: OrderedDict[bytes, _Compiled] = OrderedDict()
         self._num_bytes = 0
 
     def knows(self, guided: inference_pb2.Guided) -> bool:
@@ -57,11 +70,13 @@ class Grammars:
         if found is None:
             format = guided.WhichOneof("format") or ""
             value = guided.choice.options if format == "choice" else getattr(guided, format)
-            found = compiled(grammar_of(format, value), tokenizer)
+            matcher, first = compiled(grammar_of(format, value), tokenizer)
+            found = _Compiled(matcher, first, Pace(is_bounded=longest_forced(format, value) <= MOST_FORCED))
             self._keep(key, found)
-        matcher, first = found
         assert self._ahead is not None, "it is made with the tokenizer"
-        return partial(GrammarMask, matcher, first, tokenizer.eos_token, self._vocab_size, self._ahead)
+        return partial(
+            GrammarMask, found.matcher, found.first, tokenizer.eos_token, self._vocab_size, self._ahead, found.pace
+        )
 
     def _load(self) -> LLTokenizer:
         """The lock is held. Raises GrammarError if llguidance cannot read the model's tokenizer."""
@@ -78,7 +93,7 @@ class Grammars:
             self._ahead = MasksAhead(self._tokenizer.vocab_size)
         return self._tokenizer
 
-    def _keep(self, key: bytes, found: tuple[LLMatcher, bytes]) -> None:
+    def _keep(self, key: bytes, found: _Compiled) -> None:
         with self._lock:
             if key not in self._kept:
                 self._num_bytes += len(key)

@@ -139,6 +139,7 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
     faults: dict[int, str] = {}
     readings: dict[int, Reading] = {}
     more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
+    postponed: set[int] = set()
     failed: list[Exception] = []
     for at, chunk in enumerate(plan.chunks):
         try:
@@ -156,9 +157,11 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
             readings[at] = alone.readings[0]
         if alone.more:
             more[at] = alone.more[0]
+        if alone.postponed:
+            postponed.add(at)
     if len(failed) == len(plan.chunks) > 1:
         raise failed[0]
-    return Sampled(tokens, logprobs, faults, readings=readings, more=more)
+    return Sampled(tokens, logprobs, faults, readings=readings, more=more, postponed=postponed)
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -38,12 +38,16 @@ class AllowedTokens:
 
     depends_on_tokens = False
     fault = ""
+    is_slow = False
 
     def __init__(self, ids: Iterable[int]) -> None:
         numbers = np.fromiter(ids, dtype=np.int64)
         is_allowed = np.zeros(32 * num_mask_words(int(numbers.max(initial=-1)) + 1), dtype=bool)
         is_allowed[numbers] = True
         self._words = np.packbits(is_allowed, bitorder="little").view("<u4")
+
+    def is_ready(self, tokens: list[int], timeout_s: float) -> bool:
+        return True
 
     def fill(self, tokens: list[int], words: memoryview) -> None:
         count = min(len(words), len(self._words))
@@ -64,6 +68,7 @@ class TokenBans:
 
     depends_on_tokens = True
     fault = ""
+    is_slow = False
 
     def __init__(
         self,
@@ -76,6 +81,9 @@ class TokenBans:
         self._ngrams = _NGrams(ngram_size) if ngram_size else None
         self._bad_words = [list(word) for word in bad_words]
         self._allowed = allowed
+
+    def is_ready(self, tokens: list[int], timeout_s: float) -> bool:
+        return True
 
     def fill(self, tokens: list[int], words: memoryview) -> None:
         mask = np.frombuffer(words, dtype="<u4")

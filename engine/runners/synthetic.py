@@ -12,10 +12,12 @@ import time
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import Sequence, TokenMask
 from pagoda_server.engine.core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
+from pagoda_server.engine.runners.late_masks import read_masks
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo, count_blocks, count_host_blocks
 from pagoda_server.settings.engine import EngineConfig
 
@@ -71,6 +73,17 @@ def _allowed(mask: TokenMask, tokens: list[int], checksum: int, vocab_size: int)
     mask.fill(tokens, memoryview(words))
     allowed = [id for id in range(vocab_size) if words[id // 32] >> id % 32 & 1]
     return allowed[checksum % len(allowed)] if allowed else -1
+
+
+def _late_masks(plan: StepPlan) -> set[int]:
+    """Return the positions of chunks whose token masks are not there in time."""
+    masked = [(at, chunk.seq) for at, chunk in enumerate(plan.chunks) if chunk.samples and chunk.seq.token_mask]
+    readers = [(seq.token_mask, partial(seq.token_mask.is_ready, seq.tokens)) for _, seq in masked if seq.token_mask]
+    return {masked[each][0] for each in read_masks(readers, has_others=len(plan.chunks) > len(masked))}
+
+
+def _has_mask(seq: Sequence, tokens: list[int]) -> bool:
+    return seq.token_mask is None or seq.token_mask.is_ready(tokens, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +155,7 @@ class SyntheticRunner:
         readings: dict[int, Reading] = {}
         more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
         faults: dict[int, str] = {}
+        postponed = _late_masks(plan)
         self._copy_blocks(plan)
         for at, chunk in enumerate(plan.chunks):
             seq = chunk.seq
@@ -153,16 +167,16 @@ class SyntheticRunner:
                 self._cache[self._slot(seq.blocks, position)] = checksum
             if seq.reads(chunk.start, chunk.end):
                 readings[at] = self._read(chunk)
-            if chunk.samples:
+            if chunk.samples and at not in postponed:
                 token, logprobs[at] = self._choose(seq, checksum, seq.tokens)
                 if token < 0:
                     faults[at] = "its token mask leaves no token to choose"
                     continue
                 tokens[at] = chosen[seq.id] = token
-            if chunk.drafts:
+            if chunk.drafts and at not in postponed:
                 more[at] = self._verify(chunk, tokens[at], checksum)
         self._chosen = chosen
-        return Sampled(tokens, logprobs, faults, readings=readings, more=more)
+        return Sampled(tokens, logprobs, faults, readings=readings, more=more, postponed=postponed)
 
     def _read(self, chunk: Chunk) -> Reading:
         seq, readout = chunk.seq, chunk.seq.request.readout
@@ -195,8 +209,8 @@ class SyntheticRunner:
             checksum = advance(checksum, draft)
             self._cache[self._slot(chunk.seq.blocks, position)] = checksum
             token = -1
-            if is_accepted:
-                tokens.append(draft)
+            tokens.append(draft)
+            if is_accepted and _has_mask(chunk.seq, tokens):
                 token, logprobs = self._choose(chunk.seq, checksum, tokens)
                 if token >= 0:
                     run.append((token, logprobs))

@@ -16,6 +16,9 @@ does so before another sequence can write to them, because steps are computed in
 A decode may carry drafts, guesses of the tokens that follow (engine/drafting/). Its step computes them behind the last
 token, and how many of them the sequence keeps is known when the step is committed. Until then nothing is scheduled for
 the sequence, and only its last token counts as computed; a refused draft's slot is written again by the next step.
+
+A sequence whose token mask is not there when the step's tokens are chosen is postponed: it chooses no token, and the
+next step computes its last token again. Its neighbours do not wait for the mask.
 """
 
 from __future__ import annotations
@@ -186,6 +189,9 @@ class Scheduler:
                 self.counters.dropped_tokens += chunk.length
                 continue
             seq.num_pending -= chunk.samples
+            if at in sampled.postponed:
+                self._postpone(chunk)
+                continue
             goes_on = True
             if at in sampled.faults:
                 self._fail(seq, sampled.faults[at])
@@ -273,6 +279,14 @@ class Scheduler:
         seq.account.verified(len(chunk.drafts), num_accepted)
         if self._speculation is not None and seq.state is State.RUNNING:
             self._speculation.verified(seq, len(chunk.drafts), num_accepted)
+
+    def _postpone(self, chunk: Chunk) -> None:
+        """Have a chunk's last token computed again, with the same noise: no token was chosen behind it."""
+        seq = chunk.seq
+        seq.is_drafted = False
+        if seq.state is State.RUNNING:
+            seq.num_computed = chunk.end - len(chunk.drafts) - 1
+            self._tables.computed(seq, seq.num_computed)
 
     def _count_on(self, plan: StepPlan) -> None:
         """Count the plan's tokens as computed from now on, and the tokens that it chooses as existing."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -45,6 +46,7 @@ from pagoda_server.kernels import load_backend
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.settings.engine import EngineConfig
 from tests.engine.drafters import AlwaysDrafts, Oracle
+from tests.engine.late_mask import LateMask
 from tests.engine.next_to_last import NextToLast
 from tests.engine.tiny_models import VOCAB_SIZE, load_runner, random_prompt, saved_model
 from tests.kernels.triton.device import DEVICE, compute_each_element_alone
@@ -532,6 +534,52 @@ def test_sequences_follow_their_grammars_and_forced_tokens_are_computed_together
         assert seqs[1].account.forced_tokens > 20
         found.append(outputs(seqs))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=14),
+        SamplingParams(max_tokens=14, temperature=0.9, seed=7, repetition_penalty=1.3, logprobs=2),
+    ],
+    ids=["greedy", "drawn"],
+)
+@pytest.mark.parametrize("where", ["device", "device step by step", "CPU"])
+def test_a_late_mask_delays_its_own_sequence_alone_and_changes_no_token(
+    llama: Path, where: str, params: SamplingParams
+) -> None:
+    settings = {"max_num_seqs": 6, "token_budget": 19, "max_model_len": 120}
+    found = []
+    for is_late in (False, True):
+        if where == "CPU":
+            runner: Runner = load_runner(llama, **settings)
+        else:
+            runner = device_runner(llama, overlap="on" if where == "device" else "off")
+        served, gate = Served(runner, 60), threading.Event()
+        gate.set()
+        late = served.add(random_prompt(7, seed=1), params, LateMask(NextToLast(VOCAB_SIZE), gate))
+        others = [
+            served.add(random_prompt(5, seed=2), SamplingParams(max_tokens=30)),
+            served.add(random_prompt(6, seed=3), SamplingParams(max_tokens=30), NextToLast(VOCAB_SIZE)),
+        ]
+        while late.output_len < 4:
+            served.step()
+        if is_late:
+            gate.clear()
+            served.step()
+            served.step()  # what was launched before has been read
+            before = [seq.output_len for seq in (late, *others)]
+            for _ in range(8):
+                served.step()
+            assert late.output_len == before[0]
+            assert all(seq.output_len >= count + 4 for seq, count in zip(others, before[1:], strict=True))
+            gate.set()
+        served.run()
+        found.append((outputs([late, *others]), served.logprobs))
+        assert served.pool.num_referenced == 0
+    assert found[0][0] == found[1][0]
+    assert found[0][1].keys() == found[1][1].keys()
+    assert [len(each) for each in found[0][1].values()] == [len(each) for each in found[1][1].values()]
 
 
 def test_more_masks_than_are_sent_at_once_reach_their_rows(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

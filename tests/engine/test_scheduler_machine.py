@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from random import Random
+
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -13,6 +16,7 @@ from pagoda_server.engine.scheduling.deadlines import LEAVING
 from pagoda_server.settings.engine import PolicyName
 from tests.engine.drafters import AlwaysDrafts, Oracle
 from tests.engine.harness import VOCAB_SIZE, SteppedEngine
+from tests.engine.late_mask import LateMask
 from tests.engine.unreliable import UnreliableRunner
 
 MAX_MODEL_LEN = 60
@@ -22,6 +26,24 @@ prompts = st.builds(
     st.integers(0, 2),
     st.integers(1, MAX_MODEL_LEN - 1),
 )
+
+
+class AnyToken:
+    """A TokenMask that depends on tokens, and allows all."""
+
+    depends_on_tokens = True
+    fault = ""
+    is_slow = False
+
+    def is_ready(self, tokens, timeout_s):
+        return True
+
+    def fill(self, tokens, words):
+        for at in range(len(words)):
+            words[at] = 0xFFFF_FFFF
+
+    def follow(self, tokens):
+        return []
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -57,6 +79,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             speculation=self.speculation,
         )
         self.seqs = []
+        self.gate, self.dice, self.late_chance = threading.Event(), Random(0), 0.0
+        self.gate.set()
 
     @rule(
         prompt=prompts,
@@ -69,9 +93,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         bypass=st.booleans(),
         stops=st.sampled_from([frozenset(), frozenset(range(0, 258, 9))]),
         count=st.sampled_from([1, 1, 2, 4]),
+        has_mask=st.booleans(),
     )
-    def add(self, prompt, max_tokens, priority, timeout_s, tenant, slo, salt, bypass, stops, count):
+    def add(self, prompt, max_tokens, priority, timeout_s, tenant, slo, salt, bypass, stops, count, has_mask):
         rules = {"priority": priority, "timeout_s": timeout_s, "tenant": tenant, "salt": salt, "bypass": bypass, **slo}
+        if has_mask:
+            rules["make_mask"] = self.make_mask
         self.seqs += self.engine.add_siblings(count, prompt, max_tokens, stop_token_ids=stops, **rules)
 
     @rule(
@@ -119,6 +146,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         """From now on, guess so many tokens rightly, or guess none."""
         self.speculation.is_on, self.oracle.accuracy = is_on, accuracy
 
+    @rule(chance=st.sampled_from([0.0, 0.3, 1.0]))
+    def masks_are_late(self, chance):
+        self.late_chance = chance
+
+    def make_mask(self, **options):
+        return LateMask(AnyToken(), self.gate, lambda tokens: self.dice.random() < self.late_chance)
+
     @rule()
     def flush_cache(self):
         self.engine.scheduler.flush_cache()
@@ -143,6 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return 1 + seq.output_len // size + by_higher + self.num_extra
 
     def teardown(self):
+        self.late_chance = 0.0
         self.engine.run()
         for seq in self.seqs:
             assert seq.account.preemptions <= self.most_preemptions(seq), "they chase each other"

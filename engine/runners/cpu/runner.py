@@ -88,22 +88,26 @@ class ModelRunner:
         logits, readings = self._forward(plan.chunks, one_row_each(plan.chunks) if drafts else plan.chunks)
         sampling = [at for at, chunk in enumerate(plan.chunks) if chunk.samples]
         by_place = {place: drafts[at] for place, at in enumerate(sampling) if at in drafts} if drafts else None
-        choices = iter(self._sampler.sample([plan.chunks[at].seq for at in sampling], logits, by_place))
+        seqs, has_others = [plan.chunks[at].seq for at in sampling], len(sampling) < len(plan.chunks)
+        choices = iter(self._sampler.sample(seqs, logits, by_place, has_others=has_others))
 
         tokens = [-1] * len(plan.chunks)
         logprobs: list[TokenLogprobs | None] = [None] * len(plan.chunks)
         faults: dict[int, str] = {}
         more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
+        postponed: set[int] = set()
         for at in sampling:
             choice = next(choices)
             tokens[at], logprobs[at] = choice.token, choice.logprobs
             if choice.fault is not None:
                 faults[at] = choice.fault
+            if choice.is_late:
+                postponed.add(at)
             if at in drafts:
                 more[at] = accepted_run(choice.token, drafts[at], list(itertools.islice(choices, len(drafts[at]))))
         faults |= {at: NOT_FINITE for at, reading in readings.items() if reading is None}
         found = {at: reading for at, reading in readings.items() if reading is not None}
-        return Sampled(tokens, logprobs, faults, copied_s, found, more)
+        return Sampled(tokens, logprobs, faults, copied_s, found, more, postponed)
 
     def _forward(self, chunks: list[Chunk], rows: list[Chunk]) -> tuple[Tensor, dict[int, Reading | None]]:
         """Logits after what samples, and what is read from prompts; None for one that is not finite.
@@ -149,11 +153,11 @@ def one_row_each(chunks: list[Chunk]) -> list[Chunk]:
 def accepted_run(token: int, drafts: Iterable[int], choices: list[Choice]) -> list[tuple[int, TokenLogprobs | None]]:
     """The tokens that follow `token`, as long as each draft equals the token before.
 
-    choices  the one after each draft; one with a fault ends the run, and the next step meets that fault again
+    choices  the one after each draft; one with a fault, or a late mask, ends the run, and the next step meets it again
     """
     run: list[tuple[int, TokenLogprobs | None]] = []
     for draft, choice in zip(drafts, choices, strict=True):
-        if draft != token or choice.fault is not None:
+        if draft != token or choice.token < 0:
             break
         token = choice.token
         run.append((token, choice.logprobs))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Rows
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.core.step import TokenLogprobs
+from pagoda_server.engine.runners.late_masks import read_masks
 from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault, num_mask_words
 from pagoda_server.kernels import Backend, Draws, LogitAdjustments, drop_untypical, noise_key
 from pagoda_server.settings.sampling import PARAMETERS, Parameter
@@ -24,11 +27,12 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 @dataclass(slots=True)
 class Choice:
-    """One sequence's next token; where there is none, `token` is -1 and `fault` says why."""
+    """One sequence's next token; where there is none, `token` is -1 and `fault` says why, or its mask is late."""
 
     token: int
     logprobs: TokenLogprobs | None = None
     fault: str | None = None
+    is_late: bool = False
 
 
 class Sampler:
@@ -44,14 +48,20 @@ class Sampler:
         self._no_adjustments = LogitAdjustments(**{each.name: nothing for each in fields(LogitAdjustments)})
 
     def sample(
-        self, seqs: Rows[Sequence], logits: Tensor, drafts: Mapping[int, tuple[int, ...]] | None = None
+        self,
+        seqs: Rows[Sequence],
+        logits: Tensor,
+        drafts: Mapping[int, tuple[int, ...]] | None = None,
+        *,
+        has_others: bool = False,
     ) -> list[Choice]:
         """Chooses the next token of each sequence, and that after each of its drafts.
 
-        seqs    each has a row; one with drafts has a row for each of them, too, right behind it
-        logits  [rows, vocab], of the model; may be overwritten
-        drafts  by the place of a sequence in `seqs`
-        return  one a row; the token after a draft is chosen as if all drafts before it were tokens of the sequence
+        seqs        each has a row; one with drafts has a row for each of them, too, right behind it
+        logits      [rows, vocab], of the model; may be overwritten
+        drafts      by the place of a sequence in `seqs`
+        has_others  the step computes more sequences, which no mask may hold up either
+        return      one a row; the token after a draft is chosen as if all drafts before it were tokens of the sequence
 
         Log-probabilities are those of the model, in float32, before anything changes the logits.
         """
@@ -67,9 +77,10 @@ class Sampler:
             ]
         if all(row.is_plain for row in rows):  # the usual case, without building empty arrays
             return [self._choice(row, token) for row, token in zip(rows, self._most_likely(logits), strict=True)]
+        self._read_masks(rows, has_others)
         asking = [at for at, row in enumerate(rows) if row.seq.params.logprobs is not None]
         logprobs = logits[asking].float().log_softmax(dim=-1) if asking else None
-        changing = [at for at, row in enumerate(rows) if row.fault is None and row.changes_logits]
+        changing = [at for at, row in enumerate(rows) if row.takes_part and row.changes_logits]
         masked = [at for at, row in enumerate(rows) if row.is_only_masked]
         if len(masked) == len(rows):
             tokens = self._most_likely_allowed(logits, masked, rows)
@@ -98,6 +109,19 @@ class Sampler:
         tokens: list[int] = self._ops.sample(logits, self._draws(rows)).tolist()
         return tokens
 
+    def _read_masks(self, rows: list[_Row], has_others: bool) -> None:
+        """Give each row its mask, as far as the step need not wait for it."""
+        masked: defaultdict[int, list[_Row]] = defaultdict(list)
+        for row in rows:
+            row.forget_mask()
+            if row.seq.token_mask is not None and row.fault is None:
+                run = masked[row.seq.id]
+                run.append(row)
+        if masked:
+            has_others = has_others or any(row.seq.id not in masked for row in rows)
+            readers = [(run[0].mask, partial(_read_run, run)) for run in masked.values()]
+            read_masks(readers, has_others=has_others)
+
     def _row(self, seq: Sequence) -> _Row:
         row = self._rows.get(seq.id)
         return row if row is not None and row.seq is seq else _Row(seq, self._vocab_size)
@@ -114,12 +138,14 @@ class Sampler:
     def _choice(self, row: _Row, token: int) -> Choice:
         if row.fault is not None:
             return Choice(-1, fault=row.fault)
+        if row.is_late:
+            return Choice(-1, is_late=True)
         if token < 0:
             return Choice(-1, fault="the model's logits hold NaN or infinity, or leave no token to choose")
         return Choice(token)
 
     def _draws(self, rows: list[_Row], without: Collection[int] = ()) -> Draws:
-        drawing = [at for at, row in enumerate(rows) if row.draws and row.fault is None and at not in without]
+        drawing = [at for at, row in enumerate(rows) if row.draws and row.takes_part and at not in without]
         params = [rows[at].seq.params for at in drawing]
         return Draws(
             rows=self._integers(drawing),
@@ -177,7 +203,7 @@ class Sampler:
         chosen_ids = self._integers([max(choices[at].token, 0) for at in asking])
         chosen = logprobs.gather(1, chosen_ids[:, None])[:, 0].tolist()
         for at, one, ids, top in zip(asking, chosen, best_ids.tolist(), best.tolist(), strict=True):
-            if choices[at].fault is None:
+            if choices[at].token >= 0:
                 count = rows[at].seq.params.logprobs
                 choices[at] = Choice(choices[at].token, TokenLogprobs(one, ids[:count], top[:count]))
 
@@ -199,12 +225,14 @@ class _Row:
     stop_ids        int64; banned while fewer than min_tokens tokens exist
     is_plain        it takes its most likely token, and asks for nothing else
     drafts          tokens that the sequence is taken to have behind its own
+    is_late         its mask is not there in time
     """
 
     def __init__(self, seq: Sequence, vocab_size: int) -> None:
         params = seq.params
         self.seq = seq
         self.drafts: tuple[int, ...] = ()
+        self.is_late = False
         self.fault = find_fault(params, vocab_size)
         self.draws = draws_at_random(params)
         self.takes_typical = self.draws and params.typical_p < 1 and self.fault is None
@@ -240,23 +268,58 @@ class _Row:
         return self._always_changes or self.bans_stops or self.takes_typical
 
     @property
+    def takes_part(self) -> bool:
+        """Whether a token is chosen for it."""
+        return self.fault is None and not self.is_late
+
+    @property
     def is_only_masked(self) -> bool:
         """Whether its token is the most likely one of those that its mask allows."""
-        return self.seq.token_mask is not None and not self.changes_logits and self.fault is None
+        return self.seq.token_mask is not None and not self.changes_logits and self.takes_part
 
     @property
     def noise_key(self) -> int:
         """The position is the number of tokens before the one to draw."""
         return noise_key(self.seq.params.seed, self.seq.num_tokens + len(self.drafts))
 
-    def mask_words(self) -> np.ndarray:
-        """[words] int32, the mask of the next token. The sequence must have one."""
+    @property
+    def mask(self) -> TokenMask:
+        """The sequence's. It must have one."""
         mask = self.seq.token_mask
         assert mask is not None
-        if self._words is None or mask.depends_on_tokens:
+        return mask
+
+    def read_mask(self, timeout_s: float) -> bool:
+        """Read the mask of the next token, waiting for at most so long. Returns whether it is there."""
+        if self._words is None:
+            tokens = [*self.seq.tokens, *self.drafts] if self.drafts else self.seq.tokens
+            self.is_late = not self.mask.is_ready(tokens, timeout_s)
+            if self.is_late:
+                return False
             self._words = np.empty(self._num_words, dtype=np.int32)
-            fill_mask(mask, [*self.seq.tokens, *self.drafts] if self.drafts else self.seq.tokens, self._words)
+            fill_mask(self.mask, tokens, self._words)
+        return True
+
+    def forget_mask(self) -> None:
+        """Before the masks of a step are read: forget what the step before read, if that may have changed."""
+        self.is_late = False
+        if self.seq.token_mask is not None and self.seq.token_mask.depends_on_tokens:
+            self._words = None
+
+    def mask_words(self) -> np.ndarray:
+        """[words] int32, the mask that was read last."""
+        assert self._words is not None
         return self._words
+
+
+def _read_run(rows: list[_Row], timeout_s: float) -> bool:
+    """Read the masks of a sequence, which follow each other, up to the first that is late."""
+    for at, row in enumerate(rows):
+        if not row.read_mask(timeout_s):
+            for later in rows[at:]:
+                later.is_late = True
+            return False
+    return True
 
 
 class _SeenTokens:

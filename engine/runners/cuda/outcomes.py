@@ -21,10 +21,11 @@ _IN_FLIGHT = 3  # steps whose outcomes are copied but not yet read, plus one tha
 class DeviceStep:
     """A step on the device.
 
-    places    chunk position → chunk and its first entry among the outcomes
-    faults    as in Sampled
-    copied_s  returns `Sampled.copied_s`, once the step is computed
-    readings  what is read from prompts, by chunk position
+    places       chunk position → chunk and its first entry among the outcomes
+    faults       as in Sampled
+    copied_s     returns `Sampled.copied_s`, once the step is computed
+    readings     what is read from prompts, by chunk position
+    num_choices  as in DeviceRows
     """
 
     num_chunks: int
@@ -34,6 +35,7 @@ class DeviceStep:
     wait: Callable[[], None]
     copied_s: Callable[[], float]
     readings: dict[int, PendingReading]
+    num_choices: dict[int, int]
 
     def result(self) -> Sampled:
         self.wait()
@@ -51,23 +53,28 @@ class DeviceStep:
             elif (count := chunk.seq.params.logprobs) is not None:
                 logprobs[at] = self._logprobs(entry, count)
             if chunk.drafts:
-                more[at] = self._accepted_run(chunk, entry, chosen)
+                drafts = chunk.drafts[: self.num_choices.get(at, chunk.length) - 1]
+                more[at] = self._accepted_run(chunk, drafts, entry, chosen)
         readings: dict[int, Reading] = {}
         for at, pending in self.readings.items():
             if (reading := pending.result()) is None:
                 faults[at] = NOT_FINITE
             else:
                 readings[at] = reading
-        return Sampled(tokens, logprobs, faults, self.copied_s(), readings, more)
+        postponed = {at for at, count in self.num_choices.items() if not count}
+        return Sampled(tokens, logprobs, faults, self.copied_s(), readings, more, postponed)
 
-    def _accepted_run(self, chunk: Chunk, entry: int, chosen: list[int]) -> list[tuple[int, TokenLogprobs | None]]:
+    def _accepted_run(
+        self, chunk: Chunk, drafts: tuple[int, ...], entry: int, chosen: list[int]
+    ) -> list[tuple[int, TokenLogprobs | None]]:
         """Return the tokens behind accepted drafts, and one more. A broken one ends them: the next step meets it again.
 
-        entry  of the token before the first draft
+        drafts  those of the chunk behind which a token could be chosen
+        entry   of the token before the first draft
         """
         count = chunk.seq.params.logprobs
         run: list[tuple[int, TokenLogprobs | None]] = []
-        for behind, draft in enumerate(chunk.drafts, entry + 1):
+        for behind, draft in enumerate(drafts, entry + 1):
             if draft != chosen[behind - 1] or chosen[behind] < 0:
                 break
             run.append((chosen[behind], None if count is None else self._logprobs(behind, count)))
@@ -118,6 +125,7 @@ class Outcomes:
         faults: dict[int, str],
         copied_s: Callable[[], float],
         readings: dict[int, PendingReading],
+        num_choices: dict[int, int],
     ) -> DeviceStep:
         """Start the copy of the step that was launched last, without logprobs if no sequence asks for them."""
         asks = any(chunk.seq.params.logprobs is not None for chunk, _ in places.values())
@@ -125,4 +133,5 @@ class Outcomes:
         self._turn = (self._turn + 1) % _IN_FLIGHT
         self._targets[self._turn][:end].copy_(self._source[:end], non_blocking=True)
         wait = all_launched(self._device)
-        return DeviceStep(num_chunks, places, faults, self._arrays[self._turn], wait, copied_s, readings)
+        arrays = self._arrays[self._turn]
+        return DeviceStep(num_chunks, places, faults, arrays, wait, copied_s, readings, num_choices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from pagoda_server.engine.core.sequence import SamplingParams, Sequence, State, TokenMask
 from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.runners.cuda.staging import Staging
+from pagoda_server.engine.runners.late_masks import read_masks
 from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault
 from pagoda_server.kernels import MAX_TOP_LOGPROBS, SamplingRows, allocate_rows
 from pagoda_server.kernels.row_sampling import IN_PROMPT, MAX_BIASES, MAX_STOPS
@@ -56,6 +58,8 @@ class DeviceRows:
 
     max_drafts   entries of a step that may be drafts: all before this one
     block_table  [max_rows, max_blocks] int32, on the device
+    num_choices  of the step that was placed last, by the position of each chunk that lacks masks: how many of its
+                 choices, the one behind its last token first, have theirs; with 0, it chooses no token
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class DeviceRows:
         self._parameters = _RowParameters(self.sampling, vocab_size, device)
         self._blocks = Staging({"at": (torch.int64, _BLOCKS_SENT), "block": (torch.int32, _BLOCKS_SENT)}, device)
         self._rows: dict[int, _Row] = {}  # by the identity of the block table, which is kept alive here
+        self.num_choices: dict[int, int] = {}
         self._free = list(range(max_rows - 1, -1, -1))
         self._step = 0
 
@@ -76,12 +81,12 @@ class DeviceRows:
         """
         self._step += 1
         new: list[_Row] = []
-        masked: list[tuple[int, TokenMask, list[int]]] = []
+        masked: dict[int, _ChunkMasks] = {}  # by chunk position
         uncounted: list[tuple[int, list[int]]] = []
         grown: list[tuple[int, int]] = []
         width = self.block_table.shape[1]
         numbers = []
-        for chunk, entry in zip(chunks, entries, strict=True):
+        for at, (chunk, entry) in enumerate(zip(chunks, entries, strict=True)):
             blocks = chunk.seq.blocks
             row = self._rows.get(id(blocks))
             if row is None:
@@ -90,19 +95,18 @@ class DeviceRows:
             row.last_step = self._step
             if row.num_sent < len(blocks):
                 first = row.number * width
-                grown += [(first + at, blocks[at]) for at in range(row.num_sent, len(blocks))]
+                grown += [(first + place, blocks[place]) for place in range(row.num_sent, len(blocks))]
                 row.num_sent = len(blocks)
-            if row.needs_mask and chunk.samples and (mask := row.seq.token_mask) is not None:
+            mask = row.seq.token_mask
+            if mask is not None and chunk.samples and (row.needs_mask or chunk.drafts):
                 known = chunk.end - len(chunk.drafts) == len(row.seq.tokens)
                 assert known or not mask.depends_on_tokens, "the last token is not known"
                 row.needs_mask = mask.depends_on_tokens
-                masked.append((row.number, mask, row.seq.tokens))
-            if chunk.drafts and (mask := row.seq.token_mask) is not None:
-                first = len(self.sampling.temperature) + entry
-                masked += [
-                    (first + count, mask, [*row.seq.tokens, *chunk.drafts[:count]])
-                    for count in range(1, 1 + len(chunk.drafts))
-                ]
+                places = [row.number]
+                if chunk.drafts:
+                    first = len(self.sampling.temperature) + entry + 1
+                    places += range(first, first + len(chunk.drafts))
+                masked[at] = _ChunkMasks(mask, row.seq.tokens, chunk.drafts, places)
             if row.num_counted is not None:
                 if row.num_counted < len(row.seq.tokens):
                     uncounted.append((row.number, row.seq.tokens[row.num_counted :]))
@@ -112,13 +116,26 @@ class DeviceRows:
         self._send_blocks(grown)
         self._parameters.write([(row.number, row.seq) for row in new])
         self._parameters.count(uncounted)
-        self._parameters.write_masks(masked)
+        self.num_choices = self._read_masks(masked, has_others=len(chunks) > len(masked))
+        for at, count in self.num_choices.items():
+            if not count and (row := self._rows[id(chunks[at].seq.blocks)]).num_counted is not None:
+                row.num_counted = len(row.seq.tokens)
         return numbers
 
     def faults(self, places: Mapping[int, tuple[Chunk, int]]) -> dict[int, str]:
         """Return which of these chunks' sequences cannot be sampled, and why. All must have rows."""
         rows = ((at, self._rows[id(chunk.seq.blocks)]) for at, (chunk, _) in places.items())
         return {at: row.fault for at, row in rows if row.fault is not None}
+
+    def _read_masks(self, masked: dict[int, _ChunkMasks], has_others: bool) -> dict[int, int]:
+        """Send the masks that are there in time; return `num_choices`."""
+        if not masked:
+            return {}
+        num_words = self.sampling.token_masks.shape[1]
+        chunks = list(masked.values())
+        read_masks([(each.mask, partial(each.read, num_words)) for each in chunks], has_others=has_others)
+        self._parameters.write_masks([pair for each in chunks for pair in zip(each.rows, each.words, strict=False)])
+        return {at: len(each.words) for at, each in masked.items() if len(each.words) < len(each.rows)}
 
     def forget(self) -> None:
         """Take back every row. Sequences then get new rows, made from the tokens that the host knows."""
@@ -145,6 +162,31 @@ class DeviceRows:
             self._blocks.send()
             sent: dict[str, Tensor] = {name: field[: len(part)] for name, field in self._blocks.device.items()}
             table.index_copy_(0, sent["at"], sent["block"])
+
+
+class _ChunkMasks:
+    """The mask of a chunk's next token, and those of the tokens behind its drafts, as far as they were there in time.
+
+    tokens  of the sequence
+    rows    of `SamplingRows.token_masks`, one a mask
+    """
+
+    def __init__(self, mask: TokenMask, tokens: list[int], drafts: tuple[int, ...], rows: list[int]) -> None:
+        self.mask = mask
+        self.rows = rows
+        self.words: list[np.ndarray] = []
+        self._tokens = tokens
+        self._drafts = drafts
+
+    def read(self, num_words: int, timeout_s: float) -> bool:
+        """A MaskReader. A mask that follows its tokens keeps one state, so each is filled before the next is begun."""
+        while (count := len(self.words)) < len(self.rows):
+            tokens = [*self._tokens, *self._drafts[:count]] if count else self._tokens
+            if not self.mask.is_ready(tokens, timeout_s):
+                return False
+            self.words.append(np.empty(num_words, dtype=np.int32))
+            fill_mask(self.mask, tokens, self.words[-1])
+        return True
 
 
 class _RowParameters:
@@ -207,15 +249,13 @@ class _RowParameters:
         times = Counter(row * vocab_size + token for row, tokens in uncounted for token in tokens)
         self._send_counts(times, lambda at, counts: self._sampling.counts.view(-1).index_add_(0, at, counts))
 
-    def write_masks(self, masked: list[tuple[int, TokenMask, list[int]]]) -> None:
-        """Write masks by their row, each of the token that follows these."""
-        for start in range(0, len(masked), _MASKS_SENT):
-            part = masked[start : start + _MASKS_SENT]
+    def write_masks(self, masks: list[tuple[int, np.ndarray]]) -> None:
+        """Write masks, [words] int32 each, by their row."""
+        for start in range(0, len(masks), _MASKS_SENT):
+            part = masks[start : start + _MASKS_SENT]
             arrays, count = self._masks.fill(), len(part)
-            arrays["row"][:count] = [row for row, *_ in part]
-            words = arrays["words"].reshape(_MASKS_SENT, self._num_words)
-            for at, (_, mask, tokens) in enumerate(part):
-                fill_mask(mask, tokens, words[at])
+            arrays["row"][:count] = [row for row, _ in part]
+            arrays["words"].reshape(_MASKS_SENT, self._num_words)[:count] = [words for _, words in part]
             self._masks.send()
             sent = self._masks.device["words"].view(_MASKS_SENT, self._num_words)[:count]
             self._sampling.token_masks.index_copy_(0, self._masks.device["row"][:count], sent)

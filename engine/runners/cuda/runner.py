@@ -97,14 +97,18 @@ class DeviceRunner:
         reads = is_read(plan.chunks)
         shape = StepShape.of(plan.chunks) if reads else self._graphs.fit(StepShape.of(plan.chunks))
         entries, tokens = places_of(plan.chunks, shape.decodes)
-        self._inputs.send(plan.chunks, self._rows.place(plan.chunks, entries), shape)
+        rows = self._rows.place(plan.chunks, entries)
+        num_choices = self._rows.num_choices
+        late = {at for at, count in num_choices.items() if not count}
+        self._inputs.send(plan.chunks, rows, shape, late)
         readings: dict[int, PendingReading] = {}
         if reads:
             readings = self._compute_and_read(shape, plan.chunks, tokens)
         else:
             self._graphs.launch(shape)
-        places = {at: (chunk, entries[at]) for at, chunk in enumerate(plan.chunks) if chunk.samples}
-        return self._outcomes.read(len(plan.chunks), places, self._rows.faults(places), copied_s, readings)
+        places = {at: (chunk, entries[at]) for at, chunk in enumerate(plan.chunks) if chunk.samples and at not in late}
+        faults = self._rows.faults(places)
+        return self._outcomes.read(len(plan.chunks), places, faults, copied_s, readings, num_choices)
 
     def _compute(self, shape: StepShape) -> None:
         """Compute the step of this shape that was sent last. Graphs capture this."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -53,23 +54,27 @@ class PackedInputs:
         self._staging = Staging(of_tokens | of_seqs | starts, device)
         self._arrivals = torch.zeros(num_seqs * model.num_heads, dtype=torch.int32, device=device)
 
-    def send(self, chunks: list[Chunk], rows: list[int], shape: StepShape) -> None:
+    def send(self, chunks: list[Chunk], rows: list[int], shape: StepShape, late: Collection[int] = frozenset()) -> None:
         """Send a step to the device.
 
         rows    the row of each chunk's sequence
+        late    chunks, by position, that choose no token though they sample
         shape   the step's layout; if it has room for more chunks than there are, then for more tokens, too
         """
         arrays = self._staging.fill()
         decodes = [at for at, chunk in enumerate(chunks) if chunk.length == 1 and chunk.samples]
         others = sorted({*range(len(chunks))}.difference(decodes)) if len(decodes) < len(chunks) else []
         self._fill_decodes(arrays, [chunks[at] for at in decodes], [rows[at] for at in decodes])
+        if late:
+            arrays["sampled_rows"][: len(decodes)] = [-1 if at in late else rows[at] for at in decodes]
         end = len(decodes)
         for at in others:
             if (chunk := chunks[at]).drafts:
                 drafted = slice(end, end := end + chunk.length)
                 self._fill_tokens(arrays, chunk, drafted)
                 arrays["context_len"][drafted] = arrays["positions"][drafted] + 1
-                arrays["rows"][drafted] = arrays["sampled_rows"][drafted] = rows[at]
+                arrays["rows"][drafted] = rows[at]
+                arrays["sampled_rows"][drafted] = -1 if at in late else rows[at]
                 arrays["ranks"][drafted] = np.arange(1, chunk.length + 1)
         _pad(arrays, slice(end, shape.decodes), slice(end, shape.decodes))
 
@@ -83,7 +88,7 @@ class PackedInputs:
             ends[used] = end
             self._fill_tokens(arrays, chunk, slice(start, end))
             arrays["context_len"][used], arrays["rows"][used] = chunk.end, rows[at]
-            arrays["sampled_rows"][used] = rows[at] if chunk.samples else -1
+            arrays["sampled_rows"][used] = rows[at] if chunk.samples and at not in late else -1
             arrays["ranks"][used] = 0
             used += 1
         _pad(arrays, slice(end, shape.num_tokens), slice(used, shape.num_seqs))
