@@ -19,10 +19,10 @@ PAGODA_INLINE Words numbered(std::integer_sequence<int, LANE...>) {
     return Words{LANE...};
 }
 
-// At least the noise -log(-log u). With v = 1 - u, -log u >= v. Read as an integer, a float is the logarithm of its power
-// of two and, between two powers, a line that lies below the logarithm.
-PAGODA_INLINE Floats noise_bound(Words uniform) {
-    Floats rest = __builtin_convertvector((Ints)(0x1000000u - uniform), Floats);  // v · 2^24
+// At least the noise -log(-log u) of u = number · 2^-24. With v = 1 - u, -log u >= v. The bits of a float, as an integer,
+// are its binary logarithm at powers of two; between them they are a line, which lies below the logarithm.
+PAGODA_INLINE Floats noise_bound(Words number) {
+    Floats rest = __builtin_convertvector((Ints)(0x1000000u - number), Floats);  // v · 2^24
     Ints logarithm = (127 + 24) * (1 << 23) - (Ints)rest;
     return __builtin_convertvector(logarithm, Floats) * (0.69314718f / (1 << 23));
 }
@@ -129,8 +129,9 @@ struct DrawnRow {
         return (heap[0] - top) / temperature;
     }
 
-    // The weight e^scaled of the elements that are greater than `value`, and of all that are at least `lowest`. For a row of
-    // up to 2^20 elements each is less than a share of 2^-15 off: float32 has a part in it, and what is left out another.
+    // The weight e^scaled of the elements that are greater than `value`, and of all that are at least `lowest`. Elements of
+    // negligible weight are left out: up to 2^20 of them weigh less than 2^-23, and all weigh at least 1. Rounding in float32
+    // is within a dozen parts of 2^-24.
     std::pair<double, double> masses(float value, float lowest) const {
         constexpr float NEGLIGIBLE = -30;
         float least = below(top + static_cast<double>(temperature) * NEGLIGIBLE);
@@ -159,7 +160,7 @@ struct DrawnRow {
     // it have less than the share p of the mass. Otherwise top-p drops what is not greater, too, and the next draw leaves
     // that out.
     int64_t draw_by_rules(int64_t top_k, double top_p, float lowest) const {
-        constexpr double UNSURE_SHARE = 0x1p-14;
+        constexpr double UNSURE_SHARE = 0x1p-14;  // many times the error of the masses, here and in torch
         if (top_k >= size) top_k = 0;
         if (top_k > MOST_TOP_K) return UNSURE_DRAW;
         float kth = top_k > 0 ? kth_greatest(top_k) : -INFINITY;
