@@ -65,10 +65,10 @@ struct DrawnRow {
     // The index of the greatest of scaled element + noise among those whose scaled element is at least `lowest`, as the top
     // is. UNSURE_DRAW if two scores are too close for float32, where it takes torch's own logarithm to order them.
     //
-    // A score that can win lies between -20 and 17. With logarithms to 4 ulp, float32 noise is less than 2^-16 off and the
-    // sum's rounding adds 2^-20. So any such logarithm orders two scores that are CLOSE apart as the doubles here do. Few
-    // elements get as far as a score: most are too small to win with any noise, and of the others most are too small with a
-    // bound of their noise. In float32 the bound of a score is off by less than NEAR - CLOSE.
+    // A winner is scaled to -20 to 0, and its score is -3 to 17. With logarithms to 4 ulp, float32 noise is less than 2^-16
+    // off, and the sum's rounding adds 2^-20. So any such logarithm orders two scores that are CLOSE apart as the doubles here
+    // do. Few elements get as far as a score: most are too small to win with any noise, and of the others most are too small
+    // with a bound of their noise. In float32 the bound of a score is off by less than NEAR - CLOSE.
     int64_t draw(float lowest) const {
         constexpr double CLOSE = 0x1p-14, NEAR = 0x1p-12;
         constexpr double GREATEST_NOISE = 16.7;  // 24 · log 2, and more than the rounding of what it is added to
