@@ -1,4 +1,7 @@
-"""The choice of the next token on a CPU: most rows need to order and perturb their leading tokens only."""
+"""The choice of the next token on a CPU: in torch most rows order and perturb their leading tokens only.
+
+Compiled code orders nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,38 @@ def sample_cpu(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def sample_native(logits: Tensor, draws: Draws) -> Tensor:
-    """`sample_cpu`, whose greedy rows take one pass over their logits."""
+    """`sample_cpu`, exactly, with few passes over a row's logits.
+
+    Compiled code rounds its logarithms and sums in another way than torch. Where that may decide which token wins, or
+    whether top-p keeps it, `sample_cpu` draws; the same goes for a large top-k and for top-nσ.
+    """
     if native is None or not takes(logits):
         return sample_cpu(logits, draws)
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64)
     native.argmax(DTYPES[logits.dtype], logits.data_ptr(), 0, 0, tokens.data_ptr(), rows, vocab)
     if len(draws.rows):
-        is_broken = tokens < 0
         best = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
-        _draw(logits, best, tokens, draws)
-        tokens.masked_fill_(is_broken, -1)
+        likeliest, top_k, lowest = tokens[draws.rows], draws.top_k.long(), draws.min_p.log()
+        drawn = torch.empty_like(likeliest)
+        native.draw(
+            DTYPES[logits.dtype],
+            logits.data_ptr(),
+            draws.rows.data_ptr(),
+            likeliest.data_ptr(),
+            draws.temperature.data_ptr(),
+            draws.keys.data_ptr(),
+            top_k.data_ptr(),
+            draws.top_p.data_ptr(),
+            lowest.data_ptr(),
+            drawn.data_ptr(),
+            len(drawn),
+            vocab,
+        )
+        tokens[draws.rows] = drawn
+        is_unsure = (drawn == native.UNSURE_DRAW) | (draws.top_n_sigma > 0) & (drawn >= 0)
+        if is_unsure.any():
+            _draw(logits, best, tokens, draws.select(is_unsure.nonzero()[:, 0]))
     return tokens
 
 

@@ -6,6 +6,7 @@ namespace pagoda {
 namespace {  // each file has its own copy
 
 #include "attention.h"
+#include "draws.h"
 #include "elementwise.h"
 #include "linear_whole.h"
 
@@ -43,6 +44,9 @@ constexpr Ops make_ops(const char* name) {
         with_type(dtype, [&](auto type) { argmax(pool, static_cast<const decltype(type)*>(x), rows, masks, out, count, size); });
     };
     ops.mask_rows = mask_rows;
+    ops.draw = [](ThreadPool& pool, Dtype dtype, const DrawArgs& args) {
+        with_type(dtype, [&](auto type) { draw<decltype(type)>(pool, args); });
+    };
     set_byte_ops(ops);
     ops.pack_whole = [](ThreadPool& pool, Dtype dtype, const void* weight, void* packed, int64_t in, int64_t out) {
         with_type(dtype, [&](auto type) {

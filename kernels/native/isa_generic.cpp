@@ -1,6 +1,7 @@
 // The version for every processor: vectors of 16 bytes.
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <type_traits>
 #include <utility>
 #include <vector>

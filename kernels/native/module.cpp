@@ -154,6 +154,24 @@ PyObject* mask_rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(next, [=] { ops->mask_rows(pool, x, rows, masks, num_rows, size); });
 }
 
+PyObject* draw(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 12);
+    Dtype dtype = next.dtype();
+    DrawArgs args{};
+    args.x = next.address();
+    args.rows = next.address<int64_t>();
+    args.likeliest = next.address<int64_t>();
+    args.temperature = next.address<float>();
+    args.keys = next.address<int64_t>();
+    args.top_k = next.address<int64_t>();
+    args.top_p = next.address<float>();
+    args.lowest = next.address<float>();
+    args.drawn = next.address<int64_t>();
+    args.count = next.integer();
+    args.size = next.integer();
+    return run(next, [=] { ops->draw(pool, dtype, args); });
+}
+
 template <typename Op>
 PyObject* pack_int8_by(PyObject* const* values, Py_ssize_t count, const Op& op) {
     Arguments next(values, count, 6);
@@ -332,6 +350,7 @@ PyMethodDef methods[] = {
     OP(paged_attention),
     OP(argmax),
     OP(mask_rows),
+    OP(draw),
     OP(pack_int8),
     OP(linear_int8),
     OP(embedding_int8),
@@ -364,5 +383,6 @@ PyMODINIT_FUNC PyInit__native() {
     ops = usable_ops().front();
     PyObject* module = PyModule_Create(&definition);
     if (module) PyModule_AddIntConstant(module, "FEW_QUERIES", FEW_QUERIES);
+    if (module) PyModule_AddIntConstant(module, "UNSURE_DRAW", UNSURE_DRAW);
     return module;
 }

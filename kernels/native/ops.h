@@ -35,6 +35,22 @@ struct AttentionArgs {
     int64_t sliding_window;         // 0: none
 };
 
+constexpr int64_t UNSURE_DRAW = -2;
+constexpr int64_t MOST_TOP_K = 256;
+
+struct DrawArgs {
+    const void* x;                  // logits, `size` a row
+    const int64_t* rows;            // [count], which rows draw
+    const int64_t* likeliest;       // [count], the index of each one's maximum; negative: the row is broken
+    const float* temperature;       // [count], as all parameters
+    const int64_t* keys;            // of the noise
+    const int64_t* top_k;
+    const float* top_p;
+    const float* lowest;            // the least scaled logit that another rule keeps; not positive
+    int64_t* drawn;                 // [count]; -1 in a broken row, UNSURE_DRAW where other code must draw
+    int64_t count, size;
+};
+
 struct LinearArgs {
     const void* x;                  // [rows, in], or [rows, 2 * in] if gated
     const void* weight;             // as the op's pack function has packed it
@@ -66,6 +82,8 @@ struct Ops {
     // rows and masks argmax takes the first `count` rows whole.
     void (*argmax)(ThreadPool&, Dtype, const void* x, const int64_t* rows, const uint32_t* masks, int64_t* out, int64_t count, int64_t size);
     void (*mask_rows)(ThreadPool&, float* x, const int64_t* rows, const uint32_t* masks, int64_t count, int64_t size);
+    // Unsure are draws that the rounding of a logarithm or of a sum may decide, and those of a top_k beyond MOST_TOP_K.
+    void (*draw)(ThreadPool&, Dtype, const DrawArgs&);
     void (*pack_int8)(ThreadPool&, Dtype, const void* weight, int8_t* packed, float* scales, int64_t in, int64_t out);
     void (*linear_int8)(ThreadPool&, Dtype, const LinearArgs&);
     void (*embedding_int8)(ThreadPool&, Dtype, const int64_t* ids, const int8_t* packed, const float* scales, void* out, int64_t count, int64_t in);

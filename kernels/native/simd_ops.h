@@ -48,6 +48,20 @@ PAGODA_INLINE float to_float(bf16 value) {
 
 PAGODA_INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
+// Whether a lane is not 0. The lanes are those of a comparison, or counts.
+PAGODA_INLINE bool any(Ints lanes) {
+#if defined(PAGODA_AVX512)
+    return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes) != 0;
+#elif defined(PAGODA_AVX2)
+    return !_mm256_testz_si256((__m256i)lanes, (__m256i)lanes);
+#else
+    uint64_t pairs[sizeof lanes / 8], seen = 0;
+    std::memcpy(pairs, &lanes, sizeof lanes);
+    for (uint64_t pair : pairs) seen |= pair;
+    return seen != 0;
+#endif
+}
+
 template <int... LANE>
 PAGODA_INLINE Words one_bit_each(std::integer_sequence<int, LANE...>) {
     return Words{(1u << LANE)...};

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -88,9 +89,9 @@ def logits_of(runner: ModelRunner, plan: StepPlan) -> Tensor:
     seen: list[Tensor] = []
     sample = runner._sampler.sample
 
-    def look(seqs: list[Sequence], logits: Tensor, drafts: dict[int, tuple[int, ...]] | None = None) -> list[Choice]:
+    def look(seqs: list[Sequence], logits: Tensor, *arguments: Any, **keywords: Any) -> list[Choice]:
         seen.append(logits.clone())
-        return sample(seqs, logits, drafts)
+        return sample(seqs, logits, *arguments, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner._sampler, "sample", look)

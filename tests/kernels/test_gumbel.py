@@ -30,6 +30,13 @@ def test_noise_is_what_integer_arithmetic_makes_of_key_and_token() -> None:
     torch.testing.assert_close(noise, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_every_possible_noise_is_as_exact_as_compiled_draws_take_it_to_be() -> None:
+    uniform = torch.arange(1, 2**24, 2, dtype=torch.float64) * 2.0**-24
+    noise = uniform.float().log_().neg_().log_().neg_()
+    exact = uniform.log_().neg_().log_().neg_()
+    assert (exact - noise).abs().max() < 2**-16
+
+
 def test_noise_does_not_depend_on_what_it_is_computed_beside() -> None:
     keys = torch.tensor([noise_key(5, 9), noise_key(6, 9)])
     tokens = torch.arange(1000)

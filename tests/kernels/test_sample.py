@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels import Draws, noise_key
-from pagoda_server.kernels.backend import CPU, REFERENCE, Backend
+from pagoda_server.kernels import Draws, noise_key, sample_cpu
+from pagoda_server.kernels.backend import CPU, NATIVE, REFERENCE, Backend
+from pagoda_server.kernels.gumbel import gumbel
 from pagoda_server.kernels.sample import row_sums
 from pagoda_server.kernels.sample_cpu import LEADING_TOKENS
 from tests.kernels.backends import BACKENDS
@@ -147,6 +148,82 @@ def test_the_cpu_chooses_what_the_reference_chooses_however_many_tokens_are_kept
     ]
     batch = draws(*(Draw(row=at, seed=at, **rules[at % len(rules)]) for at in range(24)))  # type: ignore[arg-type]
     assert torch.equal(CPU.sample(logits, batch), REFERENCE.sample(logits, batch))
+
+
+RULES: list[dict[str, float]] = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1e-10},
+    {"temperature": 1.2e-38, "top_p": 0.9},
+    {"temperature": 100.0},
+    {"top_k": 1},
+    {"top_k": 40},
+    {"top_k": 20, "top_p": 0.95, "temperature": 0.6},
+    {"top_k": 1000},
+    {"top_k": 10_000, "top_p": 0.8},
+    {"top_p": 0.95},
+    {"top_p": 0.5, "temperature": 3.0},
+    {"top_p": 1e-6, "temperature": 50.0},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"min_p": 0.3, "top_p": 0.9, "top_k": 9},
+    {"top_n_sigma": 1.0, "top_p": 0.9},
+]
+
+
+def model_like(rows: int, vocab: int) -> Tensor:
+    """Logits as models have them: most are far below a few, each row's at another height."""
+    logits = 3 * torch.randn(rows, vocab) + 10 * torch.randn(rows, 1)
+    few = torch.randint(0, vocab, (rows, min(vocab, 12)))
+    return logits.scatter_add_(1, few, torch.empty(few.shape).exponential_(0.2))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 5, 63, 64, 75, 1000, 9001])
+def test_every_backend_draws_the_same_tokens(backend: Backend, dtype: torch.dtype, vocab: int) -> None:
+    flat = torch.randn(17, vocab) * 0.01
+    tied = torch.randn(17, vocab).round()
+    banned = model_like(17, vocab).masked_fill_(torch.rand(17, vocab) < 0.7, -torch.inf)
+    logits = torch.cat((model_like(51, vocab), flat, tied, banned)).to(dtype)
+    logits[5, vocab // 2] = torch.nan
+    logits[9, -1] = torch.inf
+    for seed in range(3):
+        order = torch.randperm(len(logits)).tolist()
+        batch = draws(*(Draw(row, seed=seed, position=row, **RULES[at % len(RULES)]) for at, row in enumerate(order)))  # type: ignore[arg-type]
+        tokens = backend.sample(logits, batch)
+        assert torch.equal(tokens, REFERENCE.sample(logits, batch))
+        assert tokens[5] == tokens[9] == -1
+
+
+@BOTH
+def test_scores_that_differ_by_a_rounding_are_ordered_as_the_reference_orders_them(backend: Backend) -> None:
+    keys = torch.tensor([noise_key(seed, 0) for seed in range(40)])
+    logits = -gumbel(keys[:, None], torch.arange(2000))
+    batch = draws(*(Draw(row, seed=row) for row in range(40)))
+    assert torch.equal(backend.sample(logits, batch), REFERENCE.sample(logits, batch))
+
+
+@BOTH
+def test_masses_that_end_where_top_p_does_are_cut_as_the_reference_cuts_them(backend: Backend) -> None:
+    halves = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log()
+    for top_p in (0.5, 0.75, 0.875, 0.9375):
+        batch = draws(*(Draw(row, seed=row, top_p=top_p) for row in range(200)))
+        logits = halves.repeat(200, 1)
+        assert torch.equal(backend.sample(logits, batch), REFERENCE.sample(logits, batch))
+
+
+def test_compiled_code_leaves_hardly_a_draw_to_torch(
+    each_instruction_set: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(sample_cpu, "_draw", lambda logits, best, tokens, draws: left.append(len(draws.rows)))
+    usual = [rules for rules in RULES if rules.get("top_k", 0) < 257 and "top_n_sigma" not in rules]
+    for seed in range(20):
+        logits = model_like(3 * len(usual), 4000)
+        rows = [Draw(row, seed=seed, position=row, **usual[row % len(usual)]) for row in range(len(logits))]  # type: ignore[arg-type]
+        NATIVE.sample(logits, draws(*rows))
+    assert sum(left) < 4
 
 
 @BOTH

@@ -39,6 +39,8 @@ const NamedTest TESTS[] = {
     {"argmax", test_argmax},
     {"argmax, masked rows", test_argmax_of_masked_rows},
     {"mask_rows", test_mask_rows},
+    {"draw", test_draw},
+    {"draw, where it is unsure", test_unsure_draws},
     {"linear_int8, exact numbers", test_int8_exactly},
     {"linear_int8, deviations", test_int8},
     {"linear_int8, odd rows", test_int8_of_odd_rows},

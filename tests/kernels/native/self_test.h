@@ -182,5 +182,6 @@ inline double silu(double x) { return x / (1 + std::exp(-x)); }
 using Test = Findings(const Subject&);
 
 Test test_rms_norm, test_silu_and_mul, test_rope_and_store_kv, test_argmax, test_argmax_of_masked_rows, test_mask_rows;
+Test test_draw, test_unsure_draws;
 Test test_decode_attention, test_attention_of_few_queries, test_prefill_attention;
 Test test_int8_exactly, test_int8, test_int8_of_odd_rows, test_embedding_int8, test_int4_exactly, test_int4, test_whole;
