@@ -7,6 +7,7 @@ not delay the masks of the others.
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -86,8 +87,11 @@ class MasksAhead:
         # As many threads as leave most cores to the model, and to the rest of the machine.
         self._num_threads = max(1, min(8, (os.cpu_count() or 1) // 4))
         self._executor = LLExecutor(self._num_threads)
+        self._at_work: list[threading.Lock] = []  # one a thread, which has it while it computes
         for work in (self._compute_together, *[self._compute_alone] * SLOW_THREADS):
-            threading.Thread(target=work, name="grammar-masks", daemon=True).start()
+            self._at_work.append(threading.Lock())
+            threading.Thread(target=work, args=(self._at_work[-1],), name="grammar-masks", daemon=True).start()
+        atexit.register(self._let_none_work)
 
     def ask(self, job: Job) -> None:
         """Note a mask that will be needed. It is started now, with a later one, or when `compute` is called.
@@ -124,32 +128,45 @@ class MasksAhead:
         self._asked.clear()
         self._asked_s = 0.0
 
-    def _compute_alone(self) -> None:
-        while True:
-            self._slow.get().compute()
+    def _let_none_work(self) -> None:
+        """Wait for masks that are being computed: a thread that takes the interpreter's lock as that ends, crashes."""
+        until = time.monotonic() + OVERDUE_S
+        for lock in self._at_work:
+            lock.acquire(timeout=max(0.0, until - time.monotonic()))
 
-    def _compute_together(self) -> None:
+    def _compute_alone(self, at_work: threading.Lock) -> None:
+        while True:
+            job = self._slow.get()
+            with at_work:
+                job.compute()
+
+    def _compute_together(self, at_work: threading.Lock) -> None:
         """Take whatever jobs have gathered, and compute them together."""
         words = np.zeros((0, self.num_words), dtype=np.int32)
         while True:
             jobs = [self._quick.get()]
             while not self._quick.empty():
                 jobs.append(self._quick.get())
-            if len(jobs) == 1:
-                jobs[0].compute()
-                continue
             if len(jobs) > len(words):
                 words = np.zeros((2 * len(jobs), self.num_words), dtype=np.int32)
-            matchers = [(job.matcher, row) for row, job in enumerate(jobs)]
-            expected_s = sum([job.pace.expected_s for job in jobs]) / self._num_threads
-            began = time.monotonic()
-            for job in jobs:
-                job.began = began
-            self._executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, 4 * self.num_words, len(words))
-            spent_s = time.monotonic() - began
-            # If one of them was slow, nothing tells which: each is then computed alone once, and timed.
-            is_suspect = spent_s > SLOW_S + 2 * expected_s
-            for job, row in zip(jobs, words, strict=False):
-                job.words[:] = row
-                job.pace.took(1.1 * SLOW_S if is_suspect else spent_s * self._num_threads / len(jobs))
-                job.is_done.set()
+            with at_work:
+                self._compute_all(jobs, words)
+
+    def _compute_all(self, jobs: list[Job], words: np.ndarray) -> None:
+        """Compute several masks at once. `words` [len(jobs) or more, num_words] int32 may be overwritten."""
+        if len(jobs) == 1:
+            jobs[0].compute()
+            return
+        matchers = [(job.matcher, row) for row, job in enumerate(jobs)]
+        expected_s = sum([job.pace.expected_s for job in jobs]) / self._num_threads
+        began = time.monotonic()
+        for job in jobs:
+            job.began = began
+        self._executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, 4 * self.num_words, len(words))
+        spent_s = time.monotonic() - began
+        # If one of them was slow, nothing tells which: each is then computed alone once, and timed.
+        is_suspect = spent_s > SLOW_S + 2 * expected_s
+        for job, row in zip(jobs, words, strict=False):
+            job.words[:] = row
+            job.pace.took(1.1 * SLOW_S if is_suspect else spent_s * self._num_threads / len(jobs))
+            job.is_done.set()

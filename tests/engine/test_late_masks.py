@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -255,6 +257,28 @@ def test_masks_are_started_ahead_if_they_take_long_together() -> None:
     for each in one_by_one:
         ahead.ask(each)
     assert all(each.is_done.wait(10.0) for each in one_by_one)
+
+
+ENDING = """
+import threading, time
+import numpy as np
+from pagoda_server.engine.guidance.masks_ahead import Job, MasksAhead, Pace
+
+class Matcher:
+    def unsafe_compute_mask_ptr(self, address, num_bytes):
+        begun.set()
+        time.sleep(0.1)
+        print("the mask is there", flush=True)
+
+begun = threading.Event()
+MasksAhead(32).ask(Job(Matcher(), np.zeros(1, dtype=np.int32), Pace(longest_s=1.0)))
+begun.wait()
+"""
+
+
+def test_a_process_ends_after_the_masks_that_its_threads_compute() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "the mask is there\n"), ended.stderr
 
 
 def test_a_grammar_is_slow_until_its_masks_have_been_quick_for_a_while() -> None:
