@@ -51,8 +51,8 @@ def grammar_of(format: str, value: str | Sequence[str]) -> str:
         return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON_STYLE)
     if format == "regex":
         return LLMatcher.grammar_from_regex(str(value))
-    if format == "choice":  # one terminal, whose size does not slow its steps
-        options = " | ".join(json.dumps(option, ensure_ascii=False) for option in value)
+    if format == "choice":  # one terminal, whose size does not slow its steps. U+007F must be escaped in Lark
+        options = " | ".join(json.dumps(option, ensure_ascii=False).replace("\x7f", r"\u007f") for option in value)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}")
     return LLMatcher.grammar_from_lark(str(value))
 

@@ -57,6 +57,12 @@ def allowed(mask: GrammarMask, output: bytes | list[int]) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
 
 
+@pytest.mark.parametrize("option", ["a\x7fb", "\x00", "\x85", 'quote " and \\\n', "é 😀"])
+def test_a_choice_may_hold_any_character(option: str) -> None:
+    mask = mask_of(choices(option, "other"))
+    assert allowed(mask, list(option.encode()))
+
+
 def test_a_mask_allows_what_the_grammar_can_go_on_with() -> None:
     mask = mask_of(choices("cat", "cow", "dog"))
     assert allowed(mask, b"") == {ord("c"), ord("d")}
