@@ -1,4 +1,4 @@
-"""Masks that are late: who waits for them, and on which threads they are computed."""
+"""Late masks: which sequences wait for them, and which threads compute them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch, pace: Pace) -> Iterator[threading.E
         gate.set()
 
 
-# Who waits
+# Which sequences wait
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
