@@ -78,6 +78,8 @@ class GrpcLink:
         try:
             return await anext(self._messages, None)
         except grpc.aio.AioRpcError as error:
+            if (task := asyncio.current_task()) and task.cancelling():  # it met the end of the call: gRPC forgets it
+                raise asyncio.CancelledError from error
             is_absent = error.code() is grpc.StatusCode.UNAVAILABLE
             raise (ConnectionRefusedError if is_absent else ConnectionError)(error.details()) from error
         except asyncio.CancelledError:

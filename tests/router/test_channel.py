@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import TypeAlias
 
+import grpc
 import pytest
 
-from pagoda.engine.v1 import engine_pb2
+from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
 from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server.channel.link import Link
 from pagoda_server.channel.shm import ShmServer
@@ -218,6 +220,44 @@ async def test_an_address_where_no_engine_answers_is_logged_once_and_not_at_once
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)
     assert [record.message.startswith(f"no engine at {address}: ") for record in caplog.records] == [True]
+
+
+class ForgetfulCall:
+    """A call as gRPC's are where a cancellation of its reader meets its end: the reader is told of the end alone.
+
+    A second reader, if there is one, can be cancelled: then the test fails instead of hanging.
+    """
+
+    def __init__(self) -> None:
+        self.is_read = asyncio.Event()
+        self.has_ended = False
+
+    async def __aiter__(self) -> AsyncIterator[engine_pb2.EngineMessage]:
+        self.is_read.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if self.has_ended:
+                raise
+            self.has_ended = True
+            nothing_told = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing_told, nothing_told, "refused") from None
+        yield engine_pb2.EngineMessage()
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_a_channel_that_is_cancelled_as_its_call_ends_is_not_opened_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = ForgetfulCall()
+    monkeypatch.setattr(engine_pb2_grpc, "EngineStub", lambda _: SimpleNamespace(Connect=lambda: call))
+    task = asyncio.create_task(EngineChannel("127.0.0.1:9", hang_timeout_s=60, on_change=nothing).run())
+    await call.is_read.wait()
+    task.cancel()
+    await asyncio.wait([task], timeout=10)
+    assert task.cancelled()
 
 
 @pytest.mark.usefixtures("virtual_time")
