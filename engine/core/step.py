@@ -100,6 +100,7 @@ class Sampled:
                draft as long as the one before it equals its draft, and its token mask is there
     postponed  positions of chunks that chose no token, because the token mask was not there in time. Only a mask that
                depends on tokens may be late, so that no later step counts on the token
+    is_first   of its shape: its time tells nothing of those to come
     """
 
     tokens: list[int]
@@ -109,6 +110,7 @@ class Sampled:
     readings: dict[int, Reading] = field(default_factory=dict)
     more: dict[int, list[tuple[int, TokenLogprobs | None]]] = field(default_factory=dict)
     postponed: set[int] = field(default_factory=set)
+    is_first: bool = False
 
 
 # Why a sequence does not compute in a step: the batch is full; no blocks are left; other sequences have the step's

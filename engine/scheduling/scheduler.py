@@ -203,7 +203,7 @@ class Scheduler:
                 goes_on = self._follow(seq)
             if chunk.drafts:
                 self._accept(chunk, sampled.more.get(at, []) if goes_on else [])
-        self.costs.committed(plan, sampled.copied_s)
+        self.costs.committed(plan, sampled.copied_s, is_first=sampled.is_first)
         self._tables.commit(plan)
         self._num_committed += 1
         self.counters.steps += 1

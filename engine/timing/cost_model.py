@@ -79,14 +79,17 @@ class CostModel:
         if not self._in_flight:
             self._began += seconds
 
-    def committed(self, plan: StepPlan, copied_s: float = 0.0) -> None:
+    def committed(self, plan: StepPlan, copied_s: float = 0.0, *, is_first: bool = False) -> None:
         """Learn from the oldest scheduled step, which has ended now.
 
         copied_s  seconds that its copies to and from host memory took
+        is_first  it tells nothing, because it prepared later steps of its shape
         """
         now = self._clock()
         seconds, self._began = now - self._began, now
         waited = self._in_flight.popleft()
+        if is_first:
+            return
         lengths = [chunk.length for chunk in plan.chunks]
         num_tokens = sum(lengths)
         self._least.add(seconds)

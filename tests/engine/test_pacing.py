@@ -12,7 +12,7 @@ from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
 from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.runners.synthetic import StepTime
 from pagoda_server.engine.scheduling.pacing import ADVANCE_EVERY, LEAST_GROWTH, MIN_PREFILL
-from pagoda_server.engine.timing.cost_model import RunningQuantile, StepLoad, StepTimeFilter
+from pagoda_server.engine.timing.cost_model import CostModel, RunningQuantile, StepLoad, StepTimeFilter
 from pagoda_server.settings import EngineConfig, SettingError
 from tests.engine.harness import SteppedEngine, TakesTime
 from tests.engine.test_scheduler import prompt
@@ -321,6 +321,25 @@ def test_a_model_that_has_seen_little_says_so_and_one_that_has_seen_enough_says_
     for _ in range(20):
         model.observe(load, 0.010)
     assert model.observe(load, 0.030) == pytest.approx(3.0, rel=0.01)
+
+
+def test_a_step_that_prepared_those_of_its_shape_teaches_nothing() -> None:
+    now = 0.0
+    costs = CostModel(512, lambda: now)
+    seq = Sequence(0, [1] * 500, Request(10), SamplingParams())
+
+    def step(rows: int, seconds: float, *, is_first: bool = False) -> None:
+        nonlocal now
+        costs.scheduled(after_idle=False)
+        now += seconds
+        costs.committed(StepPlan([Chunk(seq, 499, 1, samples=True)] * rows), is_first=is_first)
+
+    for rows in (1, 2, 4, 2, 1, 3, 8, 1) * 3:
+        step(rows, 0.002 + 0.001 * rows, is_first=False)
+    step(9, 5.0, is_first=True)
+    assert costs.decodes_s(9, 9 * 500) == pytest.approx(0.011, rel=0.05)
+    step(9, 0.011)
+    assert costs.decodes_s(9, 9 * 500) == pytest.approx(0.011, rel=0.05), "the next step began where this one ended"
 
 
 def test_no_part_is_negative_and_the_others_make_up_for_it() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
-from pagoda_server.engine.core.step import StepPlan
+from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels import Recording, has_native, has_native_int8_weight, load_backend, set_num_threads
 from pagoda_server.kernels.backend import BACKENDS
@@ -206,6 +206,20 @@ def test_a_step_is_recorded_again_if_its_recording_cannot_be_replayed(
         check_decodes(runner, [seq])
     assert runner._recorded._steps[1].recording is not first
     check_decodes(runner, [seq])
+
+
+def test_a_step_says_whether_it_was_recorded(saved: Callable[[str], Path]) -> None:
+    runner = load(saved("smollm"))
+    blocks = ShuffledBlocks(runner)
+    seqs = [blocks.sequence(random_prompt(5, seed=at), 20) for at in range(3)]
+    step(runner, [next_chunk(seq) for seq in seqs])
+
+    def is_first(chunks: list[Chunk]) -> bool:
+        return runner.execute(StepPlan(chunks)).is_first
+
+    chunks = [next_chunk(seq) for seq in seqs]
+    assert [is_first(chunks[:count]) for count in (3, 1, 3, 2, 1, 2)] == [True, True, False, True, False, False]
+    assert not is_first([next_chunk(blocks.sequence(random_prompt(5, seed=9), 20))]), "prompts are never recorded"
 
 
 def test_threads_can_change_between_a_recording_and_its_replay(saved: Callable[[str], Path]) -> None:

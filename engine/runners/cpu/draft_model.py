@@ -42,6 +42,7 @@ class DraftModel:
         self._pool = BlockPool(info.num_blocks, info.kv_cache.block_size)
         self._mirrors: dict[int, Sequence] = {}  # by sequence, the one that drafted last at the end
         self.token_s = 0.0
+        self._is_first = False  # one of the steps that are being computed was the first of its shape
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
         """Compute drafts. A prompt longer than a step is computed a step at a time, and gets no drafts until then."""
@@ -55,7 +56,7 @@ class DraftModel:
         if missing > info.limits.token_budget:
             self._compute(Chunk(mirror, mirror.num_computed, info.limits.token_budget, False))
             return []
-        started = time.perf_counter()
+        started, self._is_first = time.perf_counter(), False
         chunks = [Chunk(mirror, mirror.num_computed, missing, True)]
         if missing <= FEW:
             chunks = [Chunk(mirror, at, 1, True) for at in range(mirror.num_computed, mirror.num_tokens)]
@@ -65,7 +66,7 @@ class DraftModel:
                 break
             chunks = [Chunk(mirror, mirror.num_computed, 1, True)]
         drafts = mirror.tokens[seq.num_tokens :]
-        if drafts and missing <= FEW:
+        if drafts and missing <= FEW and not self._is_first:
             spent = (time.perf_counter() - started) / len(drafts)
             self.token_s += (WEIGHT if self.token_s else 1.0) * (spent - self.token_s)
         return drafts
@@ -78,6 +79,7 @@ class DraftModel:
     def _compute(self, *chunks: Chunk) -> int:
         """Compute chunks of one sequence; return the token that it chooses, or -1."""
         sampled = self._runner.execute(StepPlan(list(chunks)))
+        self._is_first |= sampled.is_first
         mirror = chunks[-1].seq
         mirror.num_computed = chunks[-1].end
         return -1 if sampled.faults else sampled.tokens[-1]

@@ -83,8 +83,9 @@ class _Step:
 class RecordedSteps:
     """The decode steps of a model. A step is recorded the first time that it has a certain number of rows.
 
-    cache  pages of which `Backend.can_record` holds
-    most   rows of a step
+    cache      pages of which `Backend.can_record` holds
+    most       rows of a step
+    num_taken  recordings so far: a step takes longer when it is recorded
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class RecordedSteps:
         self._embedded = model.embed(self._inputs(most))  # room for any step's
         self._recorder = Recorder()
         self._steps: dict[int, _Step] = {}
+        self.num_taken = 0
 
     def has_room_for(self, chunks: list[Chunk]) -> bool:
         """Whether every chunk computes one token and samples, and there are not too many."""
@@ -111,6 +113,7 @@ class RecordedSteps:
         for part, new in zip(step.embedded, self._model.embed(step.inputs), strict=True):
             part.copy_(new)
         if step.recording is None or not step.recording.replay():
+            self.num_taken += 1
             step.recording = self._recorder.record(partial(self._model.logits, step.embedded, step.inputs, self._cache))
         return step.recording.result
 

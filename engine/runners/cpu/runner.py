@@ -85,6 +85,7 @@ class ModelRunner:
             sources, targets = torch.tensor(plan.copies).T
             copy_blocks(self._cache, sources, targets)
         drafts = {at: chunk.drafts for at, chunk in enumerate(plan.chunks) if chunk.drafts}
+        num_recorded = self._num_recorded
         logits, readings = self._forward(plan.chunks, one_row_each(plan.chunks) if drafts else plan.chunks)
         sampling = [at for at, chunk in enumerate(plan.chunks) if chunk.samples]
         by_place = {place: drafts[at] for place, at in enumerate(sampling) if at in drafts} if drafts else None
@@ -107,7 +108,12 @@ class ModelRunner:
                 more[at] = accepted_run(choice.token, drafts[at], list(itertools.islice(choices, len(drafts[at]))))
         faults |= {at: NOT_FINITE for at, reading in readings.items() if reading is None}
         found = {at: reading for at, reading in readings.items() if reading is not None}
-        return Sampled(tokens, logprobs, faults, copied_s, found, more, postponed)
+        is_first = self._num_recorded > num_recorded
+        return Sampled(tokens, logprobs, faults, copied_s, found, more, postponed, is_first)
+
+    @property
+    def _num_recorded(self) -> int:
+        return self._recorded.num_taken if self._recorded is not None else 0
 
     def _forward(self, chunks: list[Chunk], rows: list[Chunk]) -> tuple[Tensor, dict[int, Reading | None]]:
         """Logits after what samples, and what is read from prompts; None for one that is not finite.
