@@ -48,8 +48,13 @@ from pagoda_server.kernels.rope_and_store_kv import (
     rope_and_store_kv_native,
 )
 from pagoda_server.kernels.row_sampling import SampledRows, SamplingRows, Verified, sample_rows
-from pagoda_server.kernels.sample import Draws, most_likely_allowed, sample
-from pagoda_server.kernels.sample_cpu import most_likely_allowed_native, sample_cpu, sample_native
+from pagoda_server.kernels.sample import Draws, likeliest_if_drawn, most_likely_allowed, sample
+from pagoda_server.kernels.sample_cpu import (
+    likeliest_if_drawn_native,
+    most_likely_allowed_native,
+    sample_cpu,
+    sample_native,
+)
 
 
 class RmsNorm(Protocol):
@@ -78,8 +83,8 @@ class Backend:
     """The ops of one backend. The reference function of the same name is each op's contract.
 
     It is in the file of that name, except that `gated_linear` is beside `linear`, `add` beside `rms_norm`,
-    `plan_attention` beside `paged_attention`, `most_likely_allowed` beside `sample`, and `sample_rows` in
-    row_sampling.py.
+    `plan_attention` beside `paged_attention`, `likeliest_if_drawn` and `most_likely_allowed` beside `sample`, and
+    `sample_rows` in row_sampling.py.
 
     embedding    its result has the dtype of the residual stream: the table's, or float32
     head         a `linear` whose product, the logits, is float32; None: `linear` serves as the head
@@ -103,6 +108,7 @@ class Backend:
     paged_attention: Callable[[Tensor, PagedKV, AttentionPlan], Tensor]
     adjust_logits: Callable[[Tensor, LogitAdjustments], None]
     sample: Callable[[Tensor, Draws], Tensor]
+    likeliest_if_drawn: Callable[[Tensor, Draws], Tensor]
     most_likely_allowed: Callable[[Tensor, Tensor, Tensor], Tensor]
     sample_rows: Callable[[Tensor, Tensor, Tensor, SamplingRows, SampledRows, Verified | None], None]
     head: LinearMaker | None = None
@@ -128,6 +134,7 @@ REFERENCE = Backend(
     paged_attention=paged_attention,
     adjust_logits=adjust_logits,
     sample=sample,
+    likeliest_if_drawn=likeliest_if_drawn,
     most_likely_allowed=most_likely_allowed,
     sample_rows=sample_rows,
 )
@@ -144,6 +151,7 @@ CPU = Backend(
     paged_attention=paged_attention_cpu,
     adjust_logits=adjust_logits,
     sample=sample_cpu,
+    likeliest_if_drawn=likeliest_if_drawn,
     most_likely_allowed=most_likely_allowed,
     sample_rows=sample_rows,
 )
@@ -160,6 +168,7 @@ NATIVE = Backend(
     paged_attention=paged_attention_native,
     adjust_logits=adjust_logits_native,
     sample=sample_native,
+    likeliest_if_drawn=likeliest_if_drawn_native,
     most_likely_allowed=most_likely_allowed_native,
     sample_rows=sample_rows,
 )

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from pagoda_server.kernels.adjust_logits import LogitAdjustments, adjust_logits
-from pagoda_server.kernels.gumbel import noise_keys
 from pagoda_server.kernels.sample import Draws, sample
 
 MAX_TOP_LOGPROBS = 20
@@ -227,4 +226,4 @@ def _draws(row: Tensor, position: Tensor, sampling: SamplingRows) -> Draws:
     of_draw = row[drawing]
     seeds = (sampling.seed_high[of_draw].long() << 32) | (sampling.seed_low[of_draw].long() & 0xFFFF_FFFF)
     parameters = {each.name: getattr(sampling, each.name)[of_draw] for each in fields(Draws) if each.name in _NAMES}
-    return Draws(rows=drawing, keys=noise_keys(seeds, position[drawing]), **parameters)
+    return Draws(rows=drawing, seed=seeds, positions=position[drawing], **parameters)

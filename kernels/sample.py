@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from pagoda_server.kernels.adjust_logits import unpack_masks
-from pagoda_server.kernels.gumbel import gumbel
+from pagoda_server.kernels.gumbel import gumbel, noise_keys
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Draws:
     """The rows whose token is drawn at random; all others take their most likely token.
 
-    Fields beside rows and keys are parameters of sampling, by their names.
+    Fields beside rows and positions are parameters of sampling, by their names.
 
     rows         [draws] int64, ascending
     temperature  [draws] float32, positive
@@ -24,7 +25,8 @@ class Draws:
     min_p        [draws] float32, then keep tokens at least min_p times as likely as the most likely; 0: all
     top_n_sigma  [draws] float32, then keep logits at most so many standard deviations below the best (top-nσ; Tang et
                  al., 2024), of the row's logits that are not -inf; 0: all
-    keys         [draws] int64, by gumbel.noise_key
+    seed         [draws] int64, of the noise; unsigned ones as the same 64 bits
+    positions    [draws] int64, of the token to choose; what changes from step to step
     """
 
     rows: Tensor
@@ -33,11 +35,39 @@ class Draws:
     top_p: Tensor
     min_p: Tensor
     top_n_sigma: Tensor
-    keys: Tensor
+    seed: Tensor
+    positions: Tensor
 
     def select(self, draws: Tensor) -> Draws:
         """Some of them, by their positions here."""
         return Draws(*(getattr(self, each.name)[draws] for each in fields(self)))
+
+    @property
+    def noise_keys(self) -> Tensor:
+        """[draws] int64"""
+        return noise_keys(self.seed, self.positions)
+
+    @cached_property
+    def without_rules(self) -> Draws:
+        """Draws among all tokens."""
+        none = torch.zeros_like(self.temperature)
+        every = {"top_k": torch.zeros_like(self.top_k), "top_p": none + 1, "min_p": none, "top_n_sigma": none}
+        return replace(self, **every)
+
+    @cached_property
+    def lowest(self) -> Tensor:
+        """[draws] float32, the least scaled logit that min-p keeps."""
+        return self.min_p.log()
+
+    @cached_property
+    def has_top_n_sigma(self) -> bool:
+        return bool((self.top_n_sigma > 0).any())
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Where compiled code finds the draws, in the order of its arguments; top_k must be int64."""
+        fields = (self.rows, self.temperature, self.seed, self.positions, self.top_k, self.top_p, self.lowest)
+        return tuple(each.data_ptr() for each in fields)
 
     @property
     def is_limited(self) -> Tensor:
@@ -59,9 +89,24 @@ def sample(logits: Tensor, draws: Draws) -> Tensor:
     if len(draws.rows):
         scaled = scale(logits, best, draws)
         cutoff, _ = find_cutoff(scaled.sort(dim=-1, descending=True).values, scaled, draws)
-        noise = gumbel(draws.keys[:, None], torch.arange(logits.shape[-1], device=logits.device))
+        noise = gumbel(draws.noise_keys[:, None], torch.arange(logits.shape[-1], device=logits.device))
         tokens[draws.rows] = torch.where(scaled >= cutoff[:, None], scaled + noise, float("-inf")).argmax(dim=-1)
     return tokens.masked_fill(~best.isfinite(), -1)
+
+
+def likeliest_if_drawn(logits: Tensor, draws: Draws) -> Tensor:
+    """Chooses the most likely token of each row, unless a row's draw among all tokens is another one.
+
+    return  [rows] int64; -1 where another token is drawn, and where `sample` returns -1
+
+    The draw does without the rules. So `sample` returns this token under any rules, which always keep the most likely
+    one, and whatever other tokens cannot be chosen.
+    """
+    free = draws.without_rules
+    drawn = sample(logits, free)[free.rows]
+    tokens = sample(logits, draws.select(free.rows[:0]))
+    tokens[free.rows] = torch.where(drawn == tokens[free.rows], drawn, -1)
+    return tokens
 
 
 def most_likely_allowed(logits: Tensor, rows: Tensor, token_masks: Tensor) -> Tensor:
@@ -125,7 +170,7 @@ def find_cutoff(leading: Tensor, scaled: Tensor, draws: Draws) -> tuple[Tensor, 
     num_kept = (mass - weights < (draws.top_p.double() * total)[:, None]).sum(dim=-1).clamp(min=1)
     top_p_cutoff = torch.where(draws.top_p < 1, leading.gather(1, num_kept[:, None] - 1)[:, 0], unlimited)
 
-    cutoff = torch.maximum(torch.maximum(top_k_cutoff, top_p_cutoff), draws.min_p.log())
+    cutoff = torch.maximum(torch.maximum(top_k_cutoff, top_p_cutoff), draws.lowest)
     near = (draws.top_n_sigma > 0).nonzero()[:, 0]
     if len(near):
         reach = draws.top_n_sigma[near].double() * _deviation(scaled[near])

@@ -5,12 +5,14 @@ Compiled code orders nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from pagoda_server.kernels.gumbel import gumbel
 from pagoda_server.kernels.native_module import DTYPES, native, takes
-from pagoda_server.kernels.sample import Draws, find_cutoff, most_likely_allowed, scale
+from pagoda_server.kernels.sample import Draws, find_cutoff, likeliest_if_drawn, most_likely_allowed, scale
 
 # Tokens to look at, first and at the second attempt; a row that keeps more of them is sorted whole.
 LEADING_TOKENS = (256, 4096)
@@ -29,34 +31,42 @@ def sample_native(logits: Tensor, draws: Draws) -> Tensor:
     Compiled code rounds its logarithms and sums in another way than torch. Where that may decide which token wins, or
     whether top-p keeps it, `sample_cpu` draws; the same goes for a large top-k and for top-nσ.
     """
-    if native is None or not takes(logits):
+    if native is None or not takes(logits) or draws.top_k.dtype != torch.int64:
         return sample_cpu(logits, draws)
+    tokens, num_unsure = _sample_native(logits, draws, only_likeliest=False)
+    if num_unsure or draws.has_top_n_sigma:
+        drawn = tokens[draws.rows]
+        is_unsure = (drawn == native.UNSURE_DRAW) | (draws.top_n_sigma > 0) & (drawn >= 0)
+        unsure = draws.select(is_unsure.nonzero()[:, 0])
+        here = replace(unsure, rows=torch.arange(len(unsure.rows)))
+        tokens[unsure.rows] = sample_cpu(logits[unsure.rows], here)
+    return tokens
+
+
+def likeliest_if_drawn_native(logits: Tensor, draws: Draws) -> Tensor:
+    """`likeliest_if_drawn` in one pass, but for draws that rounding may decide: there it is -1, too."""
+    if native is None or not takes(logits) or draws.top_k.dtype != torch.int64:
+        return likeliest_if_drawn(logits, draws)
+    tokens, _ = _sample_native(logits, draws.without_rules, only_likeliest=True)
+    return tokens
+
+
+def _sample_native(logits: Tensor, draws: Draws, *, only_likeliest: bool) -> tuple[Tensor, int]:
+    """Tokens, and how many of them are not sure, which have UNSURE_DRAW in their place."""
+    assert native is not None
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64)
-    native.argmax(DTYPES[logits.dtype], logits.data_ptr(), 0, 0, tokens.data_ptr(), rows, vocab)
-    if len(draws.rows):
-        best = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
-        likeliest, top_k, lowest = tokens[draws.rows], draws.top_k.long(), draws.min_p.log()
-        drawn = torch.empty_like(likeliest)
-        native.draw(
-            DTYPES[logits.dtype],
-            logits.data_ptr(),
-            draws.rows.data_ptr(),
-            likeliest.data_ptr(),
-            draws.temperature.data_ptr(),
-            draws.keys.data_ptr(),
-            top_k.data_ptr(),
-            draws.top_p.data_ptr(),
-            lowest.data_ptr(),
-            drawn.data_ptr(),
-            len(drawn),
-            vocab,
-        )
-        tokens[draws.rows] = drawn
-        is_unsure = (drawn == native.UNSURE_DRAW) | (draws.top_n_sigma > 0) & (drawn >= 0)
-        if is_unsure.any():
-            _draw(logits, best, tokens, draws.select(is_unsure.nonzero()[:, 0]))
-    return tokens
+    num_unsure = native.sample(
+        DTYPES[logits.dtype],
+        logits.data_ptr(),
+        tokens.data_ptr(),
+        rows,
+        vocab,
+        *draws.addresses,
+        len(draws.rows),
+        only_likeliest,
+    )
+    return tokens, num_unsure
 
 
 def most_likely_allowed_native(logits: Tensor, rows: Tensor, token_masks: Tensor) -> Tensor:
@@ -84,11 +94,11 @@ def _draw(logits: Tensor, best: Tensor, tokens: Tensor, draws: Draws) -> None:
         if len(limited):
             tokens[draws.rows[limited]] = _draw_limited(scaled[limited], draws.select(limited))
         if len(free):
-            tokens[draws.rows[free]] = _draw_free(scaled[free], draws.keys[free])
+            tokens[draws.rows[free]] = _draw_free(scaled[free], draws.select(free))
 
 
-def _draw_free(scaled: Tensor, keys: Tensor) -> Tensor:
-    noise = gumbel(keys[:, None], torch.arange(scaled.shape[-1]))
+def _draw_free(scaled: Tensor, draws: Draws) -> Tensor:
+    noise = gumbel(draws.noise_keys[:, None], torch.arange(scaled.shape[-1]))
     return noise.add_(scaled).max(dim=-1).indices
 
 
@@ -100,7 +110,7 @@ def _draw_limited(scaled: Tensor, draws: Draws) -> Tensor:
         rows, todo = scaled[pending], draws.select(pending)
         leading, ids = rows.topk(size, dim=-1) if size < vocab else rows.sort(dim=-1, descending=True)
         cutoff, is_sure = find_cutoff(leading, rows, todo)
-        scores = leading + gumbel(todo.keys[:, None], ids)
+        scores = leading + gumbel(todo.noise_keys[:, None], ids)
         winners = scores.masked_fill_(leading < cutoff[:, None], float("-inf")).max(dim=-1).indices
         tokens[pending] = ids.gather(1, winners[:, None])[:, 0]
         pending = pending[~is_sure]

@@ -42,6 +42,12 @@ class TokenMask(Protocol):
         Always true where the mask does not depend on tokens. False starts the computation of the mask.
         """
 
+    def surely_allows(self, tokens: list[int], token: int) -> bool:
+        """Say whether `fill` would allow a token after `tokens`, if that takes less time than `fill`; False: perhaps.
+
+        Sampling asks for the token that it would choose without a mask. If that is allowed, it needs no mask.
+        """
+
     def fill(self, tokens: list[int], words: memoryview) -> None:
         """Write the mask of the token that follows `tokens`. The same tokens always give the same mask.
 

@@ -234,8 +234,11 @@ class Speculation:
         if seq.token_mask is None:
             return guesses
         for at, guess in enumerate(guesses):
+            tokens = seq.tokens + guesses[:at]
+            if seq.token_mask.surely_allows(tokens, guess):
+                continue
             words = memoryview(bytearray(4 * self._num_words)).cast("I")
-            seq.token_mask.fill(seq.tokens + guesses[:at], words)
+            seq.token_mask.fill(tokens, words)
             if not words[guess // 32] >> guess % 32 & 1:
                 return guesses[:at]
         return guesses

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import numpy as np
 from llguidance import LLMatcher
@@ -14,6 +15,8 @@ from pagoda_server.settings.grammars import GrammarError, check_matcher
 
 SLOW_S = 0.005  # of this thread's processor time, in one call: the engine's loop does nothing else meanwhile
 MOST_SLOW = 5  # times that a sequence may be slow
+
+Result = TypeVar("Result")
 
 
 class GrammarMask:
@@ -64,8 +67,10 @@ class GrammarMask:
         self._followed: list[int] = []  # the output that the matcher has consumed
         self._words = np.frombuffer(first, dtype=np.uint32).copy()
         self._has_words = True  # `_words` is the mask after `_followed`
-        self._is_told = False  # `follow` was asked after `_followed`, and nothing must come next
-        self._job: Job | None = None
+        self._is_next_known = False
+        self._next: list[int] | None = None  # what `follow` returns after `_followed`, if that is known
+        self._job = Job(self._matcher, self._words, pace)
+        self._is_watched = False  # it may be slow
         self._num_slow = 0
         num_words = -(-vocab_size // 32)
         self._end_word, self._end_bit = end_id // 32, np.uint32(1 << end_id % 32)
@@ -80,44 +85,35 @@ class GrammarMask:
         return self._pace.is_slow
 
     def is_ready(self, tokens: list[int], timeout_s: float) -> bool:
-        began = time.thread_time()
-        job = self._job
-        if job is not None and job.is_started and not job.is_done.wait(timeout_s):
-            return job.is_overdue
-        if self._go_to(tokens) and not self._has_words:
-            self._ask()
-            job = self._job
-            assert job is not None, "it was just made"
-            if job.is_started:
-                return job.is_done.wait(timeout_s)
-            self._settle()
-        self._count_slow(began)
-        return True
+        if self._job.is_started and not self._job.wait(timeout_s):
+            return self._job.is_overdue
+        return not self._go_to(tokens) or self._has_words or self._compute(timeout_s)
+
+    def surely_allows(self, tokens: list[int], token: int) -> bool:
+        """Go on with a token, if the grammar can, as `follow` would do next anyway."""
+        if self._job.is_started or self._also is not None or self._num_slow > MOST_SLOW or not self._go_to(tokens):
+            return False
+        return self._allows(token) if self._has_words else self._goes_on_with(token)
 
     def fill(self, tokens: list[int], words: memoryview) -> None:
-        began = time.thread_time()
         self.fault = ""
         try:
             self._fill(tokens, np.frombuffer(words, dtype=np.uint32))
         except GrammarError as error:
             self.fault = str(error)
-        self._count_slow(began)
 
     def _fill(self, tokens: list[int], mask: np.ndarray) -> None:
         """Raises GrammarError if nothing can follow."""
-        if self._num_slow > MOST_SLOW:
+        if self._num_slow > MOST_SLOW or self._job.is_overdue:
             raise GrammarError("takes too long to follow")
-        if self._job is not None and self._job.is_started:
-            if self._job.is_overdue:
-                raise GrammarError("takes too long to follow")
-            self._settle()
+        if self._job.is_started:
+            self._compute()
         is_allowed = self._go_to(tokens)
         check_matcher(self._matcher)
         if not is_allowed:
             raise GrammarError("does not allow the output that exists")
         if not self._has_words:
-            self._ask()
-            self._settle()
+            self._compute()
         check_matcher(self._matcher)
         np.bitwise_and(self._words[: len(mask)], self._within, out=mask)
         if self._words[self._end_word] & self._end_bit:
@@ -132,34 +128,32 @@ class GrammarMask:
             raise GrammarError("leaves only stop tokens, before stopping.min_tokens")
 
     def follow(self, tokens: list[int]) -> list[int] | None:
-        began = time.thread_time()
-        if not self._go_to(tokens) or self._job is not None:
-            return []  # in the second case they are those of the last call
-        if self._is_told and not self.fault:
-            return []  # even if the mask, which is there now, tells more: when it came must not change the output
-        if self._is_complete:
+        if not self._go_to(tokens):
+            return []
+        if self.fault and self._has_words and self._allows_end_alone:  # for some grammars only the mask tells this
             return None
-        forced = self._matcher.compute_ff_tokens() if self._jumps else []
-        if max(forced, default=0) >= self._vocab_size:
-            forced = []
-        self._is_told = not forced
-        if not forced and not self._has_words:
-            self._ask()
-        self._count_slow(began)
-        return forced
+        self._find_next()
+        if self._next == [] and not self._has_words and not self._job.is_started:
+            self._ahead.ask(self._job)
+        return self._next
 
-    def _count_slow(self, began: float) -> None:
-        if time.thread_time() - began > SLOW_S:
-            self._num_slow += 1
+    def _find_next(self) -> None:
+        """Find what `follow` returns, unless that is known.
+
+        Always before the mask: while that is computed, the matcher tells nothing, and afterwards maybe something else.
+        """
+        if self._is_next_known:
+            return
+        self._is_next_known, self._next = True, []
+        if self._matcher.is_stopped():
+            self._next = [] if self._matcher.is_error() else None
+        elif self._jumps:
+            forced = self._timed(self._matcher.compute_ff_tokens)
+            self._next = forced if max(forced, default=0) < self._vocab_size else []
 
     @property
-    def _is_complete(self) -> bool:
-        """Whether the output matches and nothing may follow. For some grammars only the mask tells."""
-        if self._matcher.is_error():  # it allows the end, too
-            return False
-        if self._has_words:
-            return bool(self._words[self._end_word] == self._end_bit) and np.count_nonzero(self._words) == 1
-        return self._matcher.is_stopped()
+    def _allows_end_alone(self) -> bool:
+        return bool(self._words[self._end_word] == self._end_bit) and np.count_nonzero(self._words) == 1
 
     def _go_to(self, tokens: list[int]) -> bool:
         """Bring the matcher to the state after `tokens`. Return False if there is none."""
@@ -167,7 +161,6 @@ class GrammarMask:
         followed = self._followed
         if output != followed:
             self._drop()
-            self._has_words = self._is_told = False
             if output[: len(followed)] != followed:
                 same = 0
                 while same < len(output) and output[same] == followed[same]:
@@ -175,33 +168,53 @@ class GrammarMask:
                 self._matcher.rollback(len(followed) - same)
                 del followed[same:]
             new = output[len(followed) :]
-            followed += new[: self._matcher.try_consume_tokens(new)]
+            followed += new[: self._timed(self._matcher.try_consume_tokens, new)]
         return len(followed) == len(output)
 
-    def _ask(self) -> None:
-        """Ask for the mask of the matcher's state, unless it is being computed."""
-        if self._job is None:
-            self._job = Job(self._matcher, self._words, self._pace)
-        self._ahead.ask(self._job)
+    def _allows(self, token: int) -> bool:
+        """Say whether the mask, which is there, has this token."""
+        at, bit = token >> 5, np.uint32(1 << (token & 31))
+        return bool(self._words[at] & self._within[at] & bit)
 
-    def _settle(self) -> None:
-        """Have the mask that was asked for: compute it, or wait for it."""
-        job, self._job = self._job, None
-        if job is not None:
-            if job.is_started:
-                job.is_done.wait()
-            else:
-                self._ahead.compute(job)
-            self._has_words = True
+    def _goes_on_with(self, token: int) -> bool:
+        """Bring the matcher to the state after one more token, unless there is none."""
+        if token >= self._vocab_size or not self._timed(self._matcher.try_consume_tokens, [token]):
+            return False
+        self._drop()
+        self._followed.append(token)
+        return True
+
+    def _timed(self, call: Callable[..., Result], *args: object) -> Result:
+        """Call the matcher, and count it if that was slow.
+
+        This thread's time, which takes long to read, is read only once a call was slow by the clock.
+        """
+        now = time.thread_time if self._is_watched else time.monotonic
+        began = now()
+        result = call(*args)
+        if now() - began > SLOW_S:
+            self._num_slow += self._is_watched
+            self._is_watched = True
+        return result
+
+    def _compute(self, timeout_s: float | None = None) -> bool:
+        """Compute the mask of the matcher's state, here or on another thread; wait for that at most so long.
+
+        Return whether the mask is there.
+        """
+        if not self._job.is_started:
+            self._find_next()
+            self._num_slow += self._ahead.compute(self._job) > SLOW_S
+        self._has_words = self._job.ends(timeout_s)
+        return self._has_words
 
     def _drop(self) -> None:
-        """Use the matcher for something else than the mask that was asked for."""
-        job, self._job = self._job, None
-        if job is not None:
-            if job.is_started:
-                job.is_done.wait()
-            else:
-                self._ahead.drop(job)
+        """Forget what is known of the matcher's state, to use it for another."""
+        if self._job.is_started:
+            self._job.ends()
+        else:
+            self._ahead.drop(self._job)
+        self._has_words = self._is_next_known = False
 
 
 def _bits(ids: Iterable[int], num_words: int) -> np.ndarray:

@@ -38,11 +38,13 @@ class _Compiled(NamedTuple):
 class Grammars:
     """Compiles grammars, on any thread, and makes the masks of sequences that follow them.
 
-    folder      of the model; its tokenizer.json is read when the first grammar arrives
-    vocab_size  rows of the embedding: ids from there on are never allowed
+    folder           of the model; its tokenizer.json is read when the first grammar arrives
+    vocab_size       rows of the embedding: ids from there on are never allowed
+    needs_all_masks  sampling needs a mask for each token, and does not ask first whether it does
     """
 
-    def __init__(self, folder: Path, vocab_size: int) -> None:
+    def __init__(self, folder: Path, vocab_size: int, *, needs_all_masks: bool = True) -> None:
+        self._needs_all_masks = needs_all_masks
         self._folder = folder
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
@@ -90,7 +92,7 @@ class Grammars:
                 self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=num_tokens, eos_token=end)
             except Exception as error:  # the libraries raise nothing narrower
                 raise GrammarError(f"cannot be followed: the model's tokenizer is of another kind: {error}") from error
-            self._ahead = MasksAhead(self._tokenizer.vocab_size)
+            self._ahead = MasksAhead(self._tokenizer.vocab_size, needs_all=self._needs_all_masks)
         return self._tokenizer
 
     def _keep(self, key: bytes, found: _Compiled) -> None:

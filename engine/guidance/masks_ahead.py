@@ -3,6 +3,9 @@
 For a few quick masks no other thread is woken. Masks that take long, together or alone, are computed while the model
 computes, without the interpreter's lock. Those that were slow have threads of their own, so that one slow grammar does
 not delay the masks of the others.
+
+On a CPU, sampling first asks for the token that it would choose without a mask, so most masks are not needed, and which
+are is known once the model has computed. There only slow ones are computed ahead.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ import os
 import queue
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
-LONG_S = 3e-4  # a step's masks are computed ahead if they will take longer together: a lone stream's step takes 4 ms
-SLOW_S = 1e-3  # so is a mask that takes longer alone, on a thread for such masks
+LONG_S = 3e-4  # a step's masks are computed ahead if they will take longer together: a lone stream's step takes 3 ms
+MOST_HERE_S = 1e-3  # where they are not, the loop's thread computes so many of a step, and other threads the rest
+SLOW_S = 1e-3  # a mask that takes longer alone is computed ahead, too, on a thread for such masks
 FORGETS = 0.9  # a slow mask is forgotten with each quick one: after 8 to 22, as no mask takes ten times SLOW_S
 USUAL_S = 5e-5  # what a new grammar's masks are expected to take
 OVERDUE_S = 1.0  # after so long, a mask is given up
@@ -50,38 +54,66 @@ class Pace:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """The mask of one matcher's state. Once it is started, the matcher must not be used before it is done.
+    """The masks of one matcher, one after the other. Between `start` and `ends`, the matcher must not be used.
 
-    words  [words] int32, written before `is_done` is set
-    began  on time.monotonic's clock; 0 before a thread takes it
+    words    [words] int32, the mask of the matcher's state when it is computed
+    is_done  set when another thread has computed the mask; None: none was asked to
+    began    when it began to, on time.monotonic's clock; 0 before
     """
 
     matcher: LLMatcher
     words: np.ndarray
     pace: Pace
-    is_started: bool = False
+    is_done: threading.Event | None = None
     began: float = 0.0
-    is_done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def is_started(self) -> bool:
+        return self.is_done is not None
 
     @property
     def is_overdue(self) -> bool:
-        return self.began > 0 and not self.is_done.is_set() and time.monotonic() - self.began > OVERDUE_S
+        return self.began > 0 and not self.wait(0.0) and time.monotonic() - self.began > OVERDUE_S
 
-    def compute(self) -> None:
-        """Compute the mask on this thread, without the interpreter's lock."""
+    def start(self) -> Job:
+        """Note that another thread will compute the mask."""
+        self.is_done = threading.Event()
+        return self
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Return whether no other thread computes the mask; wait for that at most so long."""
+        return self.is_done is None or self.is_done.wait(timeout_s)
+
+    def ends(self, timeout_s: float | None = None) -> bool:
+        """`wait`, and take the matcher back."""
+        if not self.wait(timeout_s):
+            return False
+        self.is_done, self.began = None, 0.0
+        return True
+
+    def compute(self) -> float:
+        """Compute the mask on this thread, without the interpreter's lock. Return the processor time that it took."""
         self.began, started = time.monotonic(), time.thread_time()
         self.matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
-        self.pace.took(time.thread_time() - started)
-        self.is_done.set()
+        took_s = time.thread_time() - started
+        self.pace.took(took_s)
+        if self.is_done is not None:
+            self.is_done.set()
+        return took_s
 
 
 class MasksAhead:
-    """Takes the masks that a step will need, and starts those that take long. One thread calls its methods."""
+    """Takes the masks that a step may need, and starts those that take long. One thread calls its methods.
 
-    def __init__(self, vocab_size: int) -> None:
+    needs_all  it will need all of them
+    """
+
+    def __init__(self, vocab_size: int, *, needs_all: bool = True) -> None:
+        self._needs_all = needs_all
         self.num_words = -(-vocab_size // 32)
         self._asked: dict[Job, float] = {}  # for the next step, not started: what each is expected to take
         self._asked_s = 0.0
+        self._computed_s = 0.0  # on this thread since `ask` was called last: what was expected
         self._quick: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._slow: queue.SimpleQueue[Job] = queue.SimpleQueue()
         # As many threads as leave most cores to the model, and to the rest of the machine.
@@ -94,16 +126,18 @@ class MasksAhead:
         atexit.register(self._let_none_work)
 
     def ask(self, job: Job) -> None:
-        """Note a mask that will be needed. It is started now, with a later one, or when `compute` is called.
+        """Note a mask that the next step may need. It is started now, with a later one, or when `compute` is called.
 
         Asked for again, it is started if its grammar was found to be slow meanwhile.
         """
         if job.is_started:
             return
         self.drop(job)
+        self._computed_s = 0.0
         if job.pace.is_slow:
-            job.is_started = True
-            self._slow.put(job)
+            self._slow.put(job.start())
+            return
+        if not self._needs_all:
             return
         self._asked[job] = job.pace.expected_s
         self._asked_s += job.pace.expected_s
@@ -111,18 +145,23 @@ class MasksAhead:
             asked = list(self._asked)
             self._forget_asked()
             for each in asked:
-                each.is_started = True
-                self._quick.put(each)
+                self._quick.put(each.start())
 
     def drop(self, job: Job) -> None:
         """Take back a job that is not started."""
         self._asked_s -= self._asked.pop(job, 0.0)
 
-    def compute(self, job: Job) -> None:
-        """Compute a job that is not started. All masks of the step have been asked for by then."""
+    def compute(self, job: Job) -> float:
+        """Compute a job that is not started, or start it if too much was computed here since `ask` was called last.
+
+        Return the processor time that it took on this thread.
+        """
         self._forget_asked()
-        job.is_started = True
-        job.compute()
+        self._computed_s += job.pace.expected_s
+        if self._computed_s > MOST_HERE_S or job.pace.is_slow:
+            (self._slow if job.pace.is_slow else self._quick).put(job.start())
+            return 0.0
+        return job.compute()
 
     def _forget_asked(self) -> None:
         self._asked.clear()
@@ -169,4 +208,5 @@ class MasksAhead:
         for job, row in zip(jobs, words, strict=False):
             job.words[:] = row
             job.pace.took(1.1 * SLOW_S if is_suspect else spent_s * self._num_threads / len(jobs))
+            assert job.is_done is not None, "it was started"
             job.is_done.set()

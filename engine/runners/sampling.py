@@ -49,6 +49,9 @@ class AllowedTokens:
     def is_ready(self, tokens: list[int], timeout_s: float) -> bool:
         return True
 
+    def surely_allows(self, tokens: list[int], token: int) -> bool:
+        return token < 32 * len(self._words) and bool(self._words[token >> 5] >> np.uint32(token & 31) & 1)
+
     def fill(self, tokens: list[int], words: memoryview) -> None:
         count = min(len(words), len(self._words))
         np.frombuffer(words, dtype="<u4")[:count] = self._words[:count]
@@ -84,6 +87,10 @@ class TokenBans:
 
     def is_ready(self, tokens: list[int], timeout_s: float) -> bool:
         return True
+
+    def surely_allows(self, tokens: list[int], token: int) -> bool:
+        is_allowed = self._allowed is None or self._allowed.surely_allows(tokens, token)
+        return is_allowed and token not in self._banned_after(tokens)
 
     def fill(self, tokens: list[int], words: memoryview) -> None:
         mask = np.frombuffer(words, dtype="<u4")

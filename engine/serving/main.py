@@ -38,6 +38,7 @@ from pagoda_server.settings.logs import start_logging
 
 if TYPE_CHECKING:
     from pagoda_server.engine.guidance import Grammars
+    from pagoda_server.engine.runners.runner_info import RunnerInfo
 
 log = logging.getLogger("pagoda.engine")
 
@@ -101,7 +102,7 @@ async def _serve(
     events = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         events.add_signal_handler(number, stop.set)
-    server = EngineServer(engine_info(config, runner, folder), partial(make_grammars, folder, info.vocab_size))
+    server = EngineServer(engine_info(config, runner, folder), partial(make_grammars, folder, info))
     loop = EngineLoop(
         Scheduler(
             BlockPool(info.num_blocks, info.kv_cache.block_size),
@@ -148,10 +149,10 @@ def _speculation(config: EngineConfig, runner: InformedRunner, progress: Printed
     return Speculation(drafter, config.max_draft_tokens, info.vocab_size, runner.max_choices)
 
 
-def make_grammars(folder: Path, vocab_size: int) -> Grammars:
+def make_grammars(folder: Path, info: RunnerInfo) -> Grammars:
     from pagoda_server.engine.guidance import Grammars  # only now: most engines never see a grammar
 
-    return Grammars(folder, vocab_size)
+    return Grammars(folder, info.vocab_size, needs_all_masks=info.device != "cpu")
 
 
 def wake(events: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

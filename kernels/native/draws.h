@@ -8,6 +8,16 @@ PAGODA_INLINE W mix(W x) {
     return x ^ (x >> 16);
 }
 
+// A step of splitmix64.
+inline uint64_t mix_64(uint64_t x) {
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+inline uint64_t noise_key(uint64_t seed, uint64_t position) { return mix_64(mix_64(seed) ^ position); }
+
 // The uniform number of each id, an odd multiple of 2^-24, as that multiple.
 template <typename W>
 PAGODA_INLINE W uniform(W ids, uint64_t key) {
@@ -179,12 +189,12 @@ struct DrawnRow {
 template <typename T>
 void draw(ThreadPool& pool, const DrawArgs& args) {
     pool.run(static_cast<int>(args.count), [&](int part) {
-        if (args.likeliest[part] < 0) {
-            args.drawn[part] = -1;
-            return;
-        }
+        int64_t& token = args.tokens[args.rows[part]];
+        if (token < 0) return;
         const T* row = static_cast<const T*>(args.x) + args.rows[part] * args.size;
-        DrawnRow<T> drawn{row, args.size, args.likeliest[part], args.temperature[part], static_cast<uint64_t>(args.keys[part])};
-        args.drawn[part] = drawn.draw_by_rules(args.top_k[part], args.top_p[part], args.lowest[part]);
+        DrawnRow<T> drawn{row, args.size, token, args.temperature[part], noise_key(args.seed[part], args.positions[part])};
+        int64_t likeliest = token;
+        token = drawn.draw_by_rules(args.top_k[part], args.top_p[part], args.lowest[part]);
+        if (args.only_likeliest && token != likeliest) token = -1;
     });
 }

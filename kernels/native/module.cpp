@@ -154,22 +154,31 @@ PyObject* mask_rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(next, [=] { ops->mask_rows(pool, x, rows, masks, num_rows, size); });
 }
 
-PyObject* draw(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments next(values, count, 12);
+// Returns how many draws are unsure.
+PyObject* sample(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 14);
     Dtype dtype = next.dtype();
     DrawArgs args{};
     args.x = next.address();
+    args.tokens = next.address<int64_t>();
+    int64_t num_rows = next.integer();
+    args.size = next.integer();
     args.rows = next.address<int64_t>();
-    args.likeliest = next.address<int64_t>();
     args.temperature = next.address<float>();
-    args.keys = next.address<int64_t>();
+    args.seed = next.address<int64_t>();
+    args.positions = next.address<int64_t>();
     args.top_k = next.address<int64_t>();
     args.top_p = next.address<float>();
     args.lowest = next.address<float>();
-    args.drawn = next.address<int64_t>();
     args.count = next.integer();
-    args.size = next.integer();
-    return run(next, [=] { ops->draw(pool, dtype, args); });
+    args.only_likeliest = next.integer();
+    PyObject* done = run(next, [=] {
+        ops->argmax(pool, dtype, args.x, nullptr, nullptr, args.tokens, num_rows, args.size);
+        ops->draw(pool, dtype, args);
+    });
+    if (!done) return nullptr;
+    Py_DECREF(done);
+    return PyLong_FromLongLong(std::count(args.tokens, args.tokens + num_rows, UNSURE_DRAW));
 }
 
 template <typename Op>
@@ -350,7 +359,7 @@ PyMethodDef methods[] = {
     OP(paged_attention),
     OP(argmax),
     OP(mask_rows),
-    OP(draw),
+    OP(sample),
     OP(pack_int8),
     OP(linear_int8),
     OP(embedding_int8),

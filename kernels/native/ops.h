@@ -41,14 +41,15 @@ constexpr int64_t MOST_TOP_K = 256;
 struct DrawArgs {
     const void* x;                  // logits, `size` a row
     const int64_t* rows;            // [count], which rows draw
-    const int64_t* likeliest;       // [count], the index of each one's maximum; negative: the row is broken
     const float* temperature;       // [count], as all parameters
-    const int64_t* keys;            // of the noise
+    const int64_t *seed, *positions;  // of the noise
     const int64_t* top_k;
     const float* top_p;
     const float* lowest;            // the least scaled logit that another rule keeps; not positive
-    int64_t* drawn;                 // [count]; -1 in a broken row, UNSURE_DRAW where other code must draw
+    int64_t* tokens;                // [num_rows], the index of each row's maximum, or -1 in a broken row; of rows that draw
+                                    // it becomes the drawn one, or UNSURE_DRAW where other code must draw
     int64_t count, size;
+    bool only_likeliest;            // -1 instead of any other token that is drawn
 };
 
 struct LinearArgs {

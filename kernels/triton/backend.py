@@ -9,7 +9,7 @@ from pagoda_server.kernels.adjust_logits import adjust_logits
 from pagoda_server.kernels.backend import Backend
 from pagoda_server.kernels.embedding import embedding
 from pagoda_server.kernels.rms_norm import add
-from pagoda_server.kernels.sample import most_likely_allowed, sample
+from pagoda_server.kernels.sample import likeliest_if_drawn, most_likely_allowed, sample
 from pagoda_server.kernels.triton.linear import gated_linear_triton, linear_triton
 from pagoda_server.kernels.triton.linear_fixed import Prepare, gated_linear_fixed_triton, linear_fixed_triton
 from pagoda_server.kernels.triton.linear_quantized import (
@@ -39,6 +39,7 @@ TRITON = Backend(
     paged_attention=paged_attention_triton,
     adjust_logits=adjust_logits,
     sample=sample,
+    likeliest_if_drawn=likeliest_if_drawn,
     most_likely_allowed=most_likely_allowed,
     sample_rows=sample_rows_triton,
     looks_up_rotations=True,

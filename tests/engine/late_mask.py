@@ -33,6 +33,10 @@ class LateMask:
         self.waited.append(timeout_s)
         return self._gate.wait(timeout_s) and (self._is_late is None or not self._is_late(tokens))
 
+    def surely_allows(self, tokens: list[int], token: int) -> bool:
+        is_there = self._gate.is_set() and (self._is_late is None or not self._is_late(tokens))
+        return is_there and self._mask.surely_allows(tokens, token)
+
     def fill(self, tokens: list[int], words: memoryview) -> None:
         assert self._gate.is_set(), "a step waits for the mask"
         self._mask.fill(tokens, words)

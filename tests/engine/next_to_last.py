@@ -17,6 +17,9 @@ class NextToLast:
     def is_ready(self, tokens: list[int], timeout_s: float) -> bool:
         return True
 
+    def surely_allows(self, tokens: list[int], token: int) -> bool:
+        return abs(token - tokens[-1]) == 1
+
     def fill(self, tokens: list[int], words: memoryview) -> None:
         self.asked.append(len(tokens))
         for id in (tokens[-1] - 1, tokens[-1] + 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from functools import cache
 from random import Random
@@ -11,12 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.checkpoints import resolve
 from pagoda_server.engine.core.sequence import EndReason, Readout, Sequence
 from pagoda_server.engine.guidance import Grammars
-from pagoda_server.engine.guidance.grammar_mask import GrammarMask
+from pagoda_server.engine.guidance.grammar_mask import MOST_SLOW, SLOW_S, GrammarMask
 from pagoda_server.engine.runners.sampling import AllowedTokens, fill_mask, num_mask_words
 from pagoda_server.settings.grammars import GrammarError
 from tests.engine.drafters import AlwaysDrafts, Oracle
@@ -109,16 +111,76 @@ def test_a_mask_tells_why_it_allows_nothing() -> None:
     assert "min_tokens" in held_back.fault
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.binary(max_size=3), st.booleans()), max_size=12))
-def test_a_mask_follows_from_the_tokens_alone(moves: list[tuple[int, bytes, bool]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 40), st.binary(max_size=3), st.sampled_from(["", "followed", "asked"]))))
+def test_a_mask_follows_from_the_tokens_alone(moves: list[tuple[int, bytes, str]]) -> None:
     """Forward, back, and to what the grammar does not allow: always the mask that a new one gives."""
     make, text = maker(json_schema=SCHEMA), b'{"name": "Ada", "kind": "alpha"}'
     mask = mask_of(make)
-    for length, others, is_followed in moves:
+    for length, others, use in moves:
         output = text[:length] + others
-        if is_followed:
+        if use == "followed":
             mask.follow([*PROMPT, *output])
+        elif use == "asked":
+            mask.surely_allows([*PROMPT, *output], ord("a"))
         assert allowed(mask, output) == allowed(mask_of(make), output)
+
+
+@pytest.mark.parametrize(
+    "grammar", [{"json_schema": SCHEMA}, {"regex": "a<?[^x]{0,3}"}, {"regex": "(ab|ac)d{2}"}], ids=str
+)
+def test_a_token_needs_no_mask_to_be_found_allowed(grammar: dict[str, str]) -> None:
+    """It is allowed exactly where the mask allows it, but for stop ids, which the mask alone tells."""
+    make = maker(**grammar)
+    mask, random = mask_of(make), Random(1)
+    output: list[int] = []
+    for _ in range(20):
+        ids = allowed(mask_of(make), output)
+        assert not mask.fault
+        new = mask_of(make)  # one whose matcher goes on, and one that has its mask
+        for token in range(VOCAB_SIZE):
+            assert mask.surely_allows([*PROMPT, *output], token) == (token in ids - {END})
+            assert new.surely_allows([*PROMPT, *output], token) == (token in ids - {END})
+            allowed(new, output)
+        if not ids - {END}:
+            break
+        output.append(random.choice(sorted(ids - {END})))
+
+
+def test_what_the_grammar_alone_does_not_decide_takes_a_mask() -> None:
+    also = mask_of(maker(regex="[a-z]+"), also=AllowedTokens([ord("a")]))
+    assert not also.surely_allows(PROMPT, ord("a"))
+    assert allowed(also, b"") == {ord("a")}
+    stop = mask_of(maker(regex="ab*"))
+    assert not stop.surely_allows([*PROMPT, ord("a")], END)
+    assert END in allowed(stop, b"a")
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_grammar_that_takes_long_to_follow_again_and_again_ends_its_sequence(is_asked: bool) -> None:
+    class Matcher:
+        def __init__(self, matcher: LLMatcher) -> None:
+            self._matcher = matcher
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._matcher, name)
+
+        def try_consume_tokens(self, tokens: list[int]) -> int:
+            until = time.thread_time() + 1.1 * SLOW_S
+            while time.thread_time() < until:
+                pass
+            return self._matcher.try_consume_tokens(tokens)
+
+    mask = mask_of(maker(regex="a*"))
+    mask._matcher = Matcher(mask._matcher)  # type: ignore[assignment]
+    output: list[int] = []
+    while not mask.fault and len(output) < 20:
+        if is_asked:
+            mask.surely_allows([*PROMPT, *output], ord("a"))
+        output.append(ord("a"))
+        allowed(mask, output)
+    assert mask.fault == "takes too long to follow"
+    assert MOST_SLOW <= len(output) <= MOST_SLOW + 3
+    assert not mask.surely_allows([*PROMPT, *output], ord("a"))
 
 
 def test_forced_tokens_are_told_and_a_complete_output_too() -> None:

@@ -19,7 +19,7 @@ from pagoda_server.checkpoints import resolve
 from pagoda_server.engine.core.sequence import EndReason, SamplingParams
 from pagoda_server.engine.guidance import Grammars
 from pagoda_server.engine.guidance.grammar_mask import GrammarMask
-from pagoda_server.engine.guidance.masks_ahead import LONG_S, SLOW_S, Job, MasksAhead, Pace
+from pagoda_server.engine.guidance.masks_ahead import LONG_S, MOST_HERE_S, SLOW_S, Job, MasksAhead, Pace
 from pagoda_server.engine.runners.late_masks import LONE_MASKS_WAIT_S, MASKS_WAIT_S, read_masks
 from pagoda_server.engine.runners.sampling import AllowedTokens, fill_mask, num_mask_words
 from pagoda_server.settings.forced_text import longest_forced
@@ -53,10 +53,10 @@ def held_up(monkeypatch: pytest.MonkeyPatch, pace: Pace) -> Iterator[threading.E
     """Within, the masks of a grammar take until the event is set; they are known to be slow."""
     gate, compute = threading.Event(), Job.compute
 
-    def computed(job: Job) -> None:
+    def computed(job: Job) -> float:
         if job.pace is pace:
             gate.wait()
-        compute(job)
+        return compute(job)
 
     with monkeypatch.context() as patch:
         patch.setattr(Job, "compute", computed)
@@ -178,11 +178,25 @@ def test_one_slow_grammar_does_not_delay_the_masks_of_others(monkeypatch: pytest
         quick = [quick_maker(prompt_len=len(PROMPT)) for _ in range(50)]
         for mask in quick:
             mask.follow([*PROMPT, ord("c")])
-        assert any(mask._job is not None and mask._job.is_started for mask in quick), "together they take long"
+        assert any(mask._job.is_started for mask in quick), "together they take long"
         assert all(mask.is_ready([*PROMPT, ord("c")], 10.0) for mask in quick)
         gate.set()
         assert all(mask.is_ready([*PROMPT, ord("a")], 10.0) for mask in slow)
     assert words_of(slow[0], b"a") == words_of(slow_maker(prompt_len=len(PROMPT)), b"a")
+
+
+@pytest.mark.parametrize("is_held_up", [False, True])
+def test_when_a_mask_is_there_does_not_decide_what_follows(is_held_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = grammars().mask_maker(inference_pb2.Guided(regex="ab(cd)?efg|ab"))
+    masks = {text: make(prompt_len=len(PROMPT)) for text in (b"", b"a", b"abc", b"abcdefg")}
+    with held_up(monkeypatch, masks[b"a"]._pace) as gate:
+        if not is_held_up:
+            gate.set()
+        for text, mask in masks.items():  # asked for before `follow`, as behind drafts
+            mask.is_ready([*PROMPT, *text], 0.0 if is_held_up else 10.0)
+            assert mask._job.is_started == (is_held_up and text != b"")
+        told = [mask.follow([*PROMPT, *text]) for text, mask in masks.items()]
+        assert told == [[ord("a"), ord("b")], [ord("b")], list(b"defg"), None]
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -217,11 +231,11 @@ def test_a_mask_that_is_overdue_ends_its_request(monkeypatch: pytest.MonkeyPatch
     assert isinstance(mask, GrammarMask)
     compute = Job.compute
 
-    def computed(job: Job) -> None:
+    def computed(job: Job) -> float:
         job.began = 1e-9
         begun.set()
         over.wait()
-        compute(job)
+        return compute(job)
 
     over = threading.Event()
     monkeypatch.setattr(Job, "compute", computed)
@@ -234,6 +248,28 @@ def test_a_mask_that_is_overdue_ends_its_request(monkeypatch: pytest.MonkeyPatch
     ended = engine.ended[late.id]
     assert (ended.reason, ended.field, ended.detail) == (EndReason.REJECTED, "guided", "takes too long to follow")
     assert engine.outputs[neighbour.id] == engine.expected(neighbour)
+
+
+def test_a_step_computes_masks_on_its_own_thread_for_a_short_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, computed_here, compute = Grammars(resolve("synthetic"), VOCAB_SIZE, needs_all_masks=False), [], Job.compute
+
+    def computed(job: Job) -> float:
+        if threading.current_thread() is threading.main_thread():
+            computed_here.append(job)
+        return compute(job)
+
+    monkeypatch.setattr(Job, "compute", computed)
+    monkeypatch.setattr(Pace, "took", lambda self, seconds: None)  # however busy this machine is
+    make = found.mask_maker(inference_pb2.Guided(regex="[ab]*"))
+    masks = [make(prompt_len=len(PROMPT)) for _ in range(20)]
+    masks[0]._pace.expected_s = MOST_HERE_S / 8
+    for tokens in ([*PROMPT, ord("a")], [*PROMPT, ord("a"), ord("b")]):
+        for mask in masks:
+            mask.follow(tokens)
+        assert not any(mask._job.is_started for mask in masks), "which are needed is not known yet"
+        assert all(mask.is_ready(tokens, 10.0) for mask in masks)
+        assert computed_here == [mask._job for mask in masks[:8]]
+        computed_here.clear()
 
 
 def job(pace: Pace) -> Job:
@@ -251,12 +287,12 @@ def test_masks_are_started_ahead_if_they_take_long_together() -> None:
     ahead.ask(jobs[4])
     assert not any(each.is_started for each in jobs), "one was taken back"
     ahead.compute(jobs[1])
-    assert jobs[1].is_done.is_set()
+    assert jobs[1].began
     assert not jobs[2].is_started, "the step's masks are being computed here"
     one_by_one = [job(Pace(expected_s=LONG_S / 4)) for _ in range(5)]
     for each in one_by_one:
         ahead.ask(each)
-    assert all(each.is_done.wait(10.0) for each in one_by_one)
+    assert all(each.is_started and each.wait(10.0) for each in one_by_one)
 
 
 ENDING = """
@@ -379,7 +415,7 @@ def test_the_sampler_leaves_out_rows_whose_masks_are_late(params: SamplingParams
         Sequence(1, [1, 2], Request(2), params),
         Sequence(2, [1, 2], Request(2), params, AllowedTokens(range(5, 9))),
     ]
-    sampler = Sampler(load_backend("reference"), 40, torch.device("cpu"))
+    sampler = Sampler(load_backend("reference"), 40)
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)).repeat(1, 1)
     late = sampler.sample(seqs, logits.clone())
     gate.set()
@@ -396,3 +432,25 @@ def test_the_sampler_leaves_out_rows_whose_masks_are_late(params: SamplingParams
     cut = sampler.sample(seqs, rows.clone(), drafts)
     assert [choice.is_late for choice in cut] == [False, True, True, False, False]
     assert cut[0].token == there[0].token
+
+
+def test_a_row_whose_mask_was_late_draws_as_if_it_had_not_been() -> None:
+    import torch
+
+    from pagoda_server.engine.core.sequence import Request, Sequence
+    from pagoda_server.engine.runners.cpu.sampler import Sampler
+    from pagoda_server.kernels import load_backend
+
+    logits = torch.randn(20, 40, generator=torch.Generator().manual_seed(1))
+    gate = threading.Event()
+    masks = [LateMask(AllowedTokens([int(row.argmax()), *range(20)]), gate) for row in logits]
+    seqs = [
+        Sequence(at, [1, 2], Request(2), SamplingParams(temperature=2.0, seed=at), mask)
+        for at, mask in enumerate(masks)
+    ]
+    once_late, other = (Sampler(load_backend("cpu"), 40) for _ in range(2))
+    assert all(choice.is_late for choice in once_late.sample(seqs, logits.clone()))
+    gate.set()
+    drawn = [choice.token for choice in other.sample(seqs, logits.clone())]
+    assert [choice.token for choice in once_late.sample(seqs, logits.clone())] == drawn
+    assert drawn != logits.argmax(dim=-1).tolist()

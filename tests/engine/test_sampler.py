@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.runners.cpu.sampler import Choice, Sampler
-from pagoda_server.engine.runners.sampling import AllowedTokens
+from pagoda_server.engine.runners.sampling import AllowedTokens, TokenBans
 from pagoda_server.kernels import Backend, load_backend
 from tests.engine.next_to_last import NextToLast
 from tests.kernels.backends import BACKENDS
@@ -20,7 +21,7 @@ VOCAB_SIZE = 40
 
 @pytest.fixture
 def sampler() -> Sampler:
-    return Sampler(load_backend("cpu"), VOCAB_SIZE, torch.device("cpu"))
+    return Sampler(load_backend("cpu"), VOCAB_SIZE)
 
 
 def sequence(
@@ -72,7 +73,7 @@ def test_a_sampler_that_forgot_a_sequence_goes_on_as_if_it_had_not(sampler: Samp
     rows = torch.randn(30, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 2
     params = {"temperature": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "seed": 11}
     kept, forgotten = sequence(1, [3, 4], **params), sequence(1, [3, 4], **params)
-    other = Sampler(load_backend("cpu"), VOCAB_SIZE, torch.device("cpu"))
+    other = Sampler(load_backend("cpu"), VOCAB_SIZE)
     for row in rows:
         kept.tokens.append(sample_one(sampler, kept, row).token)
         other.sample([sequence(2, [1])], row[None].clone())
@@ -109,7 +110,7 @@ def test_a_mask_that_allows_no_token_is_the_fault_of_its_row_alone(sampler: Samp
 def test_the_most_likely_allowed_token_is_chosen_and_the_lowest_of_equal_ones(share: float) -> None:
     vocab, rows = 1000, 40
     generator = torch.Generator().manual_seed(1)
-    sampler = Sampler(load_backend("cpu"), vocab, torch.device("cpu"))
+    sampler = Sampler(load_backend("cpu"), vocab)
     logits = torch.randn(rows, vocab, generator=generator).mul(4).round().bfloat16()  # with many equal ones
     is_allowed = torch.rand(rows, vocab, generator=generator) < share
     masks = [AllowedTokens(row.nonzero()[:, 0].tolist()) for row in is_allowed]
@@ -123,7 +124,7 @@ def test_the_most_likely_allowed_token_is_chosen_and_the_lowest_of_equal_ones(sh
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_masked_rows_choose_the_same_alone_and_beside_any_others(backend: Backend) -> None:
     generator = torch.Generator().manual_seed(4)
-    sampler = Sampler(backend, VOCAB_SIZE, torch.device("cpu"))
+    sampler = Sampler(backend, VOCAB_SIZE)
     logits = torch.randn(24, VOCAB_SIZE, generator=generator)
     kinds: list[dict[str, Any]] = [{}, {"temperature": 2.0}, {"logit_bias": ((3, 2.0),)}, {"presence_penalty": 1.0}]
     seqs = [
@@ -140,6 +141,76 @@ def test_a_mask_that_depends_on_the_tokens_is_asked_at_each_of_them(sampler: Sam
     for _ in range(5):
         seq.tokens.append(sample_one(sampler, seq, torch.randn(VOCAB_SIZE)).token)
     assert all(abs(after - before) == 1 for before, after in zip(seq.tokens, seq.tokens[1:], strict=False))
+
+
+class Reluctant:
+    """A mask that tells nothing before it is filled."""
+
+    def __init__(self, mask: TokenMask) -> None:
+        self._mask = mask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mask, name)
+
+    def surely_allows(self, tokens: list[int], token: int) -> bool:
+        return False
+
+
+def test_the_mask_of_a_most_likely_token_that_is_allowed_is_not_filled(sampler: Sampler) -> None:
+    near, far = NextToLast(VOCAB_SIZE), NextToLast(VOCAB_SIZE)
+    row = logits_of(t8=3.0, t21=2.0)
+    seqs = [sequence(1, [7], mask=near), sequence(2, [20], mask=far), sequence(3, [0], mask=AllowedTokens([4]))]
+    assert [choice.token for choice in sampler.sample(seqs, row.repeat(3, 1))] == [8, 21, 4]
+    assert (near.asked, far.asked) == ([], [1])
+
+
+def test_what_a_mask_tells_without_being_filled_changes_no_choice(sampler: Sampler) -> None:
+    """Beside each other and with drafts, right ones and wrong ones; rows may hold NaN and infinity."""
+    generator, random = torch.Generator().manual_seed(5), Random(5)
+    rules = [{}, {"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.1}, {"top_n_sigma": 1.0}]
+    kinds: list[dict[str, Any]] = [{}, {}, {"logit_bias": ((3, 2.0),)}, {"logprobs": 2}]
+    kinds += [{"temperature": temperature, **rule} for rule in rules for temperature in (1.0, 3.0)]
+    num_filled = [0, 0]
+    for _ in range(400):
+        seqs, others, drafts, num_rows = [], [], {}, 0
+        for number in range(5):
+            last, kind = random.randrange(VOCAB_SIZE), random.choice(kinds)
+            masks = [NextToLast(VOCAB_SIZE), NextToLast(VOCAB_SIZE)]
+            bans = TokenBans(1, 2) if random.random() < 0.3 else None
+            if random.random() < 0.2:
+                seqs.append(sequence(number, [last], seed=number, **kind))
+                others.append(sequence(number, [last], seed=number, **kind))
+            else:
+                seqs.append(sequence(number, [last], mask=bans or masks[0], seed=number, **kind))
+                others.append(sequence(number, [last], mask=Reluctant(bans or masks[1]), seed=number, **kind))
+            run = [min(last + 1 + at, VOCAB_SIZE - 1) for at in range(random.randrange(4))]
+            if run:
+                drafts[number] = tuple(run)
+            num_rows += 1 + len(run)
+        logits = torch.randn(num_rows, VOCAB_SIZE, generator=generator).mul(2).round()
+        row = 0
+        for number, seq in enumerate(seqs):  # most choose their drafts
+            for at in range(1 + len(drafts.get(number, ()))):
+                if random.random() < 0.8:
+                    logits[row, min(seq.tokens[-1] + 1 + at, VOCAB_SIZE - 1)] = 9.0
+                row += 1
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            logits[random.randrange(num_rows), random.randrange(VOCAB_SIZE)] = bad
+        chosen, expected = (
+            [(each.token, each.fault, each.logprobs) for each in sampler.sample(each, logits.clone(), drafts)]
+            for each in (seqs, others)
+        )
+        row = 0
+        for number in range(len(seqs)):
+            run = drafts.get(number, ())
+            for at in range(1 + len(run)):
+                assert repr(chosen[row + at]) == repr(expected[row + at])
+                if at < len(run) and chosen[row + at][0] != run[at]:
+                    break  # what is chosen behind a draft that is wrong is not read
+            row += 1 + len(run)
+        for at, these in enumerate((seqs, others)):
+            num_filled[at] += sum(len(getattr(seq.token_mask, "asked", ())) for seq in these)
+    assert num_filled[0] < 0.75 * num_filled[1]
 
 
 def test_stop_tokens_cannot_be_chosen_before_min_tokens_exist(sampler: Sampler) -> None:

@@ -90,7 +90,7 @@ def test_typical_tokens_are_those_of_transformers() -> None:
 
 def test_typical_sampling_may_leave_out_the_most_likely_token_and_mixes_with_other_rows() -> None:
     """One token has a probability of 0.3, and 32 others 0.7 together: to see one of those is what one expects."""
-    sampler = Sampler(load_backend("cpu"), VOCAB_SIZE, torch.device("cpu"))
+    sampler = Sampler(load_backend("cpu"), VOCAB_SIZE)
     row = torch.full((VOCAB_SIZE,), float("-inf"))
     row[0], row[1:33] = math.log(0.3 / (0.7 / 32)), 0.0
 
@@ -111,5 +111,5 @@ def test_typical_sampling_leaves_broken_rows_broken() -> None:
     rows[0, 3], rows[1, 3], rows[2] = float("nan"), float("inf"), float("-inf")
     drop_untypical(rows, torch.ones(3), torch.full((3,), 0.5))
     seqs = [Sequence(id, [1], Request(1), SamplingParams()) for id in range(3)]
-    choices = Sampler(load_backend("cpu"), VOCAB_SIZE, torch.device("cpu")).sample(seqs, rows)
+    choices = Sampler(load_backend("cpu"), VOCAB_SIZE).sample(seqs, rows)
     assert [choice.token for choice in choices] == [-1] * 3

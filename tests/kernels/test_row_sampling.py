@@ -18,7 +18,7 @@ VOCAB = 333
 
 @pytest.fixture
 def sampler() -> Sampler:
-    return Sampler(load_backend("reference"), VOCAB, torch.device("cpu"))
+    return Sampler(load_backend("reference"), VOCAB)
 
 
 def test_noise_keys_on_the_device_are_those_of_the_host() -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 from statistics import pstdev
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +40,8 @@ def draws(*rows: Draw) -> Draws:
         top_p=torch.tensor([d.top_p for d in rows], dtype=torch.float32),
         min_p=torch.tensor([d.min_p for d in rows], dtype=torch.float32),
         top_n_sigma=torch.tensor([d.top_n_sigma for d in rows], dtype=torch.float32),
-        keys=torch.tensor([noise_key(d.seed, d.position) for d in rows], dtype=torch.int64),
+        seed=torch.tensor([d.seed for d in rows], dtype=torch.int64),
+        positions=torch.tensor([d.position for d in rows], dtype=torch.int64),
     )
 
 
@@ -279,6 +282,31 @@ def test_banned_tokens_are_never_drawn_and_a_row_of_them_has_no_token(backend: B
     logits = torch.full((2, 9), -torch.inf)
     logits[0, 3] = -50.0
     assert backend.sample(logits, draws(Draw(0, temperature=100.0), Draw(1))).tolist() == [3, -1]
+
+
+@BOTH
+def test_the_most_likely_token_that_is_drawn_is_drawn_under_any_rules_and_masks(backend: Backend) -> None:
+    generator, dice = torch.Generator().manual_seed(9), random.Random(9)
+    rules: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_n_sigma": 0.5}]
+    rules += [{"top_k": 40, "top_p": 0.95, "min_p": 0.01}]
+    num_drawn = 0
+    for _ in range(20):
+        logits = torch.randn(60, 1000, generator=generator) * dice.choice([1.0, 2.0, 4.0])
+        logits[7, 3], logits[8, 4] = float("nan"), float("inf")
+        many = draws(
+            *(Draw(row, 0.8, seed=row, position=dice.randrange(99), **dice.choice(rules)) for row in range(50))
+        )
+        found, expected = backend.likeliest_if_drawn(logits, many), REFERENCE.likeliest_if_drawn(logits, many)
+        is_sure = found >= 0
+        assert torch.equal(found[is_sure], expected[is_sure])
+        assert (is_sure == (expected >= 0)).float().mean() > 0.99, "compiled code may leave some to torch"
+        num_drawn += int(is_sure[:50].sum())
+        masked = logits.masked_fill(torch.rand(logits.shape, generator=generator) < 0.5, float("-inf"))
+        rows = is_sure.nonzero()[:, 0]
+        masked[rows, found[rows]] = logits[rows, found[rows]]
+        assert torch.equal(backend.sample(masked, many)[rows], found[rows])
+        assert found[7] == found[8] == -1
+    assert 100 < num_drawn < 900
 
 
 def masks_of(is_allowed: Tensor) -> Tensor:

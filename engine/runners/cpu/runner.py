@@ -49,7 +49,7 @@ class ModelRunner:
         self.max_choices = limits.token_budget
         self._ops = loaded.ops
         self._model = loaded.model
-        self._sampler = Sampler(loaded.ops, loaded.model.config.vocab_size, loaded.device)
+        self._sampler = Sampler(loaded.ops, loaded.model.config.vocab_size)
         self._arrays = StepArrays(limits.token_budget, loaded.longest, loaded.spec.block_size)
         budget = DEFAULT_CPU_BYTES if config.kv_cache_gb is None else int(config.kv_cache_gb * 1e9)
         num_blocks = count_blocks(loaded.spec, budget)

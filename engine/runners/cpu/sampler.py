@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Rows
 from copy import copy
@@ -17,11 +17,12 @@ from pagoda_server.engine.core.sequence import SamplingParams, Sequence, TokenMa
 from pagoda_server.engine.core.step import TokenLogprobs
 from pagoda_server.engine.runners.late_masks import read_masks
 from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault, num_mask_words
-from pagoda_server.kernels import Backend, Draws, LogitAdjustments, drop_untypical, noise_key
+from pagoda_server.kernels import Backend, Draws, LogitAdjustments, drop_untypical
 from pagoda_server.settings.sampling import PARAMETERS, Parameter
 
 _NAMES_OF_DRAWS = {each.name for each in fields(Draws)}
 _DRAW_PARAMETERS = [each for each in PARAMETERS if each.name in _NAMES_OF_DRAWS]
+_MASK_64 = 0xFFFF_FFFF_FFFF_FFFF
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -38,13 +39,12 @@ class Choice:
 class Sampler:
     """Keeps only what it can make again from the sequences of the last call."""
 
-    def __init__(self, ops: Backend, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, ops: Backend, vocab_size: int) -> None:
         self._ops = ops
         self._vocab_size = vocab_size
-        self._device = device
         self._rows: dict[int, _Row] = {}
-        self._no_draws = self._draws([])
-        nothing = self._integers([])
+        self._draws, self._masked_draws, self._changed_draws = _KeptDraws(), _KeptDraws(), _KeptDraws()
+        nothing = _integers([])
         self._no_adjustments = LogitAdjustments(**{each.name: nothing for each in fields(LogitAdjustments)})
 
     def sample(
@@ -75,65 +75,82 @@ class Sampler:
                 for at, row in enumerate(rows)
                 for count in range(1 + len(drafts.get(at, ())))
             ]
-        if all(row.is_plain for row in rows):  # the usual case, without building empty arrays
-            return [self._choice(row, token) for row, token in zip(rows, self._most_likely(logits), strict=True)]
-        self._read_masks(rows, has_others)
+        if all(row.is_plain for row in rows):  # the usual case
+            draws = self._draws.of([(at, row) for at, row in enumerate(rows) if row.draws])
+            tokens = _list(self._ops.sample(logits, draws))
+            return [self._choice(row, token) for row, token in zip(rows, tokens, strict=True)]
         asking = [at for at, row in enumerate(rows) if row.seq.params.logprobs is not None]
         logprobs = logits[asking].float().log_softmax(dim=-1) if asking else None
-        changing = [at for at, row in enumerate(rows) if row.takes_part and row.changes_logits]
-        masked = [at for at, row in enumerate(rows) if row.is_only_masked]
-        if len(masked) == len(rows):
-            tokens = self._most_likely_allowed(logits, masked, rows)
-        elif len(changing) == len(rows):
+        changing = {at for at, row in enumerate(rows) if row.changes_logits}
+        tokens = self._chosen_without_masks(rows, logits, changing)
+        reading = self._read_masks(rows, tokens, has_others)
+        again = sorted(at for at in changing.union(at for at in reading if rows[at].draws) if rows[at].takes_part)
+        if len(again) == len(rows):
             tokens = self._sample_changed(rows, logits.float())
-        else:
-            draws = self._draws(rows, without=changing) if any(row.draws for row in rows) else self._no_draws
-            tokens = self._ops.sample(logits, draws).tolist()
-            if changing:  # apart, because a copy of all rows in float32 would slow the others down
-                changed = self._sample_changed([rows[at] for at in changing], logits[changing].float())
-                for at, token in zip(changing, changed, strict=True):
-                    tokens[at] = token
-            if masked:
-                for at, token in zip(masked, self._most_likely_allowed(logits, masked, rows), strict=True):
-                    tokens[at] = token
+        elif again:  # apart, because a copy of all rows in float32 would slow the others down
+            changed = self._sample_changed([rows[at] for at in again], logits[again].float())
+            for at, token in zip(again, changed, strict=True):
+                tokens[at] = token
+        if masked := [at for at in reading if rows[at].takes_part and not rows[at].draws and at not in changing]:
+            for at, token in zip(masked, self._most_likely_allowed(logits, masked, rows), strict=True):
+                tokens[at] = token
         choices = [self._choice(row, token) for row, token in zip(rows, tokens, strict=True)]
         if logprobs is not None:
             self._attach(choices, asking, rows, logprobs)
         return choices
+
+    def _chosen_without_masks(self, rows: list[_Row], logits: Tensor, changing: Collection[int]) -> list[int]:
+        """Choose a token of each row that would be chosen with any mask, too, if that allows it.
+
+        Where a row draws another token than its most likely one, this depends on the mask: then it is -1. So are the
+        tokens of changing rows.
+        """
+        if len(changing) == len(rows):
+            return [-1] * len(rows)
+        drawing = [at for at, row in enumerate(rows) if row.draws and row.fault is None and at not in changing]
+        masked = [at for at in drawing if rows[at].takes_mask]
+        if masked and len(masked) == len(drawing):
+            draws = self._masked_draws.of([(at, rows[at]) for at in masked])
+            return _list(self._ops.likeliest_if_drawn(logits, draws))
+        tokens = _list(self._ops.sample(logits, self._draws.of([(at, rows[at]) for at in drawing if at not in masked])))
+        if masked:
+            draws = self._masked_draws.of([(place, rows[at]) for place, at in enumerate(masked)])
+            for at, token in zip(masked, _list(self._ops.likeliest_if_drawn(logits[masked], draws)), strict=True):
+                tokens[at] = token
+        return tokens
 
     def _sample_changed(self, rows: list[_Row], logits: Tensor) -> list[int]:
         """Chooses tokens after everything that changes the logits of these rows. The logits are overwritten."""
         self._ops.adjust_logits(logits, self._adjustments(rows))
         if typical := [at for at, row in enumerate(rows) if row.takes_typical]:
             self._drop_untypical(logits, typical, rows)
-        tokens: list[int] = self._ops.sample(logits, self._draws(rows)).tolist()
-        return tokens
+        draws = self._changed_draws.of([(at, row) for at, row in enumerate(rows) if row.draws])
+        return _list(self._ops.sample(logits, draws))
 
-    def _read_masks(self, rows: list[_Row], has_others: bool) -> None:
-        """Give each row its mask, as far as the step need not wait for it."""
-        masked: defaultdict[int, list[_Row]] = defaultdict(list)
-        for row in rows:
-            row.forget_mask()
-            if row.seq.token_mask is not None and row.fault is None:
-                run = masked[row.seq.id]
-                run.append(row)
-        if masked:
-            has_others = has_others or any(row.seq.id not in masked for row in rows)
-            readers = [(run[0].mask, partial(_read_run, run)) for run in masked.values()]
-            read_masks(readers, has_others=has_others)
+    def _read_masks(self, rows: list[_Row], tokens: list[int], has_others: bool) -> list[int]:
+        """Give each row the mask that it needs, as far as the step need not wait for it. Return which rows need one.
+
+        tokens  of rows that only a mask changes: without it. Most of these are allowed, which takes no mask to find out
+        """
+        runs: dict[int, list[int]] = {}
+        for at, row in enumerate(rows):
+            if row.takes_mask:
+                row.forget_mask()
+                run = runs.setdefault(row.seq.id, [])
+                run.append(at)
+        rest = [run[_num_allowed(rows, tokens, run) :] for run in runs.values()]
+        readers = [(rows[run[0]].mask, partial(_read_run, [rows[at] for at in run])) for run in rest if run]
+        if readers:
+            read_masks(readers, has_others=has_others or len(readers) < len({row.seq.id for row in rows}))
+        return list(itertools.chain.from_iterable(rest))
 
     def _row(self, seq: Sequence) -> _Row:
         row = self._rows.get(seq.id)
         return row if row is not None and row.seq is seq else _Row(seq, self._vocab_size)
 
-    def _most_likely(self, logits: Tensor) -> list[int]:
-        tokens: list[int] = self._ops.sample(logits, self._no_draws).tolist()
-        return tokens
-
     def _most_likely_allowed(self, logits: Tensor, masked: list[int], rows: list[_Row]) -> list[int]:
         masks = self._masks([rows[at] for at in masked])
-        tokens: list[int] = self._ops.most_likely_allowed(logits, self._integers(masked), masks).tolist()
-        return tokens
+        return _list(self._ops.most_likely_allowed(logits, _integers(masked), masks))
 
     def _choice(self, row: _Row, token: int) -> Choice:
         if row.fault is not None:
@@ -144,19 +161,6 @@ class Sampler:
             return Choice(-1, fault="the model's logits hold NaN or infinity, or leave no token to choose")
         return Choice(token)
 
-    def _draws(self, rows: list[_Row], without: Collection[int] = ()) -> Draws:
-        drawing = [at for at, row in enumerate(rows) if row.draws and row.takes_part and at not in without]
-        params = [rows[at].seq.params for at in drawing]
-        return Draws(
-            rows=self._integers(drawing),
-            keys=self._integers([rows[at].noise_key for at in drawing]),
-            **{each.name: self._column(each, params) for each in _DRAW_PARAMETERS},
-        )
-
-    def _column(self, parameter: Parameter, params: list[SamplingParams]) -> Tensor:
-        values = [getattr(each, parameter.name) for each in params]
-        return self._integers(values) if parameter.is_integer else self._numbers(values)
-
     def _adjustments(self, rows: list[_Row]) -> LogitAdjustments:
         """Everything that changes the logits of these rows, but for what typical_p drops."""
         changes: dict[str, Tensor] = {}
@@ -164,54 +168,89 @@ class Sampler:
             seen = [row.seen.follow(row.drafts) for _, row in penalised if row.seen is not None]
             seen_per_row = [len(ids) for ids, _ in seen]
             changes |= {
-                "seen_rows": self._integers(np.repeat([at for at, _ in penalised], seen_per_row)),
-                "seen_ids": self._integers(np.concatenate([ids for ids, _ in seen])),
-                "seen_counts": self._numbers(np.concatenate([counts for _, counts in seen])),
+                "seen_rows": _integers(np.repeat([at for at, _ in penalised], seen_per_row)),
+                "seen_ids": _integers(np.concatenate([ids for ids, _ in seen])),
+                "seen_counts": _numbers(np.concatenate([counts for _, counts in seen])),
             }
             for name in _PENALTIES:
                 of_rows = [getattr(row.seq.params, name) for _, row in penalised]
-                changes[name] = self._numbers(np.repeat(of_rows, seen_per_row))
+                changes[name] = _numbers(np.repeat(of_rows, seen_per_row))
         if biased := [(at, row) for at, row in enumerate(rows) if len(row.bias)]:
             changes |= {
-                "bias_rows": self._integers(np.repeat([at for at, _ in biased], [len(row.bias) for _, row in biased])),
-                "bias_ids": self._integers(np.concatenate([row.bias_ids for _, row in biased])),
-                "bias": self._numbers(np.concatenate([row.bias for _, row in biased])),
+                "bias_rows": _integers(np.repeat([at for at, _ in biased], [len(row.bias) for _, row in biased])),
+                "bias_ids": _integers(np.concatenate([row.bias_ids for _, row in biased])),
+                "bias": _numbers(np.concatenate([row.bias for _, row in biased])),
             }
         if banned := [(at, row.stop_ids) for at, row in enumerate(rows) if row.bans_stops]:
             changes |= {
-                "banned_rows": self._integers(np.repeat([at for at, _ in banned], [len(ids) for _, ids in banned])),
-                "banned_ids": self._integers(np.concatenate([ids for _, ids in banned])),
+                "banned_rows": _integers(np.repeat([at for at, _ in banned], [len(ids) for _, ids in banned])),
+                "banned_ids": _integers(np.concatenate([ids for _, ids in banned])),
             }
         if masked := [at for at, row in enumerate(rows) if row.seq.token_mask is not None]:
-            changes |= {"masked_rows": self._integers(masked), "token_masks": self._masks([rows[at] for at in masked])}
+            changes |= {"masked_rows": _integers(masked), "token_masks": self._masks([rows[at] for at in masked])}
         return replace(self._no_adjustments, **changes)
 
     def _drop_untypical(self, logits: Tensor, typical: list[int], rows: list[_Row]) -> None:
         params = [rows[at].seq.params for at in typical]
-        temperature = self._numbers([each.temperature for each in params])
+        temperature = _numbers([each.temperature for each in params])
         kept = logits[typical]
-        drop_untypical(kept, temperature, self._numbers([each.typical_p for each in params]))
+        drop_untypical(kept, temperature, _numbers([each.typical_p for each in params]))
         logits[typical] = kept
 
     def _masks(self, rows: list[_Row]) -> Tensor:
-        return torch.from_numpy(np.stack([row.mask_words() for row in rows])).to(self._device)
+        return torch.from_numpy(np.stack([row.mask_words() for row in rows]))
 
     def _attach(self, choices: list[Choice], asking: list[int], rows: list[_Row], logprobs: Tensor) -> None:
         """Puts their log-probabilities into the choices of the rows that ask for them."""
         most = min(max(rows[at].seq.params.logprobs or 0 for at in asking), self._vocab_size)
         best, best_ids = logprobs.topk(most, dim=-1)
-        chosen_ids = self._integers([max(choices[at].token, 0) for at in asking])
+        chosen_ids = _integers([max(choices[at].token, 0) for at in asking])
         chosen = logprobs.gather(1, chosen_ids[:, None])[:, 0].tolist()
         for at, one, ids, top in zip(asking, chosen, best_ids.tolist(), best.tolist(), strict=True):
             if choices[at].token >= 0:
                 count = rows[at].seq.params.logprobs
                 choices[at] = Choice(choices[at].token, TokenLogprobs(one, ids[:count], top[:count]))
 
-    def _integers(self, values: list[int] | np.ndarray) -> Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._device)
 
-    def _numbers(self, values: list[float] | np.ndarray) -> Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.float32)).to(self._device)
+class _KeptDraws:
+    """The draws of a batch, which mostly stays the same from step to step: then only the positions change."""
+
+    def __init__(self) -> None:
+        self._drawing: list[tuple[int, _Row]] | None = None
+        self.of([])
+
+    def of(self, drawing: list[tuple[int, _Row]]) -> Draws:
+        """Return the draws of these rows, each with its place in the logits. They are valid until the next call."""
+        if drawing != self._drawing:
+            params = [row.seq.params for _, row in drawing]
+            self._drawing = drawing
+            self._draws = Draws(
+                rows=_integers([at for at, _ in drawing]),
+                seed=_integers(np.array([each.seed & _MASK_64 for each in params], dtype=np.uint64).view(np.int64)),
+                positions=_integers([0] * len(drawing)),
+                **{each.name: _column(each, params) for each in _DRAW_PARAMETERS},
+            )
+            self._positions = self._draws.positions.numpy()
+        self._positions[:] = [row.position for _, row in drawing]
+        return self._draws
+
+
+def _column(parameter: Parameter, params: list[SamplingParams]) -> Tensor:
+    values = [getattr(each, parameter.name) for each in params]
+    return _integers(values) if parameter.is_integer else _numbers(values)
+
+
+def _integers(values: list[int] | np.ndarray) -> Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.int64))
+
+
+def _numbers(values: list[float] | np.ndarray) -> Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.float32))
+
+
+def _list(tokens: Tensor) -> list[int]:
+    found: list[int] = tokens.tolist()
+    return found
 
 
 class _Row:
@@ -223,7 +262,8 @@ class _Row:
     seen            the tokens that penalties apply to; None: it has no penalties
     bias_ids, bias  int64 and float32
     stop_ids        int64; banned while fewer than min_tokens tokens exist
-    is_plain        it takes its most likely token, and asks for nothing else
+    takes_mask      it has a token mask, and no fault
+    is_plain        nothing changes its logits, and it asks for no more than a token
     drafts          tokens that the sequence is taken to have behind its own
     is_late         its mask is not there in time
     """
@@ -243,15 +283,11 @@ class _Row:
         self._words: np.ndarray | None = None
         self._num_words = num_mask_words(vocab_size)
 
-        self._always_changes = (
-            params.has_penalties
-            or len(self.bias) > 0
-            or self.takes_typical
-            or (seq.token_mask is not None and self.draws)
-        )
+        self._always_changes = params.has_penalties or len(self.bias) > 0 or self.takes_typical
         holds_stops_back = params.min_tokens > 0 and len(self.stop_ids) > 0
         changes = self._always_changes or holds_stops_back or seq.token_mask is not None
-        self.is_plain = not (self.fault or self.draws or changes or params.logprobs is not None)
+        self.takes_mask = seq.token_mask is not None and self.fault is None
+        self.is_plain = not (self.fault or changes or params.logprobs is not None)
 
     def after(self, drafts: tuple[int, ...]) -> _Row:
         """The row of the token that follows these drafts."""
@@ -265,7 +301,8 @@ class _Row:
 
     @property
     def changes_logits(self) -> bool:
-        return self._always_changes or self.bans_stops or self.takes_typical
+        """Whether anything but a mask does."""
+        return self._always_changes or self.bans_stops
 
     @property
     def takes_part(self) -> bool:
@@ -273,14 +310,14 @@ class _Row:
         return self.fault is None and not self.is_late
 
     @property
-    def is_only_masked(self) -> bool:
-        """Whether its token is the most likely one of those that its mask allows."""
-        return self.seq.token_mask is not None and not self.changes_logits and self.takes_part
+    def tokens(self) -> list[int]:
+        """Those before the one to choose."""
+        return [*self.seq.tokens, *self.drafts] if self.drafts else self.seq.tokens
 
     @property
-    def noise_key(self) -> int:
-        """The position is the number of tokens before the one to draw."""
-        return noise_key(self.seq.params.seed, self.seq.num_tokens + len(self.drafts))
+    def position(self) -> int:
+        """Of the token to choose: the number of tokens before it."""
+        return self.seq.num_tokens + len(self.drafts)
 
     @property
     def mask(self) -> TokenMask:
@@ -292,12 +329,11 @@ class _Row:
     def read_mask(self, timeout_s: float) -> bool:
         """Read the mask of the next token, waiting for at most so long. Returns whether it is there."""
         if self._words is None:
-            tokens = [*self.seq.tokens, *self.drafts] if self.drafts else self.seq.tokens
-            self.is_late = not self.mask.is_ready(tokens, timeout_s)
+            self.is_late = not self.mask.is_ready(self.tokens, timeout_s)
             if self.is_late:
                 return False
             self._words = np.empty(self._num_words, dtype=np.int32)
-            fill_mask(self.mask, tokens, self._words)
+            fill_mask(self.mask, self.tokens, self._words)
         return True
 
     def forget_mask(self) -> None:
@@ -310,6 +346,20 @@ class _Row:
         """[words] int32, the mask that was read last."""
         assert self._words is not None
         return self._words
+
+
+def _num_allowed(rows: list[_Row], tokens: list[int], run: list[int]) -> int:
+    """How many of a sequence's rows, from the first one on, need no mask: their tokens are known to be allowed.
+
+    Once a token differs from the draft in its place, no later row is read.
+    """
+    for count, at in enumerate(run):
+        row = rows[at]
+        if row.changes_logits or tokens[at] < 0 or not row.mask.surely_allows(row.tokens, tokens[at]):
+            return count
+        if count + 1 < len(run) and tokens[at] != rows[run[count + 1]].drafts[-1]:
+            break
+    return len(run)
 
 
 def _read_run(rows: list[_Row], timeout_s: float) -> bool:
