@@ -1,17 +1,23 @@
-"""`python -m bench.micro.guided`: what a grammar costs per step, and what forced tokens save, on the default model.
+"""`python -m bench.micro.guided`: what a grammar costs per token, and what forced tokens save, on the default model.
 
-Guided and unguided sequences take turns in this process, so that a machine that is busy slows both. A step's time is
-that of scheduling, computing and committing it: all that passes between two tokens on the engine's loop.
+Guided and unguided sequences take turns in this process, so that a machine that is busy slows both. The time between
+two tokens (ITL) is that of scheduling, computing and committing: all that passes between them on the engine's loop.
+
+A model that is asked for JSON mostly chooses tokens that the grammar allows anyway. The worst case are random tokens as
+prompts.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import time
-from collections.abc import Callable, Iterator
-from statistics import median
-from typing import Annotated
+from collections.abc import Callable
+from functools import partial
+from statistics import mean, median
+from typing import Annotated, NamedTuple
 
+import tokenizers
 import torch
 import typer
 from rich.console import Console
@@ -27,8 +33,13 @@ from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.settings.engine import EngineConfig
 
-CONTEXT = 128
-STEPS = 40
+CONTEXT = 128  # random tokens
+ASKING = (
+    "<|im_start|>system\nYou answer in JSON.<|im_end|>\n<|im_start|>user\nWrite a JSON array of {number} people with "
+    "first_name, last_name, age, occupation (engineer, teacher, physician, student) and email_confirmed.<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+TOKENS = 40
 SIZES = (1, 8, 32)
 PERSON = {
     "type": "object",
@@ -42,13 +53,41 @@ PERSON = {
     "required": ["first_name", "last_name", "age", "occupation", "email_confirmed"],
     "additionalProperties": False,
 }
-PEOPLE = {"type": "array", "items": PERSON, "minItems": 100}  # more than the steps that are measured
+PEOPLE = {"type": "array", "items": PERSON, "minItems": 100}  # more than the tokens that are measured
 
 
-def steps(
-    runner: ModelRunner, count: int, max_tokens: int, make_mask: Callable[..., GrammarMask] | None, jumps: bool = False
-) -> Iterator[tuple[float, list[Sequence]]]:
-    """Run `count` sequences to their end; yield each step's milliseconds, prompts excepted, and the sequences."""
+def prompts(tokenizer: tokenizers.Tokenizer) -> dict[str, list[list[int]]]:
+    """Prompts of both kinds, one for each of the most sequences."""
+    dice = random.Random(1)
+    return {
+        "asks for JSON": [
+            tokenizer.encode(ASKING.format(number=100 + number), add_special_tokens=False).ids
+            for number in range(max(SIZES))
+        ],
+        "random": [dice.choices(range(tokenizer.get_vocab_size()), k=CONTEXT) for _ in range(max(SIZES))],
+    }
+
+
+class Run(NamedTuple):
+    """
+    itl_ms  from a sequence's first token to its last, over the tokens between: the mean of all sequences
+    ms      all steps behind the one that gave the first token
+    """
+
+    seqs: list[Sequence]
+    steps: int
+    ms: float
+    itl_ms: float
+
+
+def run(
+    runner: ModelRunner,
+    prompts: list[list[int]],
+    max_tokens: int,
+    make_mask: Callable[..., GrammarMask] | None,
+    jumps: bool = False,
+) -> Run:
+    """Serve a sequence of each prompt to its end, all at once."""
     scheduler = Scheduler(
         BlockPool(runner.info.num_blocks, runner.info.kv_cache.block_size),
         max_num_seqs=max(SIZES),
@@ -58,21 +97,25 @@ def steps(
         clock=time.monotonic,
     )
     seqs = []
-    for number in range(count):
-        prompt = torch.randint(0, runner.info.vocab_size, (CONTEXT,), generator=torch.Generator().manual_seed(number))
-        mask = make_mask(prompt_len=CONTEXT, jumps=jumps) if make_mask else None
-        request = Request(CONTEXT, bypass_cache=True)
-        seqs.append(Sequence(number, prompt.tolist(), request, SamplingParams(max_tokens=max_tokens), mask))
+    for number, prompt in enumerate(prompts):
+        mask = make_mask(prompt_len=len(prompt), jumps=jumps) if make_mask else None
+        request = Request(len(prompt), bypass_cache=True)
+        seqs.append(Sequence(number, list(prompt), request, SamplingParams(max_tokens=max_tokens), mask))
         scheduler.add(seqs[-1])
-    while True:
-        started = time.perf_counter()
-        plan = scheduler.schedule()
-        if plan.is_empty:
-            return
+    first: dict[int, tuple[float, int]] = {}  # by id: when the first tokens were there, and how many
+    last: dict[int, float] = {}
+    num_steps = 0
+    while not (plan := scheduler.schedule()).is_empty:
         scheduler.commit(plan, runner.launch(plan).result())
         scheduler.take_output()
-        if all(chunk.start >= CONTEXT for chunk in plan.chunks):
-            yield 1e3 * (time.perf_counter() - started), seqs
+        num_steps += 1
+        now = 1e3 * time.perf_counter()
+        for chunk in plan.chunks:
+            if chunk.samples:
+                first.setdefault(chunk.seq.id, (now, chunk.seq.output_len))
+                last[chunk.seq.id] = now
+    itl = [(last[seq.id] - first[seq.id][0]) / (seq.output_len - first[seq.id][1]) for seq in seqs]
+    return Run(seqs, num_steps, max(last.values()) - first[0][0], mean(itl))
 
 
 def main(
@@ -82,41 +125,44 @@ def main(
     """Measure the time per output token with and without a grammar, and what forced tokens save."""
     folder = resolve(DEFAULT_MODEL)
     runner = ModelRunner(EngineConfig(str(folder), dtype="bfloat16", device="cpu", threads=threads))
-    grammars = Grammars(folder, runner.info.vocab_size)
+    grammars = Grammars(folder, runner.info.vocab_size, needs_all_masks=False)
     people, person = (
         grammars.mask_maker(inference_pb2.Guided(json_schema=json.dumps(schema))) for schema in (PEOPLE, PERSON)
     )
-    table = Table(title=f"Milliseconds per step, {threads} threads, medians of {turns} turns")
-    for heading in ("sequences", "unguided", "guided", "guided ÷ unguided"):
+    kinds = prompts(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
+    table = Table(title=f"Milliseconds between two tokens, {threads} threads, medians of {turns} turns")
+    for heading in ("prompts", "sequences", "unguided", "guided", "÷ unguided", "with forced tokens", "÷ unguided"):
         table.add_column(heading, justify="right")
-    for size in SIZES:
-        times: list[tuple[float, float]] = []
-        for _ in range(turns + 1):
-            without, within = (
-                median(ms for ms, _ in steps(runner, size, STEPS, make_mask)) for make_mask in (None, people)
+    for kind, of_kind in kinds.items():
+        for size in SIZES:
+            turn = partial(run, runner, of_kind[:size], TOKENS)
+            turn(None)  # it records steps
+            times = [[turn(None).itl_ms, turn(people).itl_ms, turn(people, jumps=True).itl_ms] for _ in range(turns)]
+            plain, guided, jumping = (median(column) for column in zip(*times, strict=True))
+            ratios = [median(each[at] / each[0] for each in times) for at in (1, 2)]
+            table.add_row(
+                kind,
+                str(size),
+                f"{plain:.2f}",
+                f"{guided:.2f}",
+                f"{ratios[0]:.3f}",
+                f"{jumping:.2f}",
+                f"{ratios[1]:.3f}",
             )
-            times.append((without, within))
-        del times[0]  # it records steps
-        table.add_row(
-            str(size),
-            f"{median(without for without, _ in times):.2f}",
-            f"{median(within for _, within in times):.2f}",
-            f"{median(within / without for without, within in times):.3f}",
-        )
     Console().print(table)
 
     table = Table(title="One answer to a schema of five properties")
     for heading in ("forced tokens", "output tokens", "of them forced", "steps", "milliseconds"):
         table.add_column(heading, justify="right")
     for jumps in (False, True):
-        answers = [list(steps(runner, 1, 200, person, jumps)) for _ in range(turns)]
-        (seq,) = answers[0][0][1]
+        answers = [run(runner, kinds["asks for JSON"][:1], 200, person, jumps) for _ in range(turns)]
+        (seq,) = answers[0].seqs
         table.add_row(
             "appended" if jumps else "computed one by one",
             str(seq.output_len),
             str(seq.account.forced_tokens),
-            str(len(answers[0]) + 1),
-            f"{median(sum(ms for ms, _ in answer) for answer in answers):.0f}",
+            str(answers[0].steps),
+            f"{median(each.ms for each in answers):.0f}",
         )
     Console().print(table)
 
