@@ -1,7 +1,8 @@
 """`python -m bench.micro.guided`: what a grammar costs per token, and what forced tokens save, on the default model.
 
-Guided and unguided sequences take turns in this process, so that a machine that is busy slows both. The time between
-two tokens (ITL) is that of scheduling, computing and committing: all that passes between them on the engine's loop.
+Guided and unguided sequences take turns in this process, step by step, so that a machine that is busy slows both. The
+time between two tokens (ITL) is that of scheduling, computing and committing: all that passes between them on the
+engine's loop.
 
 A model that is asked for JSON mostly chooses tokens that the grammar allows anyway. The worst case are random tokens as
 prompts.
@@ -13,9 +14,8 @@ import json
 import random
 import time
 from collections.abc import Callable
-from functools import partial
 from statistics import mean, median
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import tokenizers
 import torch
@@ -68,54 +68,74 @@ def prompts(tokenizer: tokenizers.Tokenizer) -> dict[str, list[list[int]]]:
     }
 
 
-class Run(NamedTuple):
+class Server:
+    """Serves a sequence of each prompt to its end, all at once, step by step. Only the time of its own steps counts.
+
+    num_steps  so far
+    ms         of all steps behind the one that gave the first token
+    itl_ms     from a sequence's first token to its last, over the tokens between: the mean of all sequences
     """
-    itl_ms  from a sequence's first token to its last, over the tokens between: the mean of all sequences
-    ms      all steps behind the one that gave the first token
-    """
 
-    seqs: list[Sequence]
-    steps: int
-    ms: float
-    itl_ms: float
+    def __init__(
+        self,
+        runner: ModelRunner,
+        prompts: list[list[int]],
+        max_tokens: int,
+        make_mask: Callable[..., GrammarMask] | None = None,
+        jumps: bool = False,
+    ) -> None:
+        self._runner = runner
+        self._scheduler = Scheduler(
+            BlockPool(runner.info.num_blocks, runner.info.kv_cache.block_size),
+            max_num_seqs=max(SIZES),
+            token_budget=runner.info.limits.token_budget,
+            max_model_len=runner.info.max_model_len,
+            prefix_caching=False,
+            clock=time.monotonic,
+        )
+        self.seqs: list[Sequence] = []
+        for number, prompt in enumerate(prompts):
+            mask = make_mask(prompt_len=len(prompt), jumps=jumps) if make_mask else None
+            request = Request(len(prompt), bypass_cache=True)
+            self.seqs.append(Sequence(number, list(prompt), request, SamplingParams(max_tokens=max_tokens), mask))
+            self._scheduler.add(self.seqs[-1])
+        self.num_steps = 0
+        self._spent_ms = 0.0
+        self._first: dict[int, tuple[float, int]] = {}  # by id: when the first tokens were there, and how many
+        self._last: dict[int, float] = {}
 
-
-def run(
-    runner: ModelRunner,
-    prompts: list[list[int]],
-    max_tokens: int,
-    make_mask: Callable[..., GrammarMask] | None,
-    jumps: bool = False,
-) -> Run:
-    """Serve a sequence of each prompt to its end, all at once."""
-    scheduler = Scheduler(
-        BlockPool(runner.info.num_blocks, runner.info.kv_cache.block_size),
-        max_num_seqs=max(SIZES),
-        token_budget=runner.info.limits.token_budget,
-        max_model_len=runner.info.max_model_len,
-        prefix_caching=False,
-        clock=time.monotonic,
-    )
-    seqs = []
-    for number, prompt in enumerate(prompts):
-        mask = make_mask(prompt_len=len(prompt), jumps=jumps) if make_mask else None
-        request = Request(len(prompt), bypass_cache=True)
-        seqs.append(Sequence(number, list(prompt), request, SamplingParams(max_tokens=max_tokens), mask))
-        scheduler.add(seqs[-1])
-    first: dict[int, tuple[float, int]] = {}  # by id: when the first tokens were there, and how many
-    last: dict[int, float] = {}
-    num_steps = 0
-    while not (plan := scheduler.schedule()).is_empty:
-        scheduler.commit(plan, runner.launch(plan).result())
-        scheduler.take_output()
-        num_steps += 1
-        now = 1e3 * time.perf_counter()
+    def step(self) -> bool:
+        """Return False once all sequences have ended."""
+        began = time.perf_counter()
+        plan = self._scheduler.schedule()
+        if plan.is_empty:
+            return False
+        self._scheduler.commit(plan, self._runner.launch(plan).result())
+        self._scheduler.take_output()
+        self._spent_ms += 1e3 * (time.perf_counter() - began)
+        self.num_steps += 1
         for chunk in plan.chunks:
             if chunk.samples:
-                first.setdefault(chunk.seq.id, (now, chunk.seq.output_len))
-                last[chunk.seq.id] = now
-    itl = [(last[seq.id] - first[seq.id][0]) / (seq.output_len - first[seq.id][1]) for seq in seqs]
-    return Run(seqs, num_steps, max(last.values()) - first[0][0], mean(itl))
+                self._first.setdefault(chunk.seq.id, (self._spent_ms, chunk.seq.output_len))
+                self._last[chunk.seq.id] = self._spent_ms
+        return True
+
+    @property
+    def ms(self) -> float:
+        return max(self._last.values()) - self._first[0][0]
+
+    @property
+    def itl_ms(self) -> float:
+        return mean(
+            (self._last[seq.id] - self._first[seq.id][0]) / (seq.output_len - self._first[seq.id][1])
+            for seq in self.seqs
+        )
+
+
+def take_turns(servers: list[Server]) -> None:
+    """Run servers to their ends, a step of each after the other."""
+    while servers:
+        servers = [server for server in servers if server.step()]
 
 
 def main(
@@ -124,8 +144,9 @@ def main(
 ) -> None:
     """Measure the time per output token with and without a grammar, and what forced tokens save."""
     folder = resolve(DEFAULT_MODEL)
-    runner = ModelRunner(EngineConfig(str(folder), dtype="bfloat16", device="cpu", threads=threads))
-    grammars = Grammars(folder, runner.info.vocab_size, needs_all_masks=False)
+    config = EngineConfig(str(folder), dtype="bfloat16", device="cpu", threads=threads, kv_cache_gb=0.5)
+    runners = [ModelRunner(config) for _ in range(3)]
+    grammars = Grammars(folder, runners[0].info.vocab_size, needs_all_masks=False)
     people, person = (
         grammars.mask_maker(inference_pb2.Guided(json_schema=json.dumps(schema))) for schema in (PEOPLE, PERSON)
     )
@@ -135,9 +156,16 @@ def main(
         table.add_column(heading, justify="right")
     for kind, of_kind in kinds.items():
         for size in SIZES:
-            turn = partial(run, runner, of_kind[:size], TOKENS)
-            turn(None)  # it records steps
-            times = [[turn(None).itl_ms, turn(people).itl_ms, turn(people, jumps=True).itl_ms] for _ in range(turns)]
+            times = []
+            for turn in range(1 + turns):
+                servers = [
+                    Server(runners[0], of_kind[:size], TOKENS),
+                    Server(runners[1], of_kind[:size], TOKENS, people),
+                    Server(runners[2], of_kind[:size], TOKENS, people, jumps=True),
+                ]
+                take_turns(servers)
+                if turn:  # the first one records steps
+                    times.append([server.itl_ms for server in servers])
             plain, guided, jumping = (median(column) for column in zip(*times, strict=True))
             ratios = [median(each[at] / each[0] for each in times) for at in (1, 2)]
             table.add_row(
@@ -154,15 +182,18 @@ def main(
     table = Table(title="One answer to a schema of five properties")
     for heading in ("forced tokens", "output tokens", "of them forced", "steps", "milliseconds"):
         table.add_column(heading, justify="right")
-    for jumps in (False, True):
-        answers = [run(runner, kinds["asks for JSON"][:1], 200, person, jumps) for _ in range(turns)]
-        (seq,) = answers[0].seqs
+    answers = []
+    for _ in range(turns):
+        answers.append([Server(runners[at], kinds["asks for JSON"][:1], 200, person, jumps=at == 1) for at in (0, 1)])
+        take_turns(answers[-1])
+    for name, servers in zip(("computed one by one", "appended"), zip(*answers, strict=True), strict=True):
+        (seq,) = servers[0].seqs
         table.add_row(
-            "appended" if jumps else "computed one by one",
+            name,
             str(seq.output_len),
             str(seq.account.forced_tokens),
-            str(answers[0].steps),
-            f"{median(each.ms for each in answers):.0f}",
+            str(servers[0].num_steps),
+            f"{median(server.ms for server in servers):.0f}",
         )
     Console().print(table)
 
