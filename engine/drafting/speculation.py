@@ -26,6 +26,7 @@ FIRST_CHANCE = 0.5  # what is expected of a new sequence's drafts
 WEIGHT = 0.2  # of the last verified draft in a sequence's chance: about five count
 PATIENCE = 32  # steps without a draft after which one is tried again; doubled each time that it is refused
 MOST_PATIENCE = 256
+DEAR = 0.125  # tokens that a row costs: where it costs more, drafts are tried that much more rarely
 WAIT_MARGIN = 1.5  # where steps overlap, drafts must bring this many times the tokens that waiting for them loses
 MOST_WATCHED = 64  # sequences whose tokens are guessed while they do not draft: each takes the host microseconds
 
@@ -51,22 +52,23 @@ class _Record:
     """What became of a sequence's drafts.
 
     chance    that a draft is accepted, if all before it were: a mean that forgets exponentially
-    num_idle  steps since it last drafted
+    idle      steps since it last drafted; those in which a draft would have been dear count less
     patience  such steps after which it tries again
     guess     a position of the sequence and the token that was guessed there, but not drafted
     """
 
     chance: float = FIRST_CHANCE
-    num_idle: int = 0
+    idle: float = 0.0
     patience: int = PATIENCE
     guess: tuple[int, int] | None = None
 
     @property
     def tries_again(self) -> bool:
-        return self.num_idle >= self.patience
+        return self.idle >= self.patience
 
-    def num_likely(self, least_chance: float, most: int) -> int:
-        """Count the drafts, up to `most`, that are all accepted with at least this chance."""
+    def num_likely(self, cost: float, most: int) -> int:
+        """Count the drafts, up to `most`, that are each likely enough for what a row costs in tokens."""
+        least_chance = max(LEAST_CHANCE, MARGIN * cost)
         return int(math.log(least_chance) / math.log(self.chance)) if self.chance < 1.0 else most
 
     def compare(self, tokens: list[int]) -> None:
@@ -135,11 +137,10 @@ class Speculation:
         if MARGIN * row_s * count >= step_s:
             return
         cost = row_s * count / step_s
-        least_chance = max(LEAST_CHANCE, MARGIN * cost)
         offers = []
         for chunk in decodes:
             record = self._record(chunk.seq)
-            if guesses := self._guesses(chunk.seq, record, least_chance, room):
+            if guesses := self._guesses(chunk.seq, record, cost, room):
                 offers.append(_Offer(chunk, guesses, record.chance, record.tries_again))
         if costs.overlap and costs.wait_s is None and len(offers) == num_running:
             return  # what waiting loses is not known: this step will tell
@@ -163,14 +164,13 @@ class Speculation:
         if MARGIN * row_s * count >= step_s:
             return []
         cost = row_s * count / step_s
-        least_chance = max(LEAST_CHANCE, MARGIN * cost)
         offers = []
         for chunk in decodes:
             record = self._record(chunk.seq)
             if (most := self._most_drafts(chunk.seq, num_tokens=chunk.seq.num_tokens + 1)) <= 0:
                 continue
             record.compare(chunk.seq.tokens)
-            guesses = self._drafter.propose(chunk.seq, 1 + min(most, record.num_likely(least_chance, most)))
+            guesses = self._drafter.propose(chunk.seq, 1 + min(most, record.num_likely(cost, most)))
             if guesses:
                 record.guess = chunk.seq.num_tokens, guesses[0]
                 offers.append(_Offer(chunk, guesses, record.chance, False))
@@ -189,7 +189,7 @@ class Speculation:
             record.patience = PATIENCE
         elif record.tries_again:
             record.patience = min(2 * record.patience, MOST_PATIENCE)
-        record.num_idle = 0
+        record.idle = 0.0
 
     def forget(self, seq: Sequence) -> None:
         """Drop what is kept for a sequence: it has ended."""
@@ -218,13 +218,16 @@ class Speculation:
         most = min(self.most, seq.max_len - num_tokens - 1)  # one token is chosen behind the last draft
         return most if seq.params.max_draft_tokens is None else min(most, seq.params.max_draft_tokens)
 
-    def _guesses(self, seq: Sequence, record: _Record, least_chance: float, room: int) -> list[int]:
-        """Guess as many tokens as are likely enough, or one if the sequence has not drafted for long."""
+    def _guesses(self, seq: Sequence, record: _Record, cost: float, room: int) -> list[int]:
+        """Guess as many tokens as are likely enough, or one if the sequence has not drafted for long.
+
+        cost  of a row, in tokens
+        """
         most = min(room, self._most_drafts(seq, seq.num_tokens))
         if most <= 0:
             return []
-        record.num_idle += 1
-        likely = record.num_likely(least_chance, most)
+        record.idle += DEAR / max(DEAR, cost)
+        likely = record.num_likely(cost, most)
         if not likely and not record.tries_again:
             return []
         return self._allowed(seq, self._drafter.propose(seq, min(most, max(1, likely))))

@@ -119,18 +119,19 @@ def test_likely_drafts_come_first_when_the_step_has_little_room() -> None:
     assert rule.decide(room=3) == {1: 3}
 
 
-def test_refused_drafts_stop_and_are_tried_again_ever_more_rarely() -> None:
-    rule = Rule(1, IDLE)
+@pytest.mark.parametrize(("row_s", "rarer"), [(0.3, 1), (4.0, 4)])
+def test_refused_drafts_stop_and_are_tried_again_ever_more_rarely(row_s: float, rarer: int) -> None:
+    rule = Rule(1, Costs(8.0 - row_s, row_s))
     rule.learn(0, 1, 0)
     tried = []
-    for number in range(400):
+    for number in range(400 * rarer):
         if drafted := rule.decide():
             assert drafted == {0: 1}
             tried.append(number)
             rule.speculation.verified(rule.seqs[0], 1, 0)
     gaps = [after - before for before, after in pairwise(tried)]
-    assert tried[0] == speculation.PATIENCE - 1
-    assert gaps == [2 * speculation.PATIENCE, 4 * speculation.PATIENCE]
+    assert tried[0] == rarer * speculation.PATIENCE - 1
+    assert gaps == [2 * rarer * speculation.PATIENCE, 4 * rarer * speculation.PATIENCE]
 
 
 def test_a_try_that_succeeds_brings_drafts_back() -> None:
