@@ -186,14 +186,14 @@ def main(
     for _ in range(turns):
         answers.append([Server(runners[at], kinds["asks for JSON"][:1], 200, person, jumps=at == 1) for at in (0, 1)])
         take_turns(answers[-1])
-    for name, servers in zip(("computed one by one", "appended"), zip(*answers, strict=True), strict=True):
-        (seq,) = servers[0].seqs
+    for name, same in zip(("computed one by one", "appended"), zip(*answers, strict=True), strict=True):
+        (seq,) = same[0].seqs
         table.add_row(
             name,
             str(seq.output_len),
             str(seq.account.forced_tokens),
-            str(servers[0].num_steps),
-            f"{median(server.ms for server in servers):.0f}",
+            str(same[0].num_steps),
+            f"{median(server.ms for server in same):.0f}",
         )
     Console().print(table)
 
