@@ -11,7 +11,18 @@ uint32_t mix(uint32_t x) {
     return x ^ x >> 16;
 }
 
-double noise(int64_t key, int64_t id) {
+uint64_t splitmix(uint64_t x) {
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+uint64_t key_of(int64_t seed, int64_t position) {
+    return splitmix(splitmix(static_cast<uint64_t>(seed)) ^ static_cast<uint64_t>(position));
+}
+
+double noise(uint64_t key, int64_t id) {
     uint32_t bits = mix(mix(static_cast<uint32_t>(id) ^ static_cast<uint32_t>(key)) ^ static_cast<uint32_t>(key >> 32));
     return -std::log(-std::log((bits >> 8 | 1) * 0x1p-24));
 }
@@ -23,7 +34,7 @@ struct Rules {
 };
 
 // The index of the greatest score among the elements that the rules keep.
-int64_t draw_plainly(const std::vector<float>& row, int64_t key, const Rules& rules) {
+int64_t draw_plainly(const std::vector<float>& row, uint64_t key, const Rules& rules) {
     float top = *std::max_element(row.begin(), row.end());
     std::vector<float> scaled;
     for (float element : row) scaled.push_back((element - top) / rules.temperature);
@@ -48,25 +59,28 @@ int64_t draw_plainly(const std::vector<float>& row, int64_t key, const Rules& ru
     return token;
 }
 
-// One row a key, by the same rules.
-Room<int64_t> draw_each(const Subject& on, Tensor& x, const std::vector<int64_t>& rows, const std::vector<int64_t>& likeliest,
-                        const std::vector<int64_t>& keys, const Rules& rules, int64_t size) {
+// Draws in some rows by the same rules. `tokens` holds the index of each row's maximum, and one more number.
+Room<int64_t> draw_each(const Subject& on, Tensor& x, const std::vector<int64_t>& tokens, const std::vector<int64_t>& rows,
+                        const std::vector<int64_t>& seeds, const std::vector<int64_t>& positions, const Rules& rules,
+                        int64_t size, bool only_likeliest = false) {
     auto count = static_cast<int64_t>(rows.size());
     std::vector<float> temperature(count, rules.temperature), top_p(count, rules.top_p), lowest(count, rules.lowest);
     std::vector<int64_t> top_k(count, rules.top_k);
-    Room<int64_t> drawn(count, 1);
+    Room<int64_t> drawn(static_cast<int64_t>(tokens.size()), 1);
+    std::copy(tokens.begin(), tokens.end(), drawn.data());
     DrawArgs args{};
     args.x = x.data();
     args.rows = rows.data();
-    args.likeliest = likeliest.data();
     args.temperature = temperature.data();
-    args.keys = keys.data();
+    args.seed = seeds.data();
+    args.positions = positions.data();
     args.top_k = top_k.data();
     args.top_p = top_p.data();
     args.lowest = lowest.data();
-    args.drawn = drawn.data();
+    args.tokens = drawn.data();
     args.count = count;
     args.size = size;
+    args.only_likeliest = only_likeliest;
     on.ops.draw(on.pool, on.dtype, args);
     return drawn;
 }
@@ -90,7 +104,7 @@ Findings test_draw(const Subject& on) {
         {5, MOST_TOP_K, 0.5f, -3},    {1, 0, 0.95f, -INFINITY},     {3, 0, 0.5f, -INFINITY},    {20, 0, 1e-6f, -INFINITY},
         {1, 0, 1, -2.5f},             {1, 0, 1, 0},                 {2, 0, 0.9f, -1.5f},        {1, MOST_TOP_K + 1, 1, -INFINITY},
     };
-    constexpr int64_t ROWS = 4, KEYS = 20;
+    constexpr int64_t ROWS = 4, TURNS = 27;
     for (int64_t size : {1, 5, 63, 64, 75, 1000}) {
         Tensor x(on.dtype, ROWS * size, random, 4);
         for (int64_t i = 0; i < size; i++) {
@@ -100,24 +114,36 @@ Findings test_draw(const Subject& on) {
         }
         std::vector<std::vector<float>> elements;
         for (int64_t row = 0; row < ROWS; row++) elements.push_back(row_of(x, row, size));
+        std::vector<int64_t> greatest;
+        for (const std::vector<float>& row : elements) greatest.push_back(index_of_greatest(row));
         for (const Rules& rules : all_rules) {
-            std::vector<int64_t> rows, likeliest, keys;
-            for (int64_t at = 0; at < ROWS * KEYS; at++) {
-                rows.push_back(at * 3 % ROWS);
-                likeliest.push_back(at == 7 ? -1 : index_of_greatest(elements[rows[at]]));
-                keys.push_back(static_cast<int64_t>(random.bits() << 32 ^ random.bits()));
-            }
-            Room<int64_t> drawn = draw_each(on, x, rows, likeliest, keys, rules, size);
             int64_t unsure = 0;
-            for (int64_t at = 0; at < ROWS * KEYS; at++) {
-                int64_t token = drawn.data()[at];
-                unsure += token == UNSURE_DRAW;
-                int64_t want = at == 7 ? -1 : draw_plainly(elements[rows[at]], keys[at], rules);
-                found.require(token == UNSURE_DRAW || token == want, "drew another element");
+            for (int64_t turn = 0; turn < TURNS; turn++) {
+                int64_t idle = turn % ROWS, is_broken = turn == 7;  // every other row draws, in another order each turn
+                std::vector<int64_t> rows, seeds, positions;
+                for (int64_t at = 1; at < ROWS; at++) {
+                    rows.push_back((idle + at) % ROWS);
+                    seeds.push_back(static_cast<int64_t>(random.bits() << 32 ^ random.bits()));
+                    positions.push_back(static_cast<int64_t>(random.bits() >> 1));
+                }
+                std::vector<int64_t> tokens = greatest;
+                if (is_broken) tokens[rows[0]] = -1;
+                tokens.push_back(-7);
+                Room<int64_t> drawn = draw_each(on, x, tokens, rows, seeds, positions, rules, size);
+                Room<int64_t> likeliest = draw_each(on, x, tokens, rows, seeds, positions, rules, size, true);
+                for (size_t at = 0; at < rows.size(); at++) {
+                    int64_t row = rows[at], token = drawn.data()[row];
+                    unsure += token == UNSURE_DRAW;
+                    bool is_lost = is_broken && at == 0;
+                    int64_t want = is_lost ? -1 : draw_plainly(elements[row], key_of(seeds[at], positions[at]), rules);
+                    found.require(token == UNSURE_DRAW || token == want, "drew another element");
+                    found.require(likeliest.data()[row] == (token == tokens[row] ? token : -1), "told of another element");
+                }
+                found.require(drawn.data()[idle] == tokens[idle] && drawn.data()[ROWS] == -7, "drew in a row that does not");
+                found.require(drawn.has_whole_guards() && likeliest.has_whole_guards(), "wrote beyond its output");
             }
             bool is_beyond = rules.top_k > MOST_TOP_K && rules.top_k < size;
-            found.require(is_beyond ? unsure == ROWS * KEYS - 1 : unsure <= 2, "was sure of too much, or too seldom");
-            found.require(drawn.has_whole_guards(), "wrote beyond its output");
+            found.require(is_beyond ? unsure == TURNS * (ROWS - 1) - 1 : unsure <= 2, "was sure of too much, or too seldom");
         }
     }
     return found;
@@ -126,23 +152,24 @@ Findings test_draw(const Subject& on) {
 // Elements that noise makes nearly equal, and masses that end where top-p does.
 Findings test_unsure_draws(const Subject& on) {
     Findings found(0);
-    constexpr int64_t SIZE = 300, KEYS = 50;
-    for (int64_t key = 0; key < KEYS; key++) {
+    constexpr int64_t SIZE = 300, SEEDS = 50;
+    for (int64_t seed = 0; seed < SEEDS; seed++) {
         if (on.dtype == Dtype::bfloat16) break;  // it has too few digits to cancel noise
         Tensor x(on.dtype, SIZE);
-        for (int64_t i = 0; i < SIZE; i++) x.set(i, -noise(key, i));
-        Room<int64_t> drawn = draw_each(on, x, {0}, {index_of_greatest(row_of(x, 0, SIZE))}, {key}, {1, 0, 1, -INFINITY}, SIZE);
+        for (int64_t i = 0; i < SIZE; i++) x.set(i, -noise(key_of(seed, 3), i));
+        std::vector<int64_t> tokens{index_of_greatest(row_of(x, 0, SIZE))};
+        Room<int64_t> drawn = draw_each(on, x, tokens, {0}, {seed}, {3}, {1, 0, 1, -INFINITY}, SIZE);
         found.require(drawn.data()[0] == UNSURE_DRAW, "was sure of one of equal scores");
     }
     Tensor halves(Dtype::float32, 8);
     for (int64_t i = 0; i < 8; i++) halves.set(i, -std::log(2.0) * static_cast<double>(std::min<int64_t>(i + 1, 7)));
     Subject wide{on.ops, on.alone, on.pool, Dtype::float32};
     int64_t unsure = 0;
-    for (int64_t key = 0; key < KEYS; key++) {
-        Room<int64_t> drawn = draw_each(wide, halves, {0}, {0}, {key}, {1, 0, 0.75f, -INFINITY}, 8);
+    for (int64_t seed = 0; seed < SEEDS; seed++) {
+        Room<int64_t> drawn = draw_each(wide, halves, {0}, {0}, {seed}, {3}, {1, 0, 0.75f, -INFINITY}, 8);
         unsure += drawn.data()[0] == UNSURE_DRAW;
         found.require(drawn.data()[0] <= 1, "drew an element that top-p drops");
     }
-    found.require(unsure > 0 && unsure < KEYS / 2, "was sure of a mass that is as great as top-p");
+    found.require(unsure > 0 && unsure < SEEDS / 2, "was sure of a mass that is as great as top-p");
     return found;
 }
