@@ -4,7 +4,6 @@ from pagoda_server.kernels.adjust_logits import LogitAdjustments
 from pagoda_server.kernels.backend import Backend
 from pagoda_server.kernels.copy_blocks import bytes_of_block, copy_blocks, load_blocks, save_blocks
 from pagoda_server.kernels.embedding import Embedding
-from pagoda_server.kernels.gumbel import noise_key
 from pagoda_server.kernels.linear import Linear, prefers_whole_native
 from pagoda_server.kernels.linear_int4 import Int4Weight
 from pagoda_server.kernels.linear_quantized import has_native_int8_weight
@@ -50,7 +49,6 @@ __all__ = [
     "keep_freed_memory",
     "load_backend",
     "load_blocks",
-    "noise_key",
     "prefers_whole_native",
     "save_blocks",
     "set_num_threads",

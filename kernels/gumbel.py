@@ -1,7 +1,7 @@
 """Counter-based noise: a function of (seed, position, token id) alone, the same at any load.
 
-A 64-bit key is made from seed and position on the host; two rounds of 32-bit integer arithmetic then turn key and token
-id into noise on the device, the same on every device.
+A 64-bit key is made from seed and position; two rounds of 32-bit integer arithmetic then turn key and token id into
+noise, the same on every device.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ _MASK_64 = 0xFFFF_FFFF_FFFF_FFFF
 _STEP = 2.0**-24
 
 
-def noise_key(seed: int, position: int) -> int:
-    """64 bits, as a signed integer. A splitmix64 step (Steele et al., 2014) over the seed, then over the position."""
-    return _signed(_mix_64(_mix_64(seed & _MASK_64) ^ (position & _MASK_64)), 64)
-
-
 def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """`noise_key` of each seed and position, all [n] int64, where both are on the device."""
-    return _mix_64_wrapping(_mix_64_wrapping(seeds) ^ positions)
+    """A splitmix64 step (Steele et al., 2014) over the seed, then over the position.
+
+    seeds, positions, return  [n] int64, where unsigned numbers are the same 64 bits
+    """
+    return _mix_64(_mix_64(seeds) ^ positions)
 
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Gumbel noise -log(-log u) of each token.
 
-    keys, token_ids  int64, shapes that broadcast; keys by `noise_key`
+    keys, token_ids  int64, shapes that broadcast; keys by `noise_keys`
     return           float32 of the broadcast shape
 
     u comes from two rounds of the 32-bit finalizer of MurmurHash3 (Appleby, 2011), keyed by the key's halves.
@@ -40,15 +38,8 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     return bits.float().mul_(_STEP).log_().neg_().log_().neg_()
 
 
-def _mix_64(x: int) -> int:
-    x = (x + 0x9E37_79B9_7F4A_7C15) & _MASK_64
-    x = ((x ^ (x >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK_64
-    x = ((x ^ (x >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK_64
-    return x ^ (x >> 31)
-
-
-def _mix_64_wrapping(x: Tensor) -> Tensor:
-    """`_mix_64` on int64 whose products wrap; a right shift must not carry the sign along, hence the masks."""
+def _mix_64(x: Tensor) -> Tensor:
+    """On int64 whose sums and products wrap; a right shift must not carry the sign along, hence the masks."""
     x = x + _signed(0x9E37_79B9_7F4A_7C15, 64)
     x = (x ^ ((x >> 30) & (_MASK_64 >> 30))) * _signed(0xBF58_476D_1CE4_E5B9, 64)
     x = (x ^ ((x >> 27) & (_MASK_64 >> 27))) * _signed(0x94D0_49BB_1331_11EB, 64)

@@ -152,7 +152,7 @@ def sample_rows(
 
     Log-probabilities are those of the model, in float32, before anything changes the logits; equally likely tokens
     come in ascending order. Then penalties, biases, bans and masks (`adjust_logits`), then the choice (`sample`, with
-    the noise of `noise_key(seed, position)`): the same token as those choose. It becomes the row's `last_token`, and
+    the noise of seed and position): the same token as those choose. It becomes the row's `last_token`, and
     its count grows by one if the row has penalties. A broken row (-1) changes neither. Nor does a sequence with drafts:
     which of its tokens count is known when all are chosen.
     """

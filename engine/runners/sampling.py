@@ -17,6 +17,11 @@ def draws_at_random(params: SamplingParams) -> bool:
     return params.temperature >= _SMALLEST_TEMPERATURE and params.top_k != 1
 
 
+def signed_seeds(params: Iterable[SamplingParams]) -> np.ndarray:
+    """Return [params] int64: the same 64 bits as the unsigned seeds."""
+    return np.array([each.seed & 0xFFFF_FFFF_FFFF_FFFF for each in params], dtype=np.uint64).view(np.int64)
+
+
 def find_fault(params: SamplingParams, vocab_size: int) -> str | None:
     """Why these parameters cannot be used with this vocabulary: one row's mistake must not spoil the batch."""
     for each in PARAMETERS:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def noise_key(seed_low, seed_high, position):
-    """uint64 of `kernels.gumbel.noise_key`, from int32 halves of the seed."""
+    """uint64 of `kernels.gumbel.noise_keys`, from int32 halves of the seed."""
     seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True)
     return _mix_64(_mix_64(seed) ^ position.to(tl.uint64))
 

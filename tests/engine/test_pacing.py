@@ -335,7 +335,7 @@ def test_a_step_that_prepared_those_of_its_shape_teaches_nothing() -> None:
         costs.committed(StepPlan([Chunk(seq, 499, 1, samples=True)] * rows), is_first=is_first)
 
     for rows in (1, 2, 4, 2, 1, 3, 8, 1) * 3:
-        step(rows, 0.002 + 0.001 * rows, is_first=False)
+        step(rows, 0.002 + 0.001 * rows)
     step(9, 5.0, is_first=True)
     assert costs.decodes_s(9, 9 * 500) == pytest.approx(0.011, rel=0.05)
     step(9, 0.011)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from pagoda_server.engine.runners.cpu.sampler import Sampler
-from pagoda_server.kernels import load_backend, noise_key
+from pagoda_server.kernels import load_backend
 from pagoda_server.kernels.gumbel import noise_keys
 from pagoda_server.kernels.row_sampling import sample_rows
+from tests.kernels.plain_noise import noise_key
 from tests.kernels.sampling_rows import any_sequence, drafts_of, poisoned, rows_for, sequence, write_drafts, write_row
 
 VOCAB = 333

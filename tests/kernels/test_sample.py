@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels import Draws, noise_key, sample_cpu
+from pagoda_server.kernels import Draws, sample_cpu
 from pagoda_server.kernels.backend import CPU, NATIVE, REFERENCE, Backend
 from pagoda_server.kernels.gumbel import gumbel
 from pagoda_server.kernels.sample import row_sums
 from pagoda_server.kernels.sample_cpu import LEADING_TOKENS
 from tests.kernels.backends import BACKENDS
+from tests.kernels.plain_noise import noise_key
 
 BOTH = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 

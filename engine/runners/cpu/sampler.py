@@ -16,13 +16,12 @@ from torch import Tensor
 from pagoda_server.engine.core.sequence import SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.core.step import TokenLogprobs
 from pagoda_server.engine.runners.late_masks import read_masks
-from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault, num_mask_words
+from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault, num_mask_words, signed_seeds
 from pagoda_server.kernels import Backend, Draws, LogitAdjustments, drop_untypical
 from pagoda_server.settings.sampling import PARAMETERS, Parameter
 
 _NAMES_OF_DRAWS = {each.name for each in fields(Draws)}
 _DRAW_PARAMETERS = [each for each in PARAMETERS if each.name in _NAMES_OF_DRAWS]
-_MASK_64 = 0xFFFF_FFFF_FFFF_FFFF
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -226,7 +225,7 @@ class _KeptDraws:
             self._drawing = drawing
             self._draws = Draws(
                 rows=_integers([at for at, _ in drawing]),
-                seed=_integers(np.array([each.seed & _MASK_64 for each in params], dtype=np.uint64).view(np.int64)),
+                seed=_integers(signed_seeds(params)),
                 positions=_integers([0] * len(drawing)),
                 **{each.name: _column(each, params) for each in _DRAW_PARAMETERS},
             )
@@ -316,7 +315,7 @@ class _Row:
 
     @property
     def position(self) -> int:
-        """Of the token to choose: the number of tokens before it."""
+        """The place of the token to choose, which is the number of tokens before it."""
         return self.seq.num_tokens + len(self.drafts)
 
     @property

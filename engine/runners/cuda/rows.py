@@ -15,7 +15,7 @@ from pagoda_server.engine.core.sequence import SamplingParams, Sequence, State, 
 from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.runners.cuda.staging import Staging
 from pagoda_server.engine.runners.late_masks import read_masks
-from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault
+from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault, signed_seeds
 from pagoda_server.kernels import MAX_TOP_LOGPROBS, SamplingRows, allocate_rows
 from pagoda_server.kernels.row_sampling import IN_PROMPT, MAX_BIASES, MAX_STOPS
 from pagoda_server.settings.sampling import PARAMETERS
@@ -307,7 +307,7 @@ class _RowParameters:
 
 def _single_values(params: SamplingParams, seq: Sequence) -> dict[str, float]:
     """Return the fields of a row that hold one number."""
-    low, high = np.array([params.seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64).view(np.int32)
+    low, high = signed_seeds([params]).view(np.int32)
     return {
         **{each.name: min(getattr(params, each.name), _MOST) for each in PARAMETERS},
         "temperature": params.temperature if draws_at_random(params) else 0.0,

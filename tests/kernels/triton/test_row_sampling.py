@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from pagoda_server.engine.core.sequence import Sequence
-from pagoda_server.kernels import noise_key
 from pagoda_server.kernels.gumbel import gumbel
 from pagoda_server.kernels.row_sampling import (
     MAX_BIASES,
@@ -28,6 +27,7 @@ from pagoda_server.kernels.row_sampling import (
 from pagoda_server.kernels.triton import row_sampling
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.kernels.triton.row_sampling import Config, sample_rows_triton
+from tests.kernels.plain_noise import noise_key
 from tests.kernels.sampling_rows import any_sequence, drafts_of, poisoned, rows_for, sequence, write_drafts, write_row
 from tests.kernels.triton.device import DEVICE
 
