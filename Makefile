@@ -37,7 +37,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test test-simulated test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
+.PHONY: help demo serve test test-simulated test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures real-models test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
 
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -94,6 +94,9 @@ test-counterparts: $(DEV) ## test beside the programs that others use with it; i
 page-pictures: $(DEV)     ## take README's pictures of the page, in Chromium; installs Debian packages if it is root
 	@tests/counterparts/install
 	@$(BIN)/python -m tests.counterparts.pictures
+
+real-models: $(DEV)       ## fetch a second real model and tokenizers, half a gigabyte: tests that need them skip without
+	@$(BIN)/python -m tests.real_models
 
 test-wheels: $(DEV)       ## install both wheels beside Hugging Face's `kernels`, and call the installed server
 	@$(BIN)/python -m pytest -v tests/test_wheels.py $(ARGS)
