@@ -55,7 +55,8 @@ class HttpCall:
     def __init__(self, scope: Scope, receive: Receive, send: Send, max_bytes: int) -> None:
         self.is_gone = False
         self.has_begun = False
-        self.answer: Answer | None = None  # once its request has been translated
+        self.make_answer: Callable[[], Answer] | None = None  # once its request has been translated
+        self._answer: Answer | None = None
         self._metadata = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         self._receive = receive
         self._send = send
@@ -101,9 +102,16 @@ class HttpCall:
         self._watch = asyncio.create_task(self._cancel_when_gone(task))
         return b"".join(parts)
 
+    @property
+    def answer(self) -> Answer:
+        """The answer, which exists from its first message on: the request, which decides its size, is valid then."""
+        if self._answer is None:
+            assert self.make_answer is not None, "nothing is written before the request is translated"
+            self._answer = self.make_answer()
+        return self._answer
+
     def take(self, message: Any) -> bytes:
         """Give a message to the answer. Returns the bytes to send now."""
-        assert self.answer is not None, "nothing is written before the request is translated"
         return self.answer.take(message)
 
     async def write(self, message: inference_pb2.GenerateResponse) -> None:
@@ -114,7 +122,6 @@ class HttpCall:
 
     async def finish(self) -> None:
         """Send the rest of the answer. Raises PagodaError if it is not complete."""
-        assert self.answer is not None, "the call has ended well"
         last = self.answer.end()
         self.close()
         if not self.has_begun:
@@ -136,7 +143,6 @@ class HttpCall:
             self._watch.cancel()
 
     async def _begin(self, header: tuple[bytes, bytes]) -> None:
-        assert self.answer is not None
         self.has_begun = True
         headers = [
             (b"content-type", self.answer.media_type.encode()),
@@ -182,7 +188,7 @@ class Endpoint:
 
         def parse(raw: bytes, limits: Limits) -> Any:
             request = api.request(raw, limits, call.request_id)
-            call.answer = api.answer()
+            call.make_answer = api.answer
             return request
 
         route = f"{scope['method']} {scope['path']}"
