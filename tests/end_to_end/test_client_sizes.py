@@ -81,13 +81,13 @@ def test_a_number_of_answers_in_together_costs_nothing(server: Server, size: int
     assert peak_bytes(server) - before < MOST_GROWTH_BYTES
 
 
-def sampling(**values: Any) -> inference_pb2.GenerateRequest:
-    return inference_pb2.GenerateRequest(prompt="Hi", sampling=values)
+def asking(**fields: Any) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(prompt="Hi", **fields)
 
 
 GRPC: list[tuple[str, Any]] = [
-    ("sampling.n", lambda size: sampling(n=size)),
-    ("sampling.beam_search.width", lambda size: sampling(beam_search={"width": size})),
+    ("sampling.n", lambda size: asking(sampling={"n": size})),
+    ("sampling.beam_search.width", lambda size: asking(sampling={"beam_search": {"width": size}})),
     ("output.logprobs", lambda size: inference_pb2.GenerateRequest(prompt="Hi", output={"logprobs": size})),
     (
         "output.prompt_logprobs",

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.http import server
+from pagoda_server.router.http import connection
 from pagoda_server.router.http.server import HttpPort
 from pagoda_server.router.process.listen import tls_context
 
@@ -29,9 +30,9 @@ SOON_S = 60.0  # after a limit, however busy the machine is, and long before the
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEADERS_S", LIMIT_S)
-    monkeypatch.setattr(server, "IDLE_S", IDLE_S)
-    monkeypatch.setattr(server, "LINGER_S", LINGER_S)
+    monkeypatch.setattr(connection, "HEADERS_S", LIMIT_S)
+    monkeypatch.setattr(connection, "IDLE_S", IDLE_S)
+    monkeypatch.setattr(connection, "LINGER_S", LINGER_S)
 
 
 class App:
@@ -115,18 +116,18 @@ def test_headers_without_end_are_refused() -> None:
         reader, _ = await opened(port, REQUEST[:-2], b"a: " + b"x" * 40_000)
         return await reader.read()
 
-    assert run(App(), client).startswith(b"HTTP/1.1 400 ")
+    assert run(App(), client).startswith(b"HTTP/1.1 431 ")
 
 
 def test_an_idle_connection_is_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEADERS_S", 1.0)
+    monkeypatch.setattr(connection, "HEADERS_S", 1.0)
 
     async def client(port: HttpPort) -> None:
         reader, writer = await opened(port)
         for at in range(3):
             await asyncio.sleep(1.5 if at else 0)
             if at == 2:
-                monkeypatch.setattr(server, "IDLE_S", LIMIT_S)
+                monkeypatch.setattr(connection, "IDLE_S", LIMIT_S)
             writer.write(REQUEST)
             assert await reader.readuntil(b"xx\r\n0\r\n\r\n")
         assert await time_until_closed(reader) < SOON_S
@@ -148,8 +149,8 @@ def test_a_body_whose_request_is_answered_already_gets_little_time() -> None:
 
 
 def test_a_connection_serves_on_after_a_body_that_was_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEADERS_S", IDLE_S)
-    monkeypatch.setattr(server, "LINGER_S", 2.0)
+    monkeypatch.setattr(connection, "HEADERS_S", IDLE_S)
+    monkeypatch.setattr(connection, "LINGER_S", 2.0)
 
     async def client(port: HttpPort) -> None:
         reader, writer = await opened(port, POST)
@@ -214,8 +215,8 @@ def test_a_client_that_reads_slowly_gets_all() -> None:
 
 
 def test_too_many_connections_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
-    monkeypatch.setattr(server, "HEADERS_S", IDLE_S)
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(connection, "HEADERS_S", IDLE_S)
 
     async def client(port: HttpPort) -> None:
         kept = [await opened(port) for _ in range(3)]
@@ -249,3 +250,171 @@ def test_a_port_that_is_taken_is_a_wrong_setting() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"--http: cannot bind {address}: Address already in use"):
             HttpPort(address, App(), shares_port=False, tls=None, stall_s=1)
+
+
+# -- hostile bytes ----------------------------------------------------------------------------------------------------
+
+
+class Reading(App):
+    """Reads each body whole, then answers with its length and the path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: list[str] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.paths.append(scope["path"])
+        length, is_open = 0, True
+        while is_open:
+            event = await receive()
+            if event["type"] == "http.disconnect":
+                return
+            length, is_open = length + len(event["body"]), event["more_body"]
+        told = str(length).encode()
+        headers = [(b"content-length", str(len(told)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": told})
+
+
+async def longest_gap_s(work: Awaitable[Any]) -> float:
+    """The longest time for which this event loop did nothing but the work."""
+    task, longest, last = asyncio.ensure_future(work), 0.0, time.monotonic()
+    while not task.done():
+        await asyncio.sleep(0.001)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    await task
+    return longest
+
+
+def exchanged(port: HttpPort, sent: bytes) -> bytes:
+    """Send bytes, and return all that comes back until the server closes the connection or is silent for a while."""
+    host, _, number = port.address.partition(":")
+    with socket.create_connection((host, int(number)), timeout=10) as client:
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                client.sendall(sent)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        found = b""
+        client.settimeout(1.0)
+        with contextlib.suppress(OSError):
+            while part := client.recv(1 << 16):
+                found += part
+        sender.join()
+    return found
+
+
+CHUNKED = b"POST /a HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def test_a_body_of_one_byte_a_chunk_holds_up_nobody() -> None:
+    async def client(port: HttpPort) -> None:
+        sent = CHUNKED + b"1\r\nx\r\n" * 300_000 + b"0\r\n\r\n"
+        found: list[bytes] = []
+
+        async def attack() -> None:
+            found.append(await asyncio.to_thread(exchanged, port, sent))
+
+        assert await longest_gap_s(attack()) < 0.2  # h11 took more than a second
+        assert found[0].endswith(b"300000")
+
+    run(Reading(), client, stall_s=60.0)
+
+
+def test_a_flood_of_requests_on_one_connection_is_answered_in_turn() -> None:
+    app = Reading()
+
+    async def client(port: HttpPort) -> None:
+        found: list[bytes] = []
+
+        async def attack() -> None:
+            found.append(await asyncio.to_thread(exchanged, port, REQUEST * 20_000))
+
+        assert await longest_gap_s(attack()) < 0.2
+        assert found[0].count(b"HTTP/1.1 200") == len(app.paths) == 20_000
+
+    run(app, client, stall_s=60.0)
+
+
+SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n",
+        b"Transfer-Encoding: gzip, chunked\r\nContent-Length: 5\r\n",
+        b"Transfer-Encoding: chunked, identity\r\n",
+        b"Content-Length: 5\r\nContent-Length: 6\r\n",
+        b"Content-Length: +5\r\n",
+        b"Content-Length : 5\r\n",
+        b"Transfer-Encoding: xchunked\r\n",
+    ],
+)
+def test_a_body_with_two_lengths_or_an_odd_one_ends_the_connection(headers: bytes) -> None:
+    app = Reading()
+
+    async def client(port: HttpPort) -> None:
+        sent = b"POST / HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n0\r\n\r\n" + SMUGGLED
+        found = await asyncio.to_thread(exchanged, port, sent)
+        assert found.startswith(b"HTTP/1.1 400 ")
+        assert b"connection: close" in found
+        assert found.count(b"date: ") == 1
+
+    run(app, client)
+    assert "/smuggled" not in app.paths
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"X: " + b"x" * 33_000 + b"\r\n",
+        b"X: " + b"x" * 100_000 + b"\r\n",
+        b"X: y\r\n" * 6_000,
+        b"X" * 40_000 + b": y\r\n",
+    ],
+)
+@pytest.mark.parametrize("parts", [1, 7])
+def test_headers_above_their_limit_are_refused(headers: bytes, parts: int) -> None:
+    app = Reading()
+
+    async def client(port: HttpPort) -> None:
+        sent = b"GET / HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n"
+        reader, writer = await opened(port)
+        for at in range(parts):
+            with contextlib.suppress(ConnectionError, RuntimeError):  # the server has closed it
+                writer.write(sent[at * len(sent) // parts : (at + 1) * len(sent) // parts])
+            await asyncio.sleep(0.01)
+        with contextlib.suppress(ConnectionError):
+            assert (await reader.read(100)).startswith(b"HTTP/1.1 431 ")
+
+    run(app, client)
+    assert not app.paths
+
+
+def test_headers_up_to_their_limit_are_taken() -> None:
+    async def client(port: HttpPort) -> None:
+        sent = b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 32_000 + b"\r\n\r\n"
+        assert (await asyncio.to_thread(exchanged, port, sent)).startswith(b"HTTP/1.1 200 ")
+
+    run(Reading(), client)
+
+
+UPGRADE = b" / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [(b"GET" + UPGRADE + b"\r\n", b"200"), (b"POST" + UPGRADE + b"Content-Length: 2\r\n\r\nhi", b"400")],
+)
+def test_no_other_protocol_is_taken_up(sent: bytes, status: bytes) -> None:
+    async def client(port: HttpPort) -> None:
+        found = await asyncio.to_thread(exchanged, port, sent)
+        assert found.startswith(b"HTTP/1.1 " + status)
+        assert b"connection: close" in found
+
+    run(Reading(), client)

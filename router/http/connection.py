@@ -1,0 +1,218 @@
+"""A client's HTTP connection: parsed in pieces, within bounds of time and size."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from pagoda_server.router.http.errors import HttpError, refusal
+
+# Seconds that a client has. They differ, because a change from one to another starts a time.
+HEADERS_S = 10.0  # to send a request's headers in, once the connection is open or the first byte has come
+IDLE_S = 75  # to send the next request in; longer than a load balancer's minute, which would otherwise lose the race
+LINGER_S = 5.0  # to send the rest of a body whose request has been answered
+MAX_HEADER_BYTES = 32 << 10  # of a request's line and headers together
+PIECE_BYTES = 8 << 10  # parsed in one turn of the event loop: a body of one byte a chunk takes 1 ms there
+WRITE_BUFFER_BYTES = 16 << 10  # beyond it, a handler waits until the client has read
+# gRPC and the engine keep half of the files that this process may open.
+MAX_CONNECTIONS = min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+_MALFORMED = HttpError(400, "the request is not valid HTTP/1.1", "malformed_request")
+_LONG_HEADERS = HttpError(431, f"the headers are too large: at most {MAX_HEADER_BYTES} bytes", "headers_too_large")
+_UPGRADE = HttpError(400, "upgrade: no other protocol is spoken here; send the body without it", "upgrade_with_body")
+
+
+class _Flow(FlowControl):
+    """Reads nothing more from the client while bytes wait to be parsed."""
+
+    is_held = False
+
+    def resume_reading(self) -> None:
+        if not self.is_held:
+            super().resume_reading()
+
+
+class Connection(HttpToolsProtocol):
+    """A client's connection. It is closed when the client takes too long to send, or to read what waits for it.
+
+    What the client sends is parsed a piece in each turn of the event loop, and one request at a time: requests that
+    follow an unanswered one wait unparsed.
+
+    stall_s  how long the client may read nothing
+    """
+
+    flow: _Flow
+
+    def __init__(self, *arguments: Any, stall_s: float, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._stall_s = stall_s
+        self._limit_s = 0.0  # for what the client has to do now; 0: it is the handler's turn
+        self._timer: asyncio.TimerHandle | None = None
+        self._unparsed = bytearray()
+        self._next: asyncio.Handle | None = None  # parses the next piece
+        self._is_in_headers = self._is_in_body = False
+        self._num_header_bytes = 0  # of this request, that are parsed
+        self._num_unfinished = 0  # the same, as they came, while more have to come
+        self._refusal = _MALFORMED
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Flow(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        else:
+            self._expect(HEADERS_S)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if not self.flow.is_held and len(data) <= PIECE_BYTES:
+            self._parse(data)
+        else:
+            self._unparsed += data
+            self._hold()
+            if self._next is None and not self.pipeline:
+                self._parse_next()
+
+    def _parse_next(self) -> None:
+        self._next = None
+        if self.transport.is_closing():
+            return
+        piece = bytes(self._unparsed[:PIECE_BYTES])
+        del self._unparsed[:PIECE_BYTES]
+        if piece:
+            self._parse(piece)
+        if self.transport.is_closing() or self.pipeline:
+            return
+        if self._unparsed:
+            self._next = self.loop.call_soon(self._parse_next)
+        else:
+            self.flow.is_held = False
+            if self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT:
+                self.flow.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        was_in_headers = self._is_in_headers
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # no other protocol is spoken here: the answer is HTTP's, and the last one
+            self.cycle.keep_alive = False
+        except httptools.HttpParserError:
+            self._refuse()
+            return
+        if was_in_headers and self._is_in_headers:  # the parser keeps one that does not end
+            self._num_unfinished += len(data)
+            if self._num_unfinished > MAX_HEADER_BYTES:
+                self._refusal = _LONG_HEADERS
+                self._refuse()
+                return
+        if self.pipeline:
+            self._hold()
+        self._watch()
+
+    def _hold(self) -> None:
+        self.flow.pause_reading()
+        self.flow.is_held = True
+
+    def _refuse(self) -> None:
+        """Answer what is no request, unless another answer is under way, and close the connection."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if cycle is None or cycle.response_complete or not (cycle.response_started or self.pipeline):
+            refused = refusal(self._refusal)
+            headers = [*self.server_state.default_headers, *refused.headers, (b"connection", b"close")]
+            lines = [b"%s: %s\r\n" % header for header in headers]
+            self.transport.write(b"".join([STATUS_LINE[refused.status], *lines, b"\r\n", refused.body]))
+        self.transport.close()
+        self._watch()
+
+    # -- the parser's callbacks --------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_headers, self._num_header_bytes, self._num_unfinished = True, 0, 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count_header(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_header(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def _count_header(self, num_bytes: int) -> None:
+        self._num_header_bytes += num_bytes
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            self._refusal = _LONG_HEADERS
+
+    def on_headers_complete(self) -> None:
+        names = {name for name, _ in self.headers}
+        if self.parser.should_upgrade() and names & {b"content-length", b"transfer-encoding"}:  # the parser skips it
+            self._refusal = _UPGRADE
+        if self._refusal is not _MALFORMED:
+            raise ValueError("the request is refused")
+        self._is_in_headers, self._is_in_body = False, True
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        super().on_message_complete()
+
+    # -- times -------------------------------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.flow.is_held and self._next is None and not self.pipeline:
+            self._next = self.loop.call_soon(self._parse_next)
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect(0)
+        if self._next is not None:
+            self._next.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Give the client its time for what it has to do now."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if (self.flow.write_paused or is_answered) and (waiting := self.transport.get_write_buffer_size()):
+            if self._limit_s != self._stall_s:
+                self._expect(self._stall_s, waiting)
+        elif self.transport.is_closing() or (is_answered and self._is_in_body):
+            self._expect(LINGER_S)
+        elif is_answered:
+            self._expect(HEADERS_S if self._is_in_headers or self.cycle is None else IDLE_S)
+        else:
+            self._expect(0)
+
+    def _expect(self, limit_s: float, waiting: int = 0) -> None:
+        """Close the connection when this time has passed. A time that runs already goes on.
+
+        waiting  bytes that the client has not read; it has the time again if it reads some
+        """
+        if limit_s == self._limit_s:
+            return
+        self._limit_s = limit_s
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(limit_s, self._expire, waiting) if limit_s else None
+
+    def _expire(self, waiting: int) -> None:
+        if waiting and self.transport.get_write_buffer_size() != waiting:
+            self._limit_s = 0
+            self._watch()
+        else:
+            self.transport.abort()
