@@ -16,6 +16,7 @@ from pagoda_server.settings.setting import (
     MAX_UINT32,
     SettingError,
     Settings,
+    check_cores,
     setting,
 )
 
@@ -30,7 +31,7 @@ Overlap = Literal["auto", "on", "off"]
 Speculation = Literal["auto", "off"]
 
 MAX_GB = 1_000_000_000  # more than any machine has, and as bytes it still fits into 64 bits
-MAX_THREADS = 4096
+MAX_CONTEXT = 1 << 28  # tokens, whose ids fit into a message of gRPC
 MAX_BLOCK_SIZE = 1 << 20
 
 
@@ -105,13 +106,13 @@ class EngineSettings(CommonSettings):
     max_model_len: int | None = setting(
         None,
         "Longest sequence: prompt and output together.",
-        panel=ENGINE_MODEL, unit="tokens", at_least=2, at_most=MAX_UINT32,
+        panel=ENGINE_MODEL, unit="tokens", at_least=2, at_most=MAX_CONTEXT,
         shown_default="the model's, as far as the KV cache holds it",
     )  # fmt: skip
     threads: int | None = setting(
         None,
-        "CPU threads that compute the model.",
-        panel=ENGINE_MODEL, unit="threads", at_least=1, at_most=MAX_THREADS, shown_default="one per physical core",
+        "CPU threads that compute the model, at most four for each core of the machine.",
+        panel=ENGINE_MODEL, unit="threads", at_least=1, check=check_cores, shown_default="one per physical core",
     )  # fmt: skip
     step_ms: str | None = setting(
         None,

@@ -17,6 +17,7 @@ from pagoda_server.settings.setting import (
     MAX_UINT32,
     TELEMETRY,
     SettingError,
+    check_cores,
     flag,
     setting,
 )
@@ -29,6 +30,7 @@ ToolFormatName = Literal[
 ]  # fmt: skip
 ReasoningFormatName = Literal["auto", "none", "gemma4", "harmony", "mistral", "think"]
 MAX_QUEUED_TOKENS = 1 << 62
+MAX_TEXT_BYTES = 1 << 30  # a message of gRPC, which has 2 GiB at most, holds it beside the other fields
 MAX_CONNECTION_AGE_S = 2_000_000  # gRPC counts milliseconds in 32 bits
 _OTLP_HEADERS = tuple(f"OTEL_EXPORTER_OTLP_{part}HEADERS" for part in ("", "TRACES_", "METRICS_"))
 _SECRETS = (AUTH_TOKEN_VARIABLE, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", *_OTLP_HEADERS)
@@ -128,8 +130,8 @@ class RouterSettings(CommonSettings):
     )
     workers: int = setting(
         1,
-        "Router processes that share the port and the limits.",
-        unit="processes", at_least=1, at_most=MAX_UINT32,
+        "Router processes that share the port and the limits, at most four for each core of the machine.",
+        unit="processes", at_least=1, check=check_cores,
     )  # fmt: skip
     grace_s: float = setting(
         30.0, "Seconds that running requests have to finish after SIGTERM.", unit="seconds", at_least=0
@@ -157,7 +159,7 @@ class RouterSettings(CommonSettings):
     max_text_bytes: int = setting(
         1 << 20,
         "Longest text of a prompt, in bytes of UTF-8.",
-        panel=LIMITS, unit="bytes", at_least=1, at_most=MAX_UINT32,
+        panel=LIMITS, unit="bytes", at_least=1, at_most=MAX_TEXT_BYTES,
     )  # fmt: skip
     default_max_tokens: int | None = setting(
         None,

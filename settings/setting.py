@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ PANELS = (
 
 EXIT_CONFIG = 2  # exit code of both processes for a setting that cannot work: a restart would not help
 MAX_UINT32 = (1 << 32) - 1  # the largest count that the protocol carries
+MOST_A_CORE = 4  # threads or processes: more of them would only wait for each other
 
 
 class SettingError(Exception):
@@ -122,6 +124,13 @@ def about(declared: Field[Any]) -> About:
     """The declaration of a setting."""
     described: About = declared.metadata["about"]
     return described
+
+
+def check_cores(count: int) -> None:
+    """Raise ValueError for more threads or processes than this machine has use for."""
+    cores = os.cpu_count() or 1
+    if count > (most := MOST_A_CORE * cores):
+        raise ValueError(f"must be at most {most}, {MOST_A_CORE} for each core of this machine, not {count}")
 
 
 def flag(name: str) -> str:

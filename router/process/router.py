@@ -245,19 +245,24 @@ class Router:
             ]
             add_reflection(services, server, config.stall_timeout_s)
         await self._state.refresh()
-        self._port = bind(server, config)
-        await server.start()
-        if config.http:
-            from pagoda_server.router.process.http_port import http_port
+        try:
+            self._port = bind(server, config)
+            await server.start()
+            if config.http:
+                from pagoda_server.router.process.http_port import http_port
 
-            self._http = http_port(
-                config.http,
-                config,
-                self._http_routes(max_bytes),
-                self._identities,
-                on_refusal=self._observers.refused,
-                shares_port=bool(self._sockets),
-            )
+                self._http = http_port(
+                    config.http,
+                    config,
+                    self._http_routes(max_bytes),
+                    self._identities,
+                    on_refusal=self._observers.refused,
+                    shares_port=bool(self._sockets),
+                )
+        except ConfigError:
+            await server.stop(None)  # otherwise it complains when it is collected, after its event loop has closed
+            raise
+        if self._http:
             print(f"HTTP on {self._http.url}", flush=True)
         print(f"listening on {self._port.address}", flush=True)
         return server

@@ -1,0 +1,55 @@
+"""Settings at the ends of their documented ranges: the server starts, or says in one line why it does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+
+import grpc
+import pytest
+
+from pagoda.v1 import inference_pb2_grpc
+from pagoda_server.settings import RouterSettings
+from pagoda_server.settings.engine import MAX_CONTEXT
+from pagoda_server.settings.setting import MOST_A_CORE, about, flag
+from tests.end_to_end.asking import ask, request
+from tests.servers import running_server
+
+MOST = MOST_A_CORE * (os.cpu_count() or 1)
+
+
+def highest_numbers() -> list[str]:
+    """The router's numbers, each at the upper end of its range."""
+    highest = {flag(declared.name): about(declared).at_most for declared in fields(RouterSettings)}
+    return [f"--max-model-len={MAX_CONTEXT}", *(f"{name}={most}" for name, most in highest.items() if most is not None)]
+
+
+def test_a_server_starts_with_its_numbers_as_high_as_they_may_be() -> None:
+    with running_server("--model", "synthetic", *highest_numbers(), "--http", "127.0.0.1:0") as server:
+        with grpc.insecure_channel(server.address) as channel:
+            inference = inference_pb2_grpc.InferenceStub(channel)
+            assert ask(inference, request("Hi", max_tokens=3)).text()
+        assert server.stop() == 0
+        assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("name", ["workers", "threads"])
+def test_more_threads_or_processes_than_the_machine_has_use_for_are_refused(name: str) -> None:
+    command = [sys.executable, "-m", "pagoda_server.cli", "serve", "--model", "synthetic", f"--{name}={MOST + 1}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert f"--{name} must be at most {MOST}, 4 for each core of this machine, not {MOST + 1}" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_an_http_port_that_is_taken_is_one_line() -> None:
+    with running_server("--model", "synthetic", "--http", "127.0.0.1:0") as server:
+        taken = server.http.removeprefix("http://")
+        command = [sys.executable, "-m", "pagoda_server.cli", "serve", "--model", "synthetic", "--http", taken]
+        ended = subprocess.run([*command, "--listen", "127.0.0.1:0"], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert [line for line in ended.stderr.splitlines() if " INFO " not in line] == [
+        f"error: --http: cannot bind {taken}: Address already in use"
+    ]
