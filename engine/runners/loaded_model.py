@@ -91,7 +91,8 @@ def load_for_serving(
     Raises ConfigError if the checkpoint cannot be served with these settings.
     """
     folder = Path(config.model)
-    dtype = choose_dtype(config.dtype, folder)
+    with enough_memory("the weights", "--quantization"):
+        dtype = choose_dtype(config.dtype, folder)
     model = read_config(folder)
     longest = longest_trained(model.max_position_embeddings, config.max_model_len)
     ops = load_backend(
@@ -118,6 +119,8 @@ def enough_memory(purpose: str, *flags: str, error: type[EngineError] = NotEnoug
     """Raises `error`, which names the flags that can help, if the device's memory runs out inside."""
     try:
         yield
+    except MemoryError as cause:  # the process may not map more
+        raise error(f"not enough memory for {purpose}; {', '.join(flags)} can help") from cause
     except RuntimeError as cause:
         if not _is_out_of_memory(cause):
             raise

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import grpc
 import pytest
@@ -53,3 +54,15 @@ def test_an_http_port_that_is_taken_is_one_line() -> None:
     assert [line for line in ended.stderr.splitlines() if " INFO " not in line] == [
         f"error: --http: cannot bind {taken}: Address already in use"
     ]
+
+
+@pytest.mark.parametrize("limit_gb", [1.0, 1.3])
+def test_an_engine_without_memory_for_its_model_ends_the_server_at_once(
+    default_model_folder: Path, limit_gb: float
+) -> None:
+    serve = [sys.executable, "-m", "pagoda_server.cli", "serve", "--listen", "127.0.0.1:0"]
+    command = ["prlimit", f"--as={int(1e9 * limit_gb)}", *serve, "--model", str(default_model_folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert "error: not enough" in ended.stderr
+    assert "Traceback" not in ended.stderr
