@@ -244,7 +244,7 @@ class ShmServer(Generic[Incoming, Outgoing]):
         self,
         address: str,
         parse: Callable[[bytes], Incoming],
-        serve: Callable[[ShmLink[Incoming, Outgoing]], Awaitable[None]],
+        serve: Callable[[ShmLink[Incoming, Outgoing]], Awaitable[object]],
     ) -> None:
         self._address = address
         self._parse = parse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeAlias
@@ -13,6 +14,7 @@ from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
 from pagoda_server.channel.address import is_unix
 from pagoda_server.channel.link import MAX_MESSAGE_BYTES
 from pagoda_server.channel.listening import KEEPALIVE_OPTIONS, GrpcPort
+from pagoda_server.engine.serving.codec import InvalidMessage
 from pagoda_server.engine.serving.server import RouterLink
 
 SERVER_OPTIONS = [
@@ -32,13 +34,15 @@ class GrpcLink:
     def __init__(self, requests: AsyncIterator[engine_pb2.RouterMessage], context: Context) -> None:
         self._requests = aiter(requests)
         self._context = context
+        self._writing: asyncio.Future[None] | None = None
 
     async def read(self) -> engine_pb2.RouterMessage | None:
         return await anext(self._requests, None)
 
     async def write(self, message: engine_pb2.EngineMessage) -> None:
+        self._writing = asyncio.ensure_future(self._context.write(message))
         try:
-            await self._context.write(message)
+            await asyncio.shield(self._writing)
         except grpc.aio.BaseError as error:
             raise ConnectionError("the call is over") from error
 
@@ -49,6 +53,19 @@ class GrpcLink:
     def try_write(self, message: engine_pb2.EngineMessage) -> bool:
         return False
 
+    async def end(self, error: Exception | None) -> None:
+        """End the call with the reason why the router is dropped, if it is.
+
+        gRPC cannot end a call while it sends a message: the call would stay open. So this waits for a write whose
+        caller was cancelled; it ends when the router reads it or goes.
+        """
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+        if error is not None:
+            is_wrong = isinstance(error, InvalidMessage)
+            code = grpc.StatusCode.INVALID_ARGUMENT if is_wrong else grpc.StatusCode.ABORTED
+            await self._context.abort(code, f"the engine has dropped this router: {error or type(error).__name__}")
+
     def close(self) -> None:
         """Do nothing: the call ends with its handler."""
 
@@ -56,16 +73,17 @@ class GrpcLink:
 class GrpcServer(engine_pb2_grpc.EngineServicer):
     """
     address  HOST:PORT, or unix:PATH for a socket that only its owner may use
-    serve    runs a session; the call ends when it returns
+    serve    runs a session, and returns why it has dropped the router, or None; the call ends then
     """
 
-    def __init__(self, address: str, serve: Callable[[RouterLink], Awaitable[None]]) -> None:
+    def __init__(self, address: str, serve: Callable[[RouterLink], Awaitable[Exception | None]]) -> None:
         self._address = address
         self._serve = serve
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
 
     async def Connect(self, requests: AsyncIterator[engine_pb2.RouterMessage], context: Context) -> None:
-        await self._serve(GrpcLink(requests, context))
+        link = GrpcLink(requests, context)
+        await link.end(await self._serve(link))
 
     async def start(self) -> None:
         """Start listening. Raises OSError if the address cannot be bound."""

@@ -159,8 +159,12 @@ class EngineServer:
             connection.tell(self._load)
         return connection
 
-    async def serve(self, link: RouterLink) -> None:
-        """Run a session until the router is gone, breaks the protocol, or takes no message for too long."""
+    async def serve(self, link: RouterLink) -> Exception | None:
+        """Run a session until the router is gone, breaks the protocol, or takes no message for too long.
+
+        Return why the router was dropped; None: it has left.
+        """
+        error: Exception | None = None
         connection = self.connect()
         log.info("router connected")
         tasks = [asyncio.create_task(self._read(connection, link)), asyncio.create_task(self._write(connection, link))]
@@ -172,8 +176,10 @@ class EngineServer:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(result, Exception):
-                    log.warning("dropped a router: %s", result or type(result).__name__)
+                    error = result
+                    log.warning("dropped a router: %s", error or type(error).__name__)
             log.info("router disconnected")
+        return error
 
     async def _read(self, connection: Connection, link: RouterLink) -> None:
         while (message := await link.read()) is not None:

@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.engine.v1 import engine_pb2
+from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
 from pagoda.v1 import inference_pb2
 from pagoda_server.channel.address import socket_name
 from pagoda_server.engine.runners.synthetic import expected_tokens
@@ -222,6 +223,37 @@ async def read_until_dropped(session: Session) -> None:
     with contextlib.suppress(ConnectionError, OSError):
         while await session.link.read() is not None:
             pass
+
+
+def test_a_router_whose_first_message_is_refused_gets_the_reason_and_others_are_served(tmp_path: Path) -> None:
+    """A hundred of them over gRPC: the refusal meets the engine's own first message in some."""
+    listen = f"unix:{tmp_path / 'engine.sock'}"
+    with running_engine(listen, "--model", "synthetic") as process, grpc.insecure_channel(listen) as channel:
+        grpc.channel_ready_future(channel).result(60)
+        stub = engine_pb2_grpc.EngineStub(channel)
+        is_over = threading.Event()
+
+        def messages(message: RouterMessage) -> Iterator[RouterMessage]:
+            yield message
+            is_over.wait(60)
+
+        def end(_: int) -> tuple[grpc.StatusCode, str]:
+            call = stub.Connect(messages(NONSENSE["n"]), timeout=10)
+            with contextlib.suppress(grpc.RpcError):
+                for _ in call:
+                    pass
+            return call.code(), call.details()
+
+        with ThreadPoolExecutor(20) as threads:
+            ends = set(threads.map(end, range(100)))
+        reason = "the engine has dropped this router: it sent an invalid sampling.n"
+        assert ends == {(grpc.StatusCode.INVALID_ARGUMENT, reason)}
+        for message in stub.Connect(messages(RouterMessage(submit=submit())), timeout=30):
+            if message.step.ended:
+                assert message.step.ended[0].reason == engine_pb2.END_REASON_LENGTH
+                break
+        is_over.set()
+        assert process.poll() is None
 
 
 # Below messages: bytes.
