@@ -179,7 +179,7 @@ class RouterSettings(CommonSettings):
     )  # fmt: skip
     hang_timeout_s: float = setting(
         60.0,
-        "Seconds without a step after which an engine that has work counts as dead.",
+        "Seconds without an answer of its loop after which an engine counts as dead. No step may be longer.",
         panel=LIMITS, unit="seconds", at_least=SHORTEST_TIMEOUT_S,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ from rich.table import Table
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server.engine.core.step import Counters, StepOutput
-from pagoda_server.engine.loop.loop import Inbox, LoadSnapshot
+from pagoda_server.engine.loop.loop import Add, Inbox, LoadSnapshot, Ping
 from pagoda_server.engine.scheduling.tenants import TenantTable
 from pagoda_server.engine.serving.listen import start_listening
 from pagoda_server.engine.serving.server import EngineServer
@@ -105,7 +105,7 @@ def engine_end(address: str, sequences: int, steps: int, step_s: float, result: 
 
 
 async def _engine_end(address: str, sequences: int, steps: int, step_s: float, result: Connection) -> None:
-    server = EngineServer(control_pb2.EngineInfo(epoch=1))
+    server = EngineServer(control_pb2.EngineInfo(epoch=1, vocab_size=1 << 16, max_model_len=1 << 20))
     inbox = Inbox()
     server.attach(inbox)
     await start_listening(server, address)
@@ -117,7 +117,7 @@ def _steps(server: EngineServer, inbox: Inbox, sequences: int, steps: int, step_
     """Send steps from a thread, as the engine's loop does; return the process's CPU seconds after the warm-up."""
     waiting = sequences
     while waiting:
-        waiting -= len(inbox.take(None))
+        waiting -= _handled(inbox, None)
     ids = list(range(sequences))
     started = 0.0
     next_step = time.monotonic()
@@ -128,7 +128,19 @@ def _steps(server: EngineServer, inbox: Inbox, sequences: int, steps: int, step_
         time.sleep(max(0.0, next_step - time.monotonic()))
         output = StepOutput(sequences=ids, tokens=[1000 + step] * sequences, logprobs=[None] * sequences)
         server.send(output, _load(step, sent=time.monotonic()))
+        _handled(inbox, 0.0)
     return time.process_time() - started
+
+
+def _handled(inbox: Inbox, timeout_s: float | None) -> int:
+    """Answer the router's pings; return the number of new sequences."""
+    count = 0
+    for message in inbox.take(timeout_s):
+        if isinstance(message, Ping):
+            message.reply()
+        elif isinstance(message, Add):
+            count += 1 + len(message.siblings)
+    return count
 
 
 def _load(step: int, sent: float) -> LoadSnapshot:

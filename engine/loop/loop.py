@@ -49,11 +49,18 @@ class TakeTrace:
 
 
 @dataclass(frozen=True, slots=True)
+class Ping:
+    """`reply` is called on the loop's thread, which shows that the loop is not stuck in a step."""
+
+    reply: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     pass
 
 
-Message = Add | Abort | FlushCache | TakeTrace | Stop
+Message = Add | Abort | FlushCache | TakeTrace | Ping | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +172,8 @@ class EngineLoop(threading.Thread):
                 reply(self._scheduler.flush_cache())
             case TakeTrace(last_s, reply_trace):
                 reply_trace(self._steps.trace.take(last_s))
+            case Ping(reply_ping):
+                reply_ping()
             case Stop():
                 self._stopping = True
 

@@ -56,6 +56,7 @@ class Connection:
         self._tenants: TenantTable | None = None  # the table that was sent last
         self.flushed: list[int] = []
         self.traces: list[Iterator[engine_pb2.Trace]] = []
+        self.owes_pong = False
         self.wake = asyncio.Event()
         self.ids: dict[int, int] = {}  # the router's sequence numbers → ours
 
@@ -194,6 +195,8 @@ class EngineServer:
                 case "take_trace":
                     check_take_trace(message.take_trace)
                     self._take_trace(connection, message.take_trace)
+                case "ping":
+                    self._put(engine_loop.Ping(lambda: self._reply_ping(connection)))
                 case _:
                     raise InvalidMessage("it sent a message without content")
             await asyncio.sleep(0)  # a router that sends without a pause shares the event loop with others
@@ -288,6 +291,14 @@ class EngineServer:
 
         self._events.call_soon_threadsafe(reply)
 
+    def _reply_ping(self, connection: Connection) -> None:
+        def reply() -> None:
+            connection.owes_pong = True
+            connection.wake.set()
+
+        with suppress(RuntimeError):  # the event loop has closed, so no router is left
+            self._events.call_soon_threadsafe(reply)
+
     def _take_trace(self, connection: Connection, take: engine_pb2.TakeTrace) -> None:
         def reply(snapshot: TraceSnapshot) -> None:
             self._events.call_soon_threadsafe(write, snapshot)
@@ -306,13 +317,16 @@ class EngineServer:
             except TimeoutError:
                 raise TimeoutError(f"it took no message for {STALL_TIMEOUT_S:.0f} s") from None
 
-        await write(connection.message(hello=self._info))
+        await write(connection.message(hello=self._info, answers_pings=True))
         connection.link = link
         while True:
             await connection.wake.wait()
             connection.wake.clear()
             if connection.has_output:
                 await write(connection.take())
+            if connection.owes_pong:
+                connection.owes_pong = False
+                await write(connection.message(pong=engine_pb2.Pong()))
             while connection.flushed:
                 freed_blocks = connection.flushed.pop(0)
                 await write(connection.message(cache_flushed=engine_pb2.CacheFlushed(freed_blocks=freed_blocks)))

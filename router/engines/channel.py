@@ -23,6 +23,10 @@ log = logging.getLogger("pagoda.router")
 
 WRONG_ENGINE_PAUSE_S = 5.0  # the engine answers, so each attempt costs both ends a connection
 RETRY_AFTER_S = (0.1, 30.0)  # what a client is told at least and at most when an engine is away
+# Seconds between two pings, or this part of a short hang timeout. A hang is noticed two pings late at most.
+PING_S, PING_PART = 1.0, 1 / 32
+# An engine becomes suspect after so many seconds without an answer, or this part of a short hang timeout.
+SUSPECT_S, SUSPECT_PART = 1.0, 1 / 8
 RECONNECT_S = 0.1  # an attempt is cheap on one host or to a near one, and finds a restarted engine at once
 
 
@@ -30,11 +34,18 @@ class WrongEngine(Exception):
     """The engine at an address does not serve this router's model. The right one may replace it later."""
 
 
+class EngineHangs(Exception):
+    """The engine's loop has answered nothing for the hang timeout."""
+
+
 class EngineChannel:
     """The channel to one engine: sends requests, and delivers the engine's output to their streams.
 
+    The engine's loop, which makes its steps, must answer pings: other threads of a stuck engine may still greet routers
+    and take requests. An engine is ready once its loop has answered for the first time.
+
     address         shm:PATH, shm:@NAME, unix:PATH or HOST:PORT
-    hang_timeout_s  an engine that has work and sends nothing for this long counts as dead
+    hang_timeout_s  an engine whose loop answers nothing for this long counts as dead
     patience_s      how long an engine may be absent before the log says so
     check           checks what the engine reports of itself; raises WrongEngine, or an error that ends `run`
     on_change       called when the engine becomes ready and when it is lost
@@ -59,6 +70,8 @@ class EngineChannel:
         self.load = control_pb2.EngineLoad()
         self.tenants = engine_pb2.Tenants()
         self._hang_timeout_s = hang_timeout_s
+        self._ping_s = min(PING_S, PING_PART * hang_timeout_s)
+        self._suspect_s = min(SUSPECT_S, SUSPECT_PART * hang_timeout_s)
         self._patience_s = patience_s
         self._check = check
         self._on_change = on_change
@@ -72,7 +85,8 @@ class EngineChannel:
         self._tracing = asyncio.Lock()  # one at a time: a trace may take megabytes
         self._next_trace = itertools.count()
         self._traces: dict[int, asyncio.Queue[engine_pb2.Trace | None]] = {}  # None: the engine is lost
-        self._last_word = time.monotonic()
+        self._answers_pings = False  # an engine of an earlier version does not; see _ask
+        self._owes_answer_since: float | None = None  # None: its loop has answered everything
         self._away_since = time.monotonic()
         self._last_absence_s = 0.0
         self._told = ""  # the last reason logged for its absence
@@ -80,6 +94,12 @@ class EngineChannel:
     @property
     def is_ready(self) -> bool:
         return self.info is not None
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the engine's loop is late with an answer: it computes a long step, or hangs."""
+        since = self._owes_answer_since
+        return since is not None and time.monotonic() - since > self._suspect_s
 
     @property
     def retry_after_s(self) -> float | None:
@@ -107,8 +127,6 @@ class EngineChannel:
         count = submit.sampling.n
         numbers = [next(self._next_sequence) for _ in range(count)]
         stream = EngineStream(numbers[0], count, abort=self.abort, forget=self.forget, on_start=on_start)
-        if not self._routes:
-            self._last_word = time.monotonic()
         for index, number in enumerate(numbers):
             self._routes[number] = (stream, index)
         submit.first_sequence = numbers[0]
@@ -134,8 +152,8 @@ class EngineChannel:
         return await reply
 
     def _post(self, message: engine_pb2.RouterMessage) -> None:
-        """Send a message to a ready engine. What the link cannot take at once waits; admission bounds it."""
-        assert self._link is not None, "an engine that is ready has a link"
+        """Send a message to an engine that has greeted. What finds no room waits; admission bounds it."""
+        assert self._link is not None, "the link comes with the engine's hello"
         if not (self._outgoing.empty() and self._link.is_free and self._link.try_write(message)):
             self._outgoing.put_nowait(message)
 
@@ -171,6 +189,9 @@ class EngineChannel:
                     self._tell_away(ConnectionError("it has closed the connection"))
                 except OSError as error:
                     self._tell_away(error)
+                except EngineHangs:
+                    self._tell_hang()
+                    self._on_hang()
                 except WrongEngine as error:
                     self._tell_refused(error)
                     pause_s = WRONG_ENGINE_PAUSE_S
@@ -198,24 +219,37 @@ class EngineChannel:
             log.error("the engine at %s is not used: %s", self.address, error)
         self._told = str(error)
 
+    def _tell_hang(self) -> None:
+        """Log that the engine hangs: once, however often it greets without answering."""
+        reason = f"it has not answered for {self._hang_timeout_s:.0f} s"
+        if reason != self._told:
+            log.error("the engine at %s hangs: %s", self.address, reason)
+        self._told = reason
+
     async def _converse(self, link: EngineLink) -> None:
-        helpers = [asyncio.create_task(self._watch(link))]
+        hello: control_pb2.EngineInfo | None = None
+        helpers: list[asyncio.Task[None]] = []
+        watch: asyncio.Task[None] | None = None
         try:
             while (message := await link.read()) is not None:
-                self._last_word = time.monotonic()
+                if not self._answers_pings:
+                    self._owes_answer_since = None
                 match message.WhichOneof("message"):
                     case "step":
                         self._deliver(message.step)
+                    case "pong":
+                        self._owes_answer_since = None
+                        if hello and not self.is_ready:
+                            await self._become_ready(hello)
                     case "hello":
                         self._check(message.hello)
-                        self._tell_ready(message.hello)
-                        self.info = message.hello
-                        self._last_absence_s = time.monotonic() - self._away_since
-                        self.has_been_ready = True
-                        self._link = link
-                        self._outgoing = asyncio.Queue()
-                        helpers.append(asyncio.create_task(self._send(link, self._outgoing)))
-                        await self._on_change()
+                        hello, self._answers_pings = message.hello, message.answers_pings
+                        self._link, self._outgoing = link, asyncio.Queue()
+                        watch = asyncio.create_task(self._watch(link))
+                        helpers += [watch, asyncio.create_task(self._send(link, self._outgoing))]
+                        self._ask()
+                        if not self._answers_pings:
+                            await self._become_ready(hello)
                     case "cache_flushed":
                         if self._flushes and not (flush := self._flushes.pop(0)).done():  # done: its call was cancelled
                             flush.set_result(message.cache_flushed.freed_blocks)
@@ -226,6 +260,15 @@ class EngineChannel:
             for helper in helpers:
                 helper.cancel()
             link.close()
+        if watch is not None and watch.done():
+            raise EngineHangs
+
+    async def _become_ready(self, info: control_pb2.EngineInfo) -> None:
+        self._tell_ready(info)
+        self.info = info
+        self._last_absence_s = time.monotonic() - self._away_since
+        self.has_been_ready = True
+        await self._on_change()
 
     def _tell_ready(self, info: control_pb2.EngineInfo) -> None:
         cache = info.kv_cache
@@ -246,16 +289,25 @@ class EngineChannel:
             link.close()
 
     async def _watch(self, link: EngineLink) -> None:
-        """Wait until the engine hangs, then close the link."""
+        """Ask the engine for a sign of its loop, again and again. Close the link when it hangs."""
         while True:
-            await asyncio.sleep(min(1.0, self._hang_timeout_s / 4))
-            if self._routes and time.monotonic() - self._last_word > self._hang_timeout_s:
-                log.error(
-                    "the engine at %s has made no step for %.0f s: giving it up", self.address, self._hang_timeout_s
-                )
-                self._on_hang()
+            before = time.monotonic()
+            await asyncio.sleep(self._ping_s)
+            now = time.monotonic()
+            if self._owes_answer_since is None:
+                self._ask()
+                continue
+            self._owes_answer_since += now - before - self._ping_s  # when this process stood still, it read no answer
+            if now - self._owes_answer_since > self._hang_timeout_s:
                 link.close()
                 return
+
+    def _ask(self) -> None:
+        """Ask for an answer of the engine's loop. For an engine that does not know pings, any message is one."""
+        if self._answers_pings:
+            self._post(engine_pb2.RouterMessage(ping=engine_pb2.Ping()))
+        if self._answers_pings or self._routes:
+            self._owes_answer_since = time.monotonic()
 
     def _deliver(self, step: engine_pb2.StepOutput) -> None:
         self.load = step.load
@@ -290,6 +342,7 @@ class EngineChannel:
     async def _lose(self) -> None:
         """Fail every request, flush and trace of a stream that has closed."""
         was_ready, self.info, self._link = self.is_ready, None, None
+        self._owes_answer_since, self._answers_pings = None, False
         if was_ready:
             self._away_since = time.monotonic()
         self.load, self.tenants = control_pb2.EngineLoad(), engine_pb2.Tenants()
@@ -309,10 +362,14 @@ class EngineChannel:
 
 
 class Dispatcher:
-    """Picks an engine for each request: the ready one with the fewest sequences."""
+    """Picks an engine for each request: the ready one with the fewest sequences, in turn where several have as few.
+
+    An engine whose answer is late gets nothing while others answer.
+    """
 
     def __init__(self, channels: Sequence[EngineChannel]) -> None:
         self.channels = channels
+        self._turns = itertools.count()
 
     @property
     def ready(self) -> list[EngineChannel]:
@@ -335,4 +392,8 @@ class Dispatcher:
         """Pick an engine. Raises Unavailable if none is ready."""
         if (error := self.refusal()) is not None:
             raise error
-        return min(self.ready, key=lambda channel: channel.num_live_sequences)
+        ready = self.ready
+        candidates = [channel for channel in ready if not channel.is_suspect] or ready
+        fewest = min(channel.num_live_sequences for channel in candidates)
+        least_loaded = [channel for channel in candidates if channel.num_live_sequences == fewest]
+        return least_loaded[next(self._turns) % len(least_loaded)]

@@ -181,21 +181,6 @@ def test_a_stopped_engine_that_continues_has_lost_nothing(fragile_server: Server
 
 
 @CHANNELS
-def test_an_engine_that_hangs_is_given_up_and_replaced(transport: str) -> None:
-    arguments = (*SYNTHETIC, "--hang-timeout-s", "3", "--channel", transport)
-    with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
-        inference, _ = stubs(channel)
-        call = inference.Generate(request("stuck", max_tokens=20_000))
-        next(call)
-        server.engine().suspend()
-        with pytest.raises(grpc.RpcError) as caught:
-            list(call)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        server.wait_ready()
-        assert ask(inference, request("after", max_tokens=3)).ids()
-
-
-@CHANNELS
 def test_a_killed_router_takes_its_engine_with_it(transport: str) -> None:
     with running_server(*SYNTHETIC, "--channel", transport) as server:
         engine = server.engine()

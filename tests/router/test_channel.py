@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
 from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server.channel.link import Link
 from pagoda_server.channel.shm import ShmServer
-from pagoda_server.router.engines.channel import EngineChannel
+from pagoda_server.router.engines.channel import Dispatcher, EngineChannel
 from pagoda_server.router.engines.stream import WOKEN_AT_ONCE, EngineStream
 from pagoda_server.router.errors import Unavailable
 
@@ -28,14 +30,18 @@ EngineEnd: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[EngineChannel, EngineEnd]]:
+async def connected(
+    answers_pings: bool = False, on_hang: Callable[[], None] = lambda: None
+) -> AsyncIterator[tuple[EngineChannel, EngineEnd]]:
+    """A channel and its engine's end, once the channel has greeted; it is ready if the engine answers no pings."""
     address = f"shm:@pagoda-test-channel-{os.getpid()}"
     accepted: asyncio.Future[EngineEnd] = asyncio.get_running_loop().create_future()
     ready, over = asyncio.Event(), asyncio.Event()
 
     async def serve(link: EngineEnd) -> None:
-        await link.write(engine_pb2.EngineMessage(hello=control_pb2.EngineInfo()))
-        accepted.set_result(link)
+        await link.write(engine_pb2.EngineMessage(hello=control_pb2.EngineInfo(), answers_pings=answers_pings))
+        if not accepted.done():
+            accepted.set_result(link)
         await over.wait()
 
     async def on_change() -> None:
@@ -43,9 +49,10 @@ async def connected() -> AsyncIterator[tuple[EngineChannel, EngineEnd]]:
 
     server = ShmServer(address, engine_pb2.RouterMessage.FromString, serve)
     await server.start()
-    channel = EngineChannel(address, hang_timeout_s=60, on_change=on_change)
+    channel = EngineChannel(address, hang_timeout_s=60, on_change=on_change, on_hang=on_hang)
     running = asyncio.create_task(channel.run())
-    await ready.wait()
+    if not answers_pings:
+        await ready.wait()
     yield channel, await accepted
     running.cancel()
     over.set()
@@ -269,3 +276,59 @@ async def test_an_engine_that_goes_is_told_with_its_address(caplog: pytest.LogCa
                 break
             await asyncio.sleep(0.01)
         assert caplog.messages == [f"lost the engine at {channel.address}: it has closed the connection"]
+
+
+async def test_an_engine_is_ready_once_its_loop_has_answered() -> None:
+    async with connected(answers_pings=True) as (channel, engine):
+        message = await engine.read()
+        assert message is not None
+        assert message.WhichOneof("message") == "ping"
+        await engine.write(engine_pb2.EngineMessage(step=engine_pb2.StepOutput()))  # other threads send load, too
+        await asyncio.sleep(0.1)
+        assert not channel.is_ready
+        await engine.write(engine_pb2.EngineMessage(pong=engine_pb2.Pong()))
+        await until(lambda: channel.is_ready)
+
+
+@pytest.mark.usefixtures("virtual_time")
+async def test_an_engine_that_knows_no_pings_gets_none_and_its_hang_is_not_hidden_by_short_requests() -> None:
+    hangs: list[float] = []
+    async with connected(on_hang=lambda: hangs.append(time.monotonic())) as (channel, engine):
+        await asyncio.sleep(300)
+        assert channel.is_ready, "an idle engine owes no message"
+        began = time.monotonic()
+        while not hangs:
+            stream = channel.submit(submit())
+            assert channel.num_live_sequences == 1
+            await asyncio.sleep(3)
+            stream.close()
+        assert 60 <= hangs[0] - began <= 65
+        for kind in ("submit", "abort", "submit"):
+            message = await engine.read()
+            assert message is not None
+            assert message.WhichOneof("message") == kind
+
+
+@dataclass(eq=False)
+class Candidate:
+    """What a Dispatcher reads of a channel."""
+
+    num_live_sequences: int = 0
+    is_suspect: bool = False
+    is_ready: bool = True
+
+
+def picked(*candidates: Candidate, count: int) -> list[int]:
+    dispatcher = Dispatcher(candidates)  # type: ignore[arg-type]
+    return [candidates.index(dispatcher.pick()) for _ in range(count)]  # type: ignore[arg-type]
+
+
+def test_engines_with_as_few_sequences_are_picked_in_turn() -> None:
+    engines = [Candidate(), Candidate(num_live_sequences=1), Candidate(), Candidate(is_ready=False), Candidate()]
+    assert picked(*engines, count=9) == [0, 2, 4] * 3
+
+
+def test_an_engine_whose_answer_is_late_is_picked_only_if_all_are_late() -> None:
+    late, busy = Candidate(is_suspect=True), Candidate(num_live_sequences=9)
+    assert set(picked(late, busy, count=10)) == {1}
+    assert picked(late, Candidate(9, is_suspect=True), count=10) == [0] * 10

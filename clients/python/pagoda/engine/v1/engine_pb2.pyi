@@ -28,16 +28,18 @@ END_REASON_REJECTED: EndReason
 END_REASON_FAILED: EndReason
 
 class RouterMessage(_message.Message):
-    __slots__ = ("submit", "abort", "flush_cache", "take_trace")
+    __slots__ = ("submit", "abort", "flush_cache", "take_trace", "ping")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
     TAKE_TRACE_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     abort: Abort
     flush_cache: FlushCache
     take_trace: TakeTrace
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., take_trace: _Optional[_Union[TakeTrace, _Mapping]] = ...) -> None: ...
+    ping: Ping
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., take_trace: _Optional[_Union[TakeTrace, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("first_sequence", "prompt", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "cache", "priority", "timeout_s", "tenant", "slo", "request_id", "outputs", "age_s", "guided", "bad_words", "max_draft_tokens", "readout")
@@ -109,19 +111,27 @@ class TakeTrace(_message.Message):
     last_s: float
     def __init__(self, number: _Optional[int] = ..., last_s: _Optional[float] = ...) -> None: ...
 
+class Ping(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class EngineMessage(_message.Message):
-    __slots__ = ("epoch", "hello", "step", "cache_flushed", "trace")
+    __slots__ = ("epoch", "hello", "step", "cache_flushed", "trace", "pong", "answers_pings")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CACHE_FLUSHED_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_PINGS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     hello: _control_pb2.EngineInfo
     step: StepOutput
     cache_flushed: CacheFlushed
     trace: Trace
-    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
+    pong: Pong
+    answers_pings: bool
+    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., answers_pings: bool = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("sequences", "tokens", "logprobs", "ended", "load", "tenants", "started", "readings")
@@ -224,6 +234,10 @@ class CacheFlushed(_message.Message):
     FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     freed_blocks: int
     def __init__(self, freed_blocks: _Optional[int] = ...) -> None: ...
+
+class Pong(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Trace(_message.Message):
     __slots__ = ("number", "part", "is_last")
