@@ -30,7 +30,7 @@ from pagoda_server.settings.engine import EngineConfig, Quantization
 DEFAULT_CPU_BYTES = 500_000_000  # of a KV cache
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # in lower case
+_OUT_OF_MEMORY = ("cannot allocate memory", "out of memory", "alloc_failed", "can't allocate memory")  # in lower case
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def load_for_serving(
     Raises ConfigError if the checkpoint cannot be served with these settings.
     """
     folder = Path(config.model)
-    with enough_memory("the weights", "--quantization"):
+    with enough_memory("the weights", "--quantization"):  # it maps them
         dtype = choose_dtype(config.dtype, folder)
     model = read_config(folder)
     longest = longest_trained(model.max_position_embeddings, config.max_model_len)
@@ -119,8 +119,6 @@ def enough_memory(purpose: str, *flags: str, error: type[EngineError] = NotEnoug
     """Raises `error`, which names the flags that can help, if the device's memory runs out inside."""
     try:
         yield
-    except MemoryError as cause:  # the process may not map more
-        raise error(f"not enough memory for {purpose}; {', '.join(flags)} can help") from cause
     except RuntimeError as cause:
         if not _is_out_of_memory(cause):
             raise

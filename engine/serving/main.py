@@ -64,7 +64,9 @@ def run(config: EngineConfig) -> int:
         return uvloop.run(_serve(config, folder, runner, speculation, engine))
     except (ConfigError, CheckpointError, SettingError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_CONFIG
+    except MemoryError:
+        print("error: not enough memory to load the model; --quantization can help", file=sys.stderr, flush=True)
+    return EXIT_CONFIG
 
 
 class OneThread:
