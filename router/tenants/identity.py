@@ -8,15 +8,20 @@ hash begins like that of another.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
+import os
 import re
+import stat
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pagoda_server.router.errors import ConfigError, InvalidArgument, Unauthenticated
 from pagoda_server.router.tenants.caller import ANYONE, EVERY_RIGHT, Caller, Right
@@ -31,6 +36,7 @@ POLL_S = 0.25
 MAX_FILE_BYTES = 8 << 20
 MAX_QUOTA = 1 << 53  # beyond it, a float does not count one by one
 _SCHEME = "Bearer "
+Result = TypeVar("Result")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -119,11 +125,17 @@ def read_tenants(path: Path, parts: int = 1) -> Tenants:
     Raises ConfigError, in one line, with the file and the place in it.
     """
     try:
-        with path.open("rb") as file:
+        # Nothing but a regular file is read: a FIFO, which is opened without waiting, would have no end.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("is not a regular file")
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise ValueError(f"has more than {MAX_FILE_BYTES} bytes")
-        return _tenants_from(tomllib.loads(content.decode()), parts)
+        found = _tenants_from(tomllib.loads(content.decode()), parts)
+        if not found.tokens:
+            raise ValueError("has no [[token]], so that every call would be refused")
+        return found
     except OSError as error:
         raise ConfigError(f"--tenants-file: cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # also those of TOML and UTF-8, which tell the place
@@ -230,16 +242,41 @@ class TenantsFile:
         self._adopt(read_tenants(self._path, self._parts))
 
     async def follow(self) -> None:
-        """Read the file whenever it changes. What is wrong with it is logged, and the tenants stay as they were."""
+        """Read the file whenever it has changed, once it rests: a program that writes it may do so in parts.
+
+        What is wrong with it is logged, and the tenants stay as they were.
+        """
+        last = self._seen
         while True:
             await asyncio.sleep(POLL_S)
-            seen = await asyncio.to_thread(_stamp, self._path)  # a remote folder may take its time
-            if seen == self._seen:
+            before, last = last, await _in_daemon(partial(_stamp, self._path))
+            if last == self._seen or last != before:
                 continue
-            self._seen = seen
+            self._seen = last
             try:
-                self._adopt(await asyncio.to_thread(read_tenants, self._path, self._parts))
+                self._adopt(await _in_daemon(partial(read_tenants, self._path, self._parts)))
             except ConfigError as error:
                 log.error("the tenants stay as they were: %s", error)
             else:
                 log.info("read the tenants again")
+
+
+async def _in_daemon(work: Callable[[], Result]) -> Result:
+    """Work in a thread that nothing waits for when the process ends: a remote folder may never answer."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def settle(done: Callable[[], None]) -> None:
+        if not future.done():  # cancelled
+            done()
+
+    def run() -> None:
+        try:
+            done = partial(future.set_result, work())
+        except Exception as error:
+            done = partial(future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the event loop has closed
+            loop.call_soon_threadsafe(settle, done)
+
+    threading.Thread(target=run, name="tenants file", daemon=True).start()
+    return await future

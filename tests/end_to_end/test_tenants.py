@@ -451,12 +451,20 @@ def test_the_file_is_read_again_when_it_changes_and_a_wrong_one_changes_nothing(
         replace(tenants_file("acme"))
         wait_for("the end of brown's token", lambda: not knows("brown"))
         assert knows("acme")
-        (line,) = [line for line in server.log.read_text().splitlines() if "stay as they were" in line]
+        line = next(line for line in server.log.read_text().splitlines() if "stay as they were" in line)
         assert "tenants.toml: " in line
         assert "(at " in line
         path.unlink()
         wait_for("a line about no file", lambda: "cannot read" in server.log.read_text())
         assert knows("acme")
+        replace("# tenants\n")
+        wait_for("a line about no tenants", lambda: "has no [[token]]" in server.log.read_text())
+        assert knows("acme")
+        path.unlink()
+        os.mkfifo(path)
+        wait_for("a line about the FIFO", lambda: "is not a regular file" in server.log.read_text())
+        assert knows("acme")
+        path.unlink()
         assert next(running).tokens, "a stream outlives its token"
     finally:
         running.cancel()
@@ -546,3 +554,13 @@ def test_a_router_that_starts_late_waits_for_a_right_file_while_the_others_serve
                 assert Stubs(channel).ask(ACME, request("x", max_tokens=2)).ids()
         path.write_text(tenants_file("acme"))
         wait_for("both routers", lambda: listening(server) == 2)
+
+
+def test_a_fifo_in_place_of_the_file_keeps_no_server_from_ending(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(tenants_file("acme"))
+    with running_server(*SYNTHETIC, "--tenants-file", str(path)) as server:
+        path.unlink()
+        os.mkfifo(path)
+        wait_for("a line about the FIFO", lambda: "is not a regular file" in server.log.read_text())
+        assert server.stop(timeout_s=30) == 0

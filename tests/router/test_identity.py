@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from pagoda_server.router.errors import ConfigError, InvalidArgument, PermissionDenied, Unauthenticated
+from pagoda_server.router.tenants import identity
 from pagoda_server.router.tenants.caller import ANYONE, Caller, Right
-from pagoda_server.router.tenants.identity import FAIRNESS_KEY, TENANT_KEY, Identities, digest, read_tenants
+from pagoda_server.router.tenants.identity import (
+    FAIRNESS_KEY,
+    TENANT_KEY,
+    Identities,
+    Tenants,
+    TenantsFile,
+    digest,
+    read_tenants,
+)
 from pagoda_server.router.tenants.quotas import Quota
 from pagoda_server.settings.request import MAX_SALT_BYTES
 
@@ -115,7 +127,6 @@ def test_a_file_tells_tokens_rights_and_quotas(tmp_path: Path) -> None:
     tenants = read_tenants(written(tmp_path, TOKEN + more))
     assert tenants.tokens == {bytes.fromhex(SHA256): Caller("acme", frozenset({Right.ADMIN, Right.OBSERVE}), True)}
     assert tenants.quotas == {"a/b": Quota(max_requests=3, tokens_per_minute=9), "c": Quota()}
-    assert not read_tenants(written(tmp_path, "")).tokens, "a file without a token lets nobody in"
 
 
 @pytest.mark.parametrize(
@@ -155,3 +166,73 @@ def test_a_wrong_file_is_told_in_one_line_with_the_place(tmp_path: Path, text: s
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--tenants-file: cannot read .*missing\.toml: No such file"):
         read_tenants(tmp_path / "missing.toml")
+
+
+def test_a_file_without_tokens_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    for text in ("", "# a comment\n", "[tenant.acme]\nmax_requests = 3\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"has no \[\[token\]\], so that every call would be refused"):
+            read_tenants(path)
+
+
+@pytest.mark.timeout(30)
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    os.mkfifo(path)
+    for place in (path, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="is not a regular file"):
+            read_tenants(place)
+
+
+async def test_a_file_that_is_being_written_is_read_when_it_rests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "POLL_S", 0.001)
+    path = tmp_path / "tenants.toml"
+    path.write_text(TOKEN)
+    seen: list[int] = []  # looks at the file, by the time that each of them finds
+    read_after: list[int] = []
+    rested = asyncio.Event()
+
+    def adopt(_: Tenants) -> None:
+        read_after.append(len(seen))
+        if seen:
+            rested.set()
+
+    followed = TenantsFile(path, 1, adopt)
+    followed.load()
+
+    def stamp(_: Path) -> tuple[int, ...]:
+        seen.append(min(len(seen), 20))  # it changes between any two of the first 20 looks
+        return (seen[-1],)
+
+    monkeypatch.setattr(identity, "_stamp", stamp)
+    following = asyncio.create_task(followed.follow())
+    await asyncio.wait_for(rested.wait(), 30)
+    following.cancel()
+    assert read_after == [0, 22]
+
+
+async def test_a_file_system_that_hangs_stops_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router ends although a thread still waits for the file."""
+    monkeypatch.setattr(identity, "POLL_S", 0.01)
+    loop, hangs, ends = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def stamp(path: Path) -> None:
+        loop.call_soon_threadsafe(hangs.set)
+        ends.wait()
+
+    path = tmp_path / "tenants.toml"
+    path.write_text(TOKEN)
+    followed = TenantsFile(path, 1, lambda tenants: None)
+    followed.load()
+    monkeypatch.setattr(identity, "_stamp", stamp)
+    following = asyncio.create_task(followed.follow())
+    await hangs.wait()
+    following.cancel()
+    await asyncio.wait([following], timeout=5)
+    assert following.cancelled()
+    await asyncio.wait_for(loop.shutdown_default_executor(), 5)
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "tenants file")
+    ends.set()
