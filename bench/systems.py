@@ -156,7 +156,7 @@ def served(
         with spawned(serve_command(arguments), log, environment=environment) as process:
             assert process.stdout is not None
             line = process.stdout.readline()
-            if not line.startswith("listening on ") or not becomes_ready(line.split()[-1], process):
+            if not line.startswith("starting on ") or not becomes_ready(line.split()[-1], process):
                 raise BenchError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
             yield Server(line.split()[-1], process.pid)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -89,11 +90,11 @@ def running_server(*arguments: str, ready: bool = True) -> Iterator[Server]:
         _spawned(Path(folder) / "log", "-m", "pagoda_server.cli", "serve", *listen, *arguments) as (process, log),
     ):
         assert process.stdout is not None
-        line, http = process.stdout.readline(), ""
-        if line.startswith("HTTP on "):
-            http, line = line.split()[-1], process.stdout.readline()
-        assert line.startswith("listening on "), f"{line!r}\n{log.read_text()[-4000:]}"
-        server = Server(process, line.split()[-1], log, http)
+        line = process.stdout.readline()
+        assert "starting on " in line, f"{line!r}\n{log.read_text()[-4000:]}"
+        message = json.loads(line)["message"] if line.startswith("{") else line
+        http, _, address = message.strip().removeprefix("starting on ").rpartition(" and ")
+        server = Server(process, address, log, http)
         if ready:
             server.wait_ready()
         yield server

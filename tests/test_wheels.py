@@ -110,7 +110,7 @@ def address(server_python: Path, folder: Path) -> Iterator[str]:
         assert process.stdout is not None
         try:
             line = process.stdout.readline()
-            assert line.startswith("listening on ")
+            assert line.startswith("starting on ")
             yield line.split()[-1]
         finally:
             process.terminate()

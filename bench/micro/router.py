@@ -198,10 +198,7 @@ def running_router(engine: str, workers: int, *options: str) -> Iterator[tuple[p
     process = subprocess.Popen([*command, "--engine", engine, *limits, *spread], stdout=subprocess.PIPE, text=True)
     with _stopped_at_end(process):
         assert process.stdout is not None
-        line, url = process.stdout.readline(), ""
-        if line.startswith("HTTP on "):
-            url, line = line.split()[-1], process.stdout.readline()
-        address = line.split()[-1]
+        url, _, address = process.stdout.readline().strip().removeprefix("starting on ").rpartition(" and ")
         if not becomes_ready(address, process):
             raise BenchError("the router did not become ready")
         yield psutil.Process(process.pid), address, url

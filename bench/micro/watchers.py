@@ -56,8 +56,7 @@ def main(
     command = [sys.executable, "-m", "pagoda_server.cli", "serve", *options]
     with tempfile.TemporaryDirectory() as folder, spawned(command, Path(folder) / "log") as server:
         assert server.stdout is not None
-        url = server.stdout.readline().split()[-1]
-        address = server.stdout.readline().split()[-1]
+        url, _, address = server.stdout.readline().strip().removeprefix("starting on ").partition(" and ")
         if not becomes_ready(address, server):
             raise BenchError(f"the server ended: {(Path(folder) / 'log').read_text()[-500:]}")
         pairs = asyncio.run(_measure(psutil.Process(server.pid), url, address, turns, seconds, streams, watchers))

@@ -117,7 +117,7 @@ class ServerProcess:
 
     def _read_address(self, stdout: IO[str]) -> None:
         for line in stdout:
-            if line.startswith("listening on "):
+            if line.startswith("starting on "):
                 self.address = line.split()[-1]
 
     def _read_log(self, stderr: IO[str]) -> None:

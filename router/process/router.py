@@ -32,6 +32,7 @@ from pagoda_server.router.answers.formats import format_of
 from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
 from pagoda_server.router.engines.stream import Wakeups
 from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.process.announce import Announcer
 from pagoda_server.router.process.calls import CallGuard, Refusal
 from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
 from pagoda_server.router.process.listen import auth_token, bind, max_message_bytes, server_options
@@ -139,6 +140,7 @@ class Router:
         self._http: HttpPort | None = None  # set with --http
         self._tally: Tally | None = None  # set with --http, which alone shows it
         self._has_served = False  # an engine has been ready
+        self._announcer = parent or Announcer(config)
         self._stop = asyncio.Event()
         self._failure: Exception | None = None
 
@@ -262,9 +264,7 @@ class Router:
         except ConfigError:
             await server.stop(None)  # otherwise it complains when it is collected, after its event loop has closed
             raise
-        if self._http:
-            print(f"HTTP on {self._http.url}", flush=True)
-        print(f"listening on {self._port.address}", flush=True)
+        self._announcer.starts(self._port.address, self._http.url if self._http else "")
         return server
 
     def _make_inference(self, messages: Messages) -> InferenceServicer:
@@ -410,6 +410,7 @@ class Router:
             if self._keeper:
                 self._keeper.mark_ready()
             self._adopt(infos)
+            self._announcer.is_ready()
         await self._state.refresh()
 
     def _adopt(self, engines: Sequence[control_pb2.EngineInfo]) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.process.announce import Announcer
 from pagoda_server.router.process.listen import reserved_port
 from pagoda_server.router.process.supervisor import Supervisor, engine_supervisor, spawn_address
 from pagoda_server.settings import ServeConfig
@@ -65,7 +66,9 @@ class Workers:
         self._engine: Supervisor | None = None
         self._routers: list[Supervisor] = []
         self._listening: set[int] = set()
-        self._http_line = ""  # the same for all routers
+        self._announcer = Announcer(config)
+        self._is_announced = False
+        self._ready: set[int] = set()  # routers that have an engine
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
@@ -128,17 +131,18 @@ class Workers:
             self._tell_restarts()
         elif line == ENGINE_HANGS and self._engine:
             self._engine.kill()
-        elif line.startswith("HTTP on "):
-            self._http_line = line
-        elif line.startswith("listening on "):
+        elif line == SERVES:
+            self._ready.add(index)
+        elif line.startswith(STARTS):
             self._routers[index].mark_ready()
             self._tell_restarts()
-            if index not in self._listening:
-                self._listening.add(index)
-                if len(self._listening) == len(self._routers):
-                    if self._http_line:
-                        print(self._http_line, flush=True)
-                    print(line, flush=True)
+            self._listening.add(index)
+            if not self._is_announced and len(self._listening) == len(self._routers):
+                self._is_announced = True
+                address, _, url = line.removeprefix(STARTS).partition(" ")
+                self._announcer.starts(address, url)
+        if len(self._ready) == len(self._routers):
+            self._announcer.is_ready()
 
     def _tell_restarts(self) -> None:
         for router in self._routers:
@@ -159,13 +163,17 @@ def _part(whole: int, index: int, count: int) -> int:
 # -- a worker's end of its pipes ---------------------------------------------------------------------------------------
 
 
-# Lines that a worker prints for its parent, besides "HTTP on URL" and "listening on ADDRESS".
+# Lines that a worker prints for its parent. The addresses of gRPC and, if there is one, of HTTP follow the first.
+STARTS = "starts "
+SERVES = "serves"
 ENGINE_READY = "engine ready"
 ENGINE_HANGS = "engine hangs"
 
 
 class ParentLink:
-    """Stands in for the engine's supervisor, which runs in the parent. The parent sends the number of restarts.
+    """Stands in for the engine's supervisor and for the announcer, which are the parent's.
+
+    The parent sends the number of restarts.
 
     Standard input ends when the parent dies. This process then exits, because an orphan would hold the port.
     """
@@ -173,6 +181,12 @@ class ParentLink:
     def __init__(self) -> None:
         self.restarts = 0
         threading.Thread(target=self._listen, name="parent-link", daemon=True).start()
+
+    def starts(self, address: str, url: str = "") -> None:
+        print(f"{STARTS}{address} {url}".rstrip(), flush=True)
+
+    def is_ready(self) -> None:
+        print(SERVES, flush=True)
 
     def mark_ready(self) -> None:
         print(ENGINE_READY, flush=True)

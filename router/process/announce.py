@@ -1,0 +1,67 @@
+"""What a server prints on standard output: where it starts, and what to try once it serves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+
+from pagoda_server.channel.address import is_unix
+from pagoda_server.settings import ServeConfig
+from pagoda_server.settings.logs import JsonFormatter
+from pagoda_server.settings.router import AUTH_TOKEN_VARIABLE
+
+
+class Announcer:
+    """Announces a server twice: when its ports are bound, and when its first engine is ready.
+
+    The first line ends with the gRPC address, so that a program that gave port 0 can read it. With JSON logs, both are
+    JSON lines of the same shape.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._began = time.monotonic()
+        self._address = self._url = ""
+        self._is_ready = False
+
+    def starts(self, address: str, url: str = "") -> None:
+        """
+        address  of gRPC
+        url      of HTTP; empty: there is none
+        """
+        self._address, self._url = address, url
+        self._print(f"starting on {f'{url} and ' if url else ''}{address}", {"http": url, "grpc": address})
+
+    def is_ready(self) -> None:
+        """Announce that requests are served; only the first call does."""
+        if self._is_ready or not self._address:
+            return
+        self._is_ready = True
+        name, seconds = self._config.served_model_name, time.monotonic() - self._began
+        message = f"serving {name} after {seconds:.1f} s"
+        if self._config.log_format == "text":
+            message += "".join(f"\n  {title:6} {text}" for title, text in self._to_try())
+        self._print(message, {"http": self._url, "grpc": self._address})
+
+    def _to_try(self) -> list[tuple[str, str]]:
+        config = self._config
+        has_tokens = config.auth_token_file or config.tenants_file or os.environ.get(AUTH_TOKEN_VARIABLE)
+        token = f"{AUTH_TOKEN_VARIABLE}=… " if has_tokens else ""
+        found = [("HTTP", self._url)] if self._url else []
+        authority = " --tls" if config.tls_cert else ""
+        port = self._address.rpartition(":")[2]
+        address = self._address if is_unix(self._address) else f"127.0.0.1:{port}"
+        found += [("gRPC", self._address), ("try", f'{token}pagoda generate --address {address}{authority} "Hello!"')]
+        if self._url and not (has_tokens or config.tls_cert):
+            body = '{"messages": [{"role": "user", "content": "Hello!"}]}'
+            found.append(("or", f"curl {self._url}/v1/chat/completions -d '{body}'"))
+        return found
+
+    def _print(self, message: str, fields: Mapping[str, str]) -> None:
+        if self._config.log_format == "json":
+            record = logging.LogRecord("pagoda.router", logging.INFO, __file__, 0, message, (), None)
+            record.fields = {name: value for name, value in fields.items() if value}
+            message = JsonFormatter().format(record)
+        print(message, flush=True)

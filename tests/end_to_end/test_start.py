@@ -1,0 +1,65 @@
+"""What a person sees of a start: where the server is, when it serves, what to try, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.servers import ROOT, free_address
+
+SERVE = [sys.executable, "-m", "pagoda_server.cli", "serve", "--model", "synthetic"]
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [*SERVE, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_lines_to_try_stand_there_once_and_work_at_once(workers: str) -> None:
+    with started("--listen", free_address(), "--http", free_address(), "--workers", workers) as process:
+        assert process.stdout is not None
+        first, *lines = [process.stdout.readline().rstrip("\n") for _ in range(6)]
+        assert first.startswith("starting on http://127.")
+        assert lines[0].startswith("serving synthetic after ")
+        titles = [line.split()[0] for line in lines[1:]]
+        assert titles == ["HTTP", "gRPC", "try", "or"]
+        url, address, generate, curl = (line.split(None, 1)[1] for line in lines[1:])
+        assert first == f"starting on {url} and {address}"
+        port = address.rpartition(":")[2]
+        command = shlex.split(generate.replace(f"127.0.0.1:{port}", address))[1:]
+        answer = subprocess.run(
+            [sys.executable, "-m", "pagoda_server.cli", *command, "--max-tokens", "4"],
+            cwd=ROOT, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert answer.returncode == 0, answer.stderr
+        answer = subprocess.run(
+            [*shlex.split(curl), "--silent", "--fail-with-body", "--max-time", "60"], capture_output=True, text=True
+        )
+        assert json.loads(answer.stdout)["choices"], answer.stdout
+
+
+def test_with_json_logs_every_line_is_json() -> None:
+    with started("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--log-format", "json") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        process.terminate()
+        rest, errors = process.communicate(timeout=60)
+    found = [json.loads(line) for line in [*lines, *rest.splitlines(), *errors.splitlines()]]
+    assert all({"time", "level", "logger", "message"} <= set(each) for each in found)
+    assert [each["message"].split()[0] for each in found[:2]] == ["starting", "serving"]
+    assert found[0]["grpc"].startswith("127.0.0.1:")
