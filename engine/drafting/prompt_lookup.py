@@ -10,10 +10,15 @@ from pagoda_server.engine.core.sequence import Sequence
 
 SIZES = (4, 3, 2)  # tokens of an n-gram, the longest first: it is followed by the same token most often
 _BITS = 24  # of a token id: no vocabulary is larger
+INDEXED_AT_ONCE = 16_384  # tokens, by one proposal for each sequence: about 20 ms, in which no other stream goes on
+_LEAST_INDEXED = 64  # more than a step can add to a sequence
 
 
 class PromptLookup:
-    """Remembers where each n-gram of a sequence occurred last. A new token costs constant time and memory."""
+    """Remembers where each n-gram of a sequence occurred last. A new token costs constant time and memory.
+
+    A long prompt is indexed over several proposals, which until then know its first part only.
+    """
 
     token_s = 0.0
 
@@ -24,6 +29,7 @@ class PromptLookup:
         index = self._indexes.get(seq.id)
         if index is None or index.seq is not seq:
             index = self._indexes[seq.id] = _Index(seq)
+        index.extend(max(_LEAST_INDEXED, INDEXED_AT_ONCE // len(self._indexes)))
         return index.propose(most)
 
     def forget(self, seq: Sequence) -> None:
@@ -38,14 +44,18 @@ class _Index:
         self._behind: dict[int, int] = {}
         self._num_indexed = min(SIZES)  # n-grams that end before this position are in the index
 
+    def extend(self, count: int) -> None:
+        """Index the n-grams before the next `count` positions, as far as these exist."""
+        tokens, start = self.seq.tokens, self._num_indexed
+        self._num_indexed = max(start, min(len(tokens), start + count))
+        for position in range(start, self._num_indexed):
+            for key in _keys(tokens, position):
+                self._behind[key] = position
+
     def propose(self, most: int) -> list[int]:
         """Return up to `most` tokens that followed the longest of the last n-grams, where it occurred last."""
         tokens = self.seq.tokens
         end = len(tokens)
-        for position in range(self._num_indexed, end):
-            for key in _keys(tokens, position):
-                self._behind[key] = position
-        self._num_indexed = max(self._num_indexed, end)
         for key in _keys(tokens, end):
             if (found := self._behind.get(key)) is not None:
                 period = end - found  # what was found may reach the end; the last tokens then repeat

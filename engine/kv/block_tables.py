@@ -53,7 +53,8 @@ class BlockTables:
 
     def num_cached(self, seq: Sequence) -> int:
         """Count the leading tokens of a waiting sequence that need not be computed."""
-        return max(self._prefixes.num_cached(seq), min(self._host.num_kept(seq), seq.cacheable_len))
+        prefix = self._prompts.find(seq) or self._prefixes.match(seq)
+        return max(prefix.num_tokens, min(self._host.num_kept(seq), seq.cacheable_len))
 
     def start(self, seq: Sequence, length: int, num_running: int) -> Prefix | None:
         """Give a waiting sequence blocks for `length` tokens; return its prefix, or None if blocks are too few."""
@@ -68,7 +69,8 @@ class BlockTables:
         after = prefix.blocks[-1] if prefix.blocks else -1
         new = pool.allocate(pool.blocks_for(length) - num_shared, after)
         num_published = num_shared if prefix.num_found is None else prefix.num_found
-        seq.blocks = BlockTable(prefix.table(new), seq.blocks.hashes, num_published)
+        hashes = seq.blocks.hashes if prefix.sibling is None else prefix.sibling.blocks.hashes[:num_shared]
+        seq.blocks = BlockTable(prefix.table(new), hashes, num_published)
         self._host.started(seq, prefix)
         self._host.taken(new)
         if prefix.partial is not None:

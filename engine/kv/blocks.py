@@ -38,6 +38,16 @@ def chain_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(previous + array("q", tokens).tobytes()).digest()
 
 
+def chain_hashes(previous: bytes, tokens: Sequence[int], block_size: int) -> Iterator[bytes]:
+    """Yield the addresses of the full blocks of these tokens, which follow the block or root `previous`."""
+    content = array("q", tokens)
+    size = block_size * content.itemsize
+    content_bytes = memoryview(content).cast("B")
+    for start in range(0, len(content_bytes) - size + 1, size):
+        previous = hashlib.sha256(previous + content_bytes[start : start + size]).digest()
+        yield previous
+
+
 class BlockPool:
     """Hands out blocks by number, shares them by content, and forgets content in an EvictionOrder."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from pagoda_server.engine.core.sequence import Sequence
-from pagoda_server.engine.kv.blocks import BlockPool, chain_hash
+from pagoda_server.engine.kv.blocks import BlockPool, chain_hash, chain_hashes
 
 LEAST_BLOCK_SIZE = 8  # what a prompt shares of a smaller block takes less time to compute than to find and copy
 _MOST_OF_A_HEAD = 4
@@ -112,9 +112,9 @@ class PrefixCache:
 
     def _extend_hashes(self, seq: Sequence, count: int) -> None:
         size, hashes = self._pool.block_size, seq.blocks.hashes
-        for index in range(len(hashes), count):
-            previous = hashes[-1] if index else seq.request.cache_root
-            hashes.append(chain_hash(previous, seq.tokens[index * size : (index + 1) * size]))
+        if len(hashes) < count:
+            previous = hashes[-1] if hashes else seq.request.cache_root
+            hashes += chain_hashes(previous, seq.tokens[len(hashes) * size : count * size], size)
 
     def _serves(self, seq: Sequence) -> bool:
         return self._enabled and not seq.request.bypass_cache

@@ -19,6 +19,8 @@ from pagoda_server.engine.scheduling.tenants import TenantTable
 
 log = logging.getLogger("pagoda.engine")
 
+MOST_ADDED = 131_072  # tokens that arrive between two steps: a policy may take 20 ms to search the cache for them
+
 
 @dataclass(frozen=True, slots=True)
 class Add:
@@ -96,14 +98,24 @@ class Inbox:
         self._queue.put(message)
 
     def take(self, timeout_s: float | None = 0.0) -> list[Message]:
-        """Take all messages. With a timeout, or None for none, wait for the first one."""
+        """Take messages until they add MOST_ADDED tokens; the rest stay for the next call.
+
+        With a timeout, or None for none, wait for the first one.
+        """
         messages: list[Message] = []
+        added = 0
         try:
-            messages.append(self._queue.get(block=timeout_s != 0.0, timeout=timeout_s))
-            while True:
-                messages.append(self._queue.get_nowait())
+            messages.append(message := self._queue.get(block=timeout_s != 0.0, timeout=timeout_s))
+            while (added := added + _added(message)) < MOST_ADDED:
+                messages.append(message := self._queue.get_nowait())
         except queue.Empty:
-            return messages
+            pass
+        return messages
+
+
+def _added(message: Message) -> int:
+    """Count the tokens for which a policy may search the cache when the message is handled."""
+    return message.seq.num_tokens * (1 + len(message.siblings)) if isinstance(message, Add) else 0
 
 
 class EngineLoop(threading.Thread):

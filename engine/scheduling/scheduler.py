@@ -53,6 +53,8 @@ from pagoda_server.engine.scheduling.victims import choose_victim, num_freed
 from pagoda_server.engine.timing.cost_model import CostModel
 from pagoda_server.settings.engine import PolicyName
 
+MOST_CONSIDERED = 131_072  # tokens of sequences that may start in a step: to search the cache for them takes 20 ms
+
 
 class Scheduler:
     """
@@ -306,16 +308,21 @@ class Scheduler:
     def _admit(self, budget: int) -> Hold | None:
         """Start waiting sequences while the step has tokens, places and blocks for them.
 
-        Return what keeps the next in line from starting; None if no sequence waits.
+        Return what keeps the next in line from starting; None if no sequence waits. What starts costs time even if all
+        of it is cached, so a step considers only MOST_CONSIDERED tokens, or one sequence of more.
         """
         if not self.waiting:
             return None
         budget -= sum(seq.remaining_len for seq in self._unfinished())
+        considered = 0
         while self.waiting:
+            if considered >= MOST_CONSIDERED:
+                return "no budget"
             lower = self.waiting.outranked(next(self.waiting.in_line()), self.running)
             seq = self._pacing.newcomer(self.waiting, self.running, budget + sum(seq.remaining_len for seq in lower))
             if seq is None:
                 return "no budget"
+            considered += seq.num_tokens
             if self._deadlines.is_lost(seq, self.clock()):
                 if self.running and not self._deadlines.takes_leave():
                     return "late"

@@ -10,7 +10,8 @@ import pytest
 
 from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
 from pagoda_server.engine.core.step import Chunk, StepPlan
-from pagoda_server.engine.drafting import PromptLookup, Speculation, speculation
+from pagoda_server.engine.drafting import PromptLookup, Speculation, prompt_lookup, speculation
+from pagoda_server.engine.drafting.prompt_lookup import INDEXED_AT_ONCE, _keys
 from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.engine.runners.synthetic import StepTime, expected_tokens
 from tests.engine.drafters import AlwaysDrafts, Oracle
@@ -354,3 +355,27 @@ def test_where_steps_overlap_drafts_that_are_right_shorten_answers(accuracies: l
 @pytest.mark.parametrize("accuracy", [0.0, 0.3, 0.6])
 def test_where_steps_overlap_wrong_drafts_cost_little(accuracy: float, count: int) -> None:
     assert speed_up([accuracy] * count) > 0.97
+
+
+def test_long_prompts_are_indexed_over_several_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
+    indexed = 0
+
+    def counted(tokens: list[int], end: int) -> list[int]:
+        nonlocal indexed
+        indexed += 1
+        return _keys(tokens, end)
+
+    monkeypatch.setattr(prompt_lookup, "_keys", counted)
+    lookup, seqs = PromptLookup(), [sequence(id, [7] * 30_000) for id in range(64)]
+    for seq in seqs:
+        lookup.propose(seq, 8)
+    indexed = 0
+    assert all(lookup.propose(seq, 8) == [7] * 8 for seq in seqs)
+    assert indexed <= INDEXED_AT_ONCE + len(seqs)
+
+
+def test_a_long_prompt_is_indexed_to_its_end_in_time() -> None:
+    lookup, seq = PromptLookup(), sequence(0, [*range(40_000), 1, 2])
+    while lookup.propose(seq, 2) != [3, 4]:
+        assert seq.num_tokens < 40_100
+        seq.tokens += [1, 2]

@@ -15,7 +15,7 @@ from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence, State
 from pagoda_server.engine.core.step import Chunk, StepOutput, StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.loop.loop import Abort, Add, EngineLoop, LoadSnapshot
+from pagoda_server.engine.loop.loop import MOST_ADDED, Abort, Add, EngineLoop, Inbox, LoadSnapshot, Stop
 from pagoda_server.engine.loop.steps_in_flight import Launched, compute_one_by_one
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from pagoda_server.engine.scheduling.scheduler import Scheduler
@@ -164,3 +164,15 @@ def test_a_mistake_in_the_settings_is_one_line_though_another_thread_finds_it(
     monkeypatch.setattr(main, "load_runner", fails)
     assert main.run(EngineConfig("synthetic")) == EXIT_CONFIG
     assert capsys.readouterr().err == "error: --block-size is wrong\n"
+
+
+def test_a_flood_of_long_prompts_is_taken_in_over_several_steps() -> None:
+    inbox, length = Inbox(), 30_000
+    arriving = [Add(sequence(id, [7] * length, 1)) for id in range(12)]
+    for message in (*arriving, Abort([0]), Stop()):
+        inbox.put(message)
+    taken = []
+    while not taken or taken[-1][-1] != Stop():
+        taken.append(inbox.take())
+    assert [message for messages in taken for message in messages] == [*arriving, Abort([0]), Stop()]
+    assert max(map(len, taken)) <= -(-MOST_ADDED // length)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
-from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.kv import prefix_cache
+from pagoda_server.engine.kv.blocks import BlockPool, chain_hashes
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.synthetic import StepTime
+from pagoda_server.engine.scheduling.scheduler import MOST_CONSIDERED
 from tests.engine.harness import SteppedEngine
 from tests.engine.test_scheduler import prompt
 from tests.engine.unreliable import UnreliableRunner
@@ -188,3 +193,39 @@ def test_hot_content_fills_four_fifths_of_the_pool_at_most() -> None:
     evicted = [block for _ in range(3) for block in pool.allocate(1)]
     assert evicted == [hot[-1], new, hot[-2]], "the first that was added is one too many"
     assert len(pool.allocate(7)) == 7
+
+
+def test_long_prompts_that_are_cached_start_a_few_in_a_step() -> None:
+    length, count = 30_000, 12
+    engine = SteppedEngine(num_blocks=4096, block_size=16, max_num_seqs=16, token_budget=2048, max_model_len=32_768)
+    engine.add([7] * length, max_tokens=1)
+    engine.run()
+    for _ in range(count):
+        engine.add([7] * length, max_tokens=100)
+    started = []
+    while len(engine.scheduler.running) < count:
+        before = len(engine.scheduler.running)
+        engine.step()
+        started.append(len(engine.scheduler.running) - before)
+    assert all(1 <= each <= -(-MOST_CONSIDERED // length) for each in started), started
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_siblings_take_the_addresses_of_their_prompt_from_the_first(
+    lookahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SteppedEngine(block_size=8, token_budget=64, lookahead=lookahead)
+    seqs = engine.add_siblings(4, prompt(100), max_tokens=20)
+    hashed = 0
+
+    def counted(*arguments: Any) -> Iterator[bytes]:
+        nonlocal hashed
+        for address in chain_hashes(*arguments):
+            hashed += 1
+            yield address
+
+    monkeypatch.setattr(prefix_cache, "chain_hashes", counted)
+    engine.run()
+    assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in seqs)
+    of_prompt, of_output = 100 // 8, 3
+    assert hashed <= of_prompt + len(seqs) * of_output
