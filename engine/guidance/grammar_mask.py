@@ -85,6 +85,8 @@ class GrammarMask:
         return self._pace.is_slow
 
     def is_ready(self, tokens: list[int], timeout_s: float) -> bool:
+        if self._also is not None and not self._also.is_ready(tokens, timeout_s):
+            return False
         if self._job.is_started and not self._job.wait(timeout_s):
             return self._job.is_overdue
         return not self._go_to(tokens) or self._has_words or self._compute(timeout_s)

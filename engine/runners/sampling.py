@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from pagoda_server.engine.core.sequence import SamplingParams, TokenMask
 from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
 
+NGRAMS_AT_ONCE = 1024  # tokens: half a millisecond, which a step takes for each of its sequences
 _SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # below it, a division would give no number
 
 
@@ -91,7 +93,15 @@ class TokenBans:
         self._allowed = allowed
 
     def is_ready(self, tokens: list[int], timeout_s: float) -> bool:
-        return True
+        """Take in a part of a long prompt, and more while there is time; say whether `fill` will be quick."""
+        if self._ngrams is None:
+            return True
+        until = time.monotonic() + timeout_s
+        while not (is_near := self._ngrams.is_near(tokens)):
+            self._ngrams.approach(tokens)
+            if time.monotonic() >= until:
+                return self._ngrams.is_near(tokens)
+        return is_near
 
     def surely_allows(self, tokens: list[int], token: int) -> bool:
         is_allowed = self._allowed is None or self._allowed.surely_allows(tokens, token)
@@ -133,6 +143,20 @@ class _NGrams:
 
     def following(self, tokens: list[int]) -> list[int]:
         """The tokens that would end an n-gram which `tokens` hold already."""
+        self._go_to(tokens)
+        if len(tokens) < self._size - 1:
+            return []
+        return self._next.get(tuple(tokens[len(tokens) - self._size + 1 :]), [])
+
+    def is_near(self, tokens: list[int]) -> bool:
+        """Say whether few tokens are missing."""
+        return len(tokens) - len(self._tokens) <= NGRAMS_AT_ONCE
+
+    def approach(self, tokens: list[int]) -> None:
+        """Take in the next tokens that are missing."""
+        self._go_to(tokens[: len(self._tokens) + NGRAMS_AT_ONCE])
+
+    def _go_to(self, tokens: list[int]) -> None:
         num_common = self._num_common(tokens)
         while len(self._tokens) > num_common:
             if (ends := self._ends()) is not None:
@@ -142,9 +166,6 @@ class _NGrams:
             self._tokens.append(token)
             if (ends := self._ends()) is not None:
                 ends.append(token)
-        if len(tokens) < self._size - 1:
-            return []
-        return self._next.get(tuple(tokens[len(tokens) - self._size + 1 :]), [])
 
     def _ends(self) -> list[int] | None:
         """Those that the last n-gram is among; None if there is none yet."""

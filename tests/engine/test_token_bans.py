@@ -11,7 +11,7 @@ import torch
 
 from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
 from pagoda_server.engine.runners.cpu.sampler import Sampler
-from pagoda_server.engine.runners.sampling import AllowedTokens, TokenBans, fill_mask, num_mask_words
+from pagoda_server.engine.runners.sampling import NGRAMS_AT_ONCE, AllowedTokens, TokenBans, fill_mask, num_mask_words
 from pagoda_server.kernels import drop_untypical, load_backend
 
 VOCAB_SIZE = 40
@@ -113,3 +113,20 @@ def test_typical_sampling_leaves_broken_rows_broken() -> None:
     seqs = [Sequence(id, [1], Request(1), SamplingParams()) for id in range(3)]
     choices = Sampler(load_backend("cpu"), VOCAB_SIZE).sample(seqs, rows)
     assert [choice.token for choice in choices] == [-1] * 3
+
+
+def test_n_grams_of_a_long_prompt_are_taken_in_over_several_steps() -> None:
+    tokens = [7] * 30_000
+    mask, num_steps = TokenBans(len(tokens), ngram_size=2), 1
+    while not mask.is_ready(tokens, 0.0):
+        num_steps += 1
+    assert num_steps >= len(tokens) // NGRAMS_AT_ONCE - 1
+    assert allowed_by(mask, tokens) == set(range(VOCAB_SIZE)) - {7}
+
+
+def test_a_sequence_that_is_alone_waits_for_the_n_grams_of_its_prompt() -> None:
+    assert TokenBans(30_000, ngram_size=2).is_ready([7] * 30_000, timeout_s=600.0)
+
+
+def test_a_mask_of_short_prompts_is_ready_at_once() -> None:
+    assert TokenBans(NGRAMS_AT_ONCE, ngram_size=2).is_ready([7] * NGRAMS_AT_ONCE, 0.0)
