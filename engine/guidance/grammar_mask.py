@@ -82,7 +82,7 @@ class GrammarMask:
 
     @property
     def is_slow(self) -> bool:
-        return self._pace.is_slow
+        return self._pace.is_slow or (self._also is not None and self._also.is_slow)
 
     def is_ready(self, tokens: list[int], timeout_s: float) -> bool:
         if self._also is not None and not self._also.is_ready(tokens, timeout_s):

@@ -78,7 +78,6 @@ class TokenBans:
 
     depends_on_tokens = True
     fault = ""
-    is_slow = False
 
     def __init__(
         self,
@@ -91,17 +90,19 @@ class TokenBans:
         self._ngrams = _NGrams(ngram_size) if ngram_size else None
         self._bad_words = [list(word) for word in bad_words]
         self._allowed = allowed
+        self.is_slow = bool(ngram_size) and prompt_len > NGRAMS_AT_ONCE  # until it has taken in most of its prompt
 
     def is_ready(self, tokens: list[int], timeout_s: float) -> bool:
         """Take in a part of a long prompt, and more while there is time; say whether `fill` will be quick."""
         if self._ngrams is None:
             return True
         until = time.monotonic() + timeout_s
-        while not (is_near := self._ngrams.is_near(tokens)):
+        while self._ngrams.num_missing(tokens) > NGRAMS_AT_ONCE:
             self._ngrams.approach(tokens)
             if time.monotonic() >= until:
-                return self._ngrams.is_near(tokens)
-        return is_near
+                break
+        self.is_slow = self._ngrams.num_missing(tokens) > NGRAMS_AT_ONCE
+        return not self.is_slow
 
     def surely_allows(self, tokens: list[int], token: int) -> bool:
         is_allowed = self._allowed is None or self._allowed.surely_allows(tokens, token)
@@ -148,9 +149,9 @@ class _NGrams:
             return []
         return self._next.get(tuple(tokens[len(tokens) - self._size + 1 :]), [])
 
-    def is_near(self, tokens: list[int]) -> bool:
-        """Say whether few tokens are missing."""
-        return len(tokens) - len(self._tokens) <= NGRAMS_AT_ONCE
+    def num_missing(self, tokens: list[int]) -> int:
+        """Count the tokens that it has yet to take in, as far as their number tells."""
+        return len(tokens) - len(self._tokens)
 
     def approach(self, tokens: list[int]) -> None:
         """Take in the next tokens that are missing."""

@@ -118,8 +118,10 @@ def test_typical_sampling_leaves_broken_rows_broken() -> None:
 def test_n_grams_of_a_long_prompt_are_taken_in_over_several_steps() -> None:
     tokens = [7] * 30_000
     mask, num_steps = TokenBans(len(tokens), ngram_size=2), 1
+    assert mask.is_slow, "nothing is drafted for it"
     while not mask.is_ready(tokens, 0.0):
         num_steps += 1
+    assert not mask.is_slow
     assert num_steps >= len(tokens) // NGRAMS_AT_ONCE - 1
     assert allowed_by(mask, tokens) == set(range(VOCAB_SIZE)) - {7}
 
@@ -129,4 +131,6 @@ def test_a_sequence_that_is_alone_waits_for_the_n_grams_of_its_prompt() -> None:
 
 
 def test_a_mask_of_short_prompts_is_ready_at_once() -> None:
-    assert TokenBans(NGRAMS_AT_ONCE, ngram_size=2).is_ready([7] * NGRAMS_AT_ONCE, 0.0)
+    mask = TokenBans(NGRAMS_AT_ONCE, ngram_size=2)
+    assert not mask.is_slow
+    assert mask.is_ready([7] * NGRAMS_AT_ONCE, 0.0)
