@@ -290,7 +290,8 @@ class StepTimeFilter:
                 values[column] = self._covariance[column][row] = values[column] - told * shared[column]
         self._drift(load, expected)
         self._leave_out_the_negative()
-        return seconds / expected if unknown < (SURE * expected) ** 2 else None
+        # Rounding can make the variance of a prediction of 0 negative.
+        return seconds / expected if expected and unknown < (SURE * expected) ** 2 else None
 
     def predict(self, load: StepLoad) -> float:
         """Return seconds; 0 before the first step."""
