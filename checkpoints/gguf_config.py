@@ -1,4 +1,7 @@
-"""Converts GGUF metadata to config.json, for the architectures in FAMILIES, where a new family is an entry."""
+"""Converts GGUF metadata to config.json, for the architectures in FAMILIES, where a new family is an entry.
+
+It also finds the sampling that a file recommends.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pagoda_server.checkpoints.folder import CheckpointError, quoted
 from pagoda_server.checkpoints.gguf_file import GgufFile
 
 ROPE_FACTORS = "rope_freqs.weight"
-
+DEFAULT_TEMPERATURE = 0.8  # llama.cpp's, which a file leaves in place if it recommends other numbers alone
 
 _PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
@@ -185,3 +188,20 @@ def _llama3_scaling(file: GgufFile, shape: ModelShape) -> dict[str, object]:
 
 def _other_factors(file: GgufFile) -> CheckpointError:
     return CheckpointError(f"{file.name} has rotary frequency factors that differ from those of Llama 3")
+
+
+def recommended_sampling(file: GgufFile) -> dict[str, object]:
+    """The sampling that a file recommends, as generation_config.json has it: transformers' names, and their meaning."""
+    found: dict[str, object] = {}
+    for key, name in (("temp", "temperature"), ("top_p", "top_p"), ("min_p", "min_p")):
+        if file.has(f"general.sampling.{key}"):
+            found[name] = file.number(f"general.sampling.{key}")
+    if file.has("general.sampling.top_k"):
+        found["top_k"] = max(0, file.integer("general.sampling.top_k"))  # llama.cpp keeps every token below 1
+    if found:
+        found = {"do_sample": True, "temperature": DEFAULT_TEMPERATURE, **found}
+    if file.number("general.sampling.temp", 1.0) <= 0:  # llama.cpp then takes the most likely token
+        found = {"do_sample": False}
+    if file.has("general.sampling.penalty_repeat"):
+        found["repetition_penalty"] = file.number("general.sampling.penalty_repeat")
+    return found

@@ -10,6 +10,7 @@ from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from pagoda_server.checkpoints.folder import CheckpointError, quoted, write_json
+from pagoda_server.checkpoints.gguf_config import recommended_sampling
 from pagoda_server.checkpoints.gguf_file import GgufFile
 
 MAX_TOKEN_CHARACTERS = 1024  # the longest known has 256; finding the merges of one takes the square of its length
@@ -220,6 +221,7 @@ def _write_settings(file: GgufFile, vocabulary: _Vocabulary, folder: Path) -> No
     }
     write_json(folder / "tokenizer_config.json", config | {k: v for k, v in named.items() if v is not None})
     ids = {f"{role}_token_id": vocabulary.roles[role] for role in ("bos", "pad") if role in vocabulary.roles}
-    write_json(folder / "generation_config.json", {"eos_token_id": vocabulary.end_ids, **ids})
+    generation = {"eos_token_id": vocabulary.end_ids, **ids, **recommended_sampling(file)}
+    write_json(folder / "generation_config.json", generation)
     if template := file.text("tokenizer.chat_template", ""):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")

@@ -38,7 +38,7 @@ def _write(folder: Path) -> None:
     vocab_size = tokenizer.get_vocab_size()
     config = {"model_type": FAMILY, "vocab_size": vocab_size, "max_position_embeddings": MAX_POSITION_EMBEDDINGS}
     write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", {"eos_token_id": [END_ID]})
+    write_json(folder / "generation_config.json", {"eos_token_id": [END_ID], "do_sample": False})
     write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END})
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 

@@ -168,8 +168,8 @@ class RouterSettings(CommonSettings):
     )  # fmt: skip
     sampling_defaults: Literal["model", "none"] = setting(
         "model",
-        "Where sampling parameters come from that a request leaves out: what generation_config.json recommends, or "
-        "always the protocol's own defaults, which take the most likely token.",
+        "Where sampling parameters come from that a request leaves out. model: what the model's authors recommend, or "
+        "llama.cpp's defaults if they recommend no temperature. none: the most likely token is taken.",
         panel=LIMITS,
     )  # fmt: skip
     stall_timeout_s: float = setting(

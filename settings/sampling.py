@@ -5,7 +5,9 @@ Each number that a request may set is one entry here. Its field in protos/pagoda
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, cast
 
 
@@ -39,6 +41,10 @@ class Parameter:
 
 
 LOGIT_BIAS = Interval(-100, 100)
+
+# Requests for a model whose authors recommend no temperature are drawn as llama.cpp draws them by default. Small models
+# repeat themselves under greedy decoding, and write nonsense if they are drawn at a temperature of 1.
+UNRECOMMENDED: Mapping[str, float] = MappingProxyType({"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05})
 
 
 def _spec(interval: Interval, help: str) -> dict[str, Any]:

@@ -85,7 +85,7 @@ async def _measure(
 
 async def _ask_on(client: AsyncClient) -> None:
     while True:
-        async for _ in client.generate(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True):
+        async for _ in client.generate(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0):
             pass
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from pagoda_server.settings.sampling import PARAMETERS
+from pagoda_server.settings.sampling import PARAMETERS, UNRECOMMENDED
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -106,10 +106,10 @@ def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 
     The command receives the given options by name as `sampling`.
     """
-    options = {
-        each.name: _option(each.help, f"the model's, or {each.default:g}", int if each.is_integer else float)
-        for each in PARAMETERS
-    }
+    options = {}
+    for each in PARAMETERS:
+        default = UNRECOMMENDED.get(each.name, each.default)
+        options[each.name] = _option(each.help, f"the model's, or {default:g}", int if each.is_integer else float)
     options["seed"] = _option("The same seed gives the same answer.", False, int)
 
     @wraps(command)

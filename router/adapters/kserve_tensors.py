@@ -84,8 +84,6 @@ def asked_from(theirs: kserve.ModelInferRequest, limits: Limits) -> Asked:
     if streams and not excludes_input:
         raise InvalidArgument("exclude_input_in_output", "is false, which a stream cannot be")
     ours = inference_pb2.GenerateRequest(model=theirs.model_name, prompt=prompt)
-    if not limits.recommended.HasField("temperature"):
-        ours.sampling.temperature = 1.0  # vLLM's default
     ours.sampling.n = 1
     check_count(len(theirs.parameters), "parameters", MAX_PARAMETERS)
     for key, parameter in theirs.parameters.items():

@@ -273,8 +273,6 @@ def request_from(theirs: vllm.GenerateRequest, limits: Limits) -> inference_pb2.
     sampling = inference_pb2.Sampling(n=params.n or 1)
     if params.HasField("temperature"):
         sampling.temperature = params.temperature
-    elif not limits.recommended.HasField("temperature"):
-        sampling.temperature = 1.0
     for name in _NUMBERS:
         if value := getattr(params, name):  # the protocol does not tell 0 from a field that is not set
             setattr(sampling, name, value)

@@ -20,8 +20,7 @@ from pagoda_server.router.request.structured_outputs import schema_text, structu
 from pagoda_server.settings.request import MAX_LOGPROBS
 from pagoda_server.settings.sampling import PARAMETERS
 
-DEFAULT_TEMPERATURE = 1.0  # these two are the API's own defaults, not the protocol's
-DEFAULT_COMPLETION_TOKENS = 16
+DEFAULT_COMPLETION_TOKENS = 16  # the API's own default, not the protocol's
 MAX_WHOLE_LOGPROBS = 1 << 16  # in an answer that is not streamed: it is kept in memory until it is complete
 
 _IGNORED = ("user", "safety_identifier", "metadata", "prompt_cache_key")  # they change no answer
@@ -102,8 +101,6 @@ def _generation(given: Fields, request: inference_pb2.GenerateRequest, limits: L
     asked.is_stream = given.flag("stream")
     _stream_options(given, asked)
     sampling, stopping, output = request.sampling, request.stopping, request.output
-    if not limits.recommended.HasField("temperature"):
-        sampling.temperature = DEFAULT_TEMPERATURE
     for each in PARAMETERS:
         value = given.integer(each.name) if each.is_integer else given.number(each.name)
         if value is not None:

@@ -45,7 +45,7 @@ from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import SERVICE, InferenceServicer
 from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.request.record import Observers
-from pagoda_server.router.request.validation import recommended_sampling
+from pagoda_server.router.request.validation import default_sampling
 from pagoda_server.router.telemetry.logs import RequestLog
 from pagoda_server.router.tenants.identity import Identities, Tenants, TenantsFile
 from pagoda_server.router.tenants.quotas import Quotas
@@ -270,9 +270,9 @@ class Router:
     def _make_inference(self, messages: Messages) -> InferenceServicer:
         """The Inference service, with limits that hold until an engine reports its own."""
         config = self._config
-        recommended = None
+        recommended = inference_pb2.Sampling()
         if config.sampling_defaults == "model":
-            recommended = recommended_sampling(self._tokenizer.recommended)
+            recommended = default_sampling(self._tokenizer.recommended)
         limits = Limits(
             max_model_len=config.max_model_len or 1 << 31,
             vocab_size=self._tokenizer.vocab_size,
@@ -281,7 +281,7 @@ class Router:
             has_tool_format=bool(self._format and self._format.tool_format),
             max_text_bytes=config.max_text_bytes,
             default_max_tokens=config.default_max_tokens,
-            recommended=recommended or inference_pb2.Sampling(),
+            recommended=recommended,
         )
         return InferenceServicer(
             model=self._name,

@@ -47,8 +47,7 @@ class Limits:
     max_readouts       inputs to embed, or continuations to score, in one call
     max_request_id     characters of a request's id
     takes_typical_p    whether every engine can sample by typical_p
-    recommended        sampling parameters of a request that leaves them out; those that it lacks have the protocol's
-                       defaults
+    recommended        sampling parameters of a request that leaves them out; those that it lacks change nothing
     """
 
     max_model_len: int

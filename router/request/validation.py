@@ -29,7 +29,7 @@ from pagoda_server.router.tenants.caller import ANYONE, Caller
 from pagoda_server.router.text.chat_template import Chat, Message
 from pagoda_server.router.text.tokenizer import Prompt
 from pagoda_server.settings.request import MAX_DRAFT_TOKENS, MAX_SLO_S
-from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
+from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS, UNRECOMMENDED
 
 log = logging.getLogger("pagoda.router")
 
@@ -478,6 +478,16 @@ def recommended_sampling(recommended: Mapping[str, Any]) -> inference_pb2.Sampli
     except (TypeError, ValueError, OverflowError, InvalidArgument) as error:
         log.warning("ignoring the sampling parameters in generation_config.json: %s", error)
         return None
+    return sampling
+
+
+def default_sampling(recommended: Mapping[str, Any]) -> inference_pb2.Sampling:
+    """What a request leaves out: the model's recommendation, on top of UNRECOMMENDED if it lacks a temperature."""
+    own = recommended_sampling(recommended) or inference_pb2.Sampling()
+    if own.HasField("temperature"):
+        return own
+    sampling = inference_pb2.Sampling(**UNRECOMMENDED)  # type: ignore[arg-type]  # whole numbers where it needs them
+    sampling.MergeFrom(own)
     return sampling
 
 

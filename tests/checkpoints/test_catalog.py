@@ -49,7 +49,9 @@ def test_the_default_model_is_smollm2(default_model_folder: Path) -> None:
     verify(default_model_folder)
     config = json.loads((default_model_folder / "config.json").read_text())
     assert (config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]) == (30, 576, 49152)
-    assert json.loads((default_model_folder / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+    generation = json.loads((default_model_folder / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [2, 0]
+    assert (generation["do_sample"], generation["temperature"], generation["top_p"]) == (True, 0.2, 0.9)
     tokenizer = Tokenizer.from_file(str(default_model_folder / "tokenizer.json"))
     assert tokenizer.encode("x = 12345").tokens == ["x", "Ġ=", "Ġ", "1", "2", "3", "4", "5"]
     assert "You are a helpful AI assistant named SmolLM" in (default_model_folder / "chat_template.jinja").read_text()

@@ -102,6 +102,32 @@ def test_every_token_that_ends_a_turn_ends_generation_the_files_own_first(tmp_pa
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [ends, document, turn]
 
 
+@pytest.mark.parametrize(
+    ("recommended", "generation"),
+    [
+        ({}, {}),
+        (
+            {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1},
+            {
+                "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05,
+                "repetition_penalty": 1.1,
+            },
+        ),
+        ({"top_k": 0}, {"do_sample": True, "temperature": 0.8, "top_k": 0}),
+        ({"penalty_repeat": 1.1}, {"repetition_penalty": 1.1}),
+        ({"temp": 0.0, "top_p": 0.9, "penalty_repeat": 1.1}, {"do_sample": False, "repetition_penalty": 1.1}),
+    ],
+)  # fmt: skip
+def test_the_sampling_that_a_file_recommends_is_recommended_by_the_folder(
+    recommended: dict[str, float], generation: dict[str, object], tmp_path: Path
+) -> None:
+    tiny = tiny_model("llama")
+    tiny.metadata = {f"general.sampling.{key}": value for key, value in recommended.items()}
+    import_gguf(tiny.write(tmp_path / "tiny.gguf"), tmp_path, no_progress)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert {name: value for name, value in written.items() if not name.endswith("_token_id")} == generation
+
+
 UNUSABLE = {
     "'bert' vocabulary; supported: gpt2, llama": {"model": "bert"},
     "splits words as 'martian'; supported: default, gpt-2": {"pre": "martian"},

@@ -15,7 +15,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pagoda_server.checkpoints import CheckpointError, gguf_file
 from pagoda_server.checkpoints.gguf_import import import_gguf
-from pagoda_server.checkpoints.gguf_weights import to_bfloat16
 from pagoda_server.checkpoints.grouped_weights import write_dequantized
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.kernels import Int4Weight
@@ -41,9 +40,9 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=VARIANTS.keys())
-def test_imported_tensors_are_the_originals_rounded_to_bfloat16(tiny: TinyModel, tmp_path: Path) -> None:
+def test_imported_tensors_are_the_originals(tiny: TinyModel, tmp_path: Path) -> None:
     tensors = load_file(imported(tiny, tmp_path) / "model.safetensors")
-    expected = {name: values.to(torch.bfloat16) for name, values in tiny.model.state_dict().items()}
+    expected = tiny.model.state_dict()
     if tiny.model.config.tie_word_embeddings:
         del expected["lm_head.weight"]
     assert tensors.keys() == expected.keys()
@@ -53,10 +52,33 @@ def test_imported_tensors_are_the_originals_rounded_to_bfloat16(tiny: TinyModel,
 
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=VARIANTS.keys())
 def test_imported_model_computes_the_originals_logits(tiny: TinyModel, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(imported(tiny, tmp_path), dtype=torch.bfloat16).float()
-    original = tiny.model.to(torch.bfloat16).float()
+    model = AutoModelForCausalLM.from_pretrained(imported(tiny, tmp_path), dtype=torch.float32)
     ids = torch.arange(3, 40)[None]
-    torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=0, atol=1e-6)
+    torch.testing.assert_close(model(ids).logits, tiny.model(ids).logits, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(gguf.GGMLQuantizationType.F16, torch.float16), (gguf.GGMLQuantizationType.BF16, torch.bfloat16)],
+)
+def test_matrices_of_16_bits_keep_their_format(
+    kind: gguf.GGMLQuantizationType, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tiny = tiny_model("qwen2")
+    tiny.quantisation = kind
+    tensors = load_file(imported(tiny, tmp_path) / "model.safetensors")
+    for name, original in tiny.model.state_dict().items():
+        assert torch.equal(tensors[name], original.to(dtype) if original.ndim == 2 else original), name
+
+
+def test_a_value_that_16_bits_cannot_hold_is_refused(tmp_path: Path) -> None:
+    tiny = tiny_model("llama")
+    tiny.quantisation = gguf.GGMLQuantizationType.Q8_0
+    tiny.tensors["blk.1.ffn_up.weight"] = np.full((96, 64), 70_000, np.float32)
+    with pytest.raises(
+        CheckpointError, match=r"blk\.1\.ffn_up\.weight has a value of 69977; at most 65504 is supported"
+    ):
+        imported(tiny, tmp_path)
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -68,8 +90,8 @@ def test_quantised_rows_are_dequantised_and_reordered(family: str, tmp_path: Pat
         if original.ndim == 2:
             # Q8_0 scales every 32 values of a row by themselves, so the order of rows does not matter to it.
             quantised = gguf.quants.quantize(original.numpy(), tiny.quantisation)
-            expected = torch.from_numpy(gguf.quants.dequantize(quantised, tiny.quantisation)).to(torch.bfloat16)
-            assert torch.equal(tensors[name], expected), name
+            expected = torch.from_numpy(gguf.quants.dequantize(quantised, tiny.quantisation))
+            assert torch.equal(tensors[name], expected.to(torch.float16)), name
 
 
 @pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.BF16, gguf.GGMLQuantizationType.Q8_0])
@@ -79,7 +101,7 @@ def test_vectors_may_have_any_format_that_matrices_have(kind: gguf.GGMLQuantizat
     norm = load_file(imported(tiny, tmp_path) / "model.safetensors")["model.norm.weight"]
     original = tiny.model.state_dict()["model.norm.weight"]
     expected = gguf.quants.dequantize(gguf.quants.quantize(original.numpy(), kind), kind)
-    assert torch.equal(norm, torch.from_numpy(expected).to(torch.bfloat16))
+    assert torch.equal(norm, torch.from_numpy(expected))
 
 
 @pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1])
@@ -104,7 +126,7 @@ def test_rows_of_4_bits_keep_their_nibbles(family: str, kind: gguf.GGMLQuantizat
             parts = stored[name + ".values"], stored[name + ".scales"], stored[name + ".minimums"]
             assert torch.equal(Int4Weight(*parts).dequantize(), expected), name
         else:
-            assert torch.equal(whole[name], original.to(torch.bfloat16)), name
+            assert torch.equal(whole[name], original), name
     assert AutoConfig.from_pretrained(folder).quantization_config["quant_method"] == "pagoda"
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     assert torch.equal(model.model.layers[1].mlp.up_proj.weight, whole["model.layers.1.mlp.up_proj.weight"])
@@ -139,15 +161,6 @@ def test_a_scale_or_minimum_of_4_bits_that_kernels_cannot_hold_is_refused(
     path.write_bytes(file_bytes)
     with pytest.raises(CheckpointError, match=message):
         import_gguf(path, tmp_path, no_progress)
-
-
-def test_rounding_to_bfloat16_is_that_of_torch() -> None:
-    bits = np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint32)
-    halfway = (np.arange(0, 1 << 16, 7, dtype=np.uint32) << 16) | 0x8000
-    values = np.concatenate([bits, halfway]).view(np.float32)
-    values = values[np.isfinite(values)]
-    ours = torch.from_numpy(to_bfloat16(values, "weight")).view(torch.bfloat16)
-    assert torch.equal(ours, torch.from_numpy(values).to(torch.bfloat16))
 
 
 def test_linear_and_yarn_scaling_reach_the_configuration(tmp_path: Path) -> None:

@@ -10,18 +10,24 @@ from pagoda.v1 import chat_pb2, control_pb2, control_pb2_grpc, inference_pb2, in
 def request(
     text: str, max_tokens: int, *, stop: list[str] | None = None, sampling: dict[str, float] | None = None
 ) -> inference_pb2.GenerateRequest:
-    """A request to continue a text. It ignores end-of-sequence, which the synthetic model emits by chance."""
+    """A request to continue a text, greedily without `sampling`.
+
+    It ignores end-of-sequence, which the synthetic model emits by chance.
+    """
     return inference_pb2.GenerateRequest(
         prompt=text,
-        sampling=inference_pb2.Sampling(**(sampling or {})),  # type: ignore[arg-type]
+        sampling=inference_pb2.Sampling(**({"temperature": 0} if sampling is None else sampling)),  # type: ignore[arg-type]
         stopping=inference_pb2.Stopping(max_tokens=max_tokens, stop=stop, ignore_eos=True),
     )
 
 
 def chat(content: str, max_tokens: int) -> inference_pb2.GenerateRequest:
+    """A request to answer a message, greedily."""
     message = chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER, content=content)
     return inference_pb2.GenerateRequest(
-        chat=chat_pb2.Chat(messages=[message]), stopping=inference_pb2.Stopping(max_tokens=max_tokens)
+        chat=chat_pb2.Chat(messages=[message]),
+        sampling=inference_pb2.Sampling(temperature=0),
+        stopping=inference_pb2.Stopping(max_tokens=max_tokens),
     )
 
 

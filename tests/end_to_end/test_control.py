@@ -95,7 +95,7 @@ def test_the_served_model_is_listed_with_what_it_can_do(control: control_pb2_grp
     assert list(info.eos_token_ids) == [257]
     names = [control_pb2.Capability.Name(each).removeprefix("CAPABILITY_") for each in info.capabilities]
     assert names == ["GENERATE", "GUIDED", "CHAT", "EMBED", "SCORE"]
-    assert not info.HasField("recommended_sampling")
+    assert info.recommended_sampling == inference_pb2.Sampling(temperature=0), "tests compute its tokens by hand"
 
 
 def test_abort_ends_a_live_request_with_cancelled(

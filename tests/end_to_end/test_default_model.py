@@ -122,7 +122,7 @@ def test_greedy_tokens_are_transformers_from_a_cached_prefix(
     for prompt in PROMPTS[:3]:
         earlier = ask(exact, request_as_reference(prompt)).ids()
         ids = list(exact.Tokenize(inference_pb2.TokenizeRequest(prompt=prompt)).token_ids)
-        message = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids + earlier[:-4]))
+        message = inference_pb2.GenerateRequest(token_ids={"ids": ids + earlier[:-4]}, sampling={"temperature": 0})
         message.stopping.max_tokens = message.stopping.min_tokens = 4
         answer = ask(exact, message)
         assert answer.responses[-1].usage.cached_tokens >= 16
@@ -199,7 +199,7 @@ def test_logit_bias_and_penalties_change_what_is_chosen(exact: inference_pb2_grp
     banned = request("Yes yes yes yes yes", max_tokens=12)
     banned.sampling.logit_bias[plain[0]] = -100
     assert plain[0] not in ask(exact, banned).ids()
-    frequent = request("Yes yes yes yes yes", max_tokens=12, sampling={"frequency_penalty": 10.0})
+    frequent = request("Yes yes yes yes yes", max_tokens=12, sampling={"temperature": 0, "frequency_penalty": 10.0})
     ids = ask(exact, frequent).ids()
     assert len(set(ids)) > len(set(plain))
 

@@ -51,7 +51,7 @@ def _default_model_is_here() -> None:
 @pytest.mark.usefixtures("_default_model_is_here")
 def test_the_default_model_answers_on_the_gpu_and_each_stream_gets_its_own_answer() -> None:
     def request(question: str) -> inference_pb2.GenerateRequest:
-        return inference_pb2.GenerateRequest(message=question, stopping=inference_pb2.Stopping(max_tokens=24))
+        return inference_pb2.GenerateRequest(message=question, sampling={"temperature": 0}, stopping={"max_tokens": 24})
 
     questions = ["What is the capital of Sweden?", "What is the capital of France?"] * 16
     with (

@@ -34,6 +34,7 @@ from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.validation import (
     GenerateParams,
     check_prompt,
+    default_sampling,
     to_submit,
     validate_detokenize,
     validate_generate,
@@ -65,6 +66,18 @@ def test_what_the_model_recommends_holds_where_a_request_is_silent() -> None:
     assert (explicit.temperature, explicit.top_k, explicit.repetition_penalty) == (0, 0, 1)
     search = params_of(limits, sampling={"beam_search": {"width": 2}}).sampling
     assert (search.temperature, search.top_k, search.repetition_penalty) == (0, 0, 1)
+
+
+def test_a_model_without_a_recommended_temperature_is_drawn_as_llama_cpp_draws_it() -> None:
+    alone = default_sampling({})
+    assert alone == inference_pb2.Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)
+    assert default_sampling({"temperature": "hot"}) == alone, (
+        "a recommendation that no request may set counts for nothing"
+    )
+    assert default_sampling({"temperature": 0.2, "top_p": 0.9}) == inference_pb2.Sampling(temperature=0.2, top_p=0.9)
+    assert default_sampling({"temperature": 0.0}) == inference_pb2.Sampling(temperature=0)
+    penalised = default_sampling({"repetition_penalty": 1.5})
+    assert (penalised.temperature, penalised.top_k, penalised.repetition_penalty) == (alone.temperature, 40, 1.5)
 
 
 def test_typical_p_is_refused_where_an_engine_lacks_it_and_never_taken_from_the_model() -> None:

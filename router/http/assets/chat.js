@@ -27,7 +27,7 @@ const EIGHT = [
 ];
 
 // Greedy: the same question has the same answer.
-const OPTIONS = { stream: true, temperature: 0, stream_options: { include_usage: true } };
+const OPTIONS = { stream: true, stream_options: { include_usage: true } };
 
 let conversation = [];
 let asking = null; // the AbortController of the turn that is being answered

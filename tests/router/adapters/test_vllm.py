@@ -249,11 +249,12 @@ def test_another_rank_is_refused() -> None:
         request_from(vllm.GenerateRequest(text="x", data_parallel_rank=1), LIMITS)
 
 
-def test_fields_that_are_not_set_have_the_defaults_of_vllm() -> None:
-    params = validate_generate(request_from(vllm.GenerateRequest(text="x"), LIMITS), LIMITS, "m")
+def test_fields_that_are_not_set_have_the_servers_defaults() -> None:
+    request = request_from(vllm.GenerateRequest(text="x"), LIMITS)
+    assert not request.sampling.HasField("temperature")
+    params = validate_generate(request, LIMITS, "m")
     sampling = params.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.n) == (1.0, 1.0, 0, 1)
-    assert sampling.repetition_penalty == 1.0
+    assert (sampling.top_p, sampling.top_k, sampling.n, sampling.repetition_penalty) == (1.0, 0, 1, 1.0)
     assert params.max_tokens is None, "the server's default holds"
     assert not params.has_text, "nothing here shows text"
     greedy = request_from(vllm.GenerateRequest(text="x", sampling_params={"temperature": 0.0}), LIMITS)
