@@ -43,7 +43,7 @@ demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
 
 serve: $(SERVE)           ## run a server until Ctrl-C: gRPC on 127.0.0.1:50051, HTTP on 127.0.0.1:8000; ARGS="--model …"
-	@$(BIN)/pagoda serve --http 127.0.0.1:8000 $(ARGS)
+	@$(BIN)/pagoda serve --http 127.0.0.1:8000 --default-max-tokens 1024 $(ARGS)
 
 test: $(DEV)              ## run the tests, except slow, nightly and most GPU ones; about 6 minutes on 2 cores
 	@$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not nightly and not gpu and not counterpart and not simulated" $(ARGS)
