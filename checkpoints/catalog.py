@@ -23,7 +23,7 @@ _LONGEST_SHOWN = 200
 class FoundModel:
     """A model's name and folder.
 
-    name    as the user gave it; for a path or a .gguf file, the folder's own name
+    name    as the user gave it; for a path, the folder's own name; for a .gguf file, its name without .gguf
     folder  holds config.json, tokenizer.json and, except for the synthetic model, safetensors weights
     """
 
@@ -62,7 +62,7 @@ def _find(model: str, cache: Cache, progress: Progress) -> FoundModel:
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
         folder = obtain_gguf_model(path, cache, progress)
-        return FoundModel(folder.name, folder)
+        return FoundModel(path.stem if path.stem.isprintable() else folder.name, folder)
     if model in cache.published_names():
         return FoundModel(model, cache.root / "models" / model)
     if _HUB_NAME.fullmatch(model):

@@ -66,7 +66,7 @@ def read_shape(file: GgufFile) -> ModelShape:
     arch = file.architecture
     if arch not in FAMILIES:
         raise CheckpointError(
-            f"{file.name} holds a {quoted(arch)} model; supported architectures: {', '.join(FAMILIES)}"
+            f"{file.name}: architecture {quoted(arch)} is not supported; supported: {', '.join(FAMILIES)}"
         )
     if file.integer(f"{arch}.expert_count", 0):
         raise CheckpointError(f"{file.name} holds a mixture of experts, which is not supported")

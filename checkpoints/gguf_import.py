@@ -53,8 +53,19 @@ def _content_key(path: Path, cache: Cache, progress: Progress) -> str:
     remembered = cache.root / "sources" / hashlib.sha256(identity.encode()).hexdigest()
     if remembered.is_file():
         return remembered.read_text()
+    _check_readable(path)  # a large file that will be refused is not read whole before
     key = sha256_of(path, lambda done: progress(f"Checksumming {path.name}", done, stat.st_size))
     remembered.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(remembered) as partial:
         partial.write_text(key)
     return key
+
+
+def _check_readable(path: Path) -> None:
+    """Raise CheckpointError if the header of the file shows that it cannot be imported."""
+    from pagoda_server.checkpoints.gguf_config import read_shape
+    from pagoda_server.checkpoints.gguf_file import GgufFile
+    from pagoda_server.checkpoints.gguf_weights import check_tensors
+
+    file = GgufFile(path)
+    check_tensors(file, read_shape(file))

@@ -50,8 +50,7 @@ def write_weights(file: GgufFile, shape: ModelShape, target: Path, progress: Pro
 
     Raises CheckpointError for a missing or unknown tensor, an unsupported quantization, or values that are not finite.
     """
-    names = _tensor_names(shape)
-    _check_names(file, names)
+    names = check_tensors(file, shape)
     entries = [entry for name, hf in names.items() for entry in _entries(file.tensors[name], hf)]
     total = sum(entry.num_bytes for entry in entries)
     done = 0
@@ -61,6 +60,18 @@ def write_weights(file: GgufFile, shape: ModelShape, target: Path, progress: Pro
                 writer.write(piece)
                 done += piece.nbytes
                 progress("Converting the weights", done, total)
+
+
+def check_tensors(file: GgufFile, shape: ModelShape) -> dict[str, str]:
+    """The checkpoint's name of every tensor, by its GGUF name. Little of their data is read.
+
+    Raises CheckpointError for a missing or unknown tensor, or an unsupported quantization.
+    """
+    names = _tensor_names(shape)
+    _check_names(file, names)
+    for tensor in {file.tensors[name].tensor_type: file.tensors[name] for name in reversed(names)}.values():
+        _dequantized(tensor.data[:1] if tensor.data.ndim > 1 else tensor.data, tensor, file.name)
+    return names
 
 
 def _is_grouped(tensor: gguf.ReaderTensor) -> bool:

@@ -30,15 +30,18 @@ def models() -> None:
 
     with errors_reported():
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for heading in ("Name", "Family", "Size"):
-            table.add_column(heading, no_wrap=True)
-        table.add_column("Where", overflow="fold")
-        for model in list_models():
+        table.add_column("Name", overflow="fold")
+        table.add_column("Family", no_wrap=True)
+        table.add_column("Size", no_wrap=True)
+        found = list_models()
+        for model in found:
             name = f"{model.name} (default)" if model.name == DEFAULT_MODEL else model.name
-            size = "" if model.size_bytes is None else f"{model.size_bytes / 1e6:.1f} MB"
-            table.add_row(name, model.family, size, str(model.folder or "imported on first use"))
+            size = "not imported yet" if model.size_bytes is None else f"{model.size_bytes / 1e6:.1f} MB"
+            table.add_row(name, model.family, size)
         console = Console()
         console.print(table)
+        for parent in {model.folder.parent for model in found if model.folder}:
+            console.print(f"[dim]imported into {parent}[/]", highlight=False, soft_wrap=True)
         console.print("[dim]also: a folder, a .gguf file, or a name on the Hugging Face Hub[/]", highlight=False)
 
 

@@ -36,8 +36,9 @@ from pathlib import Path
 
 import torch
 
+from pagoda_server.checkpoints.folder import quoted
 from pagoda_server.checkpoints.progress import Progress, no_progress
-from pagoda_server.engine.core.errors import ConfigError, shown
+from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models.config import ConfigFile, ModelConfig
 from pagoda_server.engine.models.decoder import Decoder, Embedded, StepInputs
 from pagoda_server.engine.models.llama import Llama
@@ -78,4 +79,4 @@ def _family(file: ConfigFile) -> type[Decoder]:
         if named in (family.architecture, family.model_type):
             return family
     supported = ", ".join(family.architecture for family in FAMILIES)
-    raise ConfigError(f"architecture {shown(named)} is not supported; {supported} are")
+    raise ConfigError(f"architecture {quoted(named)} is not supported; supported: {supported}")

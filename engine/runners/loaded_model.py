@@ -91,9 +91,9 @@ def load_for_serving(
     Raises ConfigError if the checkpoint cannot be served with these settings.
     """
     folder = Path(config.model)
+    model = read_config(folder)  # first, because it names an architecture that is not supported
     with enough_memory("the weights", "--quantization"):  # it maps them
         dtype = choose_dtype(config.dtype, folder)
-    model = read_config(folder)
     longest = longest_trained(model.max_position_embeddings, config.max_model_len)
     ops = load_backend(
         backend or choose_backend(device, dtype, config.quantization, model.has_int4_weights, config.deterministic)

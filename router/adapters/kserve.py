@@ -98,7 +98,10 @@ class GrpcInferenceService:
         return kserve.ServerReadyResponse(ready=self._is_ready)
 
     async def _model_ready(self, request: kserve.ModelReadyRequest, context: Context) -> kserve.ModelReadyResponse:
-        is_served = request.name == self._model and request.version in ("", VERSION)
+        is_served = request.name in (
+            self._model,
+            self._inference.limits.other_name or self._model,
+        ) and request.version in ("", VERSION)
         return kserve.ModelReadyResponse(ready=is_served and self._is_ready)
 
     async def _metadata(self, request: kserve.ServerMetadataRequest, context: Context) -> kserve.ServerMetadataResponse:
@@ -107,7 +110,7 @@ class GrpcInferenceService:
     async def _model_metadata(
         self, request: kserve.ModelMetadataRequest, context: Context
     ) -> kserve.ModelMetadataResponse:
-        check_model(request.name, self._model)
+        check_model(request.name, self._model, self._inference.limits)
         check_version(request.version)
         tensor = kserve.ModelMetadataResponse.TensorMetadata
         return kserve.ModelMetadataResponse(

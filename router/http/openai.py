@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import NotFound, PagodaError
+from pagoda_server.router.errors import PagodaError
 from pagoda_server.router.http.call import Answer, Endpoint, HttpCall
 from pagoda_server.router.http.openai_answers import answer_to
 from pagoda_server.router.http.openai_embeddings import EmbeddingsApi
@@ -19,6 +19,7 @@ from pagoda_server.router.http.openai_requests import Asked, own_name, translate
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import InferenceServicer
 from pagoda_server.router.request.receiving import Parse
+from pagoda_server.router.request.validation import check_model
 
 
 class _Api:
@@ -62,8 +63,7 @@ def routes(
         return JSONResponse({"object": "list", "data": [listed()]})
 
     async def one_model(request: Request) -> Response:
-        if request.path_params["name"] != model:
-            raise NotFound(f"model: not served here; the served model is {model}")
+        check_model(request.path_params["name"], model, inference.limits)
         return JSONResponse(listed())
 
     async def embed(call: HttpCall, parse: Parse[inference_pb2.EmbedRequest], route: str) -> None:

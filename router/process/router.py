@@ -281,6 +281,7 @@ class Router:
             has_tool_format=bool(self._format and self._format.tool_format),
             max_text_bytes=config.max_text_bytes,
             default_max_tokens=config.default_max_tokens,
+            other_name=self._folder.name if self._folder.name.startswith(f"{self._name}-") else "",  # of a .gguf file
             recommended=recommended,
         )
         return InferenceServicer(

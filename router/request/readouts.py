@@ -130,7 +130,7 @@ def _check_common(
 
     count, field  of the sequences that it asks for
     """
-    check_model(request.model, served)
+    check_model(request.model, served, limits)
     if not count:
         raise InvalidArgument(field, "is empty")
     check_count(count, field, limits.max_readouts)

@@ -126,7 +126,7 @@ def validate_generate(
 
     Raises InvalidArgument, NotFound for the model, Unimplemented for a field that this server does not support.
     """
-    check_model(request.model, served)
+    check_model(request.model, served, limits)
     _check_supported(request)
     check_integer(request.priority, "priority", -limits.max_priority, limits.max_priority)
     check_bytes(request.cache.salt, "cache.salt", limits.max_salt_bytes)
@@ -269,7 +269,7 @@ class TokenizeParams:
 
 def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: Limits, served: str) -> TokenizeParams:
     """Check a Tokenize request; its text may be empty. Raises InvalidArgument, NotFound for the model."""
-    check_model(request.model, served)
+    check_model(request.model, served, limits)
     adds_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
     prompt = _text_input(request, limits)
     if prompt is None:
@@ -281,14 +281,14 @@ def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: Limits, se
 
 def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: Limits, served: str) -> tuple[int, ...]:
     """Check a Detokenize request and return its ids. Raises InvalidArgument, NotFound for the model."""
-    check_model(request.model, served)
+    check_model(request.model, served, limits)
     check_ids(request.token_ids, "token_ids", limits.max_model_len, limits.vocab_size)
     return tuple(request.token_ids)
 
 
-def check_model(model: str, served: str) -> None:
+def check_model(model: str, served: str, limits: Limits) -> None:
     """Raise NotFound unless the model is the served one; an empty name means that one."""
-    if model not in ("", served):
+    if model not in ("", served, limits.other_name):
         raise NotFound(f"model: not served here; the served model is {served}")
 
 

@@ -19,6 +19,7 @@ from pagoda_server.checkpoints import (
     FoundModel,
     catalog,
     find_model,
+    gguf_import,
     list_models,
     resolve,
     verify,
@@ -138,15 +139,27 @@ def test_a_hub_model_has_the_name_that_was_asked_for(
     assert find_model("org/name") == FoundModel("org/name", snapshot)
 
 
-def test_a_gguf_file_has_the_name_that_it_is_listed_under(
+def test_a_gguf_file_is_served_by_its_own_name_and_listed_by_its_contents(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tiny_model("qwen3").write(tmp_path / "mine.gguf")
+    path = tiny_model("qwen3").write(tmp_path / "mine.Q8_0.gguf")
     monkeypatch.chdir(tmp_path)
-    found = find_model("mine.gguf")
+    found = find_model("mine.Q8_0.gguf")
     assert found == find_model(str(path))
-    assert found.name == list_models()[-1].name
-    assert find_model(found.name) == found
+    assert found.name == "mine.Q8_0"
+    listed = list_models()[-1].name
+    assert listed.startswith("mine.Q8_0-")
+    assert find_model(listed) == FoundModel(listed, found.folder)
+
+
+def test_a_file_that_is_refused_is_not_read_whole_before(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("qwen2").write(tmp_path / "tiny.gguf")
+    path.write_bytes(path.read_bytes().replace(b"qwen2", b"gpt-2"))
+    monkeypatch.setattr(gguf_import, "sha256_of", lambda *_: pytest.fail("it is read whole"))
+    with pytest.raises(CheckpointError, match="architecture gpt-2 is not supported; supported: llama, qwen2"):
+        resolve(str(path))
 
 
 def local_folder(own_cache: Path, tmp_path: Path) -> Path:

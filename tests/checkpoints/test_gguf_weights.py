@@ -241,7 +241,7 @@ def test_an_unsupported_architecture_names_those_that_are(tmp_path: Path) -> Non
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match="holds a mamba model; supported architectures: llama, qwen2, qwen3"):
+    with pytest.raises(CheckpointError, match="architecture mamba is not supported; supported: llama, qwen2, qwen3"):
         import_gguf(path, tmp_path, no_progress)
 
 

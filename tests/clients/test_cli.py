@@ -19,10 +19,12 @@ from typer.testing import CliRunner, Result
 
 from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server import installed_version
+from pagoda_server.checkpoints import resolve
 from pagoda_server.cli.__main__ import app
 from pagoda_server.router.tenants.identity import Identities, read_tenants
 from pagoda_server.settings import ServeConfig
 from pagoda_server.settings.sampling import PARAMETERS
+from tests.checkpoints.tiny_gguf import tiny_model
 from tests.clients.fake_server import Behaviour, FakeServer, answer, answer_without_end, fail
 
 COMMAND = [sys.executable, "-m", "pagoda_server.cli"]
@@ -385,8 +387,21 @@ def test_interrupting_a_chat_answer_stops_it_but_not_the_conversation(server: Fa
 def test_models_lists_the_default_and_the_synthetic_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_CACHE", str(tmp_path))
     lines = pagoda("models").stdout.splitlines()
-    assert lines[1].split() == ["smollm2-135m-instruct", "(default)", "llama", "imported", "on", "first", "use"]
-    assert lines[2].split() == ["synthetic", "synthetic", "imported", "on", "first", "use"]
+    assert lines[1].split() == ["smollm2-135m-instruct", "(default)", "llama", "not", "imported", "yet"]
+    assert lines[2].split() == ["synthetic", "synthetic", "not", "imported", "yet"]
+
+
+def test_models_fits_into_80_columns_with_imported_files_of_long_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGODA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "qwen2.5-coder-0.5b-instruct-q4_k_m"
+    folder = resolve(str(tiny_model("qwen2").write(tmp_path / f"{name}.gguf")))
+    lines = pagoda("models").stdout.splitlines()
+    assert [line.split() for line in lines[1:4] if name in line] == [[folder.name, "qwen2", "0.4", "MB"]]
+    assert len(lines) == 6, "one line for each model, one for the cache, and one for what else can be named"
+    assert lines[4] == f"imported into {folder.parent}"
 
 
 def test_status_shows_the_server_and_its_load() -> None:

@@ -13,9 +13,12 @@ from pathlib import Path
 import grpc
 import pytest
 
+from pagoda import Client, NotFound
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda_server.checkpoints import resolve
 from pagoda_server.router.adapters.protocols import kserve_pb2 as kserve
 from pagoda_server.router.adapters.protocols import vllm_engine_pb2 as vllm
+from tests.checkpoints.tiny_gguf import tiny_model
 from tests.end_to_end.asking import ask, engine_load, request
 from tests.servers import Server, running_server
 
@@ -184,3 +187,22 @@ def test_a_request_that_says_nothing_is_drawn_in_the_same_way_on_every_protocol(
         assert explicit != others
         answers = answers_on_every_protocol(server, model.name)
     assert answers == dict.fromkeys(answers, explicit)
+
+
+def test_a_gguf_file_is_called_by_its_name_without_the_suffix_or_by_its_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGODA_CACHE", str(tmp_path / "cache"))
+    path = tiny_model("qwen2").write(tmp_path / "tiny.Q8_0.gguf")
+    folder = resolve(str(path))
+    with (
+        running_server("--model", str(path), "--http", "127.0.0.1:0") as server,
+        Client(server.address) as client,
+    ):
+        assert client.models()[0].name == "tiny.Q8_0"
+        for name in ("tiny.Q8_0", folder.name):
+            client.answer(prompt="a", model=name, max_tokens=1)
+            with urllib.request.urlopen(f"{server.http}/v1/models/{name}", timeout=60) as response:
+                assert json.load(response)["id"] == "tiny.Q8_0"
+        with pytest.raises(NotFound, match=r"the served model is tiny\.Q8_0$"):
+            client.answer(prompt="a", model="tiny", max_tokens=1)

@@ -25,6 +25,7 @@ from pagoda_server.engine.runners import load
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.runners.cpu.step_arrays import attended_parts
 from pagoda_server.engine.runners.cuda.rehearsal import largest_plan
+from pagoda_server.engine.runners.loaded_model import load_for_serving
 from pagoda_server.kernels import has_native, has_native_int8_weight, load_backend, prefers_whole_native
 from pagoda_server.settings import EngineConfig, SettingError
 from tests.engine.tiny_models import (
@@ -85,6 +86,13 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -
 
 
 # What it says of itself
+
+
+def test_another_architecture_is_named_before_its_tensors_are_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
+    save_file({"wte.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="architecture GPT2LMHeadModel is not supported; supported: LlamaForCausalLM"):
+        load_for_serving(EngineConfig(model=str(tmp_path)), torch.device("cpu"))
 
 
 def test_cache_size_follows_the_formula(saved: Callable[[str], Path]) -> None:
@@ -207,8 +215,11 @@ def test_a_missing_cuda_device_is_refused(saved: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": ["OPTForCausalLM"]}, "'OPTForCausalLM' is not supported; LlamaForCausalLM, Mistral"),
-        ({"architectures": None, "model_type": "opt"}, "'opt' is not supported"),
+        (
+            {"architectures": ["OPTForCausalLM"]},
+            "OPTForCausalLM is not supported; supported: LlamaForCausalLM, Mistral",
+        ),
+        ({"architectures": None, "model_type": "opt"}, "architecture opt is not supported"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor of linear RoPE"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": -1}}, "factor of yarn RoPE"),
