@@ -108,7 +108,7 @@ def assert_answers(line: str, printed: str) -> None:
     elif "generate" in line:
         assert_readable(printed, line)
     if "schema.json" in line:
-        assert set(json.loads(printed)) >= {"city"}, printed
+        assert isinstance(json.loads(printed), list), printed
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(shell_lines(page))])
