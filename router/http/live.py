@@ -42,7 +42,7 @@ log = logging.getLogger("pagoda.router")
 INTERVAL_S = 0.25
 HEARTBEAT_S = 1.0  # between ticks of an idle server, which find watchers that have gone
 FIRST_S = 10.0  # of the trace, for the first watcher
-OVERLAP_S = 0.25  # of two traces: the engine answers between two steps, so one answer may be later than the other
+OVERLAP_S = 0.25  # of two traces, at least: an engine answers between two steps, and looks back from then
 TRACE_TIMEOUT_S = 2.0
 KEEP_S = 60.0
 KEEP_CELLS_S = 15.0
@@ -311,14 +311,14 @@ class _View:
     """What callers see that may see the same.
 
     ticks    number, time, text and, for when its cells are out of the page, a shorter text of each; oldest first
-    read_at  when a trace was read last
+    read_at  when the last trace of each engine was asked for that was read
     """
 
     caller: Caller
     watchers: int = 0
     ticks: deque[tuple[int, float, str, str]] = field(default_factory=deque)
     readers: dict[int, tuple[int, TraceReader]] = field(default_factory=dict)
-    read_at: float = -math.inf
+    read_at: dict[int, float] = field(default_factory=dict)
 
     def reader(self, engine: int, epoch: int) -> TraceReader:
         """The reader of an engine's trace: another one once the engine was restarted."""
@@ -331,6 +331,9 @@ class _View:
         self.ticks.append((number, now, _compact(tick), _compact(brief)))
         while self.ticks[0][1] < now - KEEP_S:
             self.ticks.popleft()
+
+    def is_worth_keeping(self, now: float) -> bool:
+        return self.watchers > 0 or (len(self.ticks) > 0 and self.ticks[-1][1] >= now - KEEP_S)
 
     def after(self, number: int, now: float) -> str:
         """The ticks after the one with this number, as a list in JSON."""
@@ -354,9 +357,9 @@ class LiveFeed:
         self._number = 0  # of the last tick
         self._made: asyncio.Future[None] | None = None  # ends with the next tick
         self._task: asyncio.Task[None] | None = None
-        self._read: dict[
-            int, tuple[tuple[int, int], float]
-        ] = {}  # each engine's epoch and steps at its last trace, and when
+        # Each engine's epoch and steps at its last trace, and when.
+        self._read: dict[int, tuple[tuple[int, int], float]] = {}
+        self._overlap_s: dict[int, float] = {}  # of the next two traces of each engine
 
     @property
     def place(self) -> Places:
@@ -386,8 +389,7 @@ class LiveFeed:
 
     def _view_of(self, caller: Caller) -> _View:
         now = time.monotonic()
-        for name in [name for name, view in self._views.items() if not view.watchers and view.read_at < now - KEEP_S]:
-            del self._views[name]
+        self._views = {name: view for name, view in self._views.items() if view.is_worth_keeping(now)}
         return self._views.setdefault(None if caller.may(Right.OBSERVE) else caller.tenant, _View(caller))
 
     async def _run(self) -> None:
@@ -407,17 +409,20 @@ class LiveFeed:
     async def _tick(self, views: Iterable[_View]) -> None:
         load = await self._load()
         now = time.monotonic()
-        read_at = min(view.read_at for view in views)
-        traces = [await self._trace(at, channel, now, read_at) for at, channel in enumerate(self._channels)]
+        traces: list[Trace | None] = []
+        for at, channel in enumerate(self._channels):
+            read_at = min(view.read_at.get(at, -math.inf) for view in views)
+            traces.append(trace := await self._trace(at, channel, now, read_at))
+            if trace:
+                for view in views:
+                    view.read_at[at] = now
         self._number += 1
         for view in views:
             if any(traces) or not view.ticks or now - view.ticks[-1][1] >= HEARTBEAT_S:
                 view.add(self._number, now, await self._tick_of(view, load, traces, now))
-            if None not in traces:
-                view.read_at = now
 
     async def _trace(self, at: int, channel: EngineChannel, now: float, read_at: float) -> Trace | None:
-        """An engine's trace since `read_at`: empty if nothing is new in it, None if the engine does not answer."""
+        """An engine's trace since `read_at`: empty if nothing is new in it, None if none reaches back that far."""
         load, info = channel.load, channel.info
         if info is None:
             return ()
@@ -425,10 +430,16 @@ class LiveFeed:
         state_read, at_time = self._read.get(at, (None, -math.inf))
         if state == state_read and read_at >= at_time and not (load.running or load.waiting):
             return ()
+        asked, overlap_s = time.monotonic(), self._overlap_s.get(at, OVERLAP_S)
         try:
             async with asyncio.timeout(TRACE_TIMEOUT_S):
-                parts = await channel.trace(min(now - read_at, FIRST_S) + OVERLAP_S)
+                parts = await channel.trace(min(asked - read_at, FIRST_S) + overlap_s)
         except (Unavailable, TimeoutError):
+            return None
+        finally:
+            late_s = time.monotonic() - asked
+            self._overlap_s[at] = max(OVERLAP_S, 2 * late_s)
+        if late_s > overlap_s:  # it looks back from so late that it may miss steps: the next tick asks for more
             return None
         self._read[at] = (state, now)
         return parts

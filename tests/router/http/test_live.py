@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -229,6 +230,69 @@ async def test_a_caller_that_may_not_observe_sees_its_own_tenant(feed: LiveFeed)
     [tick] = await ticks(feed.watch(Caller("acme", frozenset(), is_proven=True)), 1)
     assert tick["tenants"] == [["acme", 0, 0, 0.75]]
     assert "blocks" not in tick["engines"][0]
+
+
+class SlowEngine(Channel):
+    """An engine in the loop's time. A long step holds up what it answers, and the load that it reports."""
+
+    def __init__(self, prefill_s: float) -> None:
+        super().__init__()
+        self._prefill_s = prefill_s
+        self.engine = SteppedEngine(num_blocks=256, step_time=self, token_budget=64)
+        self.prompts: list[list[int]] = []
+        self._asked: asyncio.Queue[tuple[float, asyncio.Future[list[trace_pb2.StepTracePart]]]] = asyncio.Queue()
+
+    def of(self, plan: StepPlan) -> float:
+        return self._prefill_s if any(chunk.length > 1 for chunk in plan.chunks) else 0.02
+
+    async def trace(self, last_s: float) -> list[trace_pb2.StepTracePart]:
+        answer = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait((last_s, answer))
+        return await answer
+
+    async def run(self) -> None:
+        while True:
+            while not self._asked.empty():
+                last_s, answer = self._asked.get_nowait()
+                if not answer.done():
+                    answer.set_result(parts_of(self.engine, last_s))
+            for prompt in self.prompts:
+                self.engine.add(prompt, max_tokens=60)
+            self.prompts.clear()
+            is_step = not self.engine.step().is_empty
+            await asyncio.sleep(max(0.01, self.engine.now - time.monotonic()))
+            self.engine.now = time.monotonic()
+            self.load.steps += is_step
+            self.load.running = len(self.engine.scheduler.running)
+
+
+@pytest.mark.parametrize("prefill_s", [0.1, 0.4, 0.9, 1.8])
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_each_request_has_its_time_to_first_token_however_long_a_step_takes(
+    prefill_s: float, is_busy: bool
+) -> None:
+    channel = SlowEngine(prefill_s)
+
+    async def load() -> control_pb2.Load:
+        return control_pb2.Load(engines=[channel.load])
+
+    found: list[dict[str, Any]] = []
+
+    async def watch() -> None:
+        async for message in LiveFeed([channel], load).watch(ANYONE):  # type: ignore[list-item]
+            found.extend(json.loads(message))
+
+    tasks = [asyncio.create_task(channel.run()), asyncio.create_task(watch())]
+    await asyncio.sleep(3)
+    if is_busy:
+        channel.prompts.append([9] * 4)
+        await asyncio.sleep(3)
+    channel.prompts += [[head] * 20 for head in range(8 - is_busy)]
+    await asyncio.sleep(12)
+    for task in tasks:
+        task.cancel()
+    assert sum(len(ttft) for tick in found for *_, ttft in tick["rates"]) == 8
+    assert sum(tokens for tick in found for _, tokens, *_ in tick["rates"]) == 8 * 60
 
 
 async def test_watchers_beyond_the_limit_are_refused(feed: LiveFeed) -> None:
