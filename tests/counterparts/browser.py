@@ -21,6 +21,26 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import Browser, Page, Request, sync_playwright
 
+MARKDOWN = """# Bread
+Mix it on <b>one</b> day,
+bake it on the next.
+
+1. **Flour**
+   - wheat
+
+   - rye, `type 997`
+2. Water
+
+## Then
+* <img src=x onerror=alert(1)>
++ wait
+```sh
+# no heading
+- no item
+```
+1999. was a good year"""
+DOTS = "() => document.querySelector('#ttft-chart .dots').getAttribute('d').split('M').length - 1"
+
 LONG = "Tell me a story about a lighthouse keeper."
 SEEN = ".row .about"  # state and tokens of each sequence
 COLOURS = """lanes => new Set(lanes.flatMap(lane => {
@@ -60,6 +80,23 @@ class Watched:
         answer.locator(".stats button").wait_for(timeout=60_000)
         return answer.locator(".text").inner_text()
 
+    def requests_to(self, path: str) -> list[Any]:
+        return [request.post_data_json for request in self.requests if urlsplit(request.url).path == path]
+
+    def fake(self, *chunks: str) -> None:
+        """Let the page get these as the answer to every turn of the chat, or 503 if there are none."""
+        events = [{"choices": [{"delta": {"content": chunk}}]} for chunk in chunks]
+        body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        status = 200 if chunks else 503
+        self.page.route("**/v1/chat/completions", lambda route: route.fulfill(status=status, body=body))
+
+    def set(self, **fields: str) -> None:
+        """Fill in settings of the chat."""
+        self.page.click("#settings-button")
+        for name, value in fields.items():
+            self.page.fill(f"#settings [name={name}]", value)
+        self.page.click("#settings-button")
+
     def states(self) -> list[str]:
         """What the sequences in the batch do, as the page tells it."""
         return self.page.eval_on_selector_all(SEEN, "nodes => nodes.map(node => node.textContent.split(' ·')[0])")
@@ -84,9 +121,16 @@ def chat(watched: Watched) -> dict[str, Any]:
     stats = page.locator(".stats").inner_text()
     announced = page.inner_text("#announcer")
     second = watched.ask("And of Norway?")
-    sent = [request.post_data_json for request in watched.requests if request.url.endswith("/v1/chat/completions")]
+    sent = watched.requests_to("/v1/chat/completions")
+    page.reload()
+    page.wait_for_selector("header .is-serving")
+    reloaded = page.locator(".turn .text").all_inner_texts()
+    third = watched.ask("And of Denmark?")
     page.click("#new-chat")
+    page.reload()
+    sent.append(watched.requests_to("/v1/chat/completions")[-1])
     return {
+        "reloaded": reloaded, "third": third,
         "first": first, "stats": stats, "announced": announced, "second": second, "errors": watched.errors,
         "roles": [[message["role"] for message in body["messages"]] for body in sent],
         "turns after a new chat": page.locator(".turn").count(),
@@ -114,6 +158,90 @@ def eight(watched: Watched) -> dict[str, Any]:
         "names": page.locator(".row .name").all_text_contents(), "ttft": page.inner_text("#ttft"),
         "itl": page.inner_text("#itl"), "errors": watched.errors,
     }  # fmt: skip
+
+
+def formatted(watched: Watched) -> dict[str, Any]:
+    """An answer in Markdown, with HTML in it."""
+    page = watched.open()
+    watched.fake(*re.findall(r".{1,3}", MARKDOWN, re.DOTALL))
+    watched.ask("How is bread made?")
+    return {
+        "tags": page.eval_on_selector(
+            ".turn:not(.user) .text",
+            """text => [...text.querySelectorAll('*')].map(node => [
+                node.tagName.toLowerCase(),
+                [...node.childNodes].filter(child => child.nodeType === 3).map(child => child.data).join('').trim(),
+            ])""",
+        ),
+        "errors": watched.errors,
+    }  # fmt: skip
+
+
+def failing(watched: Watched) -> dict[str, Any]:
+    """A server that answers nothing, in a chat that is longer than its place."""
+    page = watched.open()
+    watched.fake()
+    hidden = []
+    for _ in range(7):
+        page.fill("#message", "Hello?\n\nIs there anybody?")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#send:visible")
+        again, log = page.locator(".trouble button").last.bounding_box(), page.locator("#log").bounding_box()
+        assert again is not None
+        assert log is not None
+        hidden.append(max(0, again["y"] + again["height"] - log["y"] - log["height"]))
+    buttons = page.locator(".trouble button").count()
+    page.reload()
+    return {
+        "hidden": hidden, "buttons": buttons, "turns": page.locator(".turn.user").count(),
+        "after a reload": page.inner_text(".trouble button"),
+    }  # fmt: skip
+
+
+def settings(watched: Watched) -> dict[str, Any]:
+    """What the page asks for, without settings, with them, and after a reload."""
+    page = watched.open()
+    watched.fake("Aye.")
+    watched.ask("Hello?")
+    watched.set(system="You are a pirate.", temperature="0.5", top_p="0.9", max_tokens="20", seed="7")
+    button = page.inner_text("#settings-button")
+    watched.ask("And now?")
+    page.reload()
+    page.wait_for_selector("header .is-serving")
+    watched.ask("Still?")
+    watched.set(system="", temperature="", top_p="", max_tokens="", seed="")
+    watched.ask("And without?")
+    return {"button": button, "sent": watched.requests_to("/v1/chat/completions")}
+
+
+def themes(watched: Watched) -> dict[str, Any]:
+    page = watched.open()
+    found = []
+    for is_first in (True, False, False):
+        if not is_first:
+            page.click("#theme-button")
+        theme = page.evaluate("getComputedStyle(document.documentElement).colorScheme")
+        found.append([theme, page.inner_text("#theme-button")])
+    return {"themes": found}
+
+
+def dots(watched: Watched) -> dict[str, Any]:
+    """The times to first token of eight prompts, of which none was asked before."""
+    page = watched.open()
+    page.wait_for_timeout(2000)
+    page.click("#eight")
+    page.wait_for_function("() => document.querySelector('#batch-count').textContent.startsWith('8 running')")
+    page.wait_for_function("""() => [...document.querySelectorAll('.row .about')]
+        .filter(node => / [+] [1-9]/.test(node.textContent)).length === 8""")
+    page.wait_for_timeout(2000)
+    return {"dots": page.evaluate(DOTS), "count": page.inner_text("#ttft-count")}
+
+
+def unready(watched: Watched) -> dict[str, Any]:
+    """A router without an engine."""
+    page = watched.open(is_serving=False)
+    page.wait_for_function("() => document.querySelector('#state').textContent.includes('engine')")
+    return {"state": page.inner_text("#state"), "count": page.inner_text("#batch-count")}
 
 
 def stop(watched: Watched) -> dict[str, Any]:
@@ -202,6 +330,7 @@ def hidden(watched: Watched) -> dict[str, Any]:
 def sizes(watched: Watched) -> dict[str, Any]:
     """The width that is too much, and controls that are too small to hit, by width of the window."""
     page = watched.open()
+    page.click("#settings-button")
     found = {}
     for width in (360, 768, 1024, 1600):
         page.set_viewport_size({"width": width, "height": 800})
@@ -209,7 +338,7 @@ def sizes(watched: Watched) -> dict[str, Any]:
         found[str(width)] = {
             "too wide by": page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"),
             "too small": page.eval_on_selector_all(
-                "button, select, textarea",
+                "button, select, textarea, input",
                 """nodes => nodes.filter(node => node.offsetParent && node.getBoundingClientRect().height < 24)
                     .map(node => node.id)""",
             ),
@@ -222,6 +351,11 @@ def guarded(watched: Watched) -> dict[str, Any]:
     page = watched.open(is_serving=False)
     page.wait_for_selector("#token-dialog[open]")
     trouble = page.inner_text("#trouble")
+    asked = page.inner_text("#token-dialog")
+    page.fill("#token", "token of nobody")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#token-refused:visible")
+    refused_token = page.inner_text("#token-dialog")
     page.fill("#token", "token of small")
     page.keyboard.press("Enter")
     page.wait_for_selector("header .is-serving")
@@ -236,7 +370,8 @@ def guarded(watched: Watched) -> dict[str, Any]:
     other.goto(watched.url)
     is_asked_again = other.wait_for_selector("#token-dialog[open]") is not None
     return {
-        "trouble": trouble, "refused": refused, "state": page.inner_text("#state"), "words": words,
+        "asked": asked, "trouble": trouble, "refused token": refused_token, "refused": refused,
+        "state": page.inner_text("#state"), "words": words,
         "other tab asks again": is_asked_again,
         "kept for good": page.evaluate("JSON.stringify({...localStorage})"),
         "kept for the tab": page.evaluate("JSON.stringify({...sessionStorage})"),
@@ -267,6 +402,7 @@ def accessibility(browser: Browser, url: str, axe: Path) -> dict[str, Any]:
                 reduced_motion="reduce",
             )  # fmt: skip
             page = watched.open()
+            page.click("#settings-button")
             watched.ask("What is the capital of Sweden?")
             page.click("#eight")
             page.wait_for_function("() => document.querySelectorAll('.row').length > 4")
@@ -290,9 +426,10 @@ def live_requests(watched: Watched) -> int:
     return sum(urlsplit(request.url).path == "/live" for request in watched.requests)
 
 
-SCENARIOS: dict[str, Callable[[Watched], dict[str, Any]]] = {
-    scenario.__name__: scenario for scenario in (load, chat, eight, stop, keyboard, hidden, sizes, guarded)
-}
+_SCENARIOS: tuple[Callable[[Watched], dict[str, Any]], ...] = (
+    load, chat, eight, formatted, failing, settings, themes, dots, unready, stop, keyboard, hidden, sizes, guarded,
+)  # fmt: skip
+SCENARIOS = {scenario.__name__: scenario for scenario in _SCENARIOS}
 
 
 def main(url: str, folder: str, *names: str) -> None:

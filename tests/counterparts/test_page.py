@@ -42,7 +42,10 @@ def server(default_model_folder: Path) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def found(server: Server) -> Found:
     axe = node_with("axe", "axe-core@4.11.0")
-    scenarios = ("load", "chat", "eight", "stop", "keyboard", "hidden", "sizes", "accessibility")
+    scenarios = (
+        "load", "chat", "eight", "formatted", "failing", "settings", "themes", "stop", "keyboard", "hidden", "sizes",
+        "accessibility",
+    )  # fmt: skip
     return browsed(server.http, axe, *scenarios)
 
 
@@ -67,9 +70,71 @@ def test_a_chat_is_answered_over_several_turns(found: Found) -> None:
     assert tokens == "8 tokens"
     assert rate.endswith(" tokens/s")
     assert ttft.startswith("TTFT ")
-    assert chat["roles"] == [["user"], ["user", "assistant", "user"]]
+    assert chat["roles"] == [["user"], ["user", "assistant", "user"], ["user", "assistant"] * 2 + ["user"]]
     assert chat["turns after a new chat"] == 0
     assert chat["errors"] == []
+
+
+def test_a_reload_keeps_the_chat_and_a_new_chat_drops_it(found: Found) -> None:
+    chat = of(found, "chat")
+    asked = ["What is the capital of Sweden?", "And of Norway?"]
+    assert chat["reloaded"] == [asked[0], chat["first"], asked[1], chat["second"]]
+    assert chat["turns after a new chat"] == 0
+
+
+def test_headings_and_lists_are_shown_as_such_and_html_as_text(found: Found) -> None:
+    formatted = of(found, "formatted")
+    assert formatted["tags"] == [
+        ["h4", "Bread"],
+        ["p", "Mix it on <b>one</b> day,\nbake it on the next."],
+        ["ol", ""],
+        ["li", ""], ["p", ""], ["strong", "Flour"],
+        ["ul", ""], ["li", ""], ["p", "wheat"], ["li", ""], ["p", "rye,"], ["code", "type 997"],
+        ["li", ""], ["p", "Water"],
+        ["h5", "Then"],
+        ["ul", ""], ["li", ""], ["p", "<img src=x onerror=alert(1)>"], ["li", ""], ["p", "wait"],
+        ["pre", ""], ["code", "# no heading\n- no item"],
+        ["ol", ""], ["li", ""], ["p", "was a good year"],
+    ]  # fmt: skip
+    assert formatted["errors"] == []
+
+
+def test_what_failed_can_be_tried_again_with_a_button_in_sight(found: Found) -> None:
+    failing = of(found, "failing")
+    assert failing["hidden"] == [0] * 7
+    assert (failing["buttons"], failing["after a reload"]) == (1, "Try again")
+
+
+def test_settings_are_sent_and_an_empty_one_is_not(found: Found) -> None:
+    settings = of(found, "settings")
+    own = {"temperature", "top_p", "max_tokens", "seed"}
+    chosen = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 20, "seed": 7}
+    sent = [{name: body[name] for name in own & body.keys()} for body in settings["sent"]]
+    assert sent == [{"temperature": 0}, chosen, chosen, {}]
+    system = {"role": "system", "content": "You are a pirate."}
+    assert [body["messages"][0] == system for body in settings["sent"]] == [False, True, True, False]
+    assert settings["button"] == "Settings (5)"
+
+
+def test_the_button_names_the_theme_that_it_switches_to(found: Found) -> None:
+    light, dark = ["light", "Dark theme"], ["dark", "Light theme"]
+    themes = of(found, "themes")["themes"]
+    assert themes[1:] == [dark, light]
+    assert themes[0][1] == "Dark theme"
+
+
+def test_each_request_has_its_dot_even_if_steps_are_long() -> None:
+    arguments = ("--model", "synthetic", "--step-ms", "700", "--http", "127.0.0.1:0")
+    with running_server(*arguments) as server:
+        dots = of(browsed(server.http, BROWSER.parent, "dots"), "dots")
+    assert dots == {"dots": 8, "count": "8 sequences"}
+
+
+def test_a_page_says_when_no_engine_is_ready() -> None:
+    arguments = ("--model", "synthetic", "--engine", "unix:/nowhere/engine", "--http", "127.0.0.1:0")
+    with running_server(*arguments, ready=False) as server:
+        unready = of(browsed(server.http, BROWSER.parent, "unready"), "unready")
+    assert unready == {"state": "no engine is ready", "count": "no engine is ready"}
 
 
 def test_eight_prompts_at_once_run_in_one_batch(found: Found) -> None:
@@ -135,6 +200,8 @@ def test_a_server_with_tokens_and_quotas_explains_itself(tmp_path: Path) -> None
         next(stream)
         guarded = of(browsed(server.http, tmp_path, "guarded"), "guarded")
         stream.close()
+    assert "refused" not in guarded["asked"]
+    assert "The server refused this token." in guarded["refused token"]
     assert guarded["trouble"].startswith("The server asks for a token.")
     assert len(guarded["refused"]) == 8
     assert all(words.startswith("The server has too much to do. Try again in") for words in guarded["refused"])

@@ -76,7 +76,7 @@ export function refusal(status, message, retryAfter) {
   const why = message ? ` The server says: ${message}.` : "";
   const wait = Number.isFinite(seconds) ? ` Try again in ${Math.max(1, Math.ceil(seconds))} s.` : "";
   const words =
-    status === 401 ? "The server asks for a token."
+    status === 401 ? (token() ? "The server refused your token." : "The server asks for a token.")
     : status === 403 ? `Your token does not allow this.${why}`
     : status === 429 ? `The server has too much to do.${wait || " Try again in a moment."}${why}`
     : status === 503 ? `The engine is not ready.${wait || " Try again in a moment."}`

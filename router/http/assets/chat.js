@@ -1,8 +1,12 @@
 // The chat: a conversation that is sent as a whole with each turn, and eight prompts at once.
 
 import { events, lateRefusal, refusal, ServerError } from "./api.js";
+import { markdown } from "./markdown.js";
+import { $, made } from "./nodes.js";
+import { sampling, withSystem } from "./settings.js";
 
-const $ = (id) => document.getElementById(id);
+const CHAT = "pagoda-chat";
+const MAX_KEPT = 200_000; // characters of a conversation that outlive a reload
 
 const TEXT = `A pagoda is a tower of many storeys, each with a roof of its own. The form came from the stupa, a mound \
 that held relics, and travelled with Buddhism from India to China, Korea, Japan and Vietnam. Builders in each country \
@@ -26,7 +30,6 @@ const EIGHT = [
   ["Tell me a story about a lighthouse keeper.", 440],
 ];
 
-// Greedy: the same question has the same answer.
 const OPTIONS = { stream: true, stream_options: { include_usage: true } };
 
 let conversation = [];
@@ -70,6 +73,7 @@ export function startChat({ model, onUnauthenticated }) {
   $("new-chat").addEventListener("click", () => {
     asking?.abort();
     conversation = [];
+    keep();
     log.replaceChildren(welcome);
     $("new-chat").hidden = true;
     message.focus();
@@ -78,6 +82,7 @@ export function startChat({ model, onUnauthenticated }) {
     button.addEventListener("click", () => !asking && ask(button.textContent));
   }
   $("eight").addEventListener("click", startEight);
+  restore();
 
   function fit() {
     message.rows = Math.min(6, message.value.split("\n").length + Math.floor(message.value.length / 60));
@@ -96,18 +101,44 @@ export function startChat({ model, onUnauthenticated }) {
   async function ask(text) {
     if (conversation.at(-1)?.role === "user") conversation.pop(); // it had no answer
     conversation.push({ role: "user", content: text });
-    add(made("article", "turn user", made("h3", "unseen", "You"), made("p", "text", text)));
+    keep();
+    for (const button of log.querySelectorAll(".trouble button")) button.remove(); // of an earlier question
+    addQuestion(text);
     await answer(text);
   }
 
-  async function answer(question) {
-    const words = made("div", "text");
-    const stats = made("p", "stats");
-    const turn = add(made("article", "turn", made("h3", "unseen", "Answer"), words, stats));
-    turn.setAttribute("aria-busy", "true");
+  function addQuestion(text) {
+    add(made("article", "turn user", made("h3", "unseen", "You"), made("p", "text", text)));
+  }
+
+  // An empty turn of the model's, and a button that copies what `content` then returns.
+  function addAnswer(content) {
+    const [words, stats] = [made("div", "text"), made("p", "stats")];
     const copy = made("button", "quiet", "Copy");
     copy.type = "button";
-    copy.addEventListener("click", () => copyText(content, copy));
+    copy.addEventListener("click", () => copyText(content(), copy));
+    return { turn: add(made("article", "turn", made("h3", "unseen", "Answer"), words, stats)), words, stats, copy };
+  }
+
+  // Show the conversation that the tab has kept.
+  function restore() {
+    conversation = keptChat();
+    for (const { role, content } of conversation) {
+      if (role === "user") addQuestion(content);
+      else {
+        const { words, stats, copy } = addAnswer(() => content);
+        show(words, content, log);
+        stats.append(copy);
+      }
+    }
+    const last = conversation.at(-1);
+    if (last?.role === "user") complain("This has no answer yet.", again(last.content));
+    log.scrollTop = log.scrollHeight;
+  }
+
+  async function answer(question) {
+    const { turn, words, stats, copy } = addAnswer(() => content);
+    turn.setAttribute("aria-busy", "true");
     asking = new AbortController();
     const controller = asking;
     busy(true);
@@ -118,7 +149,7 @@ export function startChat({ model, onUnauthenticated }) {
     const clock = meter();
     const paint = () => show(words, content, log);
     try {
-      const body = { ...OPTIONS, model: model(), messages };
+      const body = { ...OPTIONS, ...sampling(), model: model(), messages: withSystem(messages) };
       for await (const { data } of events("/v1/chat/completions", { body, signal: controller.signal })) {
         if (data === "[DONE]") break;
         const chunk = JSON.parse(data);
@@ -144,10 +175,11 @@ export function startChat({ model, onUnauthenticated }) {
         announce("Stopped.");
       } else {
         if (!content) turn.remove();
-        explain(error, question);
+        complain(inWords(error), again(question));
         if (error.status === 401) onUnauthenticated();
       }
     } finally {
+      keep();
       turn.removeAttribute("aria-busy");
       if (content) {
         paint();
@@ -158,26 +190,22 @@ export function startChat({ model, onUnauthenticated }) {
     }
   }
 
-  function explain(error, question) {
-    const again = made("button", "", "Try again");
-    again.type = "button";
-    const note = complain(error);
-    note.append(again);
-    again.addEventListener("click", () => {
+  // A button that asks the last question again, and takes the note away that it stands in.
+  function again(question) {
+    const button = made("button", "", "Try again");
+    button.type = "button";
+    button.addEventListener("click", () => {
       if (asking) return;
-      note.remove();
+      button.parentElement.remove();
       answer(question);
     });
+    return button;
   }
 
-  // Say in words what went wrong.
-  function complain(error) {
-    const isOurs = !(error instanceof ServerError);
-    if (isOurs) console.error(error);
-    const words = isOurs ? "Something in this page failed. Reload it." : error.message;
-    const note = add(made("div", "trouble", made("p", "", words)));
+  function complain(words, ...buttons) {
+    const note = made("div", "trouble", made("p", "", words), ...buttons);
     note.setAttribute("role", "alert");
-    return note;
+    add(note);
   }
 
   function busy(is) {
@@ -201,13 +229,13 @@ export function startChat({ model, onUnauthenticated }) {
     const list = made("ol", "eight");
     const parts = EIGHT.map(([prompt]) => {
       const count = made("span", "count", "waiting");
-      const text = made("p", "text");
+      const text = made("div", "text");
       const tail = made("span", "tail");
       const question = made("span", "question", prompt.split("\n")[0]);
       list.append(made("li", "", made("details", "", made("summary", "", question, count, tail), text)));
       const part = { count, question: prompt, content: "", clock: meter() };
       part.paint = () => {
-        text.textContent = `${part.content.trim()}\n\n${part.clock.text()}`;
+        text.replaceChildren(markdown(part.content), made("p", "fine", part.clock.text()));
         tail.textContent = part.content.slice(-160).replace(/\s+/g, " ");
       };
       part.fail = (how, words) => {
@@ -219,7 +247,7 @@ export function startChat({ model, onUnauthenticated }) {
     add(made("article", "turn", made("h3", "", "Eight prompts at once"), list));
     announce("Eight prompts were started.");
     const requests = EIGHT.map(([prompt, most]) => ({
-      ...OPTIONS, model: model(), messages: [{ role: "user", content: prompt }], max_tokens: most,
+      ...OPTIONS, model: model(), messages: [{ role: "user", content: prompt }], max_tokens: most, temperature: 0,
     }));
     try {
       for await (const { data } of events("/together", { body: { requests } })) {
@@ -245,7 +273,7 @@ export function startChat({ model, onUnauthenticated }) {
       }
       announce("The eight prompts are answered.");
     } catch (error) {
-      complain(error);
+      complain(inWords(error));
       if (error.status === 401) onUnauthenticated();
     } finally {
       button.ariaDisabled = "false";
@@ -253,14 +281,32 @@ export function startChat({ model, onUnauthenticated }) {
   }
 }
 
-// -- pieces -----------------------------------------------------------------------------------------------------------
+// -- what outlives a reload -------------------------------------------------------------------------------------------
 
-function made(tag, className, ...children) {
-  const node = document.createElement(tag);
-  if (className) node.className = className;
-  node.append(...children);
-  return node;
+// Keep the conversation in this tab: its last turns, if it is long.
+function keep() {
+  let from = 0;
+  let size = conversation.reduce((sum, { content }) => sum + content.length, 0);
+  while (size > MAX_KEPT || (from && conversation[from]?.role === "assistant")) {
+    size -= conversation[from].content.length;
+    from += 1;
+  }
+  try {
+    sessionStorage.setItem(CHAT, JSON.stringify(conversation.slice(from)));
+  } catch {
+    // The browser keeps no more: the chat lasts until the next reload.
+  }
 }
+
+function keptChat() {
+  try {
+    return JSON.parse(sessionStorage.getItem(CHAT)) ?? [];
+  } catch {
+    return [];
+  }
+}
+
+// -- pieces -----------------------------------------------------------------------------------------------------------
 
 // Counts tokens and times of an answer, as this page sees them.
 function meter() {
@@ -298,22 +344,16 @@ function later(work) {
   waiting.add(work);
 }
 
-// Show a text with its code blocks, `code` and **strong** words. Everything else stays as the model wrote it.
 function show(node, content, log) {
   const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
-  const parts = content.trim().split(/^```[^\n]*\n?/m);
-  node.replaceChildren(...parts.map((part, at) => (at % 2 ? made("pre", "", made("code", "", part)) : inline(part))));
+  node.replaceChildren(markdown(content));
   if (isAtEnd) log.scrollTop = log.scrollHeight;
 }
 
-function inline(text) {
-  const node = document.createDocumentFragment();
-  for (const piece of text.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*)/)) {
-    if (piece.length > 2 && piece.startsWith("`") && piece.endsWith("`")) node.append(made("code", "", piece.slice(1, -1)));
-    else if (piece.length > 4 && piece.startsWith("**") && piece.endsWith("**")) node.append(made("strong", "", piece.slice(2, -2)));
-    else node.append(piece);
-  }
-  return node;
+function inWords(error) {
+  if (error instanceof ServerError) return error.message;
+  console.error(error);
+  return "Something in this page failed. Reload it.";
 }
 
 async function copyText(text, button) {

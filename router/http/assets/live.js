@@ -2,8 +2,8 @@
 
 import { events } from "./api.js";
 import { nameOf } from "./chat.js";
+import { $, made } from "./nodes.js";
 
-const $ = (id) => document.getElementById(id);
 const MINUTE = 60;
 const CELLS = [3, 7]; // pixels of a step, with the gap to the next: at least and at most
 const SQUARE = 5; // pixels of a sequence's block, with the gap to the next
@@ -21,8 +21,9 @@ let colours = {};
 let drawn = 0; // when
 const isCalm = matchMedia("(prefers-reduced-motion: reduce)");
 
-// Watch until told otherwise. `hello` gets what the server tells of itself.
-export function startLive({ hello, onUnauthenticated }) {
+// Watch until told otherwise. `hello` gets what the server tells of itself, null once it is gone; `onEngines` gets how
+// many engines are ready.
+export function startLive({ hello, onEngines, onUnauthenticated }) {
   let controller = null;
   let isPaused = false;
   let retry = 0;
@@ -40,6 +41,7 @@ export function startLive({ hello, onUnauthenticated }) {
           trouble("");
         } else {
           for (const tick of JSON.parse(data)) take(tick);
+          onEngines(engines.size);
           if (!isCalm.matches || performance.now() - drawn > 1000) draw();
         }
       }
@@ -385,6 +387,7 @@ function drawRates() {
   const ttft = percentiles(dots.map(([, ms]) => [ms, 1]));
   told("ttft", ttft);
   const topOfDots = Math.max(1, ...dots.map(([, ms]) => ms));
+  setText("ttft-count", dots.length ? `${number(dots.length)} ${dots.length === 1 ? "sequence" : "sequences"}` : "each dot is a sequence");
   setText("ttft-top", dots.length ? `up to ${milliseconds(topOfDots)}` : "");
   paths($("ttft-chart"), [["dots", dots.map(([at, ms]) => `M${x(at)} ${y(ms, topOfDots)}h0`).join("")]]);
 
@@ -454,13 +457,6 @@ function paths(svg, list) {
 }
 
 // -- pieces -----------------------------------------------------------------------------------------------------------
-
-function made(tag, className, ...children) {
-  const node = document.createElement(tag);
-  if (className) node.className = className;
-  node.append(...children);
-  return node;
-}
 
 function setText(id, text) {
   const node = $(id);

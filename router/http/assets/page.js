@@ -3,21 +3,23 @@
 import { keepToken, token } from "./api.js";
 import { startChat } from "./chat.js";
 import { readColours, startLive } from "./live.js";
+import { $ } from "./nodes.js";
+import { startSettings } from "./settings.js";
 
-const $ = (id) => document.getElementById(id);
 const THEME = "pagoda-theme";
 const isDark = matchMedia("(prefers-color-scheme: dark)");
+let other = "dark"; // the theme that the button switches to
 
 function showTheme() {
   const chosen = localStorage.getItem(THEME);
   if (chosen) document.documentElement.dataset.theme = chosen;
-  const dark = chosen ? chosen === "dark" : isDark.matches;
-  $("theme-button").setAttribute("aria-pressed", String(dark));
+  other = (chosen ?? (isDark.matches ? "dark" : "light")) === "dark" ? "light" : "dark";
+  $("theme-button").textContent = other === "dark" ? "Dark theme" : "Light theme";
   readColours();
 }
 
 $("theme-button").addEventListener("click", () => {
-  localStorage.setItem(THEME, $("theme-button").getAttribute("aria-pressed") === "true" ? "light" : "dark");
+  localStorage.setItem(THEME, other);
   showTheme();
 });
 isDark.addEventListener("change", showTheme);
@@ -28,14 +30,20 @@ const dialog = $("token-dialog");
 
 $("token-button").hidden = !token(); // until the server asks for one
 
-function askForToken() {
+// `isRefused`: the server did not take the tab's token.
+function askForToken(isRefused) {
   $("token-button").hidden = false;
   if (dialog.open) return;
+  $("token-refused").hidden = !isRefused;
+  $("token").setAttribute("aria-invalid", String(isRefused));
   $("token").value = token();
   dialog.showModal();
+  $("token").select();
 }
 
-$("token-button").addEventListener("click", askForToken);
+const onUnauthenticated = () => askForToken(token() !== "");
+
+$("token-button").addEventListener("click", () => askForToken(false));
 $("token-cancel").addEventListener("click", () => dialog.close());
 dialog.querySelector("form").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -44,15 +52,25 @@ dialog.querySelector("form").addEventListener("submit", (event) => {
   live.restart();
 });
 
-startChat({ model: () => model || undefined, onUnauthenticated: askForToken });
+function showState(text, isServing = false) {
+  if ($("state").textContent !== text) $("state").textContent = text;
+  $("state").classList.toggle("is-serving", isServing);
+}
+
+let tenant = "";
+
+startSettings();
+startChat({ model: () => model || undefined, onUnauthenticated });
 const live = startLive({
   hello(told) {
-    $("state").textContent = told ? (told.tenant ? `serving ${told.tenant}` : "serving") : "not connected";
-    $("state").classList.toggle("is-serving", Boolean(told));
+    showState(told ? "connected" : "not connected");
     if (!told) return;
-    model = told.model;
+    ({ model, tenant } = told);
     $("model").textContent = told.model;
     document.title = `${told.model} · Pagoda`;
   },
-  onUnauthenticated: askForToken,
+  onEngines(ready) {
+    showState(!ready ? "no engine is ready" : tenant ? `serving ${tenant}` : "serving", ready > 0);
+  },
+  onUnauthenticated,
 });
