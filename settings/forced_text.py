@@ -34,6 +34,20 @@ _LARK = re.compile(
     """,
     re.VERBOSE | re.MULTILINE,
 )
+_COUNTED_LARK = re.compile(
+    r"""
+      (?://[^\n]*|\#[^\n]*)
+    | (?P<text>"(?:\\.|[^"\\])*"i?|<[^>\n]*>)
+    | (?P<regex>/(?:\\.|[^/\\])+/[a-z]*)
+    | (?P<rule>^[?!]*\w+(?:\[[^\]\n]*\])?(?:\.-?\d+)?\s*:)
+    | \{\s*(?P<least>\d+)\s*(?:,\s*\d*\s*)?\}
+    | ~\s*(?P<exactly>\d+)
+    | (?P<name>\w+)
+    | (?P<or>\|)
+    | (?P<group>[()\[\]])
+    """,
+    re.VERBOSE | re.MULTILINE,
+)
 # The longest text that is forced in a part of a grammar, and whether every text of that part has alternatives.
 _Part: TypeAlias = tuple[float, bool]
 _SPACE = re.compile(r"\s*")
@@ -52,9 +66,157 @@ def longest_forced(format: str, value: str | Sequence[str]) -> float:
     return _of_lark(str(value))
 
 
-def _of_regex(regex: str) -> float:
-    counts = [int(number) for number in re.findall(r"\d+", " ".join(re.findall(r"\{[\d,]*\}", regex)))]
-    return len(regex.encode()) * math.prod(max(1, count) for count in counts)
+class _Tally:
+    """Adds up the bytes of a pattern's parts, each as often as it must be repeated."""
+
+    def __init__(self) -> None:
+        self._groups = [[0, 0, 0]]  # of each open group: its longest alternative, the current one, that one's last part
+
+    def part(self, num_bytes: int) -> None:
+        self._groups[-1][1] += num_bytes
+        self._groups[-1][2] = num_bytes
+
+    def times(self, least: int) -> None:
+        """Repeat the last part. Where it need not be there at all, it counts once: it is followed when it has begun."""
+        self._groups[-1][1] += self._groups[-1][2] * (max(1, least) - 1)
+        self._groups[-1][2] *= max(1, least)
+
+    def either(self) -> None:
+        longest, current, _ = self._groups[-1]
+        self._groups[-1] = [max(longest, current), 0, 0]
+
+    def opens(self) -> None:
+        self._groups.append([0, 0, 0])
+
+    def closes(self) -> None:
+        if len(self._groups) > 1:
+            longest, current, _ = self._groups.pop()
+            self.part(max(longest, current))
+
+    @property
+    def total(self) -> int:
+        while len(self._groups) > 1:
+            self.closes()
+        return max(self._groups[0][:2])
+
+
+_REGEX = re.compile(
+    r"""
+      (?P<escape>\\(?:[pPxuU]\{[^}]*\}|[pP].|x..|u....|U........|.))
+    | (?P<set>\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\\\]])*\])
+    | (?P<opens>\((?:\?(?:P?<\w+>|[a-zA-Z-]*:|[=!]))?)
+    | (?P<closes>\))
+    | (?P<either>\|)
+    | \{(?P<least>\d+)(?:,\d*)?\}
+    | (?P<again>[*+?])
+    | (?P<part>.)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_MOST_DIGITS = 9
+
+
+def _of_regex(regex: str) -> int:
+    tally = _Tally()
+    for found in _REGEX.finditer(regex):
+        match found.lastgroup:
+            case "opens":
+                tally.opens()
+            case "closes":
+                tally.closes()
+            case "either":
+                tally.either()
+            case "least":
+                tally.times(_count(found["least"]))
+            case "again":
+                pass
+            case _:
+                tally.part(1 if found[0].isascii() else 4)
+    return tally.total
+
+
+def _count(digits: str) -> int:
+    return int(digits) if len(digits) <= _MOST_DIGITS else 10**_MOST_DIGITS
+
+
+def longest_repeated(format: str, value: str | Sequence[str]) -> int:
+    """Return the longest text, in bytes, that a regular expression or a rule of a grammar asks for at least.
+
+    Bounds what compiling it costs. Unlike `longest_forced`, it knows a grammar's counts, takes what it does not
+    understand for nothing, and needs no grammar that compiles.
+    """
+    if format == "regex":
+        return _of_regex(str(value))
+    if format == "json_schema":
+        return _patterns_of(json.loads(str(value)))
+    return _repeated_in_lark(str(value)) if format == "ebnf_grammar" else 0
+
+
+def _patterns_of(schema: object) -> int:
+    longest, waiting = 0, [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            patterns = [value.get("pattern"), value.get("whitespace_pattern")]
+            named = value.get("patternProperties")
+            patterns += named if isinstance(named, dict) else []
+            longest = max([longest, *(_of_regex(each) for each in patterns if isinstance(each, str))])
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    return longest
+
+
+def schemas_in(grammar: str) -> list[object]:
+    """Return the JSON schemas that stand in a grammar in Lark."""
+    found: list[object] = []
+    for token in _LARK.finditer(grammar):
+        if token.lastgroup == "json":
+            start = _SPACE.match(grammar, token.end())
+            try:
+                found.append(json.JSONDecoder().raw_decode(grammar, start.end() if start else token.end())[0])
+            except (ValueError, RecursionError):
+                continue
+    return found
+
+
+def _repeated_in_lark(grammar: str) -> int:
+    rules: dict[str, list[re.Match[str]]] = {}
+    parts: list[re.Match[str]] = []
+    for found in _COUNTED_LARK.finditer(grammar):
+        if found.lastgroup == "rule":
+            parts = rules[re.sub(r"[?!\s]|[\[.:].*", "", found[0])] = []
+        elif found.lastgroup is not None:
+            parts.append(found)
+    known: dict[str, int] = {}
+    try:
+        in_rules = max((_of_rule(name, rules, known) for name in rules), default=0)
+    except RecursionError:  # so many rules repeat nothing that is long: their number is bounded
+        in_rules = 0
+    return max([in_rules, *(_patterns_of(schema) for schema in schemas_in(grammar))])
+
+
+def _of_rule(name: str, rules: Mapping[str, list[re.Match[str]]], known: dict[str, int]) -> int:
+    if name in known:
+        return known[name]
+    known[name] = 0  # what refers to it meanwhile is a part of it
+    tally = _Tally()
+    for part in rules.get(name, []):
+        match part.lastgroup:
+            case "text":
+                tally.part(len(part[0].encode()))
+            case "regex":
+                tally.part(_of_regex(part[0].strip("/")))
+            case "name":
+                tally.part(_of_rule(part[0], rules, known))
+            case "or":
+                tally.either()
+            case "group":
+                tally.opens() if part[0] in "([" else tally.closes()
+            case "least" | "exactly":
+                tally.times(_count(part[part.lastgroup]))
+    known[name] = min(tally.total, 10**_MOST_DIGITS)
+    return known[name]
 
 
 class _Schema:

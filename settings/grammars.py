@@ -6,13 +6,16 @@ The router checks a grammar with the same code and the same limits with which th
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
+from pagoda_server.settings.forced_text import longest_repeated, schemas_in
 from pagoda_server.settings.request import JSON_STYLE
 
 if TYPE_CHECKING:
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 MAX_SCHEMA_DEPTH = 64
 MAX_GBNF_RULES = 500  # the time to convert them grows with the square of their number
+MAX_REPEATED_BYTES = 16_384  # of the text that a regular expression asks for at least: compiling takes 1 µs for each
+MAX_DIVISOR = 10_000  # of multipleOf: the automaton has as many states, and takes some 2 µs for each
 
 _JSON_STYLE = cast("JsonCompileOptions", JSON_STYLE)
 
@@ -33,7 +38,17 @@ _LIMITS = LLParserLimits(
     max_grammar_size=30_000,
     verbose_errors=False,
 )
+# What a grammar gets that has met a limit above. A mask takes a tenth of a second at most, on a thread of its own.
+_PATIENT_LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    step_max_items=50_000,
+    step_lexer_fuel=2_000_000,
+    max_lexer_states=20_000,
+    max_grammar_size=30_000,
+    verbose_errors=False,
+)
 _LONGEST_ERROR = 300
+_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 
 
 class GrammarError(ValueError):
@@ -45,6 +60,7 @@ def grammar_of(format: str, value: str | Sequence[str]) -> str:
 
     format  the name of the field of Guided; `value` is its content: the options of a choice, nothing of a json_object
     """
+    check_size(format, value)
     if format == "json_schema":
         return _schema_grammar(str(value))
     if format == "json_object":
@@ -57,7 +73,53 @@ def grammar_of(format: str, value: str | Sequence[str]) -> str:
     return LLMatcher.grammar_from_lark(str(value))
 
 
+def check_size(format: str, value: str | Sequence[str]) -> None:
+    """Raise GrammarError for sizes that would take long to compile, however short their text is: nothing is compiled.
+
+    format, value  those of `grammar_of`
+    """
+    if format == "json_schema":
+        _check_divisors([_read_schema(str(value))])
+    elif format == "ebnf_grammar":
+        _check_divisors(schemas_in(str(value)))
+    if (found := longest_repeated(format, value)) > MAX_REPEATED_BYTES:
+        raise GrammarError(f"repeats its parts to {found} bytes at least, at most {MAX_REPEATED_BYTES} are allowed")
+
+
+def _check_divisors(schemas: list[object]) -> None:
+    """Bound multipleOf. Powers of ten cost nothing; where several hold at once, their least common multiple counts."""
+    divisors, is_combined = [], False
+    waiting = schemas
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            is_combined |= not _COMBINING.isdisjoint(value)
+            divisor = value.get("multipleOf")
+            if isinstance(divisor, int | float) and not isinstance(divisor, bool) and math.isfinite(divisor):
+                divisors.append(_without_tens(divisor))
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    if sum(divisors) > MAX_DIVISOR or (is_combined and math.lcm(*divisors) > MAX_DIVISOR):
+        detail = "together" if len(divisors) > 1 else f"{divisors[0]}"
+        raise GrammarError(f"has a multipleOf that is too large ({detail}): at most {MAX_DIVISOR}, but for its zeros")
+
+
+def _without_tens(divisor: float) -> int:
+    number = int("".join(map(str, Decimal(str(divisor)).as_tuple().digits)).rstrip("0") or 1)
+    return min(number, 10 * MAX_DIVISOR)
+
+
 def _schema_grammar(schema: str) -> str:
+    value = _read_schema(schema)
+    try:
+        return LLMatcher.grammar_from_json_schema("{}" if value is True else schema, defaults=_JSON_STYLE)
+    except ValueError as error:
+        raise GrammarError(_explained(str(error))) from None
+
+
+def _read_schema(schema: str) -> object:
+    """Raises GrammarError."""
     try:
         value = json.loads(schema)
     except json.JSONDecodeError as error:
@@ -68,10 +130,7 @@ def _schema_grammar(schema: str) -> str:
         raise GrammarError("must be a JSON object, or true")
     if _depth_exceeds(value, MAX_SCHEMA_DEPTH):
         raise GrammarError(f"nests objects and lists more than {MAX_SCHEMA_DEPTH} deep")
-    try:
-        return LLMatcher.grammar_from_json_schema("{}" if value is True else schema, defaults=_JSON_STYLE)
-    except ValueError as error:
-        raise GrammarError(_explained(str(error))) from None
+    return value
 
 
 def to_lark(grammar: str) -> str:
@@ -89,14 +148,15 @@ def to_lark(grammar: str) -> str:
         raise GrammarError(f"is not a grammar in GBNF: {message}"[:_LONGEST_ERROR]) from None
 
 
-def compiled(grammar: str, tokenizer: LLTokenizer) -> tuple[LLMatcher, bytes]:
+def compiled(grammar: str, tokenizer: LLTokenizer, *, is_patient: bool = False) -> tuple[LLMatcher, bytes]:
     """Compile a grammar for a vocabulary; return it with the mask of the first token.
 
-    grammar  from `grammar_of`
+    grammar     from `grammar_of`
+    is_patient  with the larger limits on each step
 
     Takes up to about a second, without the interpreter's lock. Raises GrammarError.
     """
-    matcher = LLMatcher(tokenizer, grammar, limits=_LIMITS, log_level=0)
+    matcher = LLMatcher(tokenizer, grammar, limits=_PATIENT_LIMITS if is_patient else _LIMITS, log_level=0)
     check_matcher(matcher, grammar)
     mask = matcher.compute_bitmask()
     check_matcher(matcher, grammar)

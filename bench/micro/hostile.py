@@ -49,6 +49,7 @@ STEP_MS = 20.0
 SETTLE_S = 1.5
 MAX_TOKENS = 30_000  # ten minutes of steps
 TOKENIZE = "/pagoda.v1.Inference/Tokenize"
+DIGITS = b"###"  # as long as the digits, because the fields around them tell their lengths
 PROMPT = b"\x1a\x05hello"  # GenerateRequest.prompt
 
 
@@ -119,7 +120,7 @@ def _refuse_message(message: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One message, sent by `calls` calls at once."""
+    """One message, sent by `calls` calls at once. Each has its own three digits where DIGITS stand."""
 
     name: str
     message: bytes
@@ -135,6 +136,8 @@ def attacks() -> list[Attack]:
     one = _field(8, b"\x08\x01")  # stopping.max_tokens, so that what is read is measured, not what is generated
     tool = _field(3, _field(1, b"f") + _field(3, deep))
     user = _field(1, b"\x08\x02\x12\x02Hi")
+    small = _field(10, _field(2, b"a{4294900" + DIGITS + b"}"))  # guided.regex
+    allowed = _field(10, _field(2, b"a{15" + DIGITS + b"}[a-z]"))
     many = _field(5, b"".join(_field(1, b"\x08\x02\x12\xf0\x01" + b"word " * 48) for _ in range(4000)))
     return [
         Attack("16 MB of empty messages in a chat", _field(5, b"\x0a\x00" * 8_000_000), 8),
@@ -151,6 +154,8 @@ def attacks() -> list[Attack]:
         Attack("gzip: 1 MB that unpacks to 1 GB", b"\x1a" + b"\x00" * (1 << 30), 4, GENERATE, True),
         Attack("gzip: 2 kB that unpack to 1.5 MB", _field(6, _field(1, b"\x01" * fits)), 40, GENERATE, True),
         Attack("1 MB of chat in 4000 messages", many, 40),
+        Attack("expressions of 13 bytes that repeat a lot", prompt + one + small, 100),
+        Attack("the longest repetition that is allowed", prompt + one + allowed, 100),
         Attack("250 kB of JSON", _field(5, user + tool) + one, 64),
         Attack("Tokenize 1 MiB", _field(2, b"hello world, " * 80_000), 24, TOKENIZE),
         Attack("Tokenize 1 MiB of digits", _field(2, b"0123456789" * 100_000), 24, TOKENIZE),
@@ -167,10 +172,11 @@ def attack(address: str, number: int) -> Counter[str]:
     def call(at: int) -> str:
         with grpc.insecure_channel(address, [*options, ("own", at)], compression=compression) as channel:
             try:
+                message = chosen.message.replace(DIGITS, b"%03d" % at)
                 if chosen.method == GENERATE:
-                    list(channel.unary_stream(chosen.method)(chosen.message, timeout=120))
+                    list(channel.unary_stream(chosen.method)(message, timeout=120))
                 else:
-                    channel.unary_unary(chosen.method)(chosen.message, timeout=120)
+                    channel.unary_unary(chosen.method)(message, timeout=120)
             except grpc.RpcError as error:
                 return str(error.code().name)
             return "OK"

@@ -23,6 +23,7 @@ class TokenMask(Protocol):
     depends_on_tokens  the mask changes with the sequence's tokens. The sequence then waits for its last token before
                        its next step is launched, even where steps overlap.
     fault              why the last mask allows nothing; empty: it allows something
+    error              why the mask cannot be computed any more, which is not the client's mistake; empty: it can
     is_slow            masks may take long: a step with other sequences does not wait for the next one, and nothing is
                        drafted, as each draft would need a mask
     """
@@ -32,6 +33,9 @@ class TokenMask(Protocol):
 
     @property
     def fault(self) -> str: ...
+
+    @property
+    def error(self) -> str: ...
 
     @property
     def is_slow(self) -> bool: ...
@@ -161,6 +165,7 @@ class EndReason(Enum):
     DEADLINE = "deadline"
     REJECTED = "rejected"
     FAILED = "failed"
+    OVERLOADED = "overloaded"
 
 
 class BlockTable(list[int]):

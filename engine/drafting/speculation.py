@@ -10,6 +10,7 @@ that is launched while its last token is computed. Its drafts must bring more th
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import Protocol
 from pagoda_server.engine.core.sequence import Sequence
 from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.timing.cost_model import CostModel
+
+log = logging.getLogger("pagoda.engine")
 
 MARGIN = 1.25  # a draft must bring this many times the tokens that its row's time would bring without it
 LEAST_CHANCE = 0.05  # a less likely draft is not made, however little its row seems to cost
@@ -55,12 +58,14 @@ class _Record:
     idle      steps since it last drafted; those in which a draft would have been dear count less
     patience  such steps after which it tries again
     guess     a position of the sequence and the token that was guessed there, but not drafted
+    has_failed  the drafter raised an exception for the sequence, which gets no more drafts
     """
 
     chance: float = FIRST_CHANCE
     idle: float = 0.0
     patience: int = PATIENCE
     guess: tuple[int, int] | None = None
+    has_failed: bool = False
 
     @property
     def tries_again(self) -> bool:
@@ -170,7 +175,7 @@ class Speculation:
             if (most := self._most_drafts(chunk.seq, num_tokens=chunk.seq.num_tokens + 1)) <= 0:
                 continue
             record.compare(chunk.seq.tokens)
-            guesses = self._drafter.propose(chunk.seq, 1 + min(most, record.num_likely(cost, most)))
+            guesses = self._propose(chunk.seq, 1 + min(most, record.num_likely(cost, most)))
             if guesses:
                 record.guess = chunk.seq.num_tokens, guesses[0]
                 offers.append(_Offer(chunk, guesses, record.chance, False))
@@ -194,7 +199,7 @@ class Speculation:
     def forget(self, seq: Sequence) -> None:
         """Drop what is kept for a sequence: it has ended."""
         self._records.pop(seq.id, None)
-        self._drafter.forget(seq)
+        self._drop(seq)
 
     def _record(self, seq: Sequence) -> _Record:
         record = self._records.get(seq.id)
@@ -230,7 +235,31 @@ class Speculation:
         likely = record.num_likely(cost, most)
         if not likely and not record.tries_again:
             return []
-        return self._allowed(seq, self._drafter.propose(seq, min(most, max(1, likely))))
+        return self._allowed(seq, self._propose(seq, min(most, max(1, likely))))
+
+    def _propose(self, seq: Sequence, most: int) -> list[int]:
+        """Ask the drafter. A sequence for which it raises goes on without drafts: they change none of its tokens."""
+        record = self._record(seq)
+        if record.has_failed:
+            return []
+        try:
+            return self._drafter.propose(seq, most)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of a library in Rust derives from nothing narrower
+            log.exception("sequence %d gets no more drafts", seq.id)
+            record.has_failed = True
+            self._drop(seq)
+            return []
+
+    def _drop(self, seq: Sequence) -> None:
+        """Have the drafter forget a sequence, whatever state it has left behind."""
+        try:
+            self._drafter.forget(seq)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            log.exception("the drafter could not forget sequence %d", seq.id)
 
     def _allowed(self, seq: Sequence, guesses: list[int]) -> list[int]:
         """Cut guesses before the first one that the sequence's mask does not allow."""

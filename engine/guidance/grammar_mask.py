@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 from llguidance import LLMatcher
 
 from pagoda_server.engine.core.sequence import TokenMask
-from pagoda_server.engine.guidance.masks_ahead import Job, MasksAhead, Pace
-from pagoda_server.settings.grammars import GrammarError, check_matcher
+from pagoda_server.engine.guidance.compiled_grammar import CompiledGrammar
+from pagoda_server.engine.guidance.masks_ahead import Job, MasksAhead
+from pagoda_server.settings.grammars import GrammarError
 
 SLOW_S = 0.005  # of this thread's processor time, in one call: the engine's loop does nothing else meanwhile
 MOST_SLOW = 5  # times that a sequence may be slow
@@ -22,12 +25,10 @@ Result = TypeVar("Result")
 class GrammarMask:
     """The mask of one sequence's grammar. One thread uses it at a time.
 
-    matcher     compiled, at its start; it is copied
-    first       its mask there
+    grammar     compiled
     end_id      stands in masks for the end of the output; no sequence chooses it
     vocab_size  ids from there on are not allowed
     ahead       computes masks, if they take long while this thread does other things
-    pace        of the grammar's masks
     prompt_len  tokens before the output
     stop_ids    allowed wherever the output may end; below vocab_size
     min_tokens  of the output before a stop id can be chosen
@@ -39,15 +40,14 @@ class GrammarMask:
     """
 
     depends_on_tokens = True
+    error = ""
 
     def __init__(
         self,
-        matcher: LLMatcher,
-        first: bytes,
+        grammar: CompiledGrammar,
         end_id: int,
         vocab_size: int,
         ahead: MasksAhead,
-        pace: Pace,
         *,
         prompt_len: int,
         stop_ids: Iterable[int] = (),
@@ -56,20 +56,23 @@ class GrammarMask:
         jumps: bool = True,
     ) -> None:
         self.fault = ""
-        self._matcher = matcher.deep_copy()
+        self._grammar = grammar
+        self._pace = grammar.pace
+        self._matcher, self._version = grammar.start()
+        self._is_new = False  # the matcher was made again for the state that it is in
+        self._failure: GrammarError | None = None  # why there is no mask in this state
         self._ahead = ahead
-        self._pace = pace
         self._vocab_size = vocab_size
         self._prompt_len = prompt_len
         self._min_tokens = min_tokens
         self._also = also
-        self._jumps = jumps and also is None and pace.is_bounded
+        self._jumps = jumps and also is None and self._pace.is_bounded
         self._followed: list[int] = []  # the output that the matcher has consumed
-        self._words = np.frombuffer(first, dtype=np.uint32).copy()
+        self._words = np.frombuffer(grammar.first, dtype=np.uint32)[: ahead.num_words].copy()
         self._has_words = True  # `_words` is the mask after `_followed`
         self._is_next_known = False
         self._next: list[int] | None = None  # what `follow` returns after `_followed`, if that is known
-        self._job = Job(self._matcher, self._words, pace)
+        self._job = Job(self._matcher, self._words, self._pace)
         self._is_watched = False  # it may be slow
         self._num_slow = 0
         num_words = -(-vocab_size // 32)
@@ -95,6 +98,8 @@ class GrammarMask:
         """Go on with a token, if the grammar can, as `follow` would do next anyway."""
         if self._job.is_started or self._also is not None or self._num_slow > MOST_SLOW or not self._go_to(tokens):
             return False
+        if self._failure is not None:
+            return False
         return self._allows(token) if self._has_words else self._goes_on_with(token)
 
     def fill(self, tokens: list[int], words: memoryview) -> None:
@@ -110,13 +115,12 @@ class GrammarMask:
             raise GrammarError("takes too long to follow")
         if self._job.is_started:
             self._compute()
-        is_allowed = self._go_to(tokens)
-        check_matcher(self._matcher)
-        if not is_allowed:
+        if not self._go_to(tokens):
             raise GrammarError("does not allow the output that exists")
         if not self._has_words:
             self._compute()
-        check_matcher(self._matcher)
+        if self._failure is not None:
+            raise self._failure
         np.bitwise_and(self._words[: len(mask)], self._within, out=mask)
         if self._words[self._end_word] & self._end_bit:
             mask |= self._stops
@@ -132,8 +136,8 @@ class GrammarMask:
     def follow(self, tokens: list[int]) -> list[int] | None:
         if not self._go_to(tokens):
             return []
-        if self.fault and self._has_words and self._allows_end_alone:  # for some grammars only the mask tells this
-            return None
+        if self.fault and self._has_words and self._allows_end_alone and self._is_complete:
+            return None  # for some grammars only the mask shows it
         self._find_next()
         if self._next == [] and not self._has_words and not self._job.is_started:
             self._ahead.ask(self._job)
@@ -148,10 +152,26 @@ class GrammarMask:
             return
         self._is_next_known, self._next = True, []
         if self._matcher.is_stopped():
-            self._next = [] if self._matcher.is_error() else None
+            self._next = None if self._is_complete else []
         elif self._jumps:
             forced = self._timed(self._matcher.compute_ff_tokens)
             self._next = forced if max(forced, default=0) < self._vocab_size else []
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether the output matches the grammar, where nothing can follow it.
+
+        A matcher that has met a limit says that nothing can follow, too.
+        """
+        return self._matcher.is_accepting() and self._is_sound
+
+    @property
+    def _is_sound(self) -> bool:
+        return not self._matcher.is_error() and self._grammar.is_sound(self._version)
+
+    @property
+    def _allows_end(self) -> bool:
+        return bool(self._words[self._end_word] & self._end_bit)
 
     @property
     def _allows_end_alone(self) -> bool:
@@ -169,9 +189,34 @@ class GrammarMask:
                     same += 1
                 self._matcher.rollback(len(followed) - same)
                 del followed[same:]
-            new = output[len(followed) :]
-            followed += new[: self._timed(self._matcher.try_consume_tokens, new)]
+            self._consume(output)
+            if len(followed) < len(output) and not self._is_sound:
+                self._begin_again(output)
         return len(followed) == len(output)
+
+    def _consume(self, output: list[int]) -> None:
+        """Follow an output that begins with what was followed, as far as the grammar allows it."""
+        followed = self._followed
+        new = output[len(followed) :]
+        followed += new[: self._timed(self._matcher.try_consume_tokens, new)]
+        if len(new) > 1:  # all of them had the work of one step: the rest may need more
+            for token in output[len(followed) :]:
+                if not self._timed(self._matcher.try_consume_tokens, [token]):
+                    break
+                followed.append(token)
+
+    def _begin_again(self, output: list[int]) -> None:
+        """Follow an output with a new matcher, because the automaton has met a limit."""
+        try:
+            self._matcher = self._job.matcher = self._renewed(output)
+        except GrammarError:
+            return
+        self._followed[:] = output
+
+    def _renewed(self, output: list[int]) -> LLMatcher:
+        """Return a new matcher that has consumed an output. Raises GrammarError."""
+        matcher, self._version = self._grammar.again(self._version, output, self._matcher.get_error())
+        return matcher
 
     def _allows(self, token: int) -> bool:
         """Say whether the mask, which is there, has this token."""
@@ -202,21 +247,41 @@ class GrammarMask:
     def _compute(self, timeout_s: float | None = None) -> bool:
         """Compute the mask of the matcher's state, here or on another thread; wait for that at most so long.
 
+        A mask that allows the end may follow from a limit that was met: it is then computed again, by a new matcher.
         Return whether the mask is there.
         """
         if not self._job.is_started:
             self._find_next()
             self._num_slow += self._ahead.compute(self._job) > SLOW_S
-        self._has_words = self._job.ends(timeout_s)
-        return self._has_words
+        while True:
+            try:
+                self._has_words = self._job.ends(timeout_s)
+            except GrammarError as error:
+                self._has_words, self._failure = True, error
+                return True
+            if not self._has_words:
+                return False
+            self._matcher = self._job.matcher
+            if not (self._matcher.is_error() or self._allows_end) or self._is_sound:
+                return True
+            if self._is_new:
+                self._failure = GrammarError("is too complex to follow")
+                self._grammar.is_spent = True
+                return True
+            self._is_new, self._has_words = True, False
+            self._job.renew = partial(self._renewed, list(self._followed))
+            self._ahead.compute_apart(self._job)
 
     def _drop(self) -> None:
         """Forget what is known of the matcher's state, to use it for another."""
         if self._job.is_started:
-            self._job.ends()
+            with suppress(GrammarError):  # of a state that is left
+                self._job.ends()
+            self._matcher = self._job.matcher
         else:
             self._ahead.drop(self._job)
-        self._has_words = self._is_next_known = False
+        self._has_words = self._is_next_known = self._is_new = False
+        self._failure = None
 
 
 def _bits(ids: Iterable[int], num_words: int) -> np.ndarray:

@@ -7,32 +7,24 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import tokenizers
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from pagoda.v1 import inference_pb2
+from pagoda_server.engine.guidance.compiled_grammar import CompiledGrammar
 from pagoda_server.engine.guidance.grammar_mask import GrammarMask
-from pagoda_server.engine.guidance.masks_ahead import MasksAhead, Pace
+from pagoda_server.engine.guidance.masks_ahead import MasksAhead
+from pagoda_server.settings.fair_threads import allocated_bytes
 from pagoda_server.settings.forced_text import longest_forced
-from pagoda_server.settings.grammars import GrammarError, compiled, grammar_of
+from pagoda_server.settings.grammars import GrammarError, grammar_of
 
-MOST_KEPT = 32  # compiled grammars; each may take some 40 MB
+MOST_KEPT = 32  # compiled grammars
+MOST_MEMORY_KEPT = 16 << 20  # bytes that they took when they were compiled: some take some MB
 MOST_BYTES_KEPT = 4 << 20  # of their texts
 MOST_FORCED = 8192  # bytes that a grammar may force at once, so that finding them takes some milliseconds at most
 
 _END = "<|end of guided output|>"  # a token that llguidance allows where the grammar may end; no sequence chooses it
-
-
-class _Compiled(NamedTuple):
-    """
-    first  the mask of the first token
-    """
-
-    matcher: LLMatcher
-    first: bytes
-    pace: Pace
 
 
 class Grammars:
@@ -50,13 +42,15 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._ahead: MasksAhead | None = None
-        self._kept: OrderedDict[bytes, _Compiled] = OrderedDict()
-        self._num_bytes = 0
+        self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._num_bytes = 0  # of their texts
+        self._memory = 0  # that they took
 
     def knows(self, guided: inference_pb2.Guided) -> bool:
         """Whether `mask_maker` returns without compiling."""
         with self._lock:
-            return guided.SerializeToString(deterministic=True) in self._kept
+            found = self._kept.get(guided.SerializeToString(deterministic=True))
+            return found is not None and not found.is_spent
 
     def mask_maker(self, guided: inference_pb2.Guided) -> Callable[..., GrammarMask]:
         """Compile a grammar and return what makes a mask of it, with the other arguments of GrammarMask.
@@ -69,16 +63,16 @@ class Grammars:
             found = self._kept.get(key)
             if found is not None:
                 self._kept.move_to_end(key)
-        if found is None:
+        if found is None or found.is_spent:
             format = guided.WhichOneof("format") or ""
             value = guided.choice.options if format == "choice" else getattr(guided, format)
-            matcher, first = compiled(grammar_of(format, value), tokenizer)
-            found = _Compiled(matcher, first, Pace(is_bounded=longest_forced(format, value) <= MOST_FORCED))
+            before = allocated_bytes()
+            found = CompiledGrammar(grammar_of(format, value), tokenizer)
+            found.memory = max(0, allocated_bytes() - before)  # with what other threads took meanwhile
+            found.pace.is_bounded = longest_forced(format, value) <= MOST_FORCED
             self._keep(key, found)
         assert self._ahead is not None, "it is made with the tokenizer"
-        return partial(
-            GrammarMask, found.matcher, found.first, tokenizer.eos_token, self._vocab_size, self._ahead, found.pace
-        )
+        return partial(GrammarMask, found, tokenizer.eos_token, self._vocab_size, self._ahead)
 
     def _load(self) -> LLTokenizer:
         """The lock is held. Raises GrammarError if llguidance cannot read the model's tokenizer."""
@@ -95,11 +89,17 @@ class Grammars:
             self._ahead = MasksAhead(self._tokenizer.vocab_size, needs_all=self._needs_all_masks)
         return self._tokenizer
 
-    def _keep(self, key: bytes, found: _Compiled) -> None:
+    def _keep(self, key: bytes, found: CompiledGrammar) -> None:
         with self._lock:
-            if key not in self._kept:
-                self._num_bytes += len(key)
+            if (previous := self._kept.pop(key, None)) is not None:
+                self._num_bytes -= len(key)
+                self._memory -= previous.memory
             self._kept[key] = found
-            while len(self._kept) > MOST_KEPT or self._num_bytes > MOST_BYTES_KEPT:
-                oldest, _ = self._kept.popitem(last=False)
+            self._num_bytes += len(key)
+            self._memory += found.memory
+            while (
+                len(self._kept) > MOST_KEPT or self._num_bytes > MOST_BYTES_KEPT or self._memory > MOST_MEMORY_KEPT
+            ) and self._kept:
+                oldest, dropped = self._kept.popitem(last=False)
                 self._num_bytes -= len(oldest)
+                self._memory -= dropped.memory

@@ -15,10 +15,12 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import get_bitmask_shape
 
 LONG_S = 3e-4  # a step's masks are computed ahead if they will take longer together: a lone stream's step takes 3 ms
 MOST_HERE_S = 1e-3  # where they are not, the loop's thread computes so many of a step, and other threads the rest
@@ -29,23 +31,30 @@ OVERDUE_S = 1.0  # after so long, a mask is given up
 SLOW_THREADS = 2
 
 
+def num_words(vocab_size: int) -> int:
+    """Words of 32 bits in a mask as llguidance writes it. `compute_bitmask` may return one more, which is 0."""
+    return get_bitmask_shape(1, vocab_size)[1]
+
+
 @dataclass(slots=True)
 class Pace:
     """How long the masks of a grammar take: all its sequences learn it together.
 
     is_bounded  no state of the grammar forces a long text, so a mask takes some milliseconds at most
+    is_hard     the grammar has met a limit of a step's work, and has larger ones now
     expected_s  what a mask takes: a mean that forgets exponentially
     longest_s   what the longest of the last ones took, a little less with each that was quicker
     """
 
     is_bounded: bool = True
+    is_hard: bool = False
     expected_s: float = USUAL_S
     longest_s: float = 0.0
 
     @property
     def is_slow(self) -> bool:
         """Whether the loop's thread must not compute a mask itself."""
-        return not self.is_bounded or self.longest_s > SLOW_S
+        return not self.is_bounded or self.is_hard or self.longest_s > SLOW_S
 
     def took(self, seconds: float) -> None:
         self.expected_s += (1 - FORGETS) * (seconds - self.expected_s)
@@ -59,6 +68,8 @@ class Job:
     words    [words] int32, the mask of the matcher's state when it is computed
     is_done  set when another thread has computed the mask; None: none was asked to
     began    when it began to, on time.monotonic's clock; 0 before
+    renew    makes the matcher first, where that takes long; None: the matcher is there
+    error    what that, or computing the mask, has raised: the sequence's own thread raises it when the job ends
     """
 
     matcher: LLMatcher
@@ -66,6 +77,8 @@ class Job:
     pace: Pace
     is_done: threading.Event | None = None
     began: float = 0.0
+    renew: Callable[[], LLMatcher] | None = None
+    error: BaseException | None = None
 
     @property
     def is_started(self) -> bool:
@@ -85,16 +98,30 @@ class Job:
         return self.is_done is None or self.is_done.wait(timeout_s)
 
     def ends(self, timeout_s: float | None = None) -> bool:
-        """`wait`, and take the matcher back."""
+        """`wait`, and take the matcher back. Raises what computing the mask raised."""
         if not self.wait(timeout_s):
             return False
         self.is_done, self.began = None, 0.0
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
         return True
 
     def compute(self) -> float:
-        """Compute the mask on this thread, without the interpreter's lock. Return the processor time that it took."""
+        """Compute the mask on this thread, without the interpreter's lock. Return the processor time that it took.
+
+        Raises nothing, so that the threads that compute masks live on: `ends` raises it.
+        """
         self.began, started = time.monotonic(), time.thread_time()
-        self.matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
+        try:
+            renew, self.renew = self.renew, None
+            if renew is not None:
+                self.matcher = renew()
+            self.matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of llguidance derives from nothing narrower
+            self.error = error
         took_s = time.thread_time() - started
         self.pace.took(took_s)
         if self.is_done is not None:
@@ -110,7 +137,7 @@ class MasksAhead:
 
     def __init__(self, vocab_size: int, *, needs_all: bool = True) -> None:
         self._needs_all = needs_all
-        self.num_words = -(-vocab_size // 32)
+        self.num_words = num_words(vocab_size)
         self._asked: dict[Job, float] = {}  # for the next step, not started: what each is expected to take
         self._asked_s = 0.0
         self._computed_s = 0.0  # on this thread since `ask` was called last: what was expected
@@ -163,6 +190,11 @@ class MasksAhead:
             return 0.0
         return job.compute()
 
+    def compute_apart(self, job: Job) -> None:
+        """Start a job that is not started on a thread for slow masks."""
+        self.drop(job)
+        self._slow.put(job.start())
+
     def _forget_asked(self) -> None:
         self._asked.clear()
         self._asked_s = 0.0
@@ -178,6 +210,7 @@ class MasksAhead:
             job = self._slow.get()
             with at_work:
                 job.compute()
+            del job  # its matcher may be large
 
     def _compute_together(self, at_work: threading.Lock) -> None:
         """Take whatever jobs have gathered, and compute them together."""
@@ -190,18 +223,27 @@ class MasksAhead:
                 words = np.zeros((2 * len(jobs), self.num_words), dtype=np.int32)
             with at_work:
                 self._compute_all(jobs, words)
+            del jobs
 
     def _compute_all(self, jobs: list[Job], words: np.ndarray) -> None:
         """Compute several masks at once. `words` [len(jobs) or more, num_words] int32 may be overwritten."""
-        if len(jobs) == 1:
-            jobs[0].compute()
+        if len(jobs) == 1 or any(job.renew for job in jobs):
+            for job in jobs:
+                job.compute()
             return
         matchers = [(job.matcher, row) for row, job in enumerate(jobs)]
         expected_s = sum([job.pace.expected_s for job in jobs]) / self._num_threads
         began = time.monotonic()
         for job in jobs:
             job.began = began
-        self._executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, 4 * self.num_words, len(words))
+        try:
+            self._executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, 4 * self.num_words, len(words))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # nothing says whose mask it was: each is computed alone, and fails alone
+            for job in jobs:
+                job.compute()
+            return
         spent_s = time.monotonic() - began
         # If one of them was slow, nothing tells which: each is then computed alone once, and timed.
         is_suspect = spent_s > SLOW_S + 2 * expected_s

@@ -45,6 +45,7 @@ class AllowedTokens:
 
     depends_on_tokens = False
     fault = ""
+    error = ""
     is_slow = False
 
     def __init__(self, ids: Iterable[int]) -> None:
@@ -78,6 +79,7 @@ class TokenBans:
 
     depends_on_tokens = True
     fault = ""
+    error = ""
 
     def __init__(
         self,

@@ -509,8 +509,11 @@ class Scheduler:
         """End a sequence for which no token could be chosen, unless that only means that its output is complete."""
         if self._ends_by_mask(seq):
             return
-        if seq.token_mask is not None and seq.token_mask.fault:
-            self._end(seq, EndReason.REJECTED, detail=seq.token_mask.fault, field="guided")
+        mask = seq.token_mask
+        if mask is not None and mask.error:
+            self._end(seq, EndReason.FAILED, detail=mask.error)
+        elif mask is not None and mask.fault:
+            self._end(seq, EndReason.REJECTED, detail=mask.fault, field="guided")
         else:
             self._end(seq, EndReason.FAILED, detail=fault)
 

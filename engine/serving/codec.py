@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2, trace_pb2
+from pagoda_server.engine.core.guarded_mask import GuardedMask
 from pagoda_server.engine.core.sequence import EndReason, Pooling, Readout, Request, SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.core.step import Ended, Hold, Reading, TokenLogprobs
 from pagoda_server.engine.kv.blocks import chain_root
@@ -38,6 +39,7 @@ _END_REASONS = {
     EndReason.DEADLINE: engine_pb2.END_REASON_DEADLINE,
     EndReason.REJECTED: engine_pb2.END_REASON_REJECTED,
     EndReason.FAILED: engine_pb2.END_REASON_FAILED,
+    EndReason.OVERLOADED: engine_pb2.END_REASON_OVERLOADED,
 }
 STEPS_PER_PART = 512  # of a trace; also the most moves: a part takes a few milliseconds
 
@@ -59,6 +61,7 @@ _MOVE_KINDS: dict[MoveKind, trace_pb2.MoveKind] = {
     EndReason.DEADLINE: trace_pb2.MOVE_KIND_EXPIRED,
     EndReason.REJECTED: trace_pb2.MOVE_KIND_REJECTED,
     EndReason.FAILED: trace_pb2.MOVE_KIND_FAILED,
+    EndReason.OVERLOADED: trace_pb2.MOVE_KIND_REJECTED,
 }
 _POOLINGS: dict[int, Pooling | None] = {
     inference_pb2.POOLING_UNSPECIFIED: None,
@@ -214,7 +217,7 @@ def _sequence(
             also=mask,
             jumps=params.logprobs is None,
         )
-    return Sequence(id, [*submit.prompt, *output], request, params, mask)
+    return Sequence(id, [*submit.prompt, *output], request, params, None if mask is None else GuardedMask(mask))
 
 
 def _mask(submit: engine_pb2.Submit, params: SamplingParams, prompt_len: int) -> TokenMask | None:
@@ -230,10 +233,10 @@ def _mask(submit: engine_pb2.Submit, params: SamplingParams, prompt_len: int) ->
     return mask
 
 
-def rejected(now: float, detail: str, field: str = "") -> Ended:
+def rejected(now: float, detail: str, field: str = "", reason: EndReason = EndReason.REJECTED) -> Ended:
     """The end of a sequence that never reaches the scheduler."""
     seq = Sequence(-1, [], Request(prompt_len=0, arrived=now), SamplingParams())
-    return Ended(seq, EndReason.REJECTED, now, detail=detail, field=field)
+    return Ended(seq, reason, now, detail=detail, field=field)
 
 
 @dataclass(slots=True)

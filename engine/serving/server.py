@@ -9,16 +9,17 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server.channel.link import Link
-from pagoda_server.engine.core.sequence import Sequence, State
-from pagoda_server.engine.core.step import StepOutput
+from pagoda_server.engine.core.sequence import EndReason, Sequence, State
+from pagoda_server.engine.core.step import Ended, StepOutput
 from pagoda_server.engine.loop import loop as engine_loop
 from pagoda_server.engine.loop.step_trace import TraceSnapshot
 from pagoda_server.engine.scheduling.tenants import TenantTable
@@ -34,6 +35,7 @@ from pagoda_server.engine.serving.codec import (
     tenants_message,
     trace_messages,
 )
+from pagoda_server.settings.fair_threads import FairThreads, QueueFull
 
 if TYPE_CHECKING:
     from pagoda_server.engine.guidance import Grammars
@@ -43,6 +45,14 @@ log = logging.getLogger("pagoda.engine")
 STALL_TIMEOUT_S = 30.0  # a router that takes no message for this long is dropped
 
 RouterLink: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
+
+
+@dataclass(frozen=True, slots=True)
+class _Compilation:
+    """A grammar that is compiled for the sequences of a request; without a future, it is there already."""
+
+    ids: list[int]
+    future: Future[None] | None = None
 
 
 class Connection:
@@ -114,8 +124,8 @@ class EngineServer:
         self._make_grammars = make_grammars
         self._grammars: Grammars | None = None
         self._making = threading.Lock()  # one of them
-        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammars")  # one may take a second
-        self._compiling: set[int] = set()  # our ids of sequences whose grammar is being compiled
+        self._compilers = FairThreads(2, "grammars")  # one may take a second
+        self._compiling: dict[int, _Compilation] = {}  # by our id of a sequence that waits for its grammar
 
     def attach(self, inbox: engine_loop.Inbox) -> None:
         self._inbox = inbox
@@ -225,10 +235,16 @@ class EngineServer:
         elif self._make_grammars is None:
             self._refuse(ids, "cannot be followed: this model has no tokenizer")
         elif self._grammars is not None and self._grammars.knows(submit.guided):
-            self._add(make(self._grammars.mask_maker(submit.guided)))
+            self._compiling.update(dict.fromkeys(ids, _Compilation(ids)))
+            self._make(self._make_grammars, submit.guided, make, ids)()
         else:
-            self._compiling.update(ids)
-            self._compilers.submit(self._compile, self._make_grammars, submit.guided, make, ids)
+            work = partial(self._compile, self._make_grammars, submit.guided, make, ids)
+            try:
+                compilation = _Compilation(ids, self._compilers.submit(submit.tenant, work))
+            except QueueFull as error:
+                self._end(ids, rejected(self._clock(), str(error), reason=EndReason.OVERLOADED))
+            else:
+                self._compiling.update(dict.fromkeys(ids, compilation))
 
     def _add(self, sequences: list[Sequence]) -> None:
         first, *siblings = sequences
@@ -242,6 +258,21 @@ class EngineServer:
         ids: list[int],
     ) -> None:
         """Compile a grammar and make the sequences that follow it; on a thread of its own."""
+        done = self._make(make_grammars, guided, make, ids)
+        with suppress(RuntimeError):  # the event loop has closed, so no router is left
+            self._events.call_soon_threadsafe(done)
+
+    def _make(
+        self,
+        make_grammars: Callable[[], Grammars],
+        guided: inference_pb2.Guided,
+        make: Callable[..., list[Sequence]],
+        ids: list[int],
+    ) -> Callable[[], None]:
+        """Make the sequences that follow a grammar. Return what is to be done with them on the event loop's thread.
+
+        Whatever goes wrong ends these sequences alone: a panic of llguidance is a BaseException.
+        """
         from pagoda_server.settings.grammars import GrammarError  # only now: most engines never see a grammar
 
         try:
@@ -250,30 +281,36 @@ class EngineServer:
                     self._grammars = make_grammars()
             sequences = make(self._grammars.mask_maker(guided))
         except GrammarError as error:
-            done = partial(self._refuse, ids, str(error))
-        except Exception:
+            return partial(self._refuse, ids, str(error))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
             log.exception("a grammar could not be compiled")
-            done = partial(self._refuse, ids, "could not be compiled")
-        else:
-            done = partial(self._compiled, ids, sequences)
-        with suppress(RuntimeError):  # the event loop has closed, so no router is left
-            self._events.call_soon_threadsafe(done)
+            return partial(self._fail, ids, f"{type(error).__name__} in its grammar")
+        return partial(self._compiled, ids, sequences)
 
     def _compiled(self, ids: list[int], sequences: list[Sequence]) -> None:
         """Queue sequences, and end those that were aborted while their grammar was compiled."""
         self._add(sequences)
         aborted = [id for id in ids if id not in self._compiling]
-        self._compiling.difference_update(ids)
+        self._forget_compiling(ids)
         if aborted:
             self._put(engine_loop.Abort(aborted))
 
-    def _refuse(self, ids: list[int], reason: str) -> None:
-        self._compiling.difference_update(ids)
+    def _refuse(self, ids: list[int], detail: str) -> None:
+        self._end(ids, rejected(self._clock(), detail, "guided"))
+
+    def _fail(self, ids: list[int], detail: str) -> None:
+        self._end(ids, rejected(self._clock(), detail, reason=EndReason.FAILED))
+
+    def _end(self, ids: list[int], ended: Ended) -> None:
+        """End sequences that never reach the loop."""
+        self._forget_compiling(ids)
         for id in ids:
             if route := self._routes.pop(id, None):
                 connection, number = route
                 del connection.ids[number]
-                connection.pending.ended.append((number, rejected(self._clock(), reason, "guided")))
+                connection.pending.ended.append((number, ended))
                 connection.wake.set()
 
     def abort(self, connection: Connection, numbers: Iterable[int]) -> None:
@@ -281,8 +318,17 @@ class EngineServer:
         self._abort([connection.ids[number] for number in numbers if number in connection.ids])
 
     def _abort(self, ids: list[int]) -> None:
-        self._compiling.difference_update(ids)
+        for id in ids:
+            if (compilation := self._compiling.pop(id, None)) is None:
+                continue
+            is_waited_for = any(other in self._compiling for other in compilation.ids)
+            if not is_waited_for and compilation.future is not None and compilation.future.cancel():
+                self._end(compilation.ids, rejected(self._clock(), "", reason=EndReason.ABORTED))
         self._put(engine_loop.Abort(ids))
+
+    def _forget_compiling(self, ids: list[int]) -> None:
+        for id in ids:
+            self._compiling.pop(id, None)
 
     def _reply_flushed(self, connection: Connection, freed: int) -> None:
         def reply() -> None:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, time_in_engine
-from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument
+from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted
 from pagoda_server.router.request.beam_search import BeamSearchStream
 from pagoda_server.router.request.output import (
     ClientWriter,
@@ -257,3 +257,5 @@ def raise_if_failed(ended: engine_pb2.Ended, field: str = "input") -> None:
             raise InvalidArgument(ended.field or field, ended.detail)
         case engine_pb2.END_REASON_FAILED:
             raise Internal(f"sequence failed in the engine: {ended.detail}")
+        case engine_pb2.END_REASON_OVERLOADED:
+            raise ResourceExhausted(ended.detail, retry_after_s=1.0)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import InvalidArgument, Unimplemented
+from pagoda_server.router.errors import Internal, InvalidArgument, ResourceExhausted, Unimplemented
 from pagoda_server.router.request.fields import check_bytes, check_count
 from pagoda_server.router.text.tokenizer import Tokenizer
 from pagoda_server.router.text.turns import turn
+from pagoda_server.settings.fair_threads import FairThreads, QueueFull
 from pagoda_server.settings.grammars import (
     GrammarError,
     compiled,
@@ -55,10 +56,14 @@ class GrammarChecker:
     The engine's vocabulary is not needed for that: the checker's has each byte and each special token.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, tenant_of_call: Callable[[], str] = str) -> None:
+        """
+        tenant_of_call  whose call the current task serves
+        """
         self._model = tokenizer
+        self._tenant_of_call = tenant_of_call
         self._tokenizer: LLTokenizer | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._thread = FairThreads(1, "grammars")
         self._checked: OrderedDict[bytes, inference_pb2.Guided] = OrderedDict()
 
     async def check(self, guided: inference_pb2.Guided, field: str = "") -> inference_pb2.Guided:
@@ -66,7 +71,8 @@ class GrammarChecker:
 
         field  of the request, as errors name it; by default that of the format
 
-        Raises InvalidArgument with the place of what is wrong, Unimplemented if the model's tokenizer has no bytes.
+        Tenants take turns. Raises InvalidArgument with the place of what is wrong, ResourceExhausted if too many
+        grammars wait, Unimplemented if the model's tokenizer has no bytes.
         """
         if not self._model.has_bytes:
             raise Unimplemented(field or "guided")
@@ -76,9 +82,16 @@ class GrammarChecker:
             return known
         format = guided.WhichOneof("format") or ""
         try:
-            checked = await asyncio.get_running_loop().run_in_executor(self._thread, self._check, guided, format)
+            checking = self._thread.submit(self._tenant_of_call(), partial(self._check, guided, format))
+            checked = await asyncio.wrap_future(checking)
+        except QueueFull as error:
+            raise ResourceExhausted(str(error), retry_after_s=1.0) from None
         except GrammarError as error:
             raise InvalidArgument(field or f"guided.{format}", str(error)) from None
+        except (Exception, asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of llguidance derives from nothing narrower
+            raise Internal(f"{type(error).__name__} while a grammar was checked") from error
         self._checked[key] = checked
         if len(self._checked) > _MOST_CHECKED:
             self._checked.popitem(last=False)

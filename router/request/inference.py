@@ -103,7 +103,7 @@ class InferenceServicer:
         self._tokenizer = tokenizer
         self._admission = admission
         self._quotas = quotas
-        self._grammars = GrammarChecker(tokenizer)
+        self._grammars = GrammarChecker(tokenizer, lambda: caller().tenant)
         self._conversions = Admission(MAX_CONVERSIONS, max_tokens=1)
         self._messages = messages
         self._dispatcher = dispatcher

@@ -53,6 +53,6 @@ class AlwaysDrafts(Speculation):
     ) -> Iterator[tuple[Chunk, list[int]]]:
         for chunk in decodes if self.is_on else []:
             most = min(self.most, room, chunk.seq.max_len - chunk.seq.num_tokens - 1)
-            if most > 0 and (guesses := self._allowed(chunk.seq, self._drafter.propose(chunk.seq, most))):
+            if most > 0 and (guesses := self._allowed(chunk.seq, self._propose(chunk.seq, most))):
                 room -= len(guesses)
                 yield chunk, guesses

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol, TypedDict, Unpack
 
+from pagoda_server.engine.core.guarded_mask import GuardedMask
 from pagoda_server.engine.core.sequence import Readout, Request, SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.core.step import Ended, Reading, Sampled, StepPlan
 from pagoda_server.engine.drafting import Speculation
@@ -189,7 +190,7 @@ class SteppedEngine:
         )
         make_mask = rules.get("make_mask")
         masks = [
-            make_mask(prompt_len=len(prompt), stop_ids=params.stop_token_ids, min_tokens=params.min_tokens)
+            GuardedMask(make_mask(prompt_len=len(prompt), stop_ids=params.stop_token_ids, min_tokens=params.min_tokens))
             if make_mask
             else None
             for _ in range(count)

@@ -15,6 +15,7 @@ class LateMask:
     """
 
     depends_on_tokens = True
+    error = ""
 
     def __init__(
         self, mask: TokenMask, gate: threading.Event, is_late: Callable[[list[int]], bool] | None = None

@@ -171,7 +171,7 @@ def test_a_grammar_that_takes_long_to_follow_again_and_again_ends_its_sequence(i
             return self._matcher.try_consume_tokens(tokens)
 
     mask = mask_of(maker(regex="a*"))
-    mask._matcher = Matcher(mask._matcher)  # type: ignore[assignment]
+    mask._matcher = mask._job.matcher = Matcher(mask._matcher)  # type: ignore[assignment]
     output: list[int] = []
     while not mask.fault and len(output) < 20:
         if is_asked:

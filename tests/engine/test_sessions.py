@@ -20,6 +20,7 @@ from pagoda_server.engine.loop.loop import Abort, Add, Inbox, LoadSnapshot
 from pagoda_server.engine.scheduling.tenants import TenantTable
 from pagoda_server.engine.serving import server as engine_server
 from pagoda_server.engine.serving.server import EngineServer
+from pagoda_server.settings.fair_threads import FairThreads
 
 LOAD = LoadSnapshot(
     Counters(),
@@ -173,19 +174,92 @@ async def test_the_sequences_of_a_request_arrive_together_and_differ_in_their_se
     await session
 
 
-async def test_sequences_that_are_aborted_while_their_grammar_is_compiled_end_so() -> None:
-    goes_on = threading.Event()
+class PanicOfALibrary(BaseException):
+    """What a panic of a library in Rust becomes: it derives from nothing narrower."""
 
-    class SlowGrammars(Grammars):
+
+class SlowGrammars(Grammars):
+    """Compiles nothing until it may go on."""
+
+    def __init__(self, begun: threading.Event, goes_on: threading.Event) -> None:
+        super().__init__(resolve("synthetic"), 258)
+        self._begun, self._goes_on = begun, goes_on
+
+    def mask_maker(self, guided: inference_pb2.Guided) -> Callable[..., GrammarMask]:
+        self._begun.set()
+        self._goes_on.wait()
+        return super().mask_maker(guided)
+
+
+def guided_submit(first: int, tenant: str = "") -> engine_pb2.Submit:
+    guided = inference_pb2.Guided(regex=f"a{{{first}}}b+")
+    return engine_pb2.Submit(first_sequence=first, prompt=[1], max_tokens=9, guided=guided, tenant=tenant)
+
+
+async def test_grammars_that_nobody_waits_for_leave_the_queue_and_too_many_are_refused() -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    server, inbox = EngineServer(INFO, lambda: SlowGrammars(begun, goes_on)), Inbox()
+    server.attach(inbox)
+    server._compilers = FairThreads(1, "test", most_own=3)
+    connection = server.connect()
+    server.submit(connection, guided_submit(1, "hostile"))
+    begun.wait()
+    for number in range(2, 6):
+        server.submit(connection, guided_submit(number, "hostile"))
+    ((number, ended),) = connection.pending.ended
+    assert (number, ended.reason) == (5, EndReason.OVERLOADED)
+    server.submit(connection, guided_submit(6, "other"))
+    server.abort(connection, [2, 3])
+    assert server._compilers.num_waiting == 2
+    assert [(number, ended.reason) for number, ended in connection.pending.ended[1:]] == [
+        (2, EndReason.ABORTED),
+        (3, EndReason.ABORTED),
+    ]
+    goes_on.set()
+    added: list[Add] = []
+    while len(added) < 3:
+        added += [message for message in inbox.take() if isinstance(message, Add)]
+        await asyncio.sleep(0.001)
+    assert sorted(each.seq.request.tenant for each in added) == ["hostile", "hostile", "other"]
+    server._drop(connection)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, PanicOfALibrary])
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_a_library_that_fails_ends_the_sequences_of_one_request(
+    error: type[BaseException], is_known: bool
+) -> None:
+    class Broken(Grammars):
+        def knows(self, guided: inference_pb2.Guided) -> bool:
+            return is_known and super().knows(guided)
+
         def mask_maker(self, guided: inference_pb2.Guided) -> Callable[..., GrammarMask]:
-            goes_on.wait()
-            return super().mask_maker(guided)
+            found = super().mask_maker(guided)
+            if guided.regex.startswith("a{4}"):
+                raise error("injected")
+            return found
 
-    server, inbox = EngineServer(INFO, lambda: SlowGrammars(resolve("synthetic"), 258)), Inbox()
+    server, inbox = EngineServer(INFO, lambda: Broken(resolve("synthetic"), 258)), Inbox()
     server.attach(inbox)
     connection = server.connect()
-    submit = engine_pb2.Submit(first_sequence=7, prompt=[1], max_tokens=9, guided=inference_pb2.Guided(regex="a+"))
-    server.submit(connection, submit)
+    for number in (3, 4, 5):
+        for turn in range(2 if number == 4 else 1):
+            connection.pending.ended.clear()
+            server.submit(connection, guided_submit(number))
+            while not (inbox.take() if number != 4 else connection.pending.ended):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            if number == 4:
+                ((_, ended),) = connection.pending.ended
+                assert (ended.reason, error.__name__ in ended.detail) == (EndReason.FAILED, True), turn
+
+
+async def test_sequences_that_are_aborted_while_their_grammar_is_compiled_end_so() -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    server, inbox = EngineServer(INFO, lambda: SlowGrammars(begun, goes_on)), Inbox()
+    server.attach(inbox)
+    connection = server.connect()
+    server.submit(connection, guided_submit(7))
+    begun.wait()
     server.abort(connection, [7])
     inbox.take()
     goes_on.set()

@@ -19,6 +19,7 @@ class EndReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     END_REASON_DEADLINE: _ClassVar[EndReason]
     END_REASON_REJECTED: _ClassVar[EndReason]
     END_REASON_FAILED: _ClassVar[EndReason]
+    END_REASON_OVERLOADED: _ClassVar[EndReason]
 END_REASON_UNSPECIFIED: EndReason
 END_REASON_STOP: EndReason
 END_REASON_LENGTH: EndReason
@@ -26,6 +27,7 @@ END_REASON_ABORTED: EndReason
 END_REASON_DEADLINE: EndReason
 END_REASON_REJECTED: EndReason
 END_REASON_FAILED: EndReason
+END_REASON_OVERLOADED: EndReason
 
 class RouterMessage(_message.Message):
     __slots__ = ("submit", "abort", "flush_cache", "take_trace", "ping")
