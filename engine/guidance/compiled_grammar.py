@@ -49,7 +49,7 @@ class CompiledGrammar:
         """Whether this version of the automaton has met no limit."""
         if version != self._version:
             return False
-        return bool(self._matcher.deep_copy().validate_tokens([self._some_token]) == 1)
+        return bool(self._matcher.deep_copy().try_consume_tokens([self._some_token]) == 1)
 
     def again(self, version: int, tokens: list[int], error: str) -> tuple[LLMatcher, int]:
         """Return a matcher that has consumed these tokens, and its version, which is newer than the one that failed.
@@ -68,5 +68,6 @@ class CompiledGrammar:
         for token in tokens:  # one at a time, because each call has the work of one step
             if not matcher.try_consume_tokens([token]):
                 self.is_spent = not self.is_sound(version)
-                raise GrammarError("is too complex" if self.is_spent else "does not allow the output that exists")
+                is_complex = self.is_spent or matcher.is_error()
+                raise GrammarError("is too complex" if is_complex else "does not allow the output that exists")
         return matcher, version
