@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from pagoda_server.router.answers.events import Event, joined
+from pagoda_server.router.answers.events import CallPart, Event, joined
 from pagoda_server.router.answers.formats import AnswerFormat
 from pagoda_server.router.answers.reader import AnswerReader
 from pagoda_server.router.text.chat_template import Json
@@ -17,6 +17,7 @@ class AnswerParser:
     prompt_end  the prompt's last characters
     call_id     gives the id of the answer's nth call
     is_due      it has to call: half a marker at its end is no text
+    is_single   it ends with its first call: what follows is dropped
     """
 
     def __init__(
@@ -26,7 +27,9 @@ class AnswerParser:
         prompt_end: str,
         call_id: Callable[[int], str],
         is_due: bool = False,
+        is_single: bool = False,
     ) -> None:
+        self._is_single = is_single
         self._reader = AnswerReader(tools, call_id, is_due)
         self._steps = format.read(self._reader, prompt_end)
         next(self._steps)
@@ -35,6 +38,11 @@ class AnswerParser:
     def num_calls(self) -> int:
         """Calls whose arguments are complete."""
         return self._reader.num_calls
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the answer ends here, whatever the model goes on with."""
+        return self._is_single and self.num_calls > 0
 
     @property
     def is_thinking(self) -> bool:
@@ -56,4 +64,7 @@ class AnswerParser:
 
     def _taken(self) -> list[Event]:
         events, self._reader.events = self._reader.events, []
+        if self.has_ended:
+            while events and not (isinstance(events[-1], CallPart) and events[-1].index == 0):
+                events.pop()
         return joined(events)

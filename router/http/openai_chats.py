@@ -104,7 +104,7 @@ def _tools(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
     for at, tool in enumerate(given.entries("tools", limits.max_tools)):
         chat.tools.append(_tool(Fields(tool, f"tools[{at}].")))
     if given.take("parallel_tool_calls", bool, "true or false") is False:
-        raise Unimplemented("parallel_tool_calls")
+        chat.tool_choice.at_most_one = True
     match given.take("tool_choice"):
         case None:
             pass

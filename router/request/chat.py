@@ -40,7 +40,9 @@ def calls_due(choice: chat_pb2.ToolChoice, tools: tuple[Tool, ...]) -> Calls | N
     """What the answer has to call of the tools of a chat that was checked; None: the model decides."""
     if choice.HasField("tool"):
         return Calls(tuple(tool for tool in tools if tool.name == choice.tool)[:1], may_repeat=False)
-    return Calls(tools, may_repeat=True) if choice.mode == chat_pb2.TOOL_CHOICE_MODE_REQUIRED else None
+    if choice.mode == chat_pb2.TOOL_CHOICE_MODE_REQUIRED:
+        return Calls(tools, may_repeat=not choice.at_most_one)
+    return None
 
 
 class _ChatReader:

@@ -57,7 +57,7 @@ class SequenceOutput:
 
     num_reasoning  tokens from the reasoning's opening marker to its closing one
     more           messages that follow the one that `take` has filled in: see `take_more`
-    stop           the stop string that was found
+    stop           the stop string that was found; empty: the parser has found the end
     ended          the engine's end, once `take` has met it
     written_at     when its last tokens were written; 0: none were
     """
@@ -140,7 +140,7 @@ class SequenceOutput:
         if self._parser is not None and self._parser.num_calls:
             ended_itself = FinishReason.FINISH_REASON_TOOL_CALLS
         if self.stop is not None:
-            return inference_pb2.Finished(index=self.index, reason=ended_itself, stop_string=self.stop)
+            return inference_pb2.Finished(index=self.index, reason=ended_itself, stop_string=self.stop or None)
         if self.ended.matched_grammar:
             return inference_pb2.Finished(index=self.index, reason=ended_itself, grammar=True)
         reason = _FINISH_REASONS.get(self.ended.reason, FinishReason.FINISH_REASON_UNSPECIFIED)
@@ -167,6 +167,8 @@ class SequenceOutput:
             self.num_tokens += count
             was_thinking = parser.is_thinking
             self._events += parser.push(text)
+            if parser.has_ended and self.stop is None:
+                self.stop = ""
             self.num_reasoning += was_thinking or parser.is_thinking
             if is_end or self.stop is not None:
                 self._events += parser.flush()

@@ -28,6 +28,7 @@ class Parsing:
 
     tools       schemas of the arguments of the tools that the answer may call, by name
     is_due      whether it has to call one
+    is_single   whether it ends with its first call
     prompt_end  the prompt's last characters
     salt        different for each request: ids of calls follow from it
     """
@@ -35,13 +36,14 @@ class Parsing:
     format: AnswerFormat
     tools: Mapping[str, Mapping[str, Json]]
     is_due: bool
+    is_single: bool
     prompt_end: str
     salt: str
 
     def parser(self, index: int) -> AnswerParser:
         """A parser for the request's nth sequence."""
         ids = partial(self._call_id, index)
-        return AnswerParser(self.format, self.tools, self.prompt_end, ids, self.is_due)
+        return AnswerParser(self.format, self.tools, self.prompt_end, ids, self.is_due, self.is_single)
 
     def _call_id(self, index: int, call: int) -> str:
         digest = hashlib.sha256(f"{self.salt} {index} {call}".encode()).digest()
@@ -56,7 +58,8 @@ def parsing_of(
         return None
     tools = {tool.name: tool.parameters for tool in params.tools} if format.tool_format else {}
     salt = f"{params.request_id} {params.sampling.seed} {len(prompt)}"
-    return Parsing(format, tools, params.calls_due is not None, _end_of(prompt, tokenizer), salt)
+    prompt_end = _end_of(prompt, tokenizer)
+    return Parsing(format, tools, params.calls_due is not None, params.ends_with_call, prompt_end, salt)
 
 
 def guided_by(

@@ -62,6 +62,7 @@ class GenerateParams:
     is_parsed             whether reasoning and tool calls are told from the text, if the model's format is known
     tools                 what the answer may call
     calls_due             what it has to call; None: the model decides
+    ends_with_call        whether the first call ends an output that no grammar ends there
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class GenerateParams:
     is_parsed: bool
     tools: tuple[Tool, ...]
     calls_due: Calls | None
+    ends_with_call: bool
 
     @property
     def n(self) -> int:
@@ -174,7 +176,8 @@ def validate_generate(
         guided=guided_from(request.guided) if request.HasField("guided") else None,
         is_parsed=isinstance(prompt, Chat) and has_text and not output.unparsed,
         tools=tools,
-        calls_due=_calls_due(request, tools, limits),
+        calls_due=(due := _calls_due(request, tools, limits)),
+        ends_with_call=request.chat.tool_choice.at_most_one and due is None,
     )
 
 

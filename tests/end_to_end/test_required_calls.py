@@ -12,6 +12,7 @@ import pytest
 from pagoda import Client, InvalidArgument
 from pagoda.v1 import control_pb2
 from pagoda_server.checkpoints import resolve
+from tests.end_to_end.test_http import CHATS, Posted
 from tests.servers import Server, running_server
 
 TEMPLATE = (
@@ -33,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("models") / "calling"
     shutil.copytree(resolve("synthetic"), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with running_server("--model", str(folder)) as server:
+    with running_server("--model", str(folder), "--http", "127.0.0.1:0") as server:
         with Client(server.address) as client:
             if control_pb2.CAPABILITY_GUIDED not in client.models()[0].capabilities:
                 pytest.skip("this server follows no grammars")
@@ -70,6 +71,35 @@ def test_at_least_one_tool_is_called_and_the_conversation_goes_on(client: Client
         {"role": "tool", "tool_call_id": call.id, "content": "3"},
     ]
     assert client.answer(chat=turns, tools=TOOLS, max_tokens=2).tokens
+
+
+def test_structured_output_by_function_calling_works_as_langchain_asks_for_it(server: Server) -> None:
+    """The request of `with_structured_output(schema, method="function_calling")`."""
+    joke = {"type": "function", "function": {"name": "Joke", "description": "A joke.", "parameters": PARAMETERS}}
+    body = {
+        "messages": [{"role": "user", "content": "Tell me one."}],
+        "model": None,
+        "stream": False,
+        "temperature": 0.0,
+        "max_completion_tokens": 400,
+        "tools": [joke],
+        "tool_choice": {"type": "function", "function": {"name": "Joke"}},
+        "parallel_tool_calls": False,
+    }
+    choice = Posted(server, CHATS, body).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "Joke"
+    assert set(json.loads(call["function"]["arguments"])) == {"a", "b"}
+
+
+def test_at_most_one_tool_is_called_of_those_that_are_required(server: Server) -> None:
+    tools = [{"type": "function", "function": each} for each in TOOLS]
+    for at in range(4):
+        body = {"messages": [{"role": "user", "content": f"Hi {at}"}], "max_tokens": 400, "tools": tools}
+        body |= {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 1, "seed": at}
+        choice = Posted(server, CHATS, body).json()["choices"][0]
+        assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("tool_calls", 1)
 
 
 def test_unparsed_calls_are_text(client: Client) -> None:

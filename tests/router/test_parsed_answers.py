@@ -227,6 +227,27 @@ async def test_an_answer_that_is_cut_off_does_not_end_with_calls() -> None:
     assert responses[-1].finished.reason == FINISH_REASON_STOP, "its call is not complete"
 
 
+@pytest.mark.parametrize("sizes", [(1,), (3,), (1000,)])
+async def test_an_answer_of_one_call_at_most_ends_with_it(sizes: Sequence[int]) -> None:
+    single = params_of(chat=CHAT | {"toolChoice": {"atMostOne": True}})
+    responses = await responses_to(ANSWER, single, sizes)
+    _, text, call = events(responses)
+    assert text == Text("Sure:")
+    assert isinstance(call, CallPart)
+    assert (call.index, call.arguments) == (0, '{"a": [1, 2]}')
+    finished = responses[-1].finished
+    assert (finished.reason, finished.WhichOneof("matched")) == (FINISH_REASON_TOOL_CALLS, None)
+    assert len(ids_in(responses)) < len(MODEL.ids(ANSWER[: ANSWER.index("</tool_call>")]))
+    assert events(await responses_to("No call.", single, sizes)) == [Text("No call.")]
+
+
+def test_one_call_at_most_of_those_that_are_due_is_the_grammars_matter() -> None:
+    choice = {"mode": "TOOL_CHOICE_MODE_REQUIRED", "atMostOne": True}
+    params = params_of(chat=CHAT | {"toolChoice": choice})
+    assert params.calls_due is not None
+    assert (params.calls_due.may_repeat, params.ends_with_call) == (False, False)
+
+
 async def test_stop_strings_are_looked_for_in_what_the_model_writes() -> None:
     responses = await responses_to(ANSWER, params_of(stopping={"stop": ["</tool_call>"]}))
     assert (responses[-1].finished.reason, responses[-1].finished.stop_string) == (

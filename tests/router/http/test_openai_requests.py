@@ -117,6 +117,12 @@ def test_messages_of_every_role_and_form() -> None:
     ]
 
 
+def test_at_most_one_call_is_asked_for_by_parallel_tool_calls() -> None:
+    assert chat(parallel_tool_calls=False)[0].chat.tool_choice.at_most_one
+    with pytest.raises(InvalidArgument, match="parallel_tool_calls: must be true or false"):
+        chat(parallel_tool_calls="no")
+
+
 @pytest.mark.parametrize(("prompt", "ids"), [([1, 2], [1, 2]), ([[3]], [3]), (["Hi"], None), ("Hi", None)])
 def test_a_prompt_is_a_text_or_token_ids(prompt: Any, ids: list[int] | None) -> None:
     request, _ = completion(prompt=prompt)
@@ -127,7 +133,6 @@ def test_a_prompt_is_a_text_or_token_ids(prompt: Any, ids: list[int] | None) -> 
     ("fields", "name"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"functions": [{}]}, "functions"),
         ({"store": True}, "store"),
         ({"service_tier": "flex"}, "service_tier"),

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14pagoda/v1/chat.proto\x12\tpagoda.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xc5\x01\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.pagoda.v1.ChatMessage\x12\x15\n\rcontinue_last\x18\x02 \x01(\x08\x12\x1e\n\x05tools\x18\x03 \x03(\x0b\x32\x0f.pagoda.v1.Tool\x12*\n\x0btool_choice\x18\x04 \x01(\x0b\x32\x15.pagoda.v1.ToolChoice\x12\x30\n\x0ftemplate_kwargs\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\"\xc4\x01\n\x0b\x43hatMessage\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.pagoda.v1.Role\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12%\n\x05parts\x18\x03 \x03(\x0b\x32\x16.pagoda.v1.ContentPart\x12\x11\n\treasoning\x18\x04 \x01(\t\x12\'\n\ntool_calls\x18\x05 \x03(\x0b\x32\x13.pagoda.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\x12\x0c\n\x04name\x18\x07 \x01(\t\"%\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x42\x06\n\x04part\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"Q\n\nToolChoice\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x19.pagoda.v1.ToolChoiceModeH\x00\x12\x0e\n\x04tool\x18\x02 \x01(\tH\x00\x42\x08\n\x06\x63hoice\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t*_\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x12\r\n\tROLE_TOOL\x10\x04*\x87\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x42?\n\tpagoda.v1P\x01Z$pagoda/clients/go/pagoda/v1;pagodav1\xaa\x02\tPagoda.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14pagoda/v1/chat.proto\x12\tpagoda.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xc5\x01\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.pagoda.v1.ChatMessage\x12\x15\n\rcontinue_last\x18\x02 \x01(\x08\x12\x1e\n\x05tools\x18\x03 \x03(\x0b\x32\x0f.pagoda.v1.Tool\x12*\n\x0btool_choice\x18\x04 \x01(\x0b\x32\x15.pagoda.v1.ToolChoice\x12\x30\n\x0ftemplate_kwargs\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\"\xc4\x01\n\x0b\x43hatMessage\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.pagoda.v1.Role\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12%\n\x05parts\x18\x03 \x03(\x0b\x32\x16.pagoda.v1.ContentPart\x12\x11\n\treasoning\x18\x04 \x01(\t\x12\'\n\ntool_calls\x18\x05 \x03(\x0b\x32\x13.pagoda.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\x12\x0c\n\x04name\x18\x07 \x01(\t\"%\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x42\x06\n\x04part\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"f\n\nToolChoice\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x19.pagoda.v1.ToolChoiceModeH\x00\x12\x0e\n\x04tool\x18\x02 \x01(\tH\x00\x12\x13\n\x0b\x61t_most_one\x18\x03 \x01(\x08\x42\x08\n\x06\x63hoice\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t*_\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x12\r\n\tROLE_TOOL\x10\x04*\x87\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x42?\n\tpagoda.v1P\x01Z$pagoda/clients/go/pagoda/v1;pagodav1\xaa\x02\tPagoda.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagoda.v1.chat_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\tpagoda.v1P\001Z$pagoda/clients/go/pagoda/v1;pagodav1\252\002\tPagoda.V1'
-  _globals['_ROLE']._serialized_start=706
-  _globals['_ROLE']._serialized_end=801
-  _globals['_TOOLCHOICEMODE']._serialized_start=804
-  _globals['_TOOLCHOICEMODE']._serialized_end=939
+  _globals['_ROLE']._serialized_start=727
+  _globals['_ROLE']._serialized_end=822
+  _globals['_TOOLCHOICEMODE']._serialized_start=825
+  _globals['_TOOLCHOICEMODE']._serialized_end=960
   _globals['_CHAT']._serialized_start=66
   _globals['_CHAT']._serialized_end=263
   _globals['_CHATMESSAGE']._serialized_start=266
@@ -46,7 +46,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOOL']._serialized_start=503
   _globals['_TOOL']._serialized_end=564
   _globals['_TOOLCHOICE']._serialized_start=566
-  _globals['_TOOLCHOICE']._serialized_end=647
-  _globals['_TOOLCALL']._serialized_start=649
-  _globals['_TOOLCALL']._serialized_end=704
+  _globals['_TOOLCHOICE']._serialized_end=668
+  _globals['_TOOLCALL']._serialized_start=670
+  _globals['_TOOLCALL']._serialized_end=725
 # @@protoc_insertion_point(module_scope)
