@@ -24,6 +24,10 @@ DEFAULT_COMPLETION_TOKENS = 16  # the API's own default, not the protocol's
 MAX_WHOLE_LOGPROBS = 1 << 16  # in an answer that is not streamed: it is kept in memory until it is complete
 
 _IGNORED = ("user", "safety_identifier", "metadata", "prompt_cache_key")  # they change no answer
+_HINTS = {  # wishes that need not be followed; a template that reads such a variable gets it by chat_template_kwargs
+    "reasoning_effort": ("none", "minimal", "low", "medium", "high", "xhigh"),
+    "verbosity": ("low", "medium", "high"),
+}
 _NEEDLESS = {  # fields that may only ask for what the server does anyway
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -88,6 +92,9 @@ def translated(raw: bytes, limits: Limits, asked: Asked) -> inference_pb2.Genera
 def _refuse_unsupported(given: Fields) -> None:
     for name in _IGNORED:
         given.take(name)
+    for name, known in _HINTS.items():
+        if (hint := given.take(name, str, "a string")) is not None and hint not in known:
+            raise InvalidArgument(name, f"must be one of {', '.join(known)}")
     for name, harmless in _NEEDLESS.items():
         value = given.take(name)
         if value is None or any(value == each and type(value) is type(each) for each in harmless):

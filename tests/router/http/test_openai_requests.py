@@ -92,6 +92,7 @@ def test_null_is_the_same_as_no_field() -> None:
 def test_fields_that_change_no_answer_are_ignored() -> None:
     ignored = {
         "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True,
+        "reasoning_effort": "minimal", "verbosity": "low",
         "response_format": {"type": "text"}, "modalities": ["text"], "tools": [], "best_of": 1, "echo": False,
     }  # fmt: skip
     assert chat(**ignored)[0] == chat()[0]
@@ -213,6 +214,9 @@ def test_a_completion_repeats_its_prompt_with_the_log_probabilities_of_both() ->
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
+        ({"n": 0}, "n: is 0, must be from 1 to 64"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort: must be one of none, minimal"),
+        ({"verbosity": 3}, "verbosity: must be a string"),
         ({"tempersture": 1}, "tempersture: is not a field that this server knows"),
         ({"tools": [{"type": "function"}]}, "tools[0].function: must be an object"),
         (
@@ -292,7 +296,6 @@ def test_a_wrong_prompt_is_refused(prompt: Any, told: str) -> None:
     [
         ({"temperature": 101}, "temperature"),
         ({"temperature": 1e300}, "temperature"),
-        ({"n": 0}, "n"),
         ({"max_tokens": 5000}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
