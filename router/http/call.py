@@ -26,8 +26,11 @@ class Answer(Protocol):
 
     media_type: str
 
-    def take(self, message: Any) -> bytes:
-        """The bytes to send now, which may be none. The message is the method's, and may change afterwards."""
+    def take(self, message: Any, prompt: int = 0) -> bytes:
+        """The bytes to send now, which may be none. The message is the method's, and may change afterwards.
+
+        prompt  which one of the request's prompts the message answers
+        """
 
     def end(self) -> bytes:
         """The last bytes, once the call has ended well. Raises PagodaError if the answer is not complete."""
@@ -40,7 +43,7 @@ class Api(Protocol):
         """Make the method's request; runs in a thread if the body is large. Raises InvalidArgument, Unimplemented."""
 
     def answer(self) -> Answer:
-        """What the answer to the translated request is made by."""
+        """Make what turns messages into the answer. Called for the first message, so the request is valid by then."""
 
     def own_name(self, field: str) -> str:
         """The client's name of a field that the protocol calls so."""
@@ -50,12 +53,17 @@ class HttpCall:
     """A ClientCall that HTTP has brought, and its answer.
 
     The task that serves it is cancelled when the client goes: `is_gone` then tells it from other cancels.
+
+    make_answer  called once, for the first message. No message is written before the request has passed validation, so
+                 nothing of an answer has a size that a client chose freely
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, max_bytes: int) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, max_bytes: int, make_answer: Callable[[], Answer]
+    ) -> None:
         self.is_gone = False
         self.has_begun = False
-        self.make_answer: Callable[[], Answer] | None = None  # once its request has been translated
+        self._make_answer = make_answer
         self._answer: Answer | None = None
         self._metadata = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         self._receive = receive
@@ -63,6 +71,7 @@ class HttpCall:
         self._max_bytes = max_bytes
         self._has_body = True
         self._watch: asyncio.Task[None] | None = None
+        self._sending = asyncio.Lock()  # several prompts write to one answer, whose head goes first
         self.request_id = self.header(REQUEST_ID) or secrets.token_hex(16)
 
     def header(self, name: str) -> str:
@@ -102,27 +111,23 @@ class HttpCall:
         self._watch = asyncio.create_task(self._cancel_when_gone(task))
         return b"".join(parts)
 
-    @property
-    def answer(self) -> Answer:
-        """The answer, which exists from its first message on: the request, which decides its size, is valid then."""
-        if self._answer is None:
-            assert self.make_answer is not None, "nothing is written before the request is translated"
-            self._answer = self.make_answer()
-        return self._answer
-
-    def take(self, message: Any) -> bytes:
+    def take(self, message: Any, prompt: int = 0) -> bytes:
         """Give a message to the answer. Returns the bytes to send now."""
-        return self.answer.take(message)
+        if self._answer is None:
+            self._answer = self._make_answer()
+        return self._answer.take(message, prompt)
 
-    async def write(self, message: inference_pb2.GenerateResponse) -> None:
-        if part := self.take(message):
-            if not self.has_begun:
-                await self._begin((b"x-accel-buffering", b"no"))  # a proxy must not hold events back
-            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+    async def write(self, message: inference_pb2.GenerateResponse, prompt: int = 0) -> None:
+        if part := self.take(message, prompt):
+            async with self._sending:
+                if not self.has_begun:
+                    await self._begin((b"x-accel-buffering", b"no"))  # a proxy must not hold events back
+                await self._send({"type": "http.response.body", "body": part, "more_body": True})
 
     async def finish(self) -> None:
         """Send the rest of the answer. Raises PagodaError if it is not complete."""
-        last = self.answer.end()
+        assert self._answer is not None, "the call has ended well"
+        last = self._answer.end()
         self.close()
         if not self.has_begun:
             await self._begin((b"content-length", str(len(last)).encode()))
@@ -143,9 +148,10 @@ class HttpCall:
             self._watch.cancel()
 
     async def _begin(self, header: tuple[bytes, bytes]) -> None:
+        assert self._answer is not None
         self.has_begun = True
         headers = [
-            (b"content-type", self.answer.media_type.encode()),
+            (b"content-type", self._answer.media_type.encode()),
             (b"cache-control", b"no-cache"),
             (REQUEST_ID.encode(), self._told_id()),
             header,
@@ -184,12 +190,11 @@ class Endpoint:
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call, api = HttpCall(scope, receive, send, self._max_bytes), self._make_api()
+        api = self._make_api()
+        call = HttpCall(scope, receive, send, self._max_bytes, api.answer)
 
         def parse(raw: bytes, limits: Limits) -> Any:
-            request = api.request(raw, limits, call.request_id)
-            call.make_answer = api.answer
-            return request
+            return api.request(raw, limits, call.request_id)
 
         route = f"{scope['method']} {scope['path']}"
         if (why := self._inference.refusal(caller().tenant)) is not None:

@@ -15,6 +15,7 @@ from pagoda_server.router.errors import PagodaError
 from pagoda_server.router.http.call import Answer, Endpoint, HttpCall
 from pagoda_server.router.http.openai_answers import answer_to
 from pagoda_server.router.http.openai_embeddings import EmbeddingsApi
+from pagoda_server.router.http.openai_prompts import Completion, complete
 from pagoda_server.router.http.openai_requests import Asked, own_name, translated
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import InferenceServicer
@@ -40,6 +41,16 @@ class _Api:
 
     def own_name(self, field: str) -> str:
         return own_name(field, self._asked)
+
+
+class _Completions(_Api):
+    """The same for /v1/completions, which take several prompts."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model, is_chat=False)
+
+    def request(self, raw: bytes, limits: Limits, request_id: str) -> Completion:  # type: ignore[override]
+        return Completion(super().request(raw, limits, request_id), self._asked)
 
 
 def routes(
@@ -69,10 +80,8 @@ def routes(
     async def embed(call: HttpCall, parse: Parse[inference_pb2.EmbedRequest], route: str) -> None:
         await inference.readouts.embed(call, parse, route, call.take)
 
-    chats, completions = (
-        Endpoint(inference, "Generate", inference.generate, partial(_Api, model, is_chat), max_bytes)
-        for is_chat in (True, False)
-    )
+    chats = Endpoint(inference, "Generate", inference.generate, partial(_Api, model, is_chat=True), max_bytes)
+    completions = Endpoint(inference, "Generate", partial(complete, inference), partial(_Completions, model), max_bytes)
     embeddings = Endpoint(inference, "Embed", embed, partial(EmbeddingsApi, model), max_bytes)
     return [
         Route("/v1/models", models),

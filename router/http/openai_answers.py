@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from json.encoder import encode_basestring as quoted  # in C; leaves UTF-8 as it is
 from typing import Protocol
@@ -33,7 +34,10 @@ def answer_to(asked: Asked, request_id: str, model: str) -> Answer:
 
 
 class _Shape:
-    """What chats and completions spell differently."""
+    """What chats and completions spell differently, and what all sequences of an answer share.
+
+    logprobs  writes those of each sequence, by index; None: none are asked for
+    """
 
     def __init__(self, asked: Asked, request_id: str, model: str, event: str) -> None:
         kind, name = ("chatcmpl", "chat.completion") if asked.is_chat else ("cmpl", "text_completion")
@@ -42,10 +46,11 @@ class _Shape:
             f'{{"id":{quoted(f"{kind}-{request_id}")},"object":"{name}","created":{asked.created},'
             f'"model":{quoted(model)},"choices":['
         )
-        self.echo = _Echo(asked) if asked.is_echo else None
-        self.logprobs: list[_Logprobs] | None = None
+        texts = [prompt if isinstance(prompt, str) else "" for prompt in asked.prompts]
+        self.echoes = [_Echo(text) for text in texts] if asked.is_echo else []
+        self.logprobs: defaultdict[int, _Logprobs] | None = None
         if asked.logprobs is not None:
-            self.logprobs = [(_ChatLogprobs if asked.is_chat else _CompletionLogprobs)() for _ in range(asked.n)]
+            self.logprobs = defaultdict(_ChatLogprobs if asked.is_chat else _CompletionLogprobs)
 
 
 class _Stream:
@@ -57,79 +62,101 @@ class _Stream:
         self._logprobs = shape.logprobs
         self._has_usage = asked.has_usage
         self._end = '}],"usage":null}\n\n' if asked.has_usage else "}]}\n\n"
-        before, after = ('"delta":{"content":', "}") if asked.is_chat else ('"text":', "")
-        self._before = [f'{self._head}{{"index":{index},{before}' for index in range(asked.n)]
-        self._echo, self._drops_output = shape.echo, asked.drops_output
+        self._content, after = ('"delta":{"content":', "}") if asked.is_chat else ('"text":', "")
+        self._before: dict[int, str] = {}  # what stands before a sequence's text, once it has begun
+        self._n = asked.n
+        self._echoes, self._drops_output = shape.echoes, asked.drops_output
         self._before_logprobs = f'{after},"logprobs":'
         self._after = f'{self._before_logprobs}null,"finish_reason":null{self._end}'
         self._is_chat = asked.is_chat
-        self._new = set(range(asked.n)) if asked.is_chat else set()
+        self._usage = _Usage(asked.drops_output)
+        self._unfinished = len(asked.prompts)
         self._last = ""
         self._is_cut = False
 
-    def take(self, message: inference_pb2.GenerateResponse) -> bytes:
+    def take(self, message: inference_pb2.GenerateResponse, prompt: int = 0) -> bytes:
         if message.HasField("finished"):
-            return self._finished(message)
+            return self._finished(message, prompt)
         if message.HasField("prompt"):
-            return self._echoed(message.prompt)
+            return self._echoed(message.prompt, prompt)
         tokens = message.tokens
-        index, text, kind = tokens.index, tokens.text, tokens.WhichOneof("delta")
+        index, text, kind = self._n * prompt + tokens.index, tokens.text, tokens.WhichOneof("delta")
         if self._drops_output:
             return b""
+        if not text and self._logprobs is None and kind in ("text", None):
+            return b""
+        first = "" if index in self._before else self._first(index)
         if kind == "reasoning" or kind == "tool_call":
-            event = f'{self._head}{{"index":{index},"delta":{{{_delta(tokens)}{self._after_delta(tokens)}'
+            event = f'{self._head}{{"index":{index},"delta":{{{_delta(tokens)}{self._after_delta(index, tokens)}'
         elif self._logprobs is None:
-            if not text:
-                return b""
             event = f"{self._before[index]}{quoted(text)}{self._after}"
         else:
-            event = f"{self._before[index]}{quoted(text)}{self._after_delta(tokens)}"
-        return (self._first(index) + event if index in self._new else event).encode()
+            event = f"{self._before[index]}{quoted(text)}{self._after_delta(index, tokens)}"
+        return (first + event).encode()
 
-    def _after_delta(self, tokens: inference_pb2.Tokens) -> str:
+    def _after_delta(self, index: int, tokens: inference_pb2.Tokens) -> str:
         if self._logprobs is None:
             return self._after
-        logprobs = self._logprobs[tokens.index]
+        logprobs = self._logprobs[index]
         told = logprobs.joined(logprobs.of(tokens.tokens))
         return f'{self._before_logprobs}{told},"finish_reason":null{self._end}'
 
-    def _echoed(self, prompt: inference_pb2.Prompt) -> bytes:
+    def _echoed(self, part: inference_pb2.Prompt, prompt: int) -> bytes:
         """A completion's prompt, as the beginning of each of its texts."""
-        if self._echo is None:
+        if not self._echoes:
             return b""
-        text, events = quoted(self._echo.next(prompt)), []
-        for index, before in enumerate(self._before):
+        text, events = quoted(self._echoes[prompt].next(part)), []
+        for index in range(self._n * prompt, self._n * (prompt + 1)):
+            self._first(index)
             told = "null"
             if self._logprobs is not None:
-                told = self._logprobs[index].joined(self._logprobs[index].of(prompt.tokens))
-            events.append(f'{before}{text}{self._before_logprobs}{told},"finish_reason":null{self._end}')
+                told = self._logprobs[index].joined(self._logprobs[index].of(part.tokens))
+            events.append(f'{self._before[index]}{text}{self._before_logprobs}{told},"finish_reason":null{self._end}')
         return "".join(events).encode()
 
     def _first(self, index: int) -> str:
-        self._new.discard(index)
+        """Begin a sequence. Returns the event that does so in a chat."""
+        self._before[index] = f'{self._head}{{"index":{index},{self._content}'
+        if not self._is_chat:
+            return ""
         return (
             f'{self._head}{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,'
             f'"finish_reason":null{self._end}'
         )
 
-    def _finished(self, message: inference_pb2.GenerateResponse) -> bytes:
-        index, reason = message.finished.index, message.finished.reason
+    def _finished(self, message: inference_pb2.GenerateResponse, prompt: int) -> bytes:
+        index, reason = self._n * prompt + message.finished.index, message.finished.reason
         self._is_cut |= reason == inference_pb2.FINISH_REASON_CANCELLED
         nothing = '"delta":{}' if self._is_chat else '"text":""'
         event = f'{self._head}{{"index":{index},{nothing},"logprobs":null,"finish_reason":{_REASONS[reason]}{self._end}'
-        if index in self._new:
+        if index not in self._before:
             event = self._first(index) + event
-        if not message.HasField("usage"):
+        if message.HasField("usage"):
+            self._usage.add(message.usage)
+            self._unfinished -= 1
+        if self._unfinished:
             return event.encode()
-        if self._has_usage:
-            event += f'{self._head}],"usage":{_usage(message.usage)}}}\n\n'
         self._last = event  # goes with the end, when the call has given back what it held
         return b""
 
     def end(self) -> bytes:
         if self._is_cut:
             raise _cut()
-        return self._last.encode() + DONE
+        usage = f'{self._head}],"usage":{self._usage.json()}}}\n\n' if self._has_usage else ""
+        return f"{self._last}{usage}".encode() + DONE
+
+
+class _Choice:
+    """One sequence of an answer that is not streamed."""
+
+    __slots__ = ("calls", "entries", "reason", "reasonings", "texts")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.reasonings: list[str] = []
+        self.calls: dict[int, _ToolCall] = {}
+        self.entries: list[tuple[str, ...]] = []  # of its log-probabilities
+        self.reason = "null"
 
 
 class _Whole:
@@ -138,73 +165,72 @@ class _Whole:
     def __init__(self, asked: Asked, request_id: str, model: str) -> None:
         self._shape = _Shape(asked, request_id, model, "")
         self._is_chat = asked.is_chat
+        self._n = asked.n
         self._drops_output = asked.drops_output
-        self._texts: list[list[str]] = [[] for _ in range(asked.n)]
-        self._reasonings: list[list[str]] = [[] for _ in range(asked.n)]
-        self._calls: list[dict[int, _ToolCall]] = [{} for _ in range(asked.n)]
-        self._entries: list[list[tuple[str, ...]]] = [[] for _ in range(asked.n)]
+        self._choices: defaultdict[int, _Choice] = defaultdict(_Choice)
         self._num_logprobs = 0
         self._per_token = 1 + (asked.logprobs or 0)
-        self._reasons = ["null"] * asked.n
-        self._usage = ""
+        self._usage = _Usage(asked.drops_output)
         self._is_cut = False
 
-    def take(self, message: inference_pb2.GenerateResponse) -> bytes:
+    def take(self, message: inference_pb2.GenerateResponse, prompt: int = 0) -> bytes:
         if message.HasField("finished"):
             reason = message.finished.reason
             self._is_cut |= reason == inference_pb2.FINISH_REASON_CANCELLED
-            self._reasons[message.finished.index] = _REASONS[reason]
+            self._choices[self._n * prompt + message.finished.index].reason = _REASONS[reason]
             if message.HasField("usage"):
-                self._usage = _usage(message.usage)
+                self._usage.add(message.usage)
             return b""
         if message.HasField("prompt"):
-            self._echo(message.prompt)
+            self._echo(message.prompt, prompt)
             return b""
         tokens = message.tokens
         if self._drops_output:
             return b""
+        index = self._n * prompt + tokens.index
+        choice = self._choices[index]
         match tokens.WhichOneof("delta"):
             case "text":
-                self._texts[tokens.index].append(tokens.text)
+                choice.texts.append(tokens.text)
             case "reasoning":
-                self._reasonings[tokens.index].append(tokens.reasoning)
+                choice.reasonings.append(tokens.reasoning)
             case "tool_call":
                 part = tokens.tool_call
-                self._calls[tokens.index].setdefault(part.index, _ToolCall()).add(part)
+                choice.calls.setdefault(part.index, _ToolCall()).add(part)
         if self._shape.logprobs is not None:
-            self._entries[tokens.index] += self._shape.logprobs[tokens.index].of(tokens.tokens)
+            choice.entries += self._shape.logprobs[index].of(tokens.tokens)
             self._num_logprobs += len(tokens.tokens) * self._per_token
             check_whole(self._num_logprobs)  # without max_tokens only this tells
         return b""
 
-    def _echo(self, prompt: inference_pb2.Prompt) -> None:
-        if self._shape.echo is None:
+    def _echo(self, part: inference_pb2.Prompt, prompt: int) -> None:
+        if not self._shape.echoes:
             return
-        text = self._shape.echo.next(prompt)
-        for index, texts in enumerate(self._texts):
-            texts.append(text)
+        text = self._shape.echoes[prompt].next(part)
+        for index in range(self._n * prompt, self._n * (prompt + 1)):
+            self._choices[index].texts.append(text)
             if self._shape.logprobs is not None:
-                self._entries[index] += self._shape.logprobs[index].of(prompt.tokens)
+                self._choices[index].entries += self._shape.logprobs[index].of(part.tokens)
 
     def end(self) -> bytes:
         if self._is_cut:
             raise _cut()
-        choices = ",".join(self._choice(index) for index in range(len(self._texts)))
-        return f'{self._shape.head}{choices}],"usage":{self._usage}}}'.encode()
+        choices = ",".join(self._json(index, choice) for index, choice in sorted(self._choices.items()))
+        return f'{self._shape.head}{choices}],"usage":{self._usage.json()}}}'.encode()
 
-    def _choice(self, index: int) -> str:
+    def _json(self, index: int, choice: _Choice) -> str:
         logprobs = self._shape.logprobs
-        told = "null" if logprobs is None else logprobs[index].joined(self._entries[index])
-        text = quoted("".join(self._texts[index]))
+        told = "null" if logprobs is None else logprobs[index].joined(choice.entries)
+        text = quoted("".join(choice.texts))
         if self._is_chat:
-            if calls := ",".join(each.told(at) for at, each in sorted(self._calls[index].items())):
-                text = f'{text if self._texts[index] else "null"},"tool_calls":[{calls}]'
-            if self._reasonings[index]:
-                text += f',"reasoning_content":{quoted("".join(self._reasonings[index]))}'
+            if calls := ",".join(each.told(at) for at, each in sorted(choice.calls.items())):
+                text = f'{text if choice.texts else "null"},"tool_calls":[{calls}]'
+            if choice.reasonings:
+                text += f',"reasoning_content":{quoted("".join(choice.reasonings))}'
             text = f'"message":{{"role":"assistant","content":{text},"refusal":null}}'
         else:
             text = f'"text":{text}'
-        return f'{{"index":{index},{text},"logprobs":{told},"finish_reason":{self._reasons[index]}}}'
+        return f'{{"index":{index},{text},"logprobs":{told},"finish_reason":{choice.reason}}}'
 
 
 class _ToolCall:
@@ -238,8 +264,8 @@ def _delta(tokens: inference_pb2.Tokens) -> str:
 class _Echo:
     """The prompt's text, as a completion repeats it. A prompt with log-probabilities may come in several parts."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._given = asked.echoed
+    def __init__(self, given: str) -> None:
+        self._given = given
         self._is_told = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -251,13 +277,30 @@ class _Echo:
         return text
 
 
-def _usage(usage: inference_pb2.Usage) -> str:
-    total = usage.prompt_tokens + usage.completion_tokens
-    return (
-        f'{{"prompt_tokens":{usage.prompt_tokens},"completion_tokens":{usage.completion_tokens},'
-        f'"total_tokens":{total},"prompt_tokens_details":{{"cached_tokens":{usage.cached_tokens}}},'
-        f'"completion_tokens_details":{{"reasoning_tokens":{usage.reasoning_tokens}}}}}'
-    )
+class _Usage:
+    """The tokens of an answer, summed over its prompts.
+
+    drops_output  no completion token counts: the one that the engine computed was not asked for
+    """
+
+    def __init__(self, drops_output: bool) -> None:
+        self._drops_output = drops_output
+        self._prompt = self._cached = self._completion = self._reasoning = 0
+
+    def add(self, usage: inference_pb2.Usage) -> None:
+        self._prompt += usage.prompt_tokens
+        self._cached += usage.cached_tokens
+        if not self._drops_output:
+            self._completion += usage.completion_tokens
+            self._reasoning += usage.reasoning_tokens
+
+    def json(self) -> str:
+        return (
+            f'{{"prompt_tokens":{self._prompt},"completion_tokens":{self._completion},'
+            f'"total_tokens":{self._prompt + self._completion},'
+            f'"prompt_tokens_details":{{"cached_tokens":{self._cached}}},'
+            f'"completion_tokens_details":{{"reasoning_tokens":{self._reasoning}}}}}'
+        )
 
 
 def _cut() -> Aborted:

@@ -89,7 +89,7 @@ class EmbeddingsApi:
     def answer(self) -> Answer:
         return self
 
-    def take(self, message: inference_pb2.EmbedResponse) -> bytes:
+    def take(self, message: inference_pb2.EmbedResponse, prompt: int = 0) -> bytes:
         """Write the whole answer, which `end` returns. Long ones are written in a thread."""
         tokens = message.usage.prompt_tokens
         data = ",".join(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument, Unimplemented
@@ -22,6 +23,8 @@ from pagoda_server.settings.sampling import PARAMETERS
 
 DEFAULT_COMPLETION_TOKENS = 16  # the API's own default, not the protocol's
 MAX_WHOLE_LOGPROBS = 1 << 16  # in an answer that is not streamed: it is kept in memory until it is complete
+
+Prompt: TypeAlias = str | list[int]
 
 _IGNORED = ("user", "safety_identifier", "metadata", "prompt_cache_key")  # they change no answer
 _HINTS = {  # wishes that need not be followed; a template that reads such a variable gets it by chat_template_kwargs
@@ -45,7 +48,8 @@ class Asked:
 
     logprobs         None: none; 0: of each token; N: also of the N most likely
     is_echo          a completion begins with its prompt
-    echoed           the prompt's text; empty if it was sent as token ids
+    prompts          a completion's prompts: texts or token ids
+    failed_prompt    which of them an error is about
     drops_output     only the prompt is wanted, with its log-probabilities
     created          seconds since 1970
     max_tokens_name  the name by which the client knows that field
@@ -57,7 +61,8 @@ class Asked:
     has_usage: bool = False
     logprobs: int | None = None
     is_echo: bool = False
-    echoed: str = ""
+    prompts: Sequence[Prompt] = ("",)
+    failed_prompt: int = 0
     drops_output: bool = False
     n: int = 1
     created: int = field(default_factory=lambda: int(time.time()))
@@ -77,8 +82,8 @@ def translated(raw: bytes, limits: Limits, asked: Asked) -> inference_pb2.Genera
                 raise Unimplemented("echo")
             add_chat(given, request.chat, limits)
         else:
-            _prompt(given, request, limits)
-            asked.echoed = request.prompt
+            asked.prompts = _prompts(given, limits)
+            set_prompt(request, asked.prompts[0])
         _generation(given, request, limits, asked)
         _guided(given, request, asked)
     except UnicodeEncodeError:  # the protocol's texts are UTF-8
@@ -114,8 +119,10 @@ def _generation(given: Fields, request: inference_pb2.GenerateRequest, limits: L
             setattr(sampling, each.name, value)
     if (seed := given.integer("seed", -(1 << 63), (1 << 64) - 1)) is not None:
         sampling.seed = seed % (1 << 64)
-    if (n := given.integer("n")) is not None:
+    if (n := given.integer("n", 1, limits.max_n)) is not None:
         sampling.n = asked.n = n
+    if (num_prompts := len(asked.prompts)) * asked.n > limits.max_n:
+        raise InvalidArgument("prompt", f"holds {num_prompts} prompts, times n = {asked.n}; at most {limits.max_n}")
     for id, bias in _logit_bias(given, limits).items():
         sampling.logit_bias[id] = bias
     sampling.allowed_token_ids.extend(given.integers("allowed_token_ids", limits.vocab_size))
@@ -142,7 +149,7 @@ def _generation(given: Fields, request: inference_pb2.GenerateRequest, limits: L
         if asked.is_echo:
             output.prompt_logprobs = asked.logprobs
         if not asked.is_stream:
-            check_whole(asked.n * stopping.max_tokens * (1 + asked.logprobs))
+            check_whole(len(asked.prompts) * asked.n * stopping.max_tokens * (1 + asked.logprobs))
 
 
 def check_whole(num_logprobs: int) -> None:
@@ -244,19 +251,32 @@ def _texts(given: Fields, name: str, most: int) -> list[str]:
     return texts
 
 
-def _prompt(given: Fields, request: inference_pb2.GenerateRequest, limits: Limits) -> None:
-    prompt = given.take("prompt", (str, list), "a string or a list of token ids")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
+def _prompts(given: Fields, limits: Limits) -> list[Prompt]:
+    prompt = given.take("prompt", (str, list), "a string, a list of token ids, or a list of these")
     if prompt is None:
         raise InvalidArgument("prompt", "is missing")
+    if isinstance(prompt, str) or not (prompt and isinstance(prompt[0], str | list)):
+        return [_one_prompt(prompt, "prompt", limits)]
+    check_count(len(prompt), "prompt", limits.max_n)
+    return [_one_prompt(each, f"prompt[{at}]", limits) for at, each in enumerate(prompt)]
+
+
+def _one_prompt(prompt: Json, name: str, limits: Limits) -> Prompt:
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list):
+        raise InvalidArgument(name, "must be a string or a list of token ids")
+    check_count(len(prompt), name, limits.max_model_len - 1)
+    return integers_of(prompt, name)
+
+
+def set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    """Make this the request's input."""
     if isinstance(prompt, str):
         request.prompt = prompt
-        return
-    if prompt and isinstance(prompt[0], str | list):
-        raise InvalidArgument("prompt", "holds several prompts; send each in a request of its own")
-    check_count(len(prompt), "prompt", limits.max_model_len - 1)
-    request.token_ids.ids.extend(integers_of(prompt, "prompt"))
+    else:
+        request.token_ids.ids[:] = prompt
+        request.token_ids.SetInParent()  # an empty list is refused as empty, not as missing
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -281,6 +301,13 @@ _INSIDE = (
 
 def own_name(path: str, asked: Asked) -> str:
     """The API's name of a field that an error names as the protocol does."""
+    name = _own_name(path, asked)
+    if len(asked.prompts) > 1 and path.startswith(("prompt", "token_ids", "input")):
+        name = name.replace("prompt", f"prompt[{asked.failed_prompt}]", 1)
+    return name
+
+
+def _own_name(path: str, asked: Asked) -> str:
     if path in _OWN_NAMES:
         return _OWN_NAMES[path]
     if path in ("input", "chat"):

@@ -101,6 +101,18 @@ def test_answers_are_those_of_grpc(server: Server) -> None:
     assert Posted(server, COMPLETIONS, body | {"stream": True}).text() == expected.text()
 
 
+def test_an_echo_without_an_answer_reports_no_completion_token(server: Server) -> None:
+    body = {"prompt": "the same", "max_tokens": 0, "echo": True, "logprobs": 0}
+    answer = Posted(server, COMPLETIONS, body).json()
+    assert answer["choices"][0]["text"] == "the same"
+    usage = answer["usage"]
+    assert (usage["completion_tokens"], usage["total_tokens"]) == (0, usage["prompt_tokens"])
+    *_, last, done = Posted(
+        server, COMPLETIONS, body | {"stream": True, "stream_options": {"include_usage": True}}
+    ).events()
+    assert (done, json.loads(last)["usage"]["completion_tokens"]) == ("[DONE]", 0)
+
+
 def test_embeddings_are_those_of_grpc(server: Server, control: control_pb2_grpc.ControlStub) -> None:
     texts = ["one", "another one " * 50]
     inputs = [inference_pb2.EmbedInput(text=text) for text in texts]

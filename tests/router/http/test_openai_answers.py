@@ -252,7 +252,7 @@ def test_a_whole_answer_holds_reasoning_and_tool_calls() -> None:
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("given", ["", "Zoë sat"])
 def test_a_prompt_that_comes_in_parts_is_repeated_once(is_stream: bool, given: str) -> None:
-    asked = Asked(False, is_stream, logprobs=0, is_echo=True, echoed=given, created=5)
+    asked = Asked(False, is_stream, logprobs=0, is_echo=True, prompts=(given,), created=5)
     first = [inference_pb2.Token(id=1, bytes=b"Zo"), inference_pb2.Token(id=2, bytes=b"\xc3", logprob=-2)]
     second = [inference_pb2.Token(id=3, bytes=b"\xab sat", logprob=-0.5)]
     prompts = [inference_pb2.GenerateResponse(prompt=inference_pb2.Prompt(tokens=each)) for each in (first, second)]

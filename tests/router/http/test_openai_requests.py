@@ -118,6 +118,15 @@ def test_messages_of_every_role_and_form() -> None:
     ]
 
 
+def test_a_list_of_prompts_and_n_are_limited_together() -> None:
+    _, asked = completion(prompt=["a"] * 16, n=4)
+    assert (len(asked.prompts), asked.n) == (16, 4)
+    with pytest.raises(InvalidArgument, match=r"^prompt: holds 17 prompts, times n = 4; at most 64"):
+        completion(prompt=["a"] * 17, n=4)
+    with pytest.raises(InvalidArgument, match="stream: must be true"):
+        completion(prompt=["a"] * 64, logprobs=4, max_tokens=MAX_WHOLE_LOGPROBS // 64)
+
+
 def test_at_most_one_call_is_asked_for_by_parallel_tool_calls() -> None:
     assert chat(parallel_tool_calls=False)[0].chat.tool_choice.at_most_one
     with pytest.raises(InvalidArgument, match="parallel_tool_calls: must be true or false"):
@@ -200,7 +209,7 @@ def test_formats_of_the_answer(fields: dict[str, Any], wanted: dict[str, Any]) -
 
 def test_a_completion_repeats_its_prompt_with_the_log_probabilities_of_both() -> None:
     request, asked = completion(echo=True, logprobs=2, max_tokens=0)
-    assert (asked.is_echo, asked.echoed, asked.drops_output) == (True, "Hi", True)
+    assert (asked.is_echo, asked.prompts, asked.drops_output) == (True, ["Hi"], True)
     assert (request.output.prompt, request.output.prompt_logprobs, request.output.logprobs) == (True, 2, 2)
     assert request.stopping.max_tokens == 1
     request, asked = completion(echo=True)
@@ -278,11 +287,13 @@ def test_a_wrong_field_is_refused_by_its_name(fields: dict[str, Any], told: str)
     ("prompt", "told"),
     [
         (None, "prompt: is missing"),
-        (["a", "b"], "prompt: holds several prompts"),
-        ([[1], [2]], "prompt: holds several prompts"),
+        (["a"] * 65, "prompt: has more than 64 entries"),
+        ([[1], [2, True]], "prompt[1][1]: must be a whole number"),
+        (["a", 1], "prompt[1]: must be a string or a list of token ids"),
+        ([[1], [1] * 4096], "prompt[1]: has more than 4095 entries"),
         ([1, True], "prompt[1]: must be a whole number"),
         ([1] * 4096, "prompt: has more than 4095 entries"),
-        ({}, "prompt: must be a string or a list of token ids"),
+        ({}, "prompt: must be a string, a list of token ids, or a list of these"),
     ],
 )
 def test_a_wrong_prompt_is_refused(prompt: Any, told: str) -> None:
