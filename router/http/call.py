@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument, Unimplemented
 from pagoda_server.router.http.errors import BodyTooLarge, refusal, send_refusal
+from pagoda_server.router.http.pacing import Pace
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.inference import InferenceServicer
 from pagoda_server.router.request.receiving import Parse
@@ -172,7 +173,7 @@ Serve: TypeAlias = "Callable[[HttpCall, Parse[Any], str], Awaitable[None]]"
 
 
 class Endpoint:
-    """Serves requests of one API with a method of Inference.
+    """Serves requests of one API with a method of Inference. One begins in each turn of the event loop.
 
     method     its name
     serve      calls it with what parses a body, and the route
@@ -188,6 +189,7 @@ class Endpoint:
         self._serve = serve
         self._make_api = make_api
         self._max_bytes = max_bytes
+        self._starts = Pace(0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         api = self._make_api()
@@ -202,6 +204,7 @@ class Endpoint:
             await call.fail(why)
             return
         try:
+            await self._starts.turn()
             await self._serve(call, parse, route)
             await call.finish()
         except asyncio.CancelledError:

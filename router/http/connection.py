@@ -11,13 +11,14 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from pagoda_server.router.http.errors import HttpError, refusal
+from pagoda_server.router.http.pacing import Pace
 
 # Seconds that a client has. They differ, because a change from one to another starts a time.
 HEADERS_S = 10.0  # to send a request's headers in, once the connection is open or the first byte has come
 IDLE_S = 75  # to send the next request in; longer than a load balancer's minute, which would otherwise lose the race
 LINGER_S = 5.0  # to send the rest of a body whose request has been answered
 MAX_HEADER_BYTES = 32 << 10  # of a request's line and headers together
-PIECE_BYTES = 8 << 10  # parsed in one turn of the event loop: a body of one byte a chunk takes 1 ms there
+PIECE_BYTES = 8 << 10  # parsed at once: a body of one byte a chunk takes 1 ms then
 WRITE_BUFFER_BYTES = 16 << 10  # beyond it, a handler waits until the client has read
 # gRPC and the engine keep half of the files that this process may open.
 MAX_CONNECTIONS = min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -40,21 +41,23 @@ class _Flow(FlowControl):
 class Connection(HttpToolsProtocol):
     """A client's connection. It is closed when the client takes too long to send, or to read what waits for it.
 
-    What the client sends is parsed a piece in each turn of the event loop, and one request at a time: requests that
-    follow an unanswered one wait unparsed.
+    What the client sends is parsed piece by piece, in turn with the pieces of other connections, and one request at a
+    time: requests that follow an unanswered one wait unparsed.
 
     stall_s  how long the client may read nothing
+    pace     of all connections
     """
 
     flow: _Flow
 
-    def __init__(self, *arguments: Any, stall_s: float, **named: Any) -> None:
+    def __init__(self, *arguments: Any, stall_s: float, pace: Pace, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._stall_s = stall_s
+        self._pace = pace
         self._limit_s = 0.0  # for what the client has to do now; 0: it is the handler's turn
         self._timer: asyncio.TimerHandle | None = None
         self._unparsed = bytearray()
-        self._next: asyncio.Handle | None = None  # parses the next piece
+        self._has_turn = False  # the next piece will be parsed
         self._is_in_headers = self._is_in_body = False
         self._num_header_bytes = 0  # of this request, that are parsed
         self._num_unfinished = 0  # the same, as they came, while more have to come
@@ -72,16 +75,19 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if not self.flow.is_held and len(data) <= PIECE_BYTES:
-            self._parse(data)
-        else:
-            self._unparsed += data
+        self._unparsed += data
+        if len(self._unparsed) > PIECE_BYTES:
             self._hold()
-            if self._next is None and not self.pipeline:
-                self._parse_next()
+        if not self.pipeline:
+            self._await_turn()
+
+    def _await_turn(self) -> None:
+        if not self._has_turn:
+            self._has_turn = True
+            self._pace.post(self._parse_next)
 
     def _parse_next(self) -> None:
-        self._next = None
+        self._has_turn = False
         if self.transport.is_closing():
             return
         piece = bytes(self._unparsed[:PIECE_BYTES])
@@ -91,8 +97,8 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing() or self.pipeline:
             return
         if self._unparsed:
-            self._next = self.loop.call_soon(self._parse_next)
-        else:
+            self._await_turn()
+        elif self.flow.is_held:
             self.flow.is_held = False
             if self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT:
                 self.flow.resume_reading()
@@ -171,8 +177,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.flow.is_held and self._next is None and not self.pipeline:
-            self._next = self.loop.call_soon(self._parse_next)
+        if self.flow.is_held and not self.pipeline:
+            self._await_turn()
         self._watch()
 
     def pause_writing(self) -> None:
@@ -181,8 +187,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect(0)
-        if self._next is not None:
-            self._next.cancel()
+        self._unparsed.clear()
         super().connection_lost(exc)
 
     def _watch(self) -> None:

@@ -8,6 +8,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp
 from pagoda_server.channel.address import host_of
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.http.connection import IDLE_S, Connection
+from pagoda_server.router.http.pacing import PARSING_S, Acceptor, Pace
 
 SEND_BUFFER_BYTES = 128 << 10  # in the kernel, which holds megabytes for a client that does not read by default
 _HEADERS = [
@@ -44,7 +46,7 @@ class HttpPort:
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self.url = f"{'http' if tls is None else 'https'}://{self.address}"
         config = uvicorn.Config(
-            app, http=partial(Connection, stall_s=stall_s), lifespan="off", ws="none",  # type: ignore[arg-type]
+            app, http=partial(Connection, stall_s=stall_s, pace=Pace(PARSING_S)), lifespan="off", ws="none",  # type: ignore[arg-type]
             log_config=None, log_level="critical", access_log=False, server_header=False, headers=_HEADERS,
             proxy_headers=False, timeout_keep_alive=IDLE_S,
         )  # fmt: skip
@@ -77,6 +79,17 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # the router has its own handlers
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self.servers = [Acceptor(each, self._connection, self.config.ssl) for each in sockets or ()]  # type: ignore[misc]
+
+    def _connection(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        connection: asyncio.Protocol = make(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return connection
 
 
 def _bound(listen: str, host: str, port: int, shares_port: bool) -> socket.socket:

@@ -1,0 +1,100 @@
+"""What a crowd of clients may do in one turn of the event loop, so that streams are written between two turns.
+
+libuv accepts every connection that waits, and reads from every connection that has sent something, before it does
+anything else. With two thousand clients that would be one turn of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable
+
+PARSING_S = 0.001  # in a turn; the handlers that it starts run in the next one, and refuse in about twice that time
+ACCEPTS = 4  # connections in a turn; each takes about 150 µs
+FULL_S = 0.1  # until the next try to accept, when this process has no file left
+
+
+class Pace:
+    """Runs work in the order in which it was posted, for a limited time in each turn of the event loop.
+
+    turn_s  of a turn, after which no more work begins; 0: one piece of work in each turn
+    """
+
+    def __init__(self, turn_s: float) -> None:
+        self._turn_s = turn_s
+        self._work: deque[Callable[[], None]] = deque()
+        self._is_due = False
+
+    def post(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+        self._schedule()
+
+    async def turn(self) -> None:
+        """Wait until this one's turn has come."""
+        turn = asyncio.get_running_loop().create_future()
+        self.post(lambda: None if turn.done() else turn.set_result(None))
+        await turn
+
+    def _schedule(self) -> None:
+        if self._work and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        self._is_due = False
+        end = time.perf_counter() + self._turn_s
+        try:
+            while self._work:
+                self._work.popleft()()
+                if time.perf_counter() >= end:
+                    break
+        finally:
+            self._schedule()
+
+
+class Acceptor:
+    """Accepts connections on a listening socket, a few in a turn. Stands for the asyncio.Server of that socket."""
+
+    def __init__(
+        self, listening: socket.socket, make_protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None
+    ) -> None:
+        self._socket = listening
+        self._make_protocol = make_protocol
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        listening.setblocking(False)
+        self._loop.add_reader(listening, self._accept)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket)
+        if self._retry is not None:
+            self._retry.cancel()
+
+    async def wait_closed(self) -> None:
+        """There is nothing to wait for: connections are closed by their owner."""
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS):
+            try:
+                accepted, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:  # no file is left; the connections wait in the kernel
+                self._loop.remove_reader(self._socket)
+                self._retry = self._loop.call_later(FULL_S, self._loop.add_reader, self._socket, self._accept)
+                return
+            accepted.setblocking(False)
+            task = self._loop.create_task(self._connect(accepted))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, accepted: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the client has gone, or does not speak TLS
+            await self._loop.connect_accepted_socket(self._make_protocol, accepted, ssl=self._tls)
