@@ -9,14 +9,18 @@ bursts on one connection. docs/operations.md says what is promised. A server of 
 refuses every call, is timed in the same way: it shows the least that a refusal takes on this machine.
 
 Large messages are those which cost the most to parse: each is sent by several calls at once.
+
+A crowd is many chats that arrive at once, each on a connection of its own, over HTTP.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import multiprocessing
 import multiprocessing.connection
+import resource
 import sys
 import tempfile
 import time
@@ -201,22 +205,71 @@ def _biases(count: int) -> bytes:
     return b"".join(_field(9, b"\x08" + _varint(id) + b"\x15\x00\x00\x80\x3f") for id in range(count))
 
 
+# -- a crowd over HTTP ------------------------------------------------------------------------------------------------
+
+
+def crowd(address: str, count: int) -> tuple[Counter[str], list[float]]:
+    """Ask for so many streamed chats at once. Returns the statuses, and seconds until each came."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    chat = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5, "stream": True}
+    return uvloop.run(_crowd(address, json.dumps(chat).encode(), count))
+
+
+async def _crowd(address: str, body: bytes, count: int) -> tuple[Counter[str], list[float]]:
+    host, _, port = address.rpartition(":")
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    statuses: Counter[str] = Counter()
+    delays_s: list[float] = []
+
+    async def call() -> None:
+        began = time.perf_counter()
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode() + body)
+        status = (await reader.readline()).split()[1].decode()
+        delays_s.append(time.perf_counter() - began)
+        statuses[status] += 1
+        await reader.readuntil(b"[DONE]" if status == "200" else b"}}")
+        writer.close()
+
+    await asyncio.gather(*(call() for _ in range(count)))
+    return statuses, delays_s
+
+
+def _crowds(count: int) -> Table:
+    table = Table("crowd", "places", "answers", "status p50 / last ms", "ITL p99 / max ms", box=None)
+    for places in (STREAMS, 1024):
+        with (
+            _server(places, with_http=True) as (address, _, http),
+            _streams(address) as arrivals,
+            multiprocessing.get_context("spawn").Pool(1) as pool,
+        ):
+            pool.apply(time.time)
+            (answers, delays), start, end = _measured(pool.apply, crowd, (http, count))
+        gaps, delays_ms = _gaps_ms(arrivals, start - 0.1, end + 0.1), 1e3 * np.array(delays)
+        told = ", ".join(f"{number} {status}" for status, number in answers.items())
+        times = f"{np.median(delays_ms):.0f} / {delays_ms.max():.0f}"
+        table.add_row(f"{count} chats", str(places), told, times, f"{np.percentile(gaps, 99):.1f} / {gaps.max():.1f}")
+    return table
+
+
 # -- servers and streams ---------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _server(max_requests: int) -> Iterator[tuple[str, psutil.Process]]:
+def _server(max_requests: int, with_http: bool = False) -> Iterator[tuple[str, psutil.Process, str]]:
     command = [
         *(sys.executable, "-m", "pagoda_server.cli", "serve", "--model", "synthetic", "--listen", "127.0.0.1:0"),
         *("--step-ms", f"{STEP_MS:g}", "--kv-cache-gb", "0.1", "--max-requests", str(max_requests)),
         *("--max-num-seqs", "256", "--max-queued-tokens", str(1 << 40), "--log-level", "error"),
+        *(("--http", "127.0.0.1:0") if with_http else ()),
     ]
     with tempfile.TemporaryDirectory() as folder, spawned(command, Path(folder) / "log") as process:
         assert process.stdout is not None
+        http = process.stdout.readline().split()[-1].removeprefix("http://") if with_http else ""
         address = process.stdout.readline().split()[-1]
         if not becomes_ready(address, process):
             raise BenchError("the router did not become ready")
-        yield address, psutil.Process(process.pid)
+        yield address, psutil.Process(process.pid), http
 
 
 def _refuse_all(parent: Connection) -> None:
@@ -287,6 +340,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="Length of each measurement of refusals.")] = 5.0,
     rate: Annotated[float, typer.Option(help="Refusals a second at the fixed rate.")] = 500.0,
     bursts: Annotated[list[int], typer.Option(help="Calls in a burst; may be repeated.")] = [200, 1000, 5000],  # noqa: B006
+    chats: Annotated[int, typer.Option(help="Chats of the crowd over HTTP.")] = 2000,
     only: Annotated[str, typer.Option(help="Send only the large messages whose names contain this.")] = "",
 ) -> None:
     console = Console(width=160)
@@ -298,7 +352,7 @@ def main(
         (f"{rate:g} a second", "p99 10", at_a_rate, (seconds, rate)),
         *((f"{count} at once", f"last {10 + 0.2 * count:g}", at_once, (count,)) for count in bursts),
     ]
-    with _server(STREAMS) as (address, _), _bare_server() as bare:
+    with _server(STREAMS) as (address, *_), _bare_server() as bare:
         for name, promised, way, arguments in ways:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 of_bare_ms = 1e3 * np.array(pool.apply(_timed, (way, bare, *arguments)))
@@ -313,6 +367,7 @@ def main(
             )  # fmt: skip
             time.sleep(0.5)
     console.print(refusals)
+    console.print(_crowds(chats))
     console.print(_attacked(only))
 
 
@@ -327,7 +382,7 @@ def _attacked(only: str) -> Table:
         if only not in each.name:
             continue
         with (
-            _server(1024) as (address, router),
+            _server(1024) as (address, router, _),
             _streams(address) as arrivals,
             multiprocessing.get_context("spawn").Pool(1) as pool,
         ):
