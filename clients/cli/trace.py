@@ -50,6 +50,9 @@ def trace(
         num_sequences = sum(len(timeline.tracks) for timeline in engines)
         typer.echo(f"{output}: {num_steps} steps, {num_sequences} sequences")
         if picture is not None:
+            if not num_steps:
+                print_error(f"no steps in the last {seconds:g} s, so there is nothing to draw: send requests meanwhile")
+                raise typer.Exit(1)
             from pagoda_server.cli.trace_picture import draw
 
             for timeline in engines:

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import uvloop
@@ -22,6 +23,9 @@ from pagoda_server.router.tenants.identity import read_tenants, wait_for_tenants
 from pagoda_server.router.text.tokenizer import Tokenizer
 from pagoda_server.settings import EXIT_CONFIG, ServeConfig, SettingError
 from pagoda_server.settings.logs import start_logging
+from pagoda_server.settings.router import SPAWN
+
+log = logging.getLogger("pagoda.router")
 
 SWITCH_INTERVAL_S = 0.001
 GC_THRESHOLD = 20_000  # net new objects before a collection; a request in flight holds about a hundred
@@ -31,7 +35,10 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the process's exit code: 0, 1 for a failure, 2 for a wrong setting."""
 
     def run() -> None:
+        for name, option in config.ignored_variables():
+            log.warning("$%s is not read: use %s", name, option)
         config.check_engine_is_ours()
+        _check_engine_is_installed(config)
         check_exposure(config)
         if config.otlp_endpoint:
             import_traces()
@@ -57,6 +64,14 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
         _run(Router(config.serve, folder, Tokenizer(folder), parent, config.index, config.sockets, config.spawned))
 
     return _exit_code_of(run, config.serve)
+
+
+def _check_engine_is_installed(config: ServeConfig) -> None:
+    """Raise ConfigError if this installation can run a router alone, and shall spawn an engine."""
+    if config.engine == SPAWN and find_spec("torch") is None:
+        raise ConfigError(
+            "the engine is not installed: pip install 'pagoda-server[engine]', or name one that runs with --engine"
+        )
 
 
 def _exit_code_of(run: Callable[[], None], config: ServeConfig) -> int:

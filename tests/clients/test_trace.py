@@ -198,6 +198,15 @@ def test_the_command_writes_json_and_a_picture_of_a_running_server(tmp_path: Pat
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_nothing_is_drawn_where_no_step_ran(tmp_path: Path) -> None:
+    output, picture = tmp_path / "trace.json", tmp_path / "trace.png"
+    with running_server("--model", "synthetic") as server:
+        command = ["trace", "--address", server.address, "-o", str(output), "--picture", str(picture)]
+        result = CliRunner().invoke(app, command)
+    assert (result.exit_code, picture.exists()) == (1, False)
+    assert "no steps in the last 10 s" in result.stderr
+
+
 def test_tokens_keep_coming_while_a_trace_is_taken(
     control: control_pb2_grpc.ControlStub, inference: inference_pb2_grpc.InferenceStub
 ) -> None:

@@ -63,3 +63,22 @@ def test_with_json_logs_every_line_is_json() -> None:
     assert all({"time", "level", "logger", "message"} <= set(each) for each in found)
     assert [each["message"].split()[0] for each in found[:2]] == ["starting", "serving"]
     assert found[0]["grpc"].startswith("127.0.0.1:")
+
+
+def test_without_an_engine_one_line_says_what_to_install() -> None:
+    without_torch = "import sys; sys.modules['torch'] = None; from pagoda_server.cli.__main__ import main; main()"
+    command = [sys.executable, "-c", without_torch, "serve", "--model", "synthetic", "--listen", free_address()]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert len(ended.stderr.splitlines()) == 1
+    assert "pip install 'pagoda-server[engine]'" in ended.stderr
+
+
+def test_a_variable_that_is_named_like_an_option_is_not_ignored_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_LISTEN", "127.0.0.1:1")
+    with started("--listen", free_address(), "--http", free_address()) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("starting on http:")
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert errors.count("$PAGODA_LISTEN is not read: use --listen") == 1
