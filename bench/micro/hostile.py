@@ -8,7 +8,8 @@ Refusals are timed from the call's last byte sent to its status, for calls one a
 bursts on one connection. docs/operations.md says what is promised. A server of grpc.aio alone, which has no streams and
 refuses every call, is timed in the same way: it shows the least that a refusal takes on this machine.
 
-Large messages are those which cost the most to parse: each is sent by several calls at once.
+Messages are those which cost the most to parse, or ask for the most in few bytes. Each is sent by several calls at
+once, over gRPC or as the bytes of HTTP requests.
 
 A crowd is many chats that arrive at once, each on a connection of its own, over HTTP.
 """
@@ -20,7 +21,9 @@ import contextlib
 import json
 import multiprocessing
 import multiprocessing.connection
+import re
 import resource
+import socket
 import sys
 import tempfile
 import time
@@ -54,6 +57,7 @@ SETTLE_S = 1.5
 MAX_TOKENS = 30_000  # ten minutes of steps
 TOKENIZE = "/pagoda.v1.Inference/Tokenize"
 DIGITS = b"###"  # as long as the digits, because the fields around them tell their lengths
+HTTP = "HTTP"
 PROMPT = b"\x1a\x05hello"  # GenerateRequest.prompt
 
 
@@ -119,12 +123,15 @@ def _refuse_message(message: bytes) -> None:
     raise BenchError("a call was not refused")
 
 
-# -- large messages --------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One message, sent by `calls` calls at once. Each has its own three digits where DIGITS stand."""
+    """One message, sent by `calls` calls at once. Each has its own three digits where DIGITS stand.
+
+    method  of gRPC; HTTP: the message is the bytes of requests, whose last one closes the connection
+    """
 
     name: str
     message: bytes
@@ -160,16 +167,42 @@ def attacks() -> list[Attack]:
         Attack("1 MB of chat in 4000 messages", many, 40),
         Attack("expressions of 13 bytes that repeat a lot", prompt + one + small, 100),
         Attack("the longest repetition that is allowed", prompt + one + allowed, 100),
+        Attack("64 prompts of 30,000 equal ids", _field(6, _field(1, b"\x01" * 30_000)) + one, 64),
         Attack("250 kB of JSON", _field(5, user + tool) + one, 64),
         Attack("Tokenize 1 MiB", _field(2, b"hello world, " * 80_000), 24, TOKENIZE),
         Attack("Tokenize 1 MiB of digits", _field(2, b"0123456789" * 100_000), 24, TOKENIZE),
         Attack("Detokenize 1 M ids", _field(2, b"\x41" * 1_000_000), 24, "/pagoda.v1.Inference/Detokenize"),
-    ]
+        Attack("HTTP: n of a billion", _post({"n": 1_000_000_000}), 40, HTTP),
+        Attack("HTTP: n and log-probabilities of a billion, streamed", _post(
+            {"n": 1_000_000_000, "logprobs": True, "top_logprobs": 1_000_000_000, "stream": True}
+        ), 40, HTTP),
+        Attack("HTTP: 1.5 MB of messages", _post({"messages": [{}] * 400_000}), 40, HTTP),
+        Attack("HTTP: 200,000 chunks of one byte", _head("Transfer-Encoding: chunked") + b"1\r\n \r\n" * 200_000
+               + b"0\r\n\r\n", 8, HTTP),
+        Attack("HTTP: 1 MB of headers", b"GET /healthz HTTP/1.1\r\n" + b"a: b\r\n" * 170_000 + b"\r\n", 8, HTTP),
+        Attack("HTTP: 20,000 requests on a connection", b"GET /healthz HTTP/1.1\r\nHost: h\r\n\r\n" * 19_999
+               + b"GET /healthz HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n", 8, HTTP),
+        Attack("HTTP: a request smuggled behind two lengths", _head("Transfer-Encoding: chunked", "Content-Length: 5")
+               + b"0\r\n\r\nGET /metrics HTTP/1.1\r\nHost: h\r\n\r\n", 40, HTTP),
+    ]  # fmt: skip
 
 
-def attack(address: str, number: int) -> Counter[str]:
+def _post(body: dict[str, Any]) -> bytes:
+    content = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 1} | body).encode()
+    return _head(f"Content-Length: {len(content)}") + content
+
+
+def _head(*headers: str) -> bytes:
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: h", "Connection: close", *headers]
+    return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
+
+
+def attack(address: str, http: str, number: int) -> Counter[str]:
     """Send an attack; returns how often each status came back."""
     chosen = attacks()[number]
+    if chosen.method == HTTP:
+        with ThreadPoolExecutor(chosen.calls) as threads:
+            return sum(threads.map(partial(_statuses, http), [chosen.message] * chosen.calls), Counter())
     options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
     compression = grpc.Compression.Gzip if chosen.is_compressed else grpc.Compression.NoCompression
 
@@ -187,6 +220,19 @@ def attack(address: str, number: int) -> Counter[str]:
 
     with ThreadPoolExecutor(chosen.calls) as threads:
         return Counter(threads.map(call, range(chosen.calls)))
+
+
+def _statuses(address: str, message: bytes) -> Counter[str]:
+    """Send bytes on a connection of their own; count the statuses that come until the server closes it."""
+    host, _, port = address.rpartition(":")
+    answer = bytearray()
+    with socket.create_connection((host, int(port)), timeout=120) as connection, ThreadPoolExecutor(1) as sender:
+        sent = sender.submit(connection.sendall, message)
+        with contextlib.suppress(ConnectionError):  # the server need not read what it has refused
+            while part := connection.recv(1 << 16):
+                answer += part
+            sent.result()
+    return Counter(status.decode() for status in re.findall(rb"HTTP/1\.1 (\d{3})", answer))
 
 
 def _field(number: int, content: bytes) -> bytes:
@@ -265,8 +311,8 @@ def _server(max_requests: int, with_http: bool = False) -> Iterator[tuple[str, p
     ]
     with tempfile.TemporaryDirectory() as folder, spawned(command, Path(folder) / "log") as process:
         assert process.stdout is not None
-        http = process.stdout.readline().split()[-1].removeprefix("http://") if with_http else ""
-        address = process.stdout.readline().split()[-1]
+        words = process.stdout.readline().split()  # starting on URL and ADDRESS
+        http, address = words[2].removeprefix("http://") if with_http else "", words[-1]
         if not becomes_ready(address, process):
             raise BenchError("the router did not become ready")
         yield address, psutil.Process(process.pid), http
@@ -341,7 +387,7 @@ def main(
     rate: Annotated[float, typer.Option(help="Refusals a second at the fixed rate.")] = 500.0,
     bursts: Annotated[list[int], typer.Option(help="Calls in a burst; may be repeated.")] = [200, 1000, 5000],  # noqa: B006
     chats: Annotated[int, typer.Option(help="Chats of the crowd over HTTP.")] = 2000,
-    only: Annotated[str, typer.Option(help="Send only the large messages whose names contain this.")] = "",
+    only: Annotated[str, typer.Option(help="Send only the messages whose names contain this.")] = "",
 ) -> None:
     console = Console(width=160)
     refusals = Table(
@@ -382,13 +428,13 @@ def _attacked(only: str) -> Table:
         if only not in each.name:
             continue
         with (
-            _server(1024) as (address, router, _),
+            _server(1024, with_http=True) as (address, router, http),
             _streams(address) as arrivals,
             multiprocessing.get_context("spawn").Pool(1) as pool,
         ):
             pool.apply(time.time)
             before = router.memory_info().rss
-            answers, start, end = _measured(pool.apply, attack, (address, number))
+            answers, start, end = _measured(pool.apply, attack, (address, http, number))
             peak = _peak_bytes(router)
         gaps = _gaps_ms(arrivals, start - 0.1, end + 0.1)
         told = ", ".join(f"{count} {status}" for status, count in answers.items())

@@ -117,6 +117,7 @@ def load(watched: Watched) -> dict[str, Any]:
 
 def chat(watched: Watched) -> dict[str, Any]:
     page = watched.open()
+    watched.set(temperature="0")
     first = watched.ask("What is the capital of Sweden?")
     stats = page.locator(".stats").inner_text()
     announced = page.inner_text("#announcer")
@@ -263,6 +264,7 @@ def stop(watched: Watched) -> dict[str, Any]:
 def keyboard(watched: Watched) -> dict[str, Any]:
     """Nothing but keys: from the first link to an answer, to the theme, and to eight prompts."""
     page = watched.open()
+    watched.set(temperature="0")
     page.evaluate("document.activeElement.blur()")
     order, outlines = [], []
     for _ in range(16):
@@ -403,6 +405,7 @@ def accessibility(browser: Browser, url: str, axe: Path) -> dict[str, Any]:
             )  # fmt: skip
             page = watched.open()
             page.click("#settings-button")
+            page.fill("#settings [name=temperature]", "0")
             watched.ask("What is the capital of Sweden?")
             page.click("#eight")
             page.wait_for_function("() => document.querySelectorAll('.row').length > 4")

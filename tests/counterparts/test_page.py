@@ -110,7 +110,7 @@ def test_settings_are_sent_and_an_empty_one_is_not(found: Found) -> None:
     own = {"temperature", "top_p", "max_tokens", "seed"}
     chosen = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 20, "seed": 7}
     sent = [{name: body[name] for name in own & body.keys()} for body in settings["sent"]]
-    assert sent == [{"temperature": 0}, chosen, chosen, {}]
+    assert sent == [{}, chosen, chosen, {}]
     system = {"role": "system", "content": "You are a pirate."}
     assert [body["messages"][0] == system for body in settings["sent"]] == [False, True, True, False]
     assert settings["button"] == "Settings (5)"

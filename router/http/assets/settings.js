@@ -1,17 +1,17 @@
-// What the chat asks for besides its messages. It stays in the tab. A field that is empty is not sent.
+// What the chat asks for besides its messages. It stays in the tab. A field that is empty is not sent, so the server's
+// default applies.
 
 import { $ } from "./nodes.js";
 
 const SETTINGS = "pagoda-settings";
 
-// Each begins with what index.html gives it. That is temperature 0: the same question has the same answer.
 const fields = () => [...document.querySelectorAll("#settings [name]")];
-const changed = () => fields().filter((field) => field.value !== field.defaultValue);
+const changed = () => fields().filter((field) => field.value !== "");
 
 export function startSettings() {
   const button = $("settings-button");
   const kept = keptSettings();
-  for (const field of fields()) field.value = kept[field.name] ?? field.defaultValue;
+  for (const field of fields()) field.value = kept[field.name] ?? "";
   button.addEventListener("click", () => {
     const isOpen = $("settings").hidden;
     const log = $("log");
