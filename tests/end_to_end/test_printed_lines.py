@@ -95,7 +95,11 @@ def assert_answers(line: str, printed: str) -> None:
         (answer,) = json.loads(printed)["choices"]
         assert answer["finish_reason"] in ("stop", "length"), line
         assert_readable(answer["message"]["content"], line)
-    elif "/v1/completions" in line:  # streamed
+    elif "/v1/completions" in line and "stream" not in line:
+        for answer in json.loads(printed)["choices"]:
+            assert answer["finish_reason"] in ("stop", "length"), line
+            assert_readable(answer["text"], line)
+    elif "/v1/completions" in line:
         events = [event.removeprefix("data: ") for event in printed.split("\n\n") if event]
         assert events.pop() == "[DONE]"
         choices = [choice for event in events for choice in json.loads(event)["choices"]]

@@ -91,7 +91,7 @@ def test_each_prompt_takes_a_place_and_one_without_ends_all(
     refused = Posted(server, COMPLETIONS, {**LONG, "prompt": ["a"] * (MAX_REQUESTS + 1)})
     if refused.status == 200:  # it had begun
         *_, last = refused.events()
-        assert json.loads(last)["error"]["code"] == "resource_exhausted"
+        assert json.loads(last)["error"]["code"] == "queue_full"
     else:
         assert refused.status == 429
     wait_idle(control)
