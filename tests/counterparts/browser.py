@@ -263,8 +263,9 @@ def stop(watched: Watched) -> dict[str, Any]:
 
 def keyboard(watched: Watched) -> dict[str, Any]:
     """Nothing but keys: from the first link to an answer, to the theme, and to eight prompts."""
+    kept = json.dumps({"temperature": "0"})  # as if it had been set before a reload
+    watched.page.add_init_script(f"sessionStorage.setItem('pagoda-settings', '{kept}')")
     page = watched.open()
-    watched.set(temperature="0")
     page.evaluate("document.activeElement.blur()")
     order, outlines = [], []
     for _ in range(16):
