@@ -180,10 +180,10 @@ def attacks() -> list[Attack]:
         Attack("HTTP: 200,000 chunks of one byte", _head("Transfer-Encoding: chunked") + b"1\r\n \r\n" * 200_000
                + b"0\r\n\r\n", 8, HTTP),
         Attack("HTTP: 1 MB of headers", b"GET /healthz HTTP/1.1\r\n" + b"a: b\r\n" * 170_000 + b"\r\n", 8, HTTP),
-        Attack("HTTP: 20,000 requests on a connection", b"GET /healthz HTTP/1.1\r\nHost: h\r\n\r\n" * 19_999
-               + b"GET /healthz HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n", 8, HTTP),
+        Attack("HTTP: 20,000 requests on a connection", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 19_999
+               + b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 8, HTTP),
         Attack("HTTP: a request smuggled behind two lengths", _head("Transfer-Encoding: chunked", "Content-Length: 5")
-               + b"0\r\n\r\nGET /metrics HTTP/1.1\r\nHost: h\r\n\r\n", 40, HTTP),
+               + b"0\r\n\r\nGET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", 40, HTTP),
     ]  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def _post(body: dict[str, Any]) -> bytes:
 
 
 def _head(*headers: str) -> bytes:
-    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: h", "Connection: close", *headers]
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: localhost", "Connection: close", *headers]
     return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
 
 
