@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, cast
@@ -48,6 +49,8 @@ _PATIENT_LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _LONGEST_ERROR = 300
+_GBNF_TEXT = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTALL)
+_GBNF_HEADER = "%llguidance {}\n\n"  # before what was converted: lines of errors are then those of the rules
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 
 
@@ -140,12 +143,31 @@ def to_lark(grammar: str) -> str:
     if (rules := grammar.count("::=")) > MAX_GBNF_RULES:
         raise GrammarError(f"has {rules} rules in GBNF, at most {MAX_GBNF_RULES} are allowed; Lark has no such limit")
     try:
-        return gbnf_to_lark(grammar)
+        return gbnf_to_lark(_GBNF_TEXT.sub(_plainly_escaped, grammar)).removeprefix(_GBNF_HEADER)
     except RecursionError:
         raise GrammarError("nests parentheses too deep") from None
     except Exception as error:  # the library raises nothing narrower
         message = re.sub(r" at line (\d+), (.*)$", r" at line \1, \2", str(error), flags=re.DOTALL)
         raise GrammarError(f"is not a grammar in GBNF: {message}"[:_LONGEST_ERROR]) from None
+
+
+def _plainly_escaped(found: re.Match[str]) -> str:
+    """A comment, literal or class of GBNF, without the escapes that llguidance's converter spoils."""
+    text = found[0]
+    if text.startswith("#"):
+        return text
+    is_literal = text.startswith('"')
+
+    def plain(escape: re.Match[str]) -> str:
+        if escape[1] is None:
+            return escape[0][1:] if is_literal and escape[0] in ("\\[", "\\]") else escape[0]
+        code = int(escape[1][1:], 16)
+        if code > sys.maxunicode or 0xD800 <= code < 0xE000:
+            raise GrammarError(f"has the escape {escape[0]}, which is no character")
+        character = chr(code)
+        return f"\\x{code:02x}" if code < 0x80 and not character.isalnum() else character
+
+    return re.sub(r"\\(?:(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8})|.)", plain, text, flags=re.DOTALL)
 
 
 def compiled(grammar: str, tokenizer: LLTokenizer, *, is_patient: bool = False) -> tuple[LLMatcher, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,6 +26,21 @@ MOST_BYTES_KEPT = 4 << 20  # of their texts
 MOST_FORCED = 8192  # bytes that a grammar may force at once, so that finding them takes some milliseconds at most
 
 _END = "<|end of guided output|>"  # a token that llguidance allows where the grammar may end; no sequence chooses it
+
+
+def _without_named_text(tokenizer: tokenizers.Tokenizer) -> str:
+    """The tokenizer's JSON, in which added tokens that are not special are tokens like others, or spell no text.
+
+    llguidance takes every added token for special: it would force text that spells one as that token, which it then
+    refuses. A grammar names such a token by its id.
+    """
+    document, others = json.loads(tokenizer.to_str()), tokenizer.get_vocab(with_added_tokens=False)
+    added = [token for token in document["added_tokens"] if token["special"] or token["content"] not in others]
+    for token in added:
+        if not token["special"]:
+            token["content"] = f"\ufdd0{token['id']}"  # no character
+    document["added_tokens"] = added
+    return json.dumps(document, ensure_ascii=False)
 
 
 class Grammars:
@@ -83,7 +99,7 @@ class Grammars:
                 end = tokenizer.token_to_id(_END)
                 assert end is not None, "it was just added"
                 num_tokens = max(self._vocab_size, end + 1)
-                self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=num_tokens, eos_token=end)
+                self._tokenizer = LLTokenizer(_without_named_text(tokenizer), n_vocab=num_tokens, eos_token=end)
             except Exception as error:  # the libraries raise nothing narrower
                 raise GrammarError(f"cannot be followed: the model's tokenizer is of another kind: {error}") from error
             self._ahead = MasksAhead(self._tokenizer.vocab_size, needs_all=self._needs_all_masks)

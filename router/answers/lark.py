@@ -1,4 +1,4 @@
-"""Write a grammar in llguidance's dialect of Lark. There a special token is a terminal of its own, not its text."""
+"""Write a grammar in llguidance's dialect of Lark. There an added token is a terminal of its own, not its text."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def _closed(schema: Mapping[str, Json]) -> Mapping[str, Json]:
 class Lark:
     """A grammar in the making.
 
-    special  ids of special tokens, by text
+    added  ids of added tokens, by text
     """
 
-    def __init__(self, special: Mapping[str, int]) -> None:
-        self._special = special
+    def __init__(self, added: Mapping[str, int]) -> None:
+        self._added = added
         self._rules: list[str] = []
         self._named: dict[Hashable, Rule] = {}
 
@@ -67,7 +67,7 @@ class Lark:
         return "\n".join((f"start: {start.name}", *self._rules, ""))
 
     def sequence(self, *parts: Rule | str) -> Rule:
-        """One part after the other: rules, and texts, in which special tokens are tokens."""
+        """One part after the other: rules, and texts, in which added tokens are tokens."""
         return self._rule(" ".join(filter(None, map(self._written, parts))))
 
     def one_of(self, rules: Iterable[Rule]) -> Rule:
@@ -116,18 +116,18 @@ class Lark:
 
     def through(self, marker: str) -> Rule:
         """Any text up to and including the first such marker."""
-        if marker in self._special:
+        if marker in self._added:
             return self._rule(f"{self._rule('/(?s:.*)/').name} {self._written(marker)}")
         return self._rule(f"/(?s:.*){_escaped(marker)}/", "[lazy]")
 
     def text(self, end: str, patterns: Sequence[str] = (), before: str = "") -> Rule:
         """A text without `end`, which matches all these regular expressions as a whole, then `before` and `end`."""
         parts = [f"/{_with_escaped_slashes(pattern)}/" for pattern in patterns or ["(?s:.*)"]]
-        if end not in self._special:
+        if end not in self._added:
             parts.append(f"~/(?s:.*){_escaped(end)}(?s:.*)/")
             before += end
         text = self._terminal(f"({' & '.join(parts)}) {json.dumps(before, ensure_ascii=False)}")
-        return self.sequence(text, end) if end in self._special else text
+        return self.sequence(text, end) if end in self._added else text
 
     def regex(self, regex: str) -> Rule:
         """What a regular expression matches, in the syntax of Rust's crate `regex`."""
@@ -162,11 +162,11 @@ class Lark:
     def _written(self, part: Rule | str) -> str:
         if isinstance(part, Rule):
             return part.name
-        pattern = "|".join(map(re.escape, self._special)) or "(?!)"
+        pattern = "|".join(map(re.escape, self._added)) or "(?!)"
         texts, tokens = re.split(pattern, part), re.findall(pattern, part)
         written = [json.dumps(texts[0], ensure_ascii=False) if texts[0] else ""]
         for token, text in zip(tokens, texts[1:], strict=True):
-            written += [f"<[{self._special[token]}]>", json.dumps(text, ensure_ascii=False) if text else ""]
+            written += [f"<[{self._added[token]}]>", json.dumps(text, ensure_ascii=False) if text else ""]
         return " ".join(filter(None, written))
 
 

@@ -73,7 +73,7 @@ def guided_by(
         return None
     if format is None or (params.calls_due is None and not (format.reasoning_format and params.is_parsed)):
         return params.guided
-    lark = Lark({text: id for text, id in tokenizer.special_ids.items() if text in format.markers})
+    lark = Lark({text: id for text, id in tokenizer.added_ids.items() if text in format.markers})
     prompt_end = _end_of(prompt, tokenizer)
     if params.calls_due is not None:
         start = format.calls(lark, params.calls_due, prompt_end)

@@ -42,7 +42,7 @@ class Tokenizer:
     vocab_size     highest token id + 1; the model's embedding may have more rows
     eos_token_ids  ids that end a sequence, in ascending order
     chat_template  None if the model has none
-    special_ids    ids of special tokens, by text
+    added_ids      ids of added tokens, by text: a grammar must name them, special or not
     recommended    sampling parameters that the model's authors recommend, by Hugging Face's names
     special_tokens  text by id
     has_bytes      the bytes of every token are known, which grammars need
@@ -71,7 +71,7 @@ class Tokenizer:
         self.has_bytes = _has_bytes(tokenizer)
         with _usable():
             added = tokenizer.get_added_tokens_decoder()
-            self.special_ids = {token.content: id for id, token in added.items() if token.special}
+            self.added_ids = {token.content: id for id, token in added.items()}
             self._detokenization = Detokenization(tokenizer)
             self._special_tokens = SpecialTokens(tokenizer)
             sample = self.encode(_SAMPLE)

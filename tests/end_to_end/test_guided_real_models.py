@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
+from pagoda import Client
 from pagoda.v1 import inference_pb2, inference_pb2_grpc
 from tests.end_to_end.asking import Answer, ask
 from tests.real_models import qwen_gguf
@@ -77,3 +78,18 @@ def test_what_is_finished_is_json_where_the_library_meets_a_limit(default_model:
     for answer in answers(default_model, 12, 400, 1.0, json_schema=json.dumps(schema)):
         if answer.finished().reason == inference_pb2.FINISH_REASON_STOP:
             assert re.fullmatch(PATTERN, json.loads(answer.text()))
+
+
+@pytest.mark.parametrize("choice", ["REQUIRED", "get_weather"])
+def test_a_call_that_is_due_is_made_where_its_markers_are_added_tokens_but_not_special(
+    qwen: Server, choice: str
+) -> None:
+    parameters = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+    tools = [{"name": "get_weather", "parameters": parameters}]
+    tool_choice = "required" if choice == "REQUIRED" else {"name": choice}
+    with Client(qwen.address) as client:
+        for question in ("What is the weather in Oslo?", "Hello!"):
+            answer = client.answer(chat=question, tools=tools, tool_choice=tool_choice, max_tokens=100)
+            ends = {"tool_calls", "length"} if choice == "REQUIRED" else {"tool_calls"}  # it may call more than once
+            assert answer.finish_reason in ends
+            assert set(answer.tool_calls[0].parsed) == {"city"}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from llguidance import LLTokenizer
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.checkpoints import resolve
@@ -14,6 +15,7 @@ from pagoda_server.router.errors import InvalidArgument, Unimplemented
 from pagoda_server.router.request import guided
 from pagoda_server.router.request.guided import GrammarChecker
 from pagoda_server.router.text.tokenizer import Tokenizer
+from pagoda_server.settings.grammars import compiled, grammar_of, to_lark
 from tests.router.tokenizers_for_tests import byte_level, model_folder, sentence_piece, with_decoder
 
 
@@ -62,3 +64,38 @@ def test_the_bytes_of_tokens_are_known_by_the_decoder(
 ) -> None:
     folder = model_folder(tmp_path, kind() if kind else with_decoder(byte_level(), None).to_str())
     assert Tokenizer(folder).has_bytes == has_bytes
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (r'root ::= "\u00e9"', "é"),
+        (r"root ::= [\u00e0-\u00e9]", "é"),
+        (r'root ::= "\U0001F642"', "🙂"),
+        (r'root ::= "\[\]"', "[]"),
+        (r'root ::= "\x41" [^\x00-\x1f]', "Ab"),
+        (r'root ::= "\x22\x5c\u005d" [\x5d\u005c-\u005e]', '"\\]]'),
+        (r'root ::= "a\u0001\u000ab"', "a\x01\nb"),
+        (r'root ::= [\[\]] "/" [/]', "]//"),
+        ('root ::= "a" b # "\\u00e9\nb ::= "c"', "ac"),
+    ],
+)
+def test_gbnf_means_what_its_escapes_say(grammar: str, text: str) -> None:
+    tokenizer = LLTokenizer("byte")
+    matcher, _ = compiled(grammar_of("ebnf_grammar", to_lark(grammar)), tokenizer)
+    output = tokenizer.tokenize_str(text)
+    assert matcher.try_consume_tokens(output) == len(output)
+    assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (r'root ::= "\ud800"', r"escape \\ud800, which is no character"),
+        ('root ::= "a" b\nb ::= [z', "at line 2, "),
+        ('root ::= "a" "\\q"', "at line 1, "),
+    ],
+)
+async def test_an_error_in_gbnf_names_the_clients_line(tokenizer: Tokenizer, grammar: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        await GrammarChecker(tokenizer).check(inference_pb2.Guided(ebnf_grammar=grammar))

@@ -60,7 +60,7 @@ class Model:
         )  # a token of two parts
         self.library.add_special_tokens(["<think>", "</think>", *HARMONY.markers])
         added = self.library.get_added_tokens_decoder()
-        self.special_ids = {token.content: id for id, token in added.items() if token.special}
+        self.added_ids = {token.content: id for id, token in added.items()}
         self._detokenization = Detokenization(self.library)
 
     def ids(self, text: str) -> list[int]:
@@ -78,7 +78,7 @@ class Model:
 
 
 MODEL = Model()
-END = MODEL.special_ids["<|im_end|>"]
+END = MODEL.added_ids["<|im_end|>"]
 PROMPT = MODEL.ids("<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -287,9 +287,9 @@ def test_calls_that_are_due_become_a_grammar() -> None:
     assert guided() == ""
     due = guided(chat=CHAT | {"toolChoice": {"tool": "add"}})
     assert '"name\\": \\"add' in due
-    assert f"<[{MODEL.special_ids['</think>']}]>" in due
-    assert f"<[{MODEL.special_ids['<think>']}]>" in due
-    assert f"<[{MODEL.special_ids['<think>']}]>" not in guided("<think>\n", chat=CHAT | {"toolChoice": {"tool": "add"}})
+    assert f"<[{MODEL.added_ids['</think>']}]>" in due
+    assert f"<[{MODEL.added_ids['<think>']}]>" in due
+    assert f"<[{MODEL.added_ids['<think>']}]>" not in guided("<think>\n", chat=CHAT | {"toolChoice": {"tool": "add"}})
     assert guided(chat=CHAT | {"toolChoice": {"mode": "TOOL_CHOICE_MODE_REQUIRED"}}, output={"text": False})
 
 
