@@ -51,6 +51,9 @@ _PATIENT_LIMITS = LLParserLimits(
 _LONGEST_ERROR = 300
 _GBNF_TEXT = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTALL)
 _GBNF_HEADER = "%llguidance {}\n\n"  # before what was converted: lines of errors are then those of the rules
+_VALUES = ("const", "enum")  # keywords whose numbers are written as they are
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # whose keys are names
+_NOTES = ("default", "examples")  # keywords that decide nothing
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 
 
@@ -113,8 +116,44 @@ def _without_tens(divisor: float) -> int:
     return min(number, 10 * MAX_DIVISOR)
 
 
+def _check_numbers(schema: str) -> None:
+    """Refuse numbers in `const` and `enum` that llguidance would change: it reads doubles, and writes 16 digits."""
+    waiting = [("", json.loads(schema, parse_float=Decimal))]
+    while waiting:
+        pointer, value = waiting.pop()
+        if isinstance(value, list):
+            waiting += [(f"{pointer}/{at}", each) for at, each in enumerate(value)]
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                if key in _VALUES:
+                    _check_exact(f"{pointer}/{key}", inner)
+                elif key in _NAMED and isinstance(inner, dict):
+                    waiting += [(f"{pointer}/{key}/{name}", each) for name, each in inner.items()]
+                elif key not in _NOTES:
+                    waiting.append((f"{pointer}/{key}", inner))
+
+
+def _check_exact(pointer: str, value: object) -> None:
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, dict | list):
+            waiting += found.values() if isinstance(found, dict) else found
+        elif isinstance(found, int | Decimal) and not isinstance(found, bool) and not _is_exact(found):
+            number = str(found) if isinstance(found, Decimal) or abs(found) < 10**40 else "with more than 40 digits"
+            raise GrammarError(f"has a number at {pointer} that would not be kept: {number}; write it as a string")
+
+
+def _is_exact(number: int | Decimal) -> bool:
+    try:
+        return Decimal(f"{float(number):.16g}") == number
+    except OverflowError:
+        return False
+
+
 def _schema_grammar(schema: str) -> str:
     value = _read_schema(schema)
+    _check_numbers(schema)
     try:
         return LLMatcher.grammar_from_json_schema("{}" if value is True else schema, defaults=_JSON_STYLE)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from pagoda_server.router.errors import InvalidArgument, Unimplemented
 from pagoda_server.router.request import guided
 from pagoda_server.router.request.guided import GrammarChecker
 from pagoda_server.router.text.tokenizer import Tokenizer
-from pagoda_server.settings.grammars import compiled, grammar_of, to_lark
+from pagoda_server.settings.grammars import GrammarError, compiled, grammar_of, to_lark
 from tests.router.tokenizers_for_tests import byte_level, model_folder, sentence_piece, with_decoder
 
 
@@ -99,3 +100,31 @@ def test_gbnf_means_what_its_escapes_say(grammar: str, text: str) -> None:
 async def test_an_error_in_gbnf_names_the_clients_line(tokenizer: Tokenizer, grammar: str, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         await GrammarChecker(tokenizer).check(inference_pb2.Guided(ebnf_grammar=grammar))
+
+
+def schema_of(number: str, keyword: str = "const") -> str:
+    value = f"[{number}, 1]" if keyword == "enum" else number
+    return f'{{"type": "object", "properties": {{"const": {{"{keyword}": {value}}}}}, "required": ["const"]}}'
+
+
+@pytest.mark.parametrize(
+    "number",
+    ["9007199254740993", "12345678901234567890", "123456789.12345679", "-0.12345678901234567", "1e400", "1" * 4000],
+)
+@pytest.mark.parametrize("keyword", ["const", "enum"])
+def test_a_number_that_would_become_another_is_refused_by_its_place(number: str, keyword: str) -> None:
+    with pytest.raises(GrammarError, match=f"at /properties/const/{keyword} that would not be kept"):
+        grammar_of("json_schema", schema_of(number, keyword))
+
+
+@pytest.mark.parametrize(
+    "number", ["9007199254740992", "1234567890123456", "3.141592653589793", "1e22", "1e-7", "-7", "0.1", "1e20"]
+)
+def test_a_number_that_is_kept_is_written(number: str) -> None:
+    matcher, _ = compiled(grammar_of("json_schema", schema_of(number)), LLTokenizer("byte"))
+    output = bytes(matcher.compute_ff_tokens())
+    assert Decimal(output.decode().rpartition(":")[2].strip(" }")) == Decimal(number)
+
+
+def test_numbers_that_decide_nothing_and_bounds_are_not_refused() -> None:
+    grammar_of("json_schema", '{"type": "integer", "maximum": 9223372036854775807, "default": 9007199254740993}')
