@@ -21,9 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import uvloop
-
 from pagoda.v1 import control_pb2
+from pagoda_server.channel import event_loop
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, resolve
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.drafting import PromptLookup, Speculation
@@ -61,7 +60,7 @@ def run(config: EngineConfig) -> int:
         speculation = engine.submit(lambda: _speculation(replace(config, model=str(folder)), runner, progress)).result()
         gc.collect()
         gc.freeze()  # else a full collection, in the middle of any step, walks the 170,000 objects that torch made
-        return uvloop.run(_serve(config, folder, runner, speculation, engine))
+        return event_loop.run(_serve(config, folder, runner, speculation, engine))
     except (ConfigError, CheckpointError, SettingError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
     except MemoryError:

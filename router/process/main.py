@@ -10,8 +10,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import uvloop
-
+from pagoda_server.channel import event_loop
 from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress, find_model
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.process.calls import GRPC_LOGGER, is_worth_logging
@@ -47,7 +46,7 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
         model = find_model(config.model, progress or PrintedProgress())
         named = replace(config, served_model_name=config.served_model_name or model.name)
         if config.workers > 1:
-            uvloop.run(Workers(named, model.folder).run())
+            event_loop.run(Workers(named, model.folder).run())
         else:
             _run(Router(named, model.folder, Tokenizer(model.folder)))
 
@@ -99,7 +98,7 @@ def _run(router: Router) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 50, 50)
-    uvloop.run(router.run())
+    event_loop.run(router.run())
 
 
 if __name__ == "__main__":  # Workers runs this module for each router and sends its settings to standard input
