@@ -147,6 +147,7 @@ class HttpCall:
         """Stop watching for the client's end."""
         if self._watch is not None:
             self._watch.cancel()
+            self._watch = None  # it keeps this call, in the traceback of how it ended
 
     async def _begin(self, header: tuple[bytes, bytes]) -> None:
         assert self._answer is not None

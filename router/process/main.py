@@ -27,7 +27,7 @@ from pagoda_server.settings.router import SPAWN
 log = logging.getLogger("pagoda.router")
 
 SWITCH_INTERVAL_S = 0.001
-GC_THRESHOLD = 20_000  # net new objects before a collection; a request in flight holds about a hundred
+GC_THRESHOLD = 5_000  # net new objects before a collection; a request in flight holds about a hundred
 
 
 def serve(config: ServeConfig, progress: Progress | None = None) -> int:

@@ -289,7 +289,8 @@ class LiveRequests:
         return live
 
     def remove(self, tenant: str, request_id: str) -> None:
-        del self._requests[tenant, request_id]
+        # Its stream knows what the call holds, which knows this: the collector of cycles would hold up other streams.
+        self._requests.pop((tenant, request_id)).stream = None
         if not self._requests:
             self._idle.set()
 
