@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pagoda.engine.v1 import engine_pb2
 from pagoda_server.router.errors import PagodaError
 
-WOKEN_AT_ONCE = 8  # streams, which then write their tokens in one turn of the event loop
-GIVES_WAY_S = 0.02  # for how long tokens give way to refusals, at most
+WOKEN_AT_ONCE = 8  # streams, which then write their tokens in one turn of the event loop; twice as many when it is late
+GIVES_WAY_S = 0.02  # for how long tokens give way to refusals and to first tokens; after it they are late
 REFUSALS_FOLLOW_S = 0.001  # so soon after another one, a refusal belongs to the same burst
 
 
@@ -114,30 +114,37 @@ class Wakeups:
     turns the loop looks for what has arrived, so calls, cancels and scrapes come between the writes.
 
     While calls are refused one after another, the readers wait, but first tokens do not: a burst is answered sooner,
-    and what the engine sends meanwhile shares a message with what waits.
+    and what the engine sends meanwhile shares a message with what waits. Readers who are late wait for nothing.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._first: deque[EngineStream] = deque()
-        self._others: deque[EngineStream] = deque()
+        self._others: deque[tuple[float, EngineStream]] = deque()  # since when they wait
         self._next: asyncio.Handle | None = None  # the next turn, while any wait
-        self._refused_at = self._waiting_since = -math.inf
+        self._refused_at = -math.inf
 
     def add(self, stream: EngineStream) -> None:
         """Wake a stream's reader when it is its turn: first tokens come first. A stream that waits keeps its place."""
         if not stream.is_due:
             stream.is_due = True
-            (self._others if stream.has_begun else self._first).append(stream)
+            if stream.has_begun:
+                self._others.append((self._clock(), stream))
+            else:
+                self._first.append(stream)
 
     def start(self) -> None:
         """Wake the first few at once, unless others wait for their turn."""
         if self._next is None:
-            self._waiting_since = self._clock()
             self._wake_some()
         elif self._first:
             self._next.cancel()
             self._wake_some()
+
+    @property
+    def are_late(self) -> bool:
+        """Whether a reader has waited for so long that nothing new should go first."""
+        return bool(self._others) and self._clock() >= self._others[0][0] + GIVES_WAY_S
 
     def give_way(self) -> None:
         """Note that a call is being refused."""
@@ -145,13 +152,15 @@ class Wakeups:
 
     def _wake_some(self) -> None:
         self._next = None
-        now = self._clock()
-        is_burst = now < min(self._refused_at + REFUSALS_FOLLOW_S, self._waiting_since + GIVES_WAY_S)
-        for _ in range(WOKEN_AT_ONCE):
-            waiting = self._first if self._first or is_burst else self._others
-            if not waiting:
+        are_late = self.are_late
+        is_burst = not are_late and self._clock() < self._refused_at + REFUSALS_FOLLOW_S
+        for at in range(WOKEN_AT_ONCE << are_late):
+            if self._others and not is_burst and (not self._first or (are_late and at % 4)):
+                _, stream = self._others.popleft()
+            elif self._first:
+                stream = self._first.popleft()
+            else:
                 break
-            stream = waiting.popleft()
             stream.is_due = False
             stream.wake.set()
         loop = asyncio.get_running_loop()

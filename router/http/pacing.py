@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-PARSING_S = 0.001  # in a turn; the handlers that it starts run in the next one, and refuse in about twice that time
+PARSING_S = 0.0005  # in a turn; the handlers that it starts run in the next one, and refuse in ten times that time
 ACCEPTS = 4  # connections in a turn; each takes about 150 µs
 FULL_S = 0.1  # until the next try to accept, when this process has no file left
 
@@ -22,11 +22,13 @@ FULL_S = 0.1  # until the next try to accept, when this process has no file left
 class Pace:
     """Runs work in the order in which it was posted, for a limited time in each turn of the event loop.
 
-    turn_s  of a turn, after which no more work begins; 0: one piece of work in each turn
+    turn_s            of a turn, after which no more work begins; 0: one piece of work in each turn
+    are_streams_late  whether tokens have waited for too long to be written: turns have one piece of work then
     """
 
-    def __init__(self, turn_s: float) -> None:
+    def __init__(self, turn_s: float, are_streams_late: Callable[[], bool] = lambda: False) -> None:
         self._turn_s = turn_s
+        self._are_streams_late = are_streams_late
         self._work: deque[Callable[[], None]] = deque()
         self._is_due = False
 
@@ -47,7 +49,7 @@ class Pace:
 
     def _run(self) -> None:
         self._is_due = False
-        end = time.perf_counter() + self._turn_s
+        end = time.perf_counter() + (0 if self._are_streams_late() else self._turn_s)
         try:
             while self._work:
                 self._work.popleft()()
@@ -58,14 +60,22 @@ class Pace:
 
 
 class Acceptor:
-    """Accepts connections on a listening socket, a few in a turn. Stands for the asyncio.Server of that socket."""
+    """Accepts connections on a listening socket, a few in a turn. Stands for the asyncio.Server of that socket.
+
+    are_streams_late  see Pace
+    """
 
     def __init__(
-        self, listening: socket.socket, make_protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None
+        self,
+        listening: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None,
+        are_streams_late: Callable[[], bool] = lambda: False,
     ) -> None:
         self._socket = listening
         self._make_protocol = make_protocol
         self._tls = tls
+        self._are_streams_late = are_streams_late
         self._loop = asyncio.get_running_loop()
         self._connecting: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
@@ -81,7 +91,7 @@ class Acceptor:
         """There is nothing to wait for: connections are closed by their owner."""
 
     def _accept(self) -> None:
-        for _ in range(ACCEPTS):
+        for _ in range(1 if self._are_streams_late() else ACCEPTS):
             try:
                 accepted, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -30,29 +30,37 @@ _HEADERS = [
 class HttpPort:
     """A bound HTTP port, which serves while `run` runs.
 
-    listen       HOST:PORT; port 0 takes a free one
-    shares_port  whether other processes listen there too
-    tls          None: connections are not encrypted
-    stall_s      how long a client may read nothing before its connection is closed
+    listen            HOST:PORT; port 0 takes a free one
+    shares_port       whether other processes listen there too
+    tls               None: connections are not encrypted
+    stall_s           how long a client may read nothing before its connection is closed
+    are_streams_late  whether tokens have waited for too long to be written, so that everything new has to wait
 
     Raises ConfigError if the address cannot be bound.
     """
 
     def __init__(
-        self, listen: str, app: ASGIApp, *, shares_port: bool, tls: ssl.SSLContext | None, stall_s: float
+        self,
+        listen: str,
+        app: ASGIApp,
+        *,
+        shares_port: bool,
+        tls: ssl.SSLContext | None,
+        stall_s: float,
+        are_streams_late: Callable[[], bool] = lambda: False,
     ) -> None:
         host, _, port = listen.rpartition(":")
         self._socket = _bound(listen, host_of(listen), int(port), shares_port)
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self.url = f"{'http' if tls is None else 'https'}://{self.address}"
+        connection: Any = partial(Connection, stall_s=stall_s, pace=Pace(PARSING_S, are_streams_late))
         config = uvicorn.Config(
-            app, http=partial(Connection, stall_s=stall_s, pace=Pace(PARSING_S)), lifespan="off", ws="none",  # type: ignore[arg-type]
-            log_config=None, log_level="critical", access_log=False, server_header=False, headers=_HEADERS,
-            proxy_headers=False, timeout_keep_alive=IDLE_S,
+            app, http=connection, lifespan="off", ws="none", log_config=None, log_level="critical", access_log=False,
+            server_header=False, headers=_HEADERS, proxy_headers=False, timeout_keep_alive=IDLE_S,
         )  # fmt: skip
         config.load()
         config.ssl = tls
-        self._server = _Server(config)
+        self._server = _Server(config, are_streams_late)
         self._has_ended = asyncio.Event()
 
     async def run(self) -> None:
@@ -76,13 +84,18 @@ class HttpPort:
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, are_streams_late: Callable[[], bool]) -> None:
+        super().__init__(config)
+        self._are_streams_late = are_streams_late
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # the router has its own handlers
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        self.servers = [Acceptor(each, self._connection, self.config.ssl) for each in sockets or ()]  # type: ignore[misc]
+        accepts = partial(Acceptor, make_protocol=self._connection, tls=self.config.ssl)
+        self.servers = [accepts(each, are_streams_late=self._are_streams_late) for each in sockets or ()]  # type: ignore[misc]
 
     def _connection(self) -> asyncio.Protocol:
         make: Any = self.config.http_protocol_class

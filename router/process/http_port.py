@@ -26,14 +26,16 @@ def http_port(
     *,
     on_refusal: Callable[[str, PagodaError], None],
     shares_port: bool,
+    are_streams_late: Callable[[], bool],
 ) -> HttpPort:
     """The port of these routes, which serves once it runs. Raises ConfigError.
 
     Where TLS or tokens guard an address that others can reach, they call the server by names that it does not know, and
     no other page can use it: it has no certificate of that name, or no token.
 
-    on_refusal   told of each request whose caller is unknown or lacks a right
-    shares_port  other routers serve on it too
+    on_refusal        told of each request whose caller is unknown or lacks a right
+    shares_port       other routers serve on it too
+    are_streams_late  see HttpPort
     """
     is_guarded = settings.tls_cert is not None or identities.tokens is not None
     guard = Guard(
@@ -46,4 +48,11 @@ def http_port(
         on_refusal=on_refusal,
     )
     tls = tls_context(settings.tls_cert, settings.tls_key) if settings.tls_cert and settings.tls_key else None
-    return HttpPort(listen, guard, shares_port=shares_port, tls=tls, stall_s=settings.stall_timeout_s)
+    return HttpPort(
+        listen,
+        guard,
+        shares_port=shares_port,
+        tls=tls,
+        stall_s=settings.stall_timeout_s,
+        are_streams_late=are_streams_late,
+    )

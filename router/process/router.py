@@ -137,6 +137,7 @@ class Router:
         self._tenants: TenantsFile | None = None
         if config.tenants_file:
             self._tenants = TenantsFile(Path(config.tenants_file), config.workers, self._adopt_tenants)
+        self._wakeups = Wakeups()
         self._http: HttpPort | None = None  # set with --http
         self._tally: Tally | None = None  # set with --http, which alone shows it
         self._has_served = False  # an engine has been ready
@@ -152,8 +153,7 @@ class Router:
         with contextlib.ExitStack() as stack:
             stack.callback(self._tokenizer.close)
             addresses = self._engine_addresses(stack)
-            wakeups = Wakeups()
-            self._observers.on_refusal.append(lambda method, error: wakeups.give_way())
+            self._observers.on_refusal.append(lambda method, error: self._wakeups.give_way())
             channels = [
                 EngineChannel(
                     address,
@@ -162,7 +162,7 @@ class Router:
                     check=partial(self._check_engine, address),
                     on_change=self._on_engine_change,
                     on_hang=self._keeper.kill if self._keeper else lambda: None,
-                    wakeups=wakeups,
+                    wakeups=self._wakeups,
                 )
                 for address in addresses
             ]
@@ -260,6 +260,7 @@ class Router:
                     self._identities,
                     on_refusal=self._observers.refused,
                     shares_port=bool(self._sockets),
+                    are_streams_late=lambda: self._wakeups.are_late,
                 )
         except ConfigError:
             await server.stop(None)  # otherwise it complains when it is collected, after its event loop has closed

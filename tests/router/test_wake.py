@@ -4,7 +4,14 @@ import asyncio
 
 import pytest
 
-from pagoda_server.router.engines.stream import GIVES_WAY_S, REFUSALS_FOLLOW_S, EngineStream, Wake, Wakeups
+from pagoda_server.router.engines.stream import (
+    GIVES_WAY_S,
+    REFUSALS_FOLLOW_S,
+    WOKEN_AT_ONCE,
+    EngineStream,
+    Wake,
+    Wakeups,
+)
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -52,6 +59,26 @@ async def test_first_tokens_alone_are_written_while_calls_are_refused() -> None:
     assert not begun.done()
     now += REFUSALS_FOLLOW_S
     await asyncio.wait_for(begun, 30)
+
+
+async def test_late_tokens_go_before_most_first_tokens() -> None:
+    now = 100.0
+    wakeups = Wakeups(clock=lambda: now)
+    wakeups.give_way()
+    others = [stream_of(wakeups, has_begun=True) for _ in range(3 * WOKEN_AT_ONCE)]
+    assert all(stream.is_due for stream in others)
+    assert not wakeups.are_late
+    now += GIVES_WAY_S
+    assert wakeups.are_late
+    first = [EngineStream(1, 1, abort=lambda _: None, forget=lambda _: None, on_start=lambda: None) for _ in others]
+    for stream in first:
+        wakeups.add(stream)
+    wakeups.start()
+    assert [stream.is_due for stream in others].count(False) == 2 * WOKEN_AT_ONCE * 3 // 4
+    assert [stream.is_due for stream in first].count(False) == 2 * WOKEN_AT_ONCE // 4
+    await asyncio.sleep(1)
+    assert not any(stream.is_due for stream in (*others, *first))
+    assert not wakeups.are_late
 
 
 async def test_tokens_do_not_give_way_for_ever() -> None:
