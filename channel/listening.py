@@ -10,7 +10,7 @@ import socket
 import stat
 from collections.abc import Callable
 
-from pagoda_server.channel.address import UNIX_PREFIX, host_of, is_unix
+from .address import UNIX_PREFIX, host_of, is_unix
 
 # A host that vanishes does not close its connections. Without these options its requests would go on until a write
 # stalls, or for ever if there is nothing to write.

@@ -19,10 +19,10 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from pagoda_server.channel.address import socket_file, socket_name
-from pagoda_server.channel.link import MAX_MESSAGE_BYTES
-from pagoda_server.channel.listening import SocketFile, remove_stale
-from pagoda_server.channel.ring import Ring, RingPair, RingReader, RingWriter
+from .address import socket_file, socket_name
+from .link import MAX_MESSAGE_BYTES
+from .listening import SocketFile, remove_stale
+from .ring import Ring, RingPair, RingReader, RingWriter
 
 log = logging.getLogger("pagoda.channel")
 

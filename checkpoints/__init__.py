@@ -1,6 +1,6 @@
 """Finds and imports models: a name, a folder or a file becomes a Hugging Face folder for router and engine."""
 
-from pagoda_server.checkpoints.catalog import (
+from .catalog import (
     DEFAULT_MODEL,
     AvailableModel,
     FoundModel,
@@ -8,9 +8,9 @@ from pagoda_server.checkpoints.catalog import (
     list_models,
     resolve,
 )
-from pagoda_server.checkpoints.files import verify
-from pagoda_server.checkpoints.folder import CheckpointError
-from pagoda_server.checkpoints.progress import PrintedProgress, Progress
+from .files import verify
+from .folder import CheckpointError
+from .progress import PrintedProgress, Progress
 
 __all__ = [
     "DEFAULT_MODEL",

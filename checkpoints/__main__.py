@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pagoda_server.checkpoints import DEFAULT_MODEL, CheckpointError, PrintedProgress, resolve, verify
+from . import DEFAULT_MODEL, CheckpointError, PrintedProgress, resolve, verify
 
 
 def main() -> int:

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagoda_server.checkpoints.files import is_intact, remove_tree, seal, sync
-from pagoda_server.checkpoints.folder import CheckpointError
-from pagoda_server.checkpoints.progress import Progress
+from .files import is_intact, remove_tree, seal, sync
+from .folder import CheckpointError
+from .progress import Progress
 
 LOCK_POLL_S = 0.1
 DRAFT = "draft"

@@ -7,12 +7,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagoda_server.checkpoints import default_model, synthetic
-from pagoda_server.checkpoints.cache import Cache
-from pagoda_server.checkpoints.files import MANIFEST, read_manifest
-from pagoda_server.checkpoints.folder import CheckpointError, check_folder, obtain_hub_model, read_json_object
-from pagoda_server.checkpoints.gguf_import import obtain_gguf_model
-from pagoda_server.checkpoints.progress import Progress, no_progress
+from . import default_model, synthetic
+from .cache import Cache
+from .files import MANIFEST, read_manifest
+from .folder import CheckpointError, check_folder, obtain_hub_model, read_json_object
+from .gguf_import import obtain_gguf_model
+from .progress import Progress, no_progress
 
 DEFAULT_MODEL = default_model.NAME
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")

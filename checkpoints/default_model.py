@@ -9,11 +9,11 @@ import zipfile
 from collections import deque
 from pathlib import Path
 
-from pagoda_server.checkpoints.cache import Cache
-from pagoda_server.checkpoints.files import PIECE_BYTES, remove_tree, sha256_of, written_whole
-from pagoda_server.checkpoints.folder import CheckpointError, Json, read_json_object, write_json
-from pagoda_server.checkpoints.gguf_import import import_gguf
-from pagoda_server.checkpoints.progress import Progress
+from .cache import Cache
+from .files import PIECE_BYTES, remove_tree, sha256_of, written_whole
+from .folder import CheckpointError, Json, read_json_object, write_json
+from .gguf_import import import_gguf
+from .progress import Progress
 
 NAME = "smollm2-135m-instruct"
 FAMILY = "llama"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from pagoda_server.checkpoints.folder import CheckpointError
-from pagoda_server.checkpoints.progress import Progress, no_progress
+from .folder import CheckpointError
+from .progress import Progress, no_progress
 
 PIECE_BYTES = 1 << 22
 MANIFEST = "manifest.json"

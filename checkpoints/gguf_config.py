@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda_server.checkpoints.folder import CheckpointError, quoted
-from pagoda_server.checkpoints.gguf_file import GgufFile
+from .folder import CheckpointError, quoted
+from .gguf_file import GgufFile
 
 ROPE_FACTORS = "rope_freqs.weight"
 DEFAULT_TEMPERATURE = 0.8  # llama.cpp's, which a file leaves in place if it recommends other numbers alone

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pagoda_server.checkpoints.folder import CheckpointError, quoted
+from .folder import CheckpointError, quoted
 
 T = TypeVar("T")
 

@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagoda_server.checkpoints.cache import Cache
-from pagoda_server.checkpoints.files import sha256_of, written_whole
-from pagoda_server.checkpoints.folder import CheckpointError, write_json
-from pagoda_server.checkpoints.progress import Progress
+from .cache import Cache
+from .files import sha256_of, written_whole
+from .folder import CheckpointError, write_json
+from .progress import Progress
 
 if TYPE_CHECKING:
-    from pagoda_server.checkpoints.gguf_file import GgufFile
+    from .gguf_file import GgufFile
 
 
 def obtain_gguf_model(path: Path, cache: Cache, progress: Progress) -> Path:
@@ -37,10 +37,10 @@ def import_gguf(path: Path, folder: Path, progress: Progress, file: GgufFile | N
     file  the same file, if its header has been read before: that takes seconds
     """
     # Imported here: a start from the cache needs neither NumPy nor the code for quantization.
-    from pagoda_server.checkpoints.gguf_config import config_of, read_shape
-    from pagoda_server.checkpoints.gguf_tokenizer import write_tokenizer
-    from pagoda_server.checkpoints.gguf_weights import has_grouped_weights, write_weights
-    from pagoda_server.checkpoints.grouped_weights import QUANTIZATION_CONFIG
+    from .gguf_config import config_of, read_shape
+    from .gguf_tokenizer import write_tokenizer
+    from .gguf_weights import has_grouped_weights, write_weights
+    from .grouped_weights import QUANTIZATION_CONFIG
 
     file = file or _checked(path, progress)
     shape = read_shape(file)
@@ -72,9 +72,9 @@ def _content_key(path: Path, remembered: Path, progress: Progress) -> str:
 
 def _checked(path: Path, progress: Progress) -> GgufFile:
     """The open file. Raises CheckpointError if its header shows that it cannot be imported."""
-    from pagoda_server.checkpoints.gguf_config import read_shape
-    from pagoda_server.checkpoints.gguf_file import GgufFile
-    from pagoda_server.checkpoints.gguf_weights import check_tensors
+    from .gguf_config import read_shape
+    from .gguf_file import GgufFile
+    from .gguf_weights import check_tensors
 
     size_bytes = path.stat().st_size
     progress("Reading the GGUF file", 0, size_bytes)

@@ -9,9 +9,9 @@ from pathlib import Path
 from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from pagoda_server.checkpoints.folder import CheckpointError, quoted, write_json
-from pagoda_server.checkpoints.gguf_config import recommended_sampling
-from pagoda_server.checkpoints.gguf_file import GgufFile
+from .folder import CheckpointError, quoted, write_json
+from .gguf_config import recommended_sampling
+from .gguf_file import GgufFile
 
 MAX_TOKEN_CHARACTERS = 1024  # the longest known has 256; finding the merges of one takes the square of its length
 SPACE = "▁"  # SentencePiece's letter for a space

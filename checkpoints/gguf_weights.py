@@ -16,12 +16,12 @@ import numpy as np
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from pagoda_server.checkpoints.folder import CheckpointError, quoted
-from pagoda_server.checkpoints.gguf_config import FAMILIES, ROPE_FACTORS, ModelShape
-from pagoda_server.checkpoints.gguf_file import GgufFile
-from pagoda_server.checkpoints.grouped_weights import GROUP_BYTES, MINIMUMS, SCALES, VALUES
-from pagoda_server.checkpoints.progress import Progress
-from pagoda_server.checkpoints.safetensors_file import SafetensorsWriter, TensorEntry
+from .folder import CheckpointError, quoted
+from .gguf_config import FAMILIES, ROPE_FACTORS, ModelShape
+from .gguf_file import GgufFile
+from .grouped_weights import GROUP_BYTES, MINIMUMS, SCALES, VALUES
+from .progress import Progress
+from .safetensors_file import SafetensorsWriter, TensorEntry
 
 VALUES_AT_ONCE = 1 << 22
 FLOAT16_MAX = 65_504

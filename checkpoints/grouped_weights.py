@@ -21,11 +21,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda_server.checkpoints.cache import Cache
-from pagoda_server.checkpoints.files import MANIFEST
-from pagoda_server.checkpoints.folder import WEIGHTS, CheckpointError, read_json_object, write_json
-from pagoda_server.checkpoints.progress import Progress, no_progress
-from pagoda_server.checkpoints.safetensors_file import SafetensorsWriter, TensorEntry, read_entries
+from .cache import Cache
+from .files import MANIFEST
+from .folder import WEIGHTS, CheckpointError, read_json_object, write_json
+from .progress import Progress, no_progress
+from .safetensors_file import SafetensorsWriter, TensorEntry, read_entries
 
 T = TypeVar("T", bound=np.generic)
 

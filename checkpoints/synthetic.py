@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from pagoda_server.checkpoints.cache import Cache
-from pagoda_server.checkpoints.folder import write_json
-from pagoda_server.checkpoints.progress import Progress
+from .cache import Cache
+from .folder import write_json
+from .progress import Progress
 
 NAME = "synthetic"
 FAMILY = "synthetic"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from pagoda_server.engine.serving.main import run
-from pagoda_server.settings import EngineConfig
-from pagoda_server.settings.command_line import command
+from ..settings import EngineConfig
+from ..settings.command_line import command
+from .serving.main import run
 
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -1,18 +1,18 @@
 """The ops of a model on one device. Each has a contract, a reference in plain torch, and versions for the backends."""
 
-from pagoda_server.kernels.adjust_logits import LogitAdjustments
-from pagoda_server.kernels.backend import Backend
-from pagoda_server.kernels.copy_blocks import bytes_of_block, copy_blocks, load_blocks, save_blocks
-from pagoda_server.kernels.embedding import Embedding
-from pagoda_server.kernels.linear import Linear, prefers_whole_native
-from pagoda_server.kernels.linear_int4 import Int4Weight
-from pagoda_server.kernels.linear_quantized import has_native_int8_weight
-from pagoda_server.kernels.native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
-from pagoda_server.kernels.paged import AttentionPlan, PagedKV
-from pagoda_server.kernels.recording import Recorder, Recording
-from pagoda_server.kernels.registry import load_backend
-from pagoda_server.kernels.rope_and_store_kv import HeadNorms
-from pagoda_server.kernels.row_sampling import (
+from .adjust_logits import LogitAdjustments
+from .backend import Backend
+from .copy_blocks import bytes_of_block, copy_blocks, load_blocks, save_blocks
+from .embedding import Embedding
+from .linear import Linear, prefers_whole_native
+from .linear_int4 import Int4Weight
+from .linear_quantized import has_native_int8_weight
+from .native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
+from .paged import AttentionPlan, PagedKV
+from .recording import Recorder, Recording
+from .registry import load_backend
+from .rope_and_store_kv import HeadNorms
+from .row_sampling import (
     MAX_TOP_LOGPROBS,
     SampledRows,
     SamplingRows,
@@ -20,7 +20,7 @@ from pagoda_server.kernels.row_sampling import (
     allocate_rows,
     allocate_sampled,
 )
-from pagoda_server.kernels.sample import Draws, drop_untypical
+from .sample import Draws, drop_untypical
 
 __all__ = [
     "MAX_TOP_LOGPROBS",

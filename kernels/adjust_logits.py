@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels.native_module import native
+from .native_module import native
 
 
 @dataclass(frozen=True, slots=True)

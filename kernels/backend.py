@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from pagoda_server.kernels.adjust_logits import LogitAdjustments, adjust_logits, adjust_logits_native
-from pagoda_server.kernels.embedding import Embedding, embedding, embedding_int8_native, embedding_wide
-from pagoda_server.kernels.linear import (
+from .adjust_logits import LogitAdjustments, adjust_logits, adjust_logits_native
+from .embedding import Embedding, embedding, embedding_int8_native, embedding_wide
+from .linear import (
     Linear,
     gated_linear,
     gated_linear_cpu,
@@ -22,15 +22,15 @@ from pagoda_server.kernels.linear import (
     linear_cpu,
     linear_whole_native,
 )
-from pagoda_server.kernels.linear_int4 import gated_linear_int4_native, head_int4_native, linear_int4_native
-from pagoda_server.kernels.linear_int8 import (
+from .linear_int4 import gated_linear_int4_native, head_int4_native, linear_int4_native
+from .linear_int8 import (
     gated_linear_int8_native,
     head_int8_native,
     linear_int8_native,
 )
-from pagoda_server.kernels.linear_quantized import gated_linear_int8_weight_native, linear_int8_weight_native
-from pagoda_server.kernels.paged import AttentionPlan, PagedKV
-from pagoda_server.kernels.paged_attention import (
+from .linear_quantized import gated_linear_int8_weight_native, linear_int8_weight_native
+from .paged import AttentionPlan, PagedKV
+from .paged_attention import (
     is_read_in_place,
     paged_attention,
     paged_attention_cpu,
@@ -40,16 +40,16 @@ from pagoda_server.kernels.paged_attention import (
     plan_attention_native,
     plan_attention_one_order,
 )
-from pagoda_server.kernels.rms_norm import add, add_native, rms_norm, rms_norm_cpu, rms_norm_native
-from pagoda_server.kernels.rope_and_store_kv import (
+from .rms_norm import add, add_native, rms_norm, rms_norm_cpu, rms_norm_native
+from .rope_and_store_kv import (
     HeadNorms,
     rope_and_store_kv,
     rope_and_store_kv_cpu,
     rope_and_store_kv_native,
 )
-from pagoda_server.kernels.row_sampling import SampledRows, SamplingRows, Verified, sample_rows
-from pagoda_server.kernels.sample import Draws, likeliest_if_drawn, most_likely_allowed, sample
-from pagoda_server.kernels.sample_cpu import (
+from .row_sampling import SampledRows, SamplingRows, Verified, sample_rows
+from .sample import Draws, likeliest_if_drawn, most_likely_allowed, sample
+from .sample_cpu import (
     likeliest_if_drawn_native,
     most_likely_allowed_native,
     sample_cpu,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels.paged import PagedKV
+from .paged import PagedKV
 
 _AT_ONCE = 16  # blocks gathered before they are moved, which takes that much memory beside the cache
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagoda_server.kernels.linear import Linear
-from pagoda_server.kernels.linear_int8 import NativeInt8, dequantize_weight, quantize_weight
-from pagoda_server.kernels.native_module import DTYPES, native
+from .linear import Linear
+from .linear_int8 import NativeInt8, dequantize_weight, quantize_weight
+from .native_module import DTYPES, native
 
 
 class Embedding(Protocol):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagoda_server.kernels.native_module import DTYPES, native, takes
-from pagoda_server.kernels.recording import empty
-from pagoda_server.kernels.silu_and_mul import silu_and_mul, silu_and_mul_cpu, silu_and_mul_native
+from .native_module import DTYPES, native, takes
+from .recording import empty
+from .silu_and_mul import silu_and_mul, silu_and_mul_cpu, silu_and_mul_native
 
 PANEL = 32  # packed weights have room for a multiple of this many outputs: the widest panel of any instruction set
 _TORCH_IS_FAST = ("amx", "avx512")  # oneDNN multiplies in bfloat16 there

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagoda_server.kernels.linear import Linear, NativeLinear
-from pagoda_server.kernels.linear_int8 import (
+from .linear import Linear, NativeLinear
+from .linear_int8 import (
     GROUP,
     gated_linear_int8_native,
     head_int8_native,
     linear_int8_native,
     quantize_rows,
 )
-from pagoda_server.kernels.native_module import native
-from pagoda_server.kernels.silu_and_mul import silu_and_mul
+from .native_module import native
+from .silu_and_mul import silu_and_mul
 
 WEIGHT_GROUP = 32  # inputs that share a scale and a minimum
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagoda_server.kernels.linear import PANEL, Linear, NativeLinear
-from pagoda_server.kernels.native_module import DTYPES, native, takes
-from pagoda_server.kernels.silu_and_mul import silu_and_mul
+from .linear import PANEL, Linear, NativeLinear
+from .native_module import DTYPES, native, takes
+from .silu_and_mul import silu_and_mul
 
 GROUP = 64  # elements of the input that share a scale
 

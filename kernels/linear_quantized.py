@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagoda_server.kernels.linear import PANEL, Linear, NativeLinear
-from pagoda_server.kernels.linear_int8 import pack_int8
-from pagoda_server.kernels.native_module import native
-from pagoda_server.kernels.silu_and_mul import silu_and_mul
+from .linear import PANEL, Linear, NativeLinear
+from .linear_int8 import pack_int8
+from .native_module import native
+from .silu_and_mul import silu_and_mul
 
 FP8_MAX = 448.0  # of float8_e4m3fn
 DEPTH = 32  # AMX's layout is padded to a multiple of this many inputs

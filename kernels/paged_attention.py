@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagoda_server.kernels.native_module import DTYPES, native, takes
-from pagoda_server.kernels.paged import AttentionPlan, DecodeGroup, PagedKV, PrefillChunk
-from pagoda_server.kernels.recording import empty
+from .native_module import DTYPES, native, takes
+from .paged import AttentionPlan, DecodeGroup, PagedKV, PrefillChunk
+from .recording import empty
 
 # A softmax sums its terms in vectors. With lengths that are multiples of a vector, a row's result is the same to the
 # last bit in any batch, whatever padding its group needs.

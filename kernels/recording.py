@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels.native_module import native
+from .native_module import native
 
 
 class _Room:

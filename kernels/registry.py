@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagoda_server.kernels.backend import BACKENDS, Backend
+from .backend import BACKENDS, Backend
 
 TRITON_BACKENDS = tuple(  # names alone, since most machines cannot import them
     f"triton{weights}{order}" for order in ("", "-deterministic") for weights in ("", "-int8", "-fp8")
@@ -26,7 +26,7 @@ def load_backend(name: str) -> Backend:
     The native backends need `has_native()`.
     """
     if name in TRITON_BACKENDS:
-        from pagoda_server.kernels.triton import backend as triton  # a machine without a GPU never loads Triton
+        from .triton import backend as triton  # a machine without a GPU never loads Triton
 
         return triton.BACKENDS[name]
     if name not in BACKENDS:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagoda_server.kernels.native_module import DTYPES, native, takes
-from pagoda_server.kernels.recording import empty
+from .native_module import DTYPES, native, takes
+from .recording import empty
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:

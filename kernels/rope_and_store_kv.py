@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels.native_module import DTYPES, native, takes
-from pagoda_server.kernels.paged import PagedKV
-from pagoda_server.kernels.recording import empty
-from pagoda_server.kernels.rms_norm import rms_norm, rms_norm_cpu
+from .native_module import DTYPES, native, takes
+from .paged import PagedKV
+from .recording import empty
+from .rms_norm import rms_norm, rms_norm_cpu
 
 FP8_MAX = 448.0  # of float8_e4m3fn
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels.adjust_logits import LogitAdjustments, adjust_logits
-from pagoda_server.kernels.sample import Draws, sample
+from .adjust_logits import LogitAdjustments, adjust_logits
+from .sample import Draws, sample
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 96  # stop ids of a served row: the most that a router accepts, and a model's own

@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels.adjust_logits import unpack_masks
-from pagoda_server.kernels.gumbel import gumbel, noise_keys
+from .adjust_logits import unpack_masks
+from .gumbel import gumbel, noise_keys
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels.gumbel import gumbel
-from pagoda_server.kernels.native_module import DTYPES, native, takes
-from pagoda_server.kernels.sample import Draws, find_cutoff, likeliest_if_drawn, most_likely_allowed, scale
+from .gumbel import gumbel
+from .native_module import DTYPES, native, takes
+from .sample import Draws, find_cutoff, likeliest_if_drawn, most_likely_allowed, scale
 
 # Tokens to look at, first and at the second attempt; a row that keeps more of them is sorted whole.
 LEADING_TOKENS = (256, 4096)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from pagoda_server.kernels.native_module import DTYPES, native, takes
-from pagoda_server.kernels.recording import empty
+from .native_module import DTYPES, native, takes
+from .recording import empty
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

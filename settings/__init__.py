@@ -6,8 +6,8 @@ from them. settings/sampling.py declares the sampling parameters of a request, a
 of its other fields.
 """
 
-from pagoda_server.settings.engine import EngineConfig, EngineSettings
-from pagoda_server.settings.router import RouterSettings, ServeConfig
-from pagoda_server.settings.setting import EXIT_CONFIG, SettingError
+from .engine import EngineConfig, EngineSettings
+from .router import RouterSettings, ServeConfig
+from .setting import EXIT_CONFIG, SettingError
 
 __all__ = ["EXIT_CONFIG", "EngineConfig", "EngineSettings", "RouterSettings", "ServeConfig", "SettingError"]

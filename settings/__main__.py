@@ -7,9 +7,9 @@ from dataclasses import Field, fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from pagoda_server.settings import EngineConfig, EngineSettings, ServeConfig
-from pagoda_server.settings.engine import CommonSettings
-from pagoda_server.settings.setting import PANELS, Settings, about, flag
+from . import EngineConfig, EngineSettings, ServeConfig
+from .engine import CommonSettings
+from .setting import PANELS, Settings, about, flag
 
 _INTRODUCTION = """\
 # Settings

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from pagoda_server.settings.setting import EXIT_CONFIG, PANELS, SettingError, Settings, about, flag
+from .setting import EXIT_CONFIG, PANELS, SettingError, Settings, about, flag
 
 Config = TypeVar("Config", bound=Settings)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pagoda_server.channel.address import check_address
-from pagoda_server.settings.request import MAX_DRAFT_TOKENS
-from pagoda_server.settings.setting import (
+from ..channel.address import check_address
+from .request import MAX_DRAFT_TOKENS
+from .setting import (
     ENGINE_KV_CACHE,
     ENGINE_MODEL,
     ENGINE_SCHEDULING,

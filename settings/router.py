@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pagoda_server.channel.address import check_address, is_local, is_unix
-from pagoda_server.settings.engine import CommonSettings, EngineSettings
-from pagoda_server.settings.setting import (
+from ..channel.address import check_address, is_local, is_unix
+from .engine import CommonSettings, EngineSettings
+from .setting import (
     EXPOSURE,
     LIMITS,
     MAX_UINT32,

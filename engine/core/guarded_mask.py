@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from pagoda_server.engine.core.sequence import TokenMask
+from .sequence import TokenMask
 
 log = logging.getLogger("pagoda.engine")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, Protocol, TypeAlias
 
-from pagoda_server.settings.sampling import Sampling
+from ...settings.sampling import Sampling
 
 Pooling: TypeAlias = Literal["last", "mean", "cls"]
 

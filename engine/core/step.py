@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from pagoda_server.engine.core.sequence import EndReason, Sequence, State
+from .sequence import EndReason, Sequence, State
 
 
 @dataclass(slots=True)  # not frozen: one is made for every sequence in every step, and would take five times as long

@@ -6,7 +6,7 @@ lookups, and pays where an answer repeats its prompt or itself: summaries, edits
 
 from __future__ import annotations
 
-from pagoda_server.engine.core.sequence import Sequence
+from ..core.sequence import Sequence
 
 SIZES = (4, 3, 2)  # tokens of an n-gram, the longest first: it is followed by the same token most often
 _BITS = 24  # of a token id: no vocabulary is larger

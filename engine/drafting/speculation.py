@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from typing import Protocol
 
-from pagoda_server.engine.core.sequence import Sequence
-from pagoda_server.engine.core.step import Chunk
-from pagoda_server.engine.timing.cost_model import CostModel
+from ..core.sequence import Sequence
+from ..core.step import Chunk
+from ..timing.cost_model import CostModel
 
 log = logging.getLogger("pagoda.engine")
 

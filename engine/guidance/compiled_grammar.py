@@ -6,8 +6,8 @@ import threading
 
 from llguidance import LLMatcher, LLTokenizer
 
-from pagoda_server.engine.guidance.masks_ahead import Pace
-from pagoda_server.settings.grammars import GrammarError, compiled
+from ...settings.grammars import GrammarError, compiled
+from .masks_ahead import Pace
 
 _TOO_MANY_STATES = "too many states"  # in llguidance's message
 

@@ -11,10 +11,10 @@ from typing import TypeVar
 import numpy as np
 from llguidance import LLMatcher
 
-from pagoda_server.engine.core.sequence import TokenMask
-from pagoda_server.engine.guidance.compiled_grammar import CompiledGrammar
-from pagoda_server.engine.guidance.masks_ahead import Job, MasksAhead
-from pagoda_server.settings.grammars import GrammarError
+from ...settings.grammars import GrammarError
+from ..core.sequence import TokenMask
+from .compiled_grammar import CompiledGrammar
+from .masks_ahead import Job, MasksAhead
 
 SLOW_S = 0.005  # of this thread's processor time, in one call: the engine's loop does nothing else meanwhile
 MOST_SLOW = 5  # times that a sequence may be slow

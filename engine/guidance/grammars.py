@@ -13,12 +13,13 @@ import tokenizers
 from llguidance import LLTokenizer
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.engine.guidance.compiled_grammar import CompiledGrammar
-from pagoda_server.engine.guidance.grammar_mask import GrammarMask
-from pagoda_server.engine.guidance.masks_ahead import MasksAhead
-from pagoda_server.settings.fair_threads import allocated_bytes
-from pagoda_server.settings.forced_text import longest_forced
-from pagoda_server.settings.grammars import GrammarError, grammar_of
+
+from ...settings.fair_threads import allocated_bytes
+from ...settings.forced_text import longest_forced
+from ...settings.grammars import GrammarError, grammar_of
+from .compiled_grammar import CompiledGrammar
+from .grammar_mask import GrammarMask
+from .masks_ahead import MasksAhead
 
 MOST_KEPT = 32  # compiled grammars
 MOST_MEMORY_KEPT = 16 << 20  # bytes that they took when they were compiled: some take some MB

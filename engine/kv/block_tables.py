@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from pagoda_server.engine.core.sequence import BlockTable, Request, Sequence
-from pagoda_server.engine.core.step import Chunk, StepPlan
-from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.kv.host_blocks import HostBlocks
-from pagoda_server.engine.kv.prefix_cache import Prefix, PrefixCache
+from ..core.sequence import BlockTable, Request, Sequence
+from ..core.step import Chunk, StepPlan
+from .blocks import BlockPool
+from .host_blocks import HostBlocks
+from .prefix_cache import Prefix, PrefixCache
 
 
 class BlockTables:

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from pagoda_server.engine.core.sequence import Sequence, State
-from pagoda_server.engine.core.step import Chunk, StepPlan
-from pagoda_server.engine.kv.prefix_cache import Prefix
-from pagoda_server.engine.timing.cost_model import CostModel
+from ..core.sequence import Sequence, State
+from ..core.step import Chunk, StepPlan
+from ..timing.cost_model import CostModel
+from .prefix_cache import Prefix
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-from pagoda_server.engine.core.sequence import Sequence
-from pagoda_server.engine.kv.blocks import BlockPool, chain_hash, chain_hashes
+from ..core.sequence import Sequence
+from .blocks import BlockPool, chain_hash, chain_hashes
 
 LEAST_BLOCK_SIZE = 8  # what a prompt shares of a smaller block takes less time to compute than to find and copy
 _MOST_OF_A_HEAD = 4

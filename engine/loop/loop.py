@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from pagoda_server.engine.core.sequence import Sequence
-from pagoda_server.engine.core.step import Counters, StepOutput
-from pagoda_server.engine.kv.host_blocks import HostLoad
-from pagoda_server.engine.loop.step_trace import TraceSnapshot
-from pagoda_server.engine.loop.steps_in_flight import Runner, StepsInFlight
-from pagoda_server.engine.scheduling.scheduler import Scheduler
-from pagoda_server.engine.scheduling.tenants import TenantTable
+from ..core.sequence import Sequence
+from ..core.step import Counters, StepOutput
+from ..kv.host_blocks import HostLoad
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.tenants import TenantTable
+from .step_trace import TraceSnapshot
+from .steps_in_flight import Runner, StepsInFlight
 
 log = logging.getLogger("pagoda.engine")
 

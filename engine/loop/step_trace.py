@@ -14,9 +14,9 @@ from itertools import takewhile
 from operator import itemgetter
 from typing import Literal, TypeAlias
 
-from pagoda_server.engine.core.sequence import EndReason, Sequence, State
-from pagoda_server.engine.core.step import Chunk, Hold, StepOutput, StepPlan
-from pagoda_server.engine.scheduling.scheduler import Scheduler
+from ..core.sequence import EndReason, Sequence, State
+from ..core.step import Chunk, Hold, StepOutput, StepPlan
+from ..scheduling.scheduler import Scheduler
 
 KEEP_S = 60.0
 MAX_MOVES = 1 << 16

@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagoda_server.engine.core.errors import EngineError
-from pagoda_server.engine.core.sequence import State
-from pagoda_server.engine.core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
-from pagoda_server.engine.loop.step_trace import Sketch, StepTrace
-from pagoda_server.engine.scheduling.scheduler import Scheduler
+from ..core.errors import EngineError
+from ..core.sequence import State
+from ..core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
+from ..scheduling.scheduler import Scheduler
+from .step_trace import Sketch, StepTrace
 
 log = logging.getLogger("pagoda.engine")
 

@@ -36,18 +36,18 @@ from pathlib import Path
 
 import torch
 
-from pagoda_server.checkpoints.folder import quoted
-from pagoda_server.checkpoints.progress import Progress, no_progress
-from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.models.config import ConfigFile, ModelConfig
-from pagoda_server.engine.models.decoder import Decoder, Embedded, StepInputs
-from pagoda_server.engine.models.llama import Llama
-from pagoda_server.engine.models.mistral import Mistral
-from pagoda_server.engine.models.olmo2 import Olmo2
-from pagoda_server.engine.models.qwen2 import Qwen2
-from pagoda_server.engine.models.qwen3 import Qwen3
-from pagoda_server.engine.models.weights import Checkpoint, RandomTensors, Weights
-from pagoda_server.kernels import Backend
+from ...checkpoints.folder import quoted
+from ...checkpoints.progress import Progress, no_progress
+from ...kernels import Backend
+from ..core.errors import ConfigError
+from .config import ConfigFile, ModelConfig
+from .decoder import Decoder, Embedded, StepInputs
+from .llama import Llama
+from .mistral import Mistral
+from .olmo2 import Olmo2
+from .qwen2 import Qwen2
+from .qwen3 import Qwen3
+from .weights import Checkpoint, RandomTensors, Weights
 
 __all__ = ["FAMILIES", "Decoder", "Embedded", "ModelConfig", "StepInputs", "load_model", "read_config"]
 

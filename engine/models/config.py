@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagoda_server.checkpoints.folder import read_json_object
-from pagoda_server.checkpoints.grouped_weights import QUANTIZATION_CONFIG
-from pagoda_server.engine.core.errors import ConfigError, shown
-from pagoda_server.engine.models.rope import RopeConfig
+from ...checkpoints.folder import read_json_object
+from ...checkpoints.grouped_weights import QUANTIZATION_CONFIG
+from ..core.errors import ConfigError, shown
+from .rope import RopeConfig
 
 DEFAULT_ROPE_THETA = 10_000.0
 DEFAULT_RMS_NORM_EPS = 1e-6

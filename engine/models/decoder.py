@@ -9,10 +9,10 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from pagoda_server.engine.models.config import ConfigFile, ModelConfig
-from pagoda_server.engine.models.rope import Rope
-from pagoda_server.engine.models.weights import Weights
-from pagoda_server.kernels import AttentionPlan, Backend, HeadNorms, PagedKV
+from ...kernels import AttentionPlan, Backend, HeadNorms, PagedKV
+from .config import ConfigFile, ModelConfig
+from .rope import Rope
+from .weights import Weights
 
 EMBEDDING = "model.embed_tokens"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda_server.engine.models.config import ConfigFile, ModelConfig
-from pagoda_server.engine.models.decoder import Attention, Decoder, GatedMLP, Layer, LayerInputs, ResidualStream
-from pagoda_server.engine.models.weights import Weights
-from pagoda_server.kernels import HeadNorms, PagedKV
+from ...kernels import HeadNorms, PagedKV
+from .config import ConfigFile, ModelConfig
+from .decoder import Attention, Decoder, GatedMLP, Layer, LayerInputs, ResidualStream
+from .weights import Weights
 
 
 class LlamaLayer:

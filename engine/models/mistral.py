@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda_server.engine.models.config import ConfigFile, ModelConfig
-from pagoda_server.engine.models.llama import Llama
+from .config import ConfigFile, ModelConfig
+from .llama import Llama
 
 _SLIDING_WINDOW = 4096  # what transformers assumes if config.json does not say
 

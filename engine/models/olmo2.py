@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda_server.engine.models.config import ConfigFile, ModelConfig
-from pagoda_server.engine.models.decoder import (
+from ...kernels import HeadNorms, PagedKV
+from .config import ConfigFile, ModelConfig
+from .decoder import (
     Attention,
     Decoder,
     Embedded,
@@ -15,8 +16,7 @@ from pagoda_server.engine.models.decoder import (
     ResidualStream,
     StepInputs,
 )
-from pagoda_server.engine.models.weights import Weights
-from pagoda_server.kernels import HeadNorms, PagedKV
+from .weights import Weights
 
 _RMS_NORM_EPS = 1e-5  # what transformers assumes if config.json does not say
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.models.config import ConfigFile, ModelConfig
-from pagoda_server.engine.models.llama import Llama
+from ..core.errors import ConfigError
+from .config import ConfigFile, ModelConfig
+from .llama import Llama
 
 # What transformers assumes if config.json does not say.
 _SLIDING_WINDOW = 4096

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda_server.engine.models.config import ConfigFile, ModelConfig
-from pagoda_server.engine.models.decoder import Layer
-from pagoda_server.engine.models.llama import Llama, LlamaLayer
-from pagoda_server.engine.models.qwen2 import qwen_windows
-from pagoda_server.engine.models.weights import Weights
-from pagoda_server.kernels import HeadNorms
+from ...kernels import HeadNorms
+from .config import ConfigFile, ModelConfig
+from .decoder import Layer
+from .llama import Llama, LlamaLayer
+from .qwen2 import qwen_windows
+from .weights import Weights
 
 _HEAD_DIM = 128  # what transformers assumes if config.json does not say
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.errors import ConfigError, shown
+from ..core.errors import ConfigError, shown
 
 
 @dataclass(frozen=True, slots=True)

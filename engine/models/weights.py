@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pagoda_server.checkpoints.folder import quoted, read_json_object
-from pagoda_server.checkpoints.grouped_weights import GROUP_SIZE, MINIMUMS, SCALES, VALUES, quantized_names
-from pagoda_server.checkpoints.progress import Progress, no_progress
-from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.kernels import Backend, Int4Weight, Linear
+from ...checkpoints.folder import quoted, read_json_object
+from ...checkpoints.grouped_weights import GROUP_SIZE, MINIMUMS, SCALES, VALUES, quantized_names
+from ...checkpoints.progress import Progress, no_progress
+from ...kernels import Backend, Int4Weight, Linear
+from ..core.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from pagoda_server.engine.core.sequence import TokenMask
+from ..core.sequence import TokenMask
 
 # How long a step waits for all its masks together. On a device they are needed at its launch, when those of many
 # sequences have just been asked for. Where every sequence of the step waits for its mask, only arrivals and aborts do.

@@ -9,17 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from pagoda_server.checkpoints import Progress
-from pagoda_server.checkpoints.folder import read_json_object
-from pagoda_server.engine.core.errors import ConfigError, NotEnoughMemory
-from pagoda_server.engine.loop.steps_in_flight import Runner
-from pagoda_server.engine.runners.runner_info import RunnerInfo
-from pagoda_server.engine.runners.synthetic import load_synthetic
-from pagoda_server.settings.engine import EngineConfig, StepLimits
+from ...checkpoints import Progress
+from ...checkpoints.folder import read_json_object
+from ...settings.engine import EngineConfig, StepLimits
+from ..core.errors import ConfigError, NotEnoughMemory
+from ..loop.steps_in_flight import Runner
+from .runner_info import RunnerInfo
+from .synthetic import load_synthetic
 
 if TYPE_CHECKING:
-    from pagoda_server.engine.runners.cuda import DeviceRunner
-    from pagoda_server.engine.runners.loaded_model import LoadedModel
+    from .cuda import DeviceRunner
+    from .loaded_model import LoadedModel
 
 log = logging.getLogger("pagoda.engine")
 
@@ -55,13 +55,13 @@ def load_runner(config: EngineConfig, folder: Path, progress: Progress) -> Infor
 def _load_model(config: EngineConfig, progress: Progress) -> InformedRunner:
     # Only now: torch takes a second, which the synthetic model does not need.
     try:
-        from pagoda_server.engine.runners.loaded_model import check_fp8, choose_device, load_for_serving
+        from .loaded_model import check_fp8, choose_device, load_for_serving
     except ValueError as error:  # PAGODA_INSTRUCTION_SET, which kernels read when they are imported
         raise ConfigError(str(error)) from error
 
     device = choose_device(config.device)
     if device.type == "cpu":
-        from pagoda_server.engine.runners.cpu.runner import ModelRunner
+        from .cpu.runner import ModelRunner
 
         return ModelRunner(config, progress)
     if config.kv_cache_dtype == "fp8":
@@ -76,7 +76,7 @@ def load_on_device(config: EngineConfig, loaded: LoadedModel, progress: Progress
     """
     import torch
 
-    from pagoda_server.engine.runners.cuda import DeviceRunner
+    from .cuda import DeviceRunner
 
     *larger, least = config.step_limits_to_try(loaded.device.type)
     for limits in larger:

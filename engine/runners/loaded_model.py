@@ -10,13 +10,8 @@ from pathlib import Path
 
 import torch
 
-from pagoda_server.checkpoints.progress import Progress, no_progress
-from pagoda_server.engine.core.errors import ConfigError, EngineError, NotEnoughMemory
-from pagoda_server.engine.models import Decoder, load_model, read_config
-from pagoda_server.engine.models.decoder import EMBEDDING
-from pagoda_server.engine.models.weights import Checkpoint
-from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
-from pagoda_server.kernels import (
+from ...checkpoints.progress import Progress, no_progress
+from ...kernels import (
     Backend,
     PagedKV,
     has_native,
@@ -25,7 +20,12 @@ from pagoda_server.kernels import (
     load_backend,
     prefers_whole_native,
 )
-from pagoda_server.settings.engine import EngineConfig, Quantization
+from ...settings.engine import EngineConfig, Quantization
+from ..core.errors import ConfigError, EngineError, NotEnoughMemory
+from ..models import Decoder, load_model, read_config
+from ..models.decoder import EMBEDDING
+from ..models.weights import Checkpoint
+from .runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
 
 DEFAULT_CPU_BYTES = 500_000_000  # of a KV cache
 

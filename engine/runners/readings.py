@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.step import Chunk, Reading, TokenLogprobs
-from pagoda_server.engine.models import Decoder
+from ..core.step import Chunk, Reading, TokenLogprobs
+from ..models import Decoder
 
 NOT_FINITE = "the model's hidden states or logits hold NaN or infinity"
 _MAX_LOGITS = 1 << 22  # at once: 16 MB in float32, however long the chunk and large the vocabulary

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.settings.engine import StepLimits
+from ...settings.engine import StepLimits
+from ..core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pagoda_server.engine.core.sequence import SamplingParams, TokenMask
-from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
+from ...settings.sampling import LOGIT_BIAS, PARAMETERS
+from ..core.sequence import SamplingParams, TokenMask
 
 NGRAMS_AT_ONCE = 1024  # tokens: half a millisecond, which a step takes for each of its sequences
 _SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # below it, a division would give no number

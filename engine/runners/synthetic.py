@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.sequence import Sequence, TokenMask
-from pagoda_server.engine.core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
-from pagoda_server.engine.runners.late_masks import read_masks
-from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo, count_blocks, count_host_blocks
-from pagoda_server.settings.engine import EngineConfig
+from ...settings.engine import EngineConfig
+from ..core.errors import ConfigError
+from ..core.sequence import Sequence, TokenMask
+from ..core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
+from .late_masks import read_masks
+from .runner_info import KVCacheSpec, RunnerInfo, count_blocks, count_host_blocks
 
 _MODULUS = (1 << 61) - 1
 _POISON = -1

@@ -6,8 +6,8 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 
-from pagoda_server.engine.core.sequence import Sequence, State
-from pagoda_server.engine.timing.cost_model import CostModel
+from ..core.sequence import Sequence, State
+from ..timing.cost_model import CostModel
 
 LEAVING = 16  # sequences that leave in a step while others run
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from pagoda_server.engine.core.sequence import Sequence
-from pagoda_server.engine.scheduling.policy import Policy, PolicySettings, SortedQueue
-from pagoda_server.engine.scheduling.priority import aged_priority
-from pagoda_server.engine.scheduling.tenants import OUTPUT_WEIGHT, prompt_service
+from ..core.sequence import Sequence
+from .policy import Policy, PolicySettings, SortedQueue
+from .priority import aged_priority
+from .tenants import OUTPUT_WEIGHT, prompt_service
 
 MAX_IDLE_TENANTS = 4096  # how many counters are kept; clients choose the names, so there may be any number
 

@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterator
 from itertools import islice
 
-from pagoda_server.engine.core.sequence import Sequence
-from pagoda_server.engine.scheduling.policy import PolicySettings, SortedPolicy
+from ..core.sequence import Sequence
+from .policy import PolicySettings, SortedPolicy
 
 LATE_EVERY = 8
 DEFAULT_TTFT_S = 10.0  # for a request that names no target

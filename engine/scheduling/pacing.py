@@ -19,10 +19,10 @@ import math
 from collections.abc import Callable
 from itertools import islice
 
-from pagoda_server.engine.core.sequence import Sequence
-from pagoda_server.engine.core.step import Chunk
-from pagoda_server.engine.scheduling.policy import Policy
-from pagoda_server.engine.timing.cost_model import CostModel
+from ..core.sequence import Sequence
+from ..core.step import Chunk
+from ..timing.cost_model import CostModel
+from .policy import Policy
 
 MIN_PREFILL = 4  # prompt tokens that every step has room for, however long they take
 LEAST_GROWTH = 1.25  # a step may take this many times its decodes' own time, whatever the target

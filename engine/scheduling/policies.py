@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pagoda_server.engine.scheduling.fair import Fair
-from pagoda_server.engine.scheduling.least_slack import LeastSlack
-from pagoda_server.engine.scheduling.policy import Policy
-from pagoda_server.engine.scheduling.priority import Fcfs, Priority
-from pagoda_server.settings.engine import PolicyName
+from ...settings.engine import PolicyName
+from .fair import Fair
+from .least_slack import LeastSlack
+from .policy import Policy
+from .priority import Fcfs, Priority
 
 POLICIES: dict[PolicyName, type[Policy]] = {"fcfs": Fcfs, "priority": Priority, "fair": Fair, "deadline": LeastSlack}

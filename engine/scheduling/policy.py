@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from pagoda_server.engine.core.sequence import Sequence
+from ..core.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

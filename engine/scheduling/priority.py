@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import takewhile
 
-from pagoda_server.engine.core.sequence import Sequence
-from pagoda_server.engine.scheduling.policy import SortedPolicy
+from ..core.sequence import Sequence
+from .policy import SortedPolicy
 
 
 class Fcfs(SortedPolicy):

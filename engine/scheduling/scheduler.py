@@ -27,8 +27,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from operator import add
 
-from pagoda_server.engine.core.sequence import EndReason, Sequence, State
-from pagoda_server.engine.core.step import (
+from ...settings.engine import PolicyName
+from ..core.sequence import EndReason, Sequence, State
+from ..core.step import (
     Chunk,
     Counters,
     Ended,
@@ -40,18 +41,17 @@ from pagoda_server.engine.core.step import (
     StepPlan,
     TokenLogprobs,
 )
-from pagoda_server.engine.drafting import Speculation
-from pagoda_server.engine.kv.block_tables import BlockTables
-from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.kv.host_blocks import HostBlocks
-from pagoda_server.engine.scheduling.deadlines import Deadlines
-from pagoda_server.engine.scheduling.pacing import Pacing
-from pagoda_server.engine.scheduling.policies import POLICIES
-from pagoda_server.engine.scheduling.policy import Policy, PolicySettings
-from pagoda_server.engine.scheduling.tenants import Tenants
-from pagoda_server.engine.scheduling.victims import choose_victim, num_freed
-from pagoda_server.engine.timing.cost_model import CostModel
-from pagoda_server.settings.engine import PolicyName
+from ..drafting import Speculation
+from ..kv.block_tables import BlockTables
+from ..kv.blocks import BlockPool
+from ..kv.host_blocks import HostBlocks
+from ..timing.cost_model import CostModel
+from .deadlines import Deadlines
+from .pacing import Pacing
+from .policies import POLICIES
+from .policy import Policy, PolicySettings
+from .tenants import Tenants
+from .victims import choose_victim, num_freed
 
 MOST_CONSIDERED = 131_072  # tokens of sequences that may start in a step: to search the cache for them takes 20 ms
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pagoda_server.engine.core.sequence import Sequence, State
+from ..core.sequence import Sequence, State
 
 PROMPT_WEIGHT = 1  # for a token that is computed; tokens of the prefix cache or of a sibling are free
 OUTPUT_WEIGHT = 2

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from pagoda_server.engine.core.sequence import Sequence
-from pagoda_server.engine.kv.blocks import BlockPool
+from ..core.sequence import Sequence
+from ..kv.blocks import BlockPool
 
 
 def num_freed(seq: Sequence, pool: BlockPool) -> int:

@@ -8,14 +8,8 @@ from dataclasses import dataclass, field
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2, trace_pb2
-from pagoda_server.engine.core.guarded_mask import GuardedMask
-from pagoda_server.engine.core.sequence import EndReason, Pooling, Readout, Request, SamplingParams, Sequence, TokenMask
-from pagoda_server.engine.core.step import Ended, Hold, Reading, TokenLogprobs
-from pagoda_server.engine.kv.blocks import chain_root
-from pagoda_server.engine.loop.loop import LoadSnapshot
-from pagoda_server.engine.loop.step_trace import Move, MoveKind, Step, TraceSnapshot
-from pagoda_server.engine.scheduling.tenants import TenantTable
-from pagoda_server.settings.request import (
+
+from ...settings.request import (
     MAX_BAD_WORDS,
     MAX_DRAFT_TOKENS,
     MAX_EOS_IDS,
@@ -30,7 +24,14 @@ from pagoda_server.settings.request import (
     MAX_STOP_IDS,
     TENANT_NAME,
 )
-from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS
+from ...settings.sampling import LOGIT_BIAS, PARAMETERS
+from ..core.guarded_mask import GuardedMask
+from ..core.sequence import EndReason, Pooling, Readout, Request, SamplingParams, Sequence, TokenMask
+from ..core.step import Ended, Hold, Reading, TokenLogprobs
+from ..kv.blocks import chain_root
+from ..loop.loop import LoadSnapshot
+from ..loop.step_trace import Move, MoveKind, Step, TraceSnapshot
+from ..scheduling.tenants import TenantTable
 
 _END_REASONS = {
     EndReason.STOP: engine_pb2.END_REASON_STOP,
@@ -225,7 +226,7 @@ def _mask(submit: engine_pb2.Submit, params: SamplingParams, prompt_len: int) ->
     if not allowed and not has_bans:
         return None
     # Only now: numpy takes a fifth of the time in which an engine of the synthetic model starts.
-    from pagoda_server.engine.runners.sampling import AllowedTokens, TokenBans
+    from ..runners.sampling import AllowedTokens, TokenBans
 
     mask: TokenMask | None = AllowedTokens(allowed) if allowed else None
     if has_bans:

@@ -11,11 +11,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
-from pagoda_server.channel.address import is_unix
-from pagoda_server.channel.link import MAX_MESSAGE_BYTES
-from pagoda_server.channel.listening import KEEPALIVE_OPTIONS, GrpcPort
-from pagoda_server.engine.serving.codec import InvalidMessage
-from pagoda_server.engine.serving.server import RouterLink
+
+from ...channel.address import is_unix
+from ...channel.link import MAX_MESSAGE_BYTES
+from ...channel.listening import KEEPALIVE_OPTIONS, GrpcPort
+from .codec import InvalidMessage
+from .server import RouterLink
 
 SERVER_OPTIONS = [
     *KEEPALIVE_OPTIONS,

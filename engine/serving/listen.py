@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Protocol
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda_server.channel.address import HAS_SHM, is_local, is_shm
-from pagoda_server.channel.shm import ShmServer
-from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.serving.server import EngineServer
-from pagoda_server.settings import EngineConfig
+
+from ...channel.address import HAS_SHM, is_local, is_shm
+from ...channel.shm import ShmServer
+from ...settings import EngineConfig
+from ..core.errors import ConfigError
+from .server import EngineServer
 
 
 class Listener(Protocol):
@@ -35,7 +36,7 @@ async def start_listening(server: EngineServer, listen: str) -> Listener:
         listener = ShmServer(listen, engine_pb2.RouterMessage.FromString, server.serve)
     else:
         # Only now: an engine that its router has started uses shared memory, and loads no gRPC.
-        from pagoda_server.engine.serving.grpc_server import GrpcServer
+        from .grpc_server import GrpcServer
 
         listener = GrpcServer(listen, server.serve)
     try:

@@ -22,22 +22,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from pagoda.v1 import control_pb2
-from pagoda_server.channel import event_loop
-from pagoda_server.checkpoints import CheckpointError, PrintedProgress, resolve
-from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.drafting import PromptLookup, Speculation
-from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.loop.loop import EngineLoop
-from pagoda_server.engine.runners.load import InformedRunner, load_runner
-from pagoda_server.engine.scheduling.scheduler import Scheduler
-from pagoda_server.engine.serving.listen import check_exposure, start_listening
-from pagoda_server.engine.serving.server import EngineServer
-from pagoda_server.settings import EXIT_CONFIG, EngineConfig, EngineSettings, SettingError
-from pagoda_server.settings.logs import start_logging
+
+from ...channel import event_loop
+from ...checkpoints import CheckpointError, PrintedProgress, resolve
+from ...settings import EXIT_CONFIG, EngineConfig, EngineSettings, SettingError
+from ...settings.logs import start_logging
+from ..core.errors import ConfigError
+from ..drafting import PromptLookup, Speculation
+from ..kv.blocks import BlockPool
+from ..loop.loop import EngineLoop
+from ..runners.load import InformedRunner, load_runner
+from ..scheduling.scheduler import Scheduler
+from .listen import check_exposure, start_listening
+from .server import EngineServer
 
 if TYPE_CHECKING:
-    from pagoda_server.engine.guidance import Grammars
-    from pagoda_server.engine.runners.runner_info import RunnerInfo
+    from ..guidance import Grammars
+    from ..runners.runner_info import RunnerInfo
 
 log = logging.getLogger("pagoda.engine")
 
@@ -144,14 +145,14 @@ def _speculation(config: EngineConfig, runner: InformedRunner, progress: Printed
         return None
     if not config.draft_model:
         return Speculation(PromptLookup(), config.max_draft_tokens, info.vocab_size, runner.max_choices)
-    from pagoda_server.engine.runners.cpu.draft_model import DraftModel  # only now, because torch takes a second
+    from ..runners.cpu.draft_model import DraftModel  # only now, because torch takes a second
 
     drafter = DraftModel(config, resolve(config.draft_model, progress), info.vocab_size, progress)
     return Speculation(drafter, config.max_draft_tokens, info.vocab_size, runner.max_choices)
 
 
 def make_grammars(folder: Path, info: RunnerInfo) -> Grammars:
-    from pagoda_server.engine.guidance import Grammars  # only now: most engines never see a grammar
+    from ..guidance import Grammars  # only now: most engines never see a grammar
 
     return Grammars(folder, info.vocab_size, needs_all_masks=info.device != "cpu")
 

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2
-from pagoda_server.channel.link import Link
-from pagoda_server.engine.core.sequence import EndReason, Sequence, State
-from pagoda_server.engine.core.step import Ended, StepOutput
-from pagoda_server.engine.loop import loop as engine_loop
-from pagoda_server.engine.loop.step_trace import TraceSnapshot
-from pagoda_server.engine.scheduling.tenants import TenantTable
-from pagoda_server.engine.serving.codec import (
+
+from ...channel.link import Link
+from ...settings.fair_threads import FairThreads, QueueFull
+from ..core.sequence import EndReason, Sequence, State
+from ..core.step import Ended, StepOutput
+from ..loop import loop as engine_loop
+from ..loop.step_trace import TraceSnapshot
+from ..scheduling.tenants import TenantTable
+from .codec import (
     InvalidMessage,
     PendingOutput,
     Rejected,
@@ -35,10 +37,9 @@ from pagoda_server.engine.serving.codec import (
     tenants_message,
     trace_messages,
 )
-from pagoda_server.settings.fair_threads import FairThreads, QueueFull
 
 if TYPE_CHECKING:
-    from pagoda_server.engine.guidance import Grammars
+    from ..guidance import Grammars
 
 log = logging.getLogger("pagoda.engine")
 
@@ -273,7 +274,7 @@ class EngineServer:
 
         Whatever goes wrong ends these sequences alone: a panic of llguidance is a BaseException.
         """
-        from pagoda_server.settings.grammars import GrammarError  # only now: most engines never see a grammar
+        from ...settings.grammars import GrammarError  # only now: most engines never see a grammar
 
         try:
             with self._making:

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from operator import mul
 from typing import NamedTuple
 
-from pagoda_server.engine.core.sequence import Sequence
-from pagoda_server.engine.core.step import Chunk, StepPlan
+from ..core.sequence import Sequence
+from ..core.step import Chunk, StepPlan
 
 HELD = 0.99  # the share of steps with decodes that `excess` covers
 MEASURED = 256  # how many such steps count

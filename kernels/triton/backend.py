@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from pagoda_server.kernels.adjust_logits import adjust_logits
-from pagoda_server.kernels.backend import Backend
-from pagoda_server.kernels.embedding import embedding
-from pagoda_server.kernels.rms_norm import add
-from pagoda_server.kernels.sample import likeliest_if_drawn, most_likely_allowed, sample
-from pagoda_server.kernels.triton.linear import gated_linear_triton, linear_triton
-from pagoda_server.kernels.triton.linear_fixed import Prepare, gated_linear_fixed_triton, linear_fixed_triton
-from pagoda_server.kernels.triton.linear_quantized import (
+from ..adjust_logits import adjust_logits
+from ..backend import Backend
+from ..embedding import embedding
+from ..rms_norm import add
+from ..sample import likeliest_if_drawn, most_likely_allowed, sample
+from .linear import gated_linear_triton, linear_triton
+from .linear_fixed import Prepare, gated_linear_fixed_triton, linear_fixed_triton
+from .linear_quantized import (
     gated_linear_fp8_weight_triton,
     gated_linear_int8_weight_triton,
     linear_fp8_weight_triton,
@@ -20,12 +20,12 @@ from pagoda_server.kernels.triton.linear_quantized import (
     to_fp8,
     to_int8,
 )
-from pagoda_server.kernels.triton.paged_attention import paged_attention_triton, plan_attention_triton
-from pagoda_server.kernels.triton.paged_fixed import paged_attention_fixed_triton
-from pagoda_server.kernels.triton.product import Weight
-from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
-from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
-from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
+from .paged_attention import paged_attention_triton, plan_attention_triton
+from .paged_fixed import paged_attention_fixed_triton
+from .product import Weight
+from .rms_norm import rms_norm_triton
+from .rope_and_store_kv import rope_and_store_kv_triton
+from .row_sampling import sample_rows_triton
 
 TRITON = Backend(
     name="triton",

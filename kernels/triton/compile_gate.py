@@ -18,9 +18,9 @@ from pathlib import Path
 
 import triton
 
-from pagoda_server.kernels.triton.cases import Case, cases
-from pagoda_server.kernels.triton.configs import IS_INTERPRETED
-from pagoda_server.kernels.triton.launches import SHARED_LIMITS, Compiled, Launch, compile_launch, record
+from .cases import Case, cases
+from .configs import IS_INTERPRETED
+from .launches import SHARED_LIMITS, Compiled, Launch, compile_launch, record
 
 TABLE = Path(__file__).with_name("compiled.json")
 NUM_PROCESSES = 2

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from pagoda_server.kernels.triton.configs import capability, tuned
+from .configs import capability, tuned
 
 FIRST_CAPABILITY = 90
 CONSTANTS = frozenset({"weight_ptr", "scales_ptr", "bias_ptr", "query_norm_ptr", "key_norm_ptr"})

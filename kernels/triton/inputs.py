@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels.paged import AttentionPlan, PagedKV
-from pagoda_server.kernels.row_sampling import MAX_BIASES, MAX_STOPS, SamplingRows, allocate_rows
+from ..paged import AttentionPlan, PagedKV
+from ..row_sampling import MAX_BIASES, MAX_STOPS, SamplingRows, allocate_rows
 
 BLOCK_SIZE = 16
 

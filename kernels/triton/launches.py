@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pagoda_server.kernels.triton.dependent_launch import CONSTANTS
+from .dependent_launch import CONSTANTS
 
 # The most shared memory of one block, in bytes, by compute capability (CUDA C++ Programming Guide, table of limits).
 SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagoda_server.kernels.linear import Linear
-from pagoda_server.kernels.triton.product import NO_KERNEL, Config, DefaultConfig, Weight, choose, multiply
-from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
+from ..linear import Linear
+from .product import NO_KERNEL, Config, DefaultConfig, Weight, choose, multiply
+from .silu_and_mul import silu_and_mul_triton
 
 MOST_ROWS = 64  # with more, arithmetic limits a product, and the library's is optimized
 

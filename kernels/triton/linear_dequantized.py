@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
-from pagoda_server.kernels.triton.product import Weight
+from .dependent_launch import await_previous, dependent_launch
+from .product import Weight
 
 # Large enough that a product of a part of the head occupies the GPU, and a fraction of a percent of its memory.
 SCRATCH_BYTES = 256 << 20

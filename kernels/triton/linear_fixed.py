@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
-from pagoda_server.kernels.linear import Linear
-from pagoda_server.kernels.triton.configs import num_processors
-from pagoda_server.kernels.triton.product import Config, Weight, multiply
-from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
+from ..linear import Linear
+from .configs import num_processors
+from .product import Config, Weight, multiply
+from .silu_and_mul import silu_and_mul_triton
 
 SPLIT_INPUTS = 1024
 

@@ -12,12 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
-from pagoda_server.kernels.linear import Linear
-from pagoda_server.kernels.linear_quantized import quantize_to_fp8, quantize_to_int8
-from pagoda_server.kernels.triton.configs import num_processors
-from pagoda_server.kernels.triton.linear import GatedLinear
-from pagoda_server.kernels.triton.linear_dequantized import multiply_dequantized
-from pagoda_server.kernels.triton.product import NO_KERNEL, Config, Weight, choose, multiply
+from ..linear import Linear
+from ..linear_quantized import quantize_to_fp8, quantize_to_int8
+from .configs import num_processors
+from .linear import GatedLinear
+from .linear_dequantized import multiply_dequantized
+from .product import NO_KERNEL, Config, Weight, choose, multiply
 
 FP8_CAPABILITY = (8, 9)
 

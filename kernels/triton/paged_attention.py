@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels.paged import AttentionPlan, PagedKV
-from pagoda_server.kernels.triton.paged_decode import paged_decode_triton
-from pagoda_server.kernels.triton.paged_prefill import paged_prefill_triton
+from ..paged import AttentionPlan, PagedKV
+from .paged_decode import paged_decode_triton
+from .paged_prefill import paged_prefill_triton
 
 ALIGNMENT = 4  # of arrays that share a copy, in int32s
 

@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda_server.kernels.paged import AttentionPlan, PagedKV
-from pagoda_server.kernels.triton.attention_tile import (
+from ..paged import AttentionPlan, PagedKV
+from .attention_tile import (
     METADATA,
     SEQS,
     attend_tile,
@@ -36,8 +36,8 @@ from pagoda_server.kernels.triton.attention_tile import (
     table_row,
     tile_dim,
 )
-from pagoda_server.kernels.triton.configs import IS_INTERPRETED, num_processors, tuned
-from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
+from .configs import IS_INTERPRETED, num_processors, tuned
+from .dependent_launch import await_previous, dependent_launch
 
 ROWS_LIMIT = 64  # query heads of a tile; a KV head shared by more has several tiles
 MERGED = 2048  # floats of parts that are loaded at once to be merged: few enough that attention needs more registers

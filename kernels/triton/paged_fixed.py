@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda_server.kernels.paged import AttentionPlan, PagedKV
-from pagoda_server.kernels.triton.attention_tile import (
+from ..paged import AttentionPlan, PagedKV
+from .attention_tile import (
     METADATA,
     attend_keys,
     find_tile,
@@ -24,9 +24,9 @@ from pagoda_server.kernels.triton.attention_tile import (
     table_row,
     tile_dim,
 )
-from pagoda_server.kernels.triton.configs import IS_INTERPRETED, capability, num_processors
-from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
-from pagoda_server.kernels.triton.paged_prefill import Config
+from .configs import IS_INTERPRETED, capability, num_processors
+from .dependent_launch import await_previous, dependent_launch
+from .paged_prefill import Config
 
 PART_TILES = 8
 

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda_server.kernels.paged import AttentionPlan, PagedKV
-from pagoda_server.kernels.triton.attention_tile import (
+from ..paged import AttentionPlan, PagedKV
+from .attention_tile import (
     METADATA,
     attend_keys,
     find_tile,
@@ -21,8 +21,8 @@ from pagoda_server.kernels.triton.attention_tile import (
     table_row,
     tile_dim,
 )
-from pagoda_server.kernels.triton.configs import IS_INTERPRETED, capability, tuned
-from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
+from .configs import IS_INTERPRETED, capability, tuned
+from .dependent_launch import await_previous, dependent_launch
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda_server.kernels.triton.configs import IS_INTERPRETED, remembered, tuned
-from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
-from pagoda_server.kernels.triton.silu_and_mul import gate
+from .configs import IS_INTERPRETED, remembered, tuned
+from .dependent_launch import await_previous, dependent_launch
+from .silu_and_mul import gate
 
 REDUCED = 1024  # sums that a program adds up
 LINE_BYTES = tl.constexpr(128)  # of the level-2 cache

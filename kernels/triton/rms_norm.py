@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda_server.kernels.triton.configs import tuned
-from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
+from .configs import tuned
+from .dependent_launch import await_previous, dependent_launch
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda_server.kernels.paged import PagedKV
-from pagoda_server.kernels.rope_and_store_kv import FP8_MAX, HeadNorms
-from pagoda_server.kernels.triton.configs import IS_INTERPRETED, tuned
-from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
-from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
+from ..paged import PagedKV
+from ..rope_and_store_kv import FP8_MAX, HeadNorms
+from .configs import IS_INTERPRETED, tuned
+from .dependent_launch import await_previous, dependent_launch
+from .rms_norm import rms_norm_triton
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
-from pagoda_server.kernels.row_sampling import MAX_TOP_LOGPROBS, SampledRows, SamplingRows, Verified
-from pagoda_server.kernels.triton.configs import tuned
-from pagoda_server.kernels.triton.dependent_launch import dependent_launch
-from pagoda_server.kernels.triton.row_sampling_choice import choice_kernel
-from pagoda_server.kernels.triton.row_sampling_scan import scan_kernel
+from ..row_sampling import MAX_TOP_LOGPROBS, SampledRows, SamplingRows, Verified
+from .configs import tuned
+from .dependent_launch import dependent_launch
+from .row_sampling_choice import choice_kernel
+from .row_sampling_scan import scan_kernel
 
 GROUP = 64  # adjacent tokens that are looked at together or not at all
 

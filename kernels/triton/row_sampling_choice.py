@@ -11,11 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagoda_server.kernels.triton.dependent_launch import await_previous
-from pagoda_server.kernels.triton.gumbel import gumbel, noise_key
-from pagoda_server.kernels.triton.row_sampling_logprobs import note_logprobs
-from pagoda_server.kernels.triton.row_sampling_scan import LOG2_E, distance, draws_of
-from pagoda_server.kernels.triton.row_sampling_search import (
+from .dependent_launch import await_previous
+from .gumbel import gumbel, noise_key
+from .row_sampling_logprobs import note_logprobs
+from .row_sampling_scan import LOG2_E, distance, draws_of
+from .row_sampling_search import (
     GREATEST,
     LEAST,
     PIVOTS,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagoda_server.kernels.row_sampling import MAX_TOP_LOGPROBS
-from pagoda_server.kernels.triton.row_sampling_scan import LOG2_E
-from pagoda_server.kernels.triton.row_sampling_search import GREATEST, LEAST, kth_smallest, list_where
+from ..row_sampling import MAX_TOP_LOGPROBS
+from .row_sampling_scan import LOG2_E
+from .row_sampling_search import GREATEST, LEAST, kth_smallest, list_where
 
 # The N most likely tokens lie in groups whose best is above the N-th best of all groups' bests, of which there are
 # fewer than N, and the first N groups whose best equals it.

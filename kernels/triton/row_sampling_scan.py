@@ -8,9 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagoda_server.kernels.row_sampling import IN_PROMPT, SMALLEST_TEMPERATURE
-from pagoda_server.kernels.triton.dependent_launch import await_previous
-from pagoda_server.kernels.triton.gumbel import gumbel, noise_key
+from ..row_sampling import IN_PROMPT, SMALLEST_TEMPERATURE
+from .dependent_launch import await_previous
+from .gumbel import gumbel, noise_key
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _SMALLEST_TEMPERATURE = tl.constexpr(SMALLEST_TEMPERATURE)

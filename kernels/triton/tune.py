@@ -30,9 +30,9 @@ from pathlib import Path
 import torch
 import triton
 
-from pagoda_server.kernels.triton.configs import FOLDER, table_path
-from pagoda_server.kernels.triton.tuning_spaces import Space
-from pagoda_server.kernels.triton.tuning_worker import Answer, Fields, Worker, WorkerDied, known_spaces, start_worker
+from .configs import FOLDER, table_path
+from .tuning_spaces import Space
+from .tuning_worker import Answer, Fields, Worker, WorkerDied, known_spaces, start_worker
 
 LIMIT_S = 520.0  # ends within a command's ten minutes
 WORTH_IT = 0.97  # of the time before: a smaller gain may be noise

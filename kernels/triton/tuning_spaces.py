@@ -10,11 +10,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels.linear import Linear
-from pagoda_server.kernels.paged import AttentionPlan, PagedKV
-from pagoda_server.kernels.row_sampling import allocate_sampled
-from pagoda_server.kernels.triton.dependent_launch import OFF
-from pagoda_server.kernels.triton.inputs import (
+from ..linear import Linear
+from ..paged import AttentionPlan, PagedKV
+from ..row_sampling import allocate_sampled
+from .dependent_launch import OFF
+from .inputs import (
     LLAMA_1B,
     LLAMA_8B,
     SMOLLM2,
@@ -24,21 +24,21 @@ from pagoda_server.kernels.triton.inputs import (
     random_pages,
     sampling_rows,
 )
-from pagoda_server.kernels.triton.linear import MOST_ROWS, gated_linear_triton, linear_triton
-from pagoda_server.kernels.triton.linear_quantized import (
+from .linear import MOST_ROWS, gated_linear_triton, linear_triton
+from .linear_quantized import (
     gated_linear_fp8_weight_triton,
     gated_linear_int8_weight_triton,
     kernel_config,
     linear_fp8_weight_triton,
     linear_int8_weight_triton,
 )
-from pagoda_server.kernels.triton.paged_attention import paged_attention_triton
-from pagoda_server.kernels.triton.product import NO_KERNEL
-from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
-from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
-from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
-from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
-from pagoda_server.kernels.triton.timing import num_copies
+from .paged_attention import paged_attention_triton
+from .product import NO_KERNEL
+from .rms_norm import rms_norm_triton
+from .rope_and_store_kv import rope_and_store_kv_triton
+from .row_sampling import sample_rows_triton
+from .silu_and_mul import silu_and_mul_triton
+from .timing import num_copies
 
 Call: TypeAlias = Callable[[], object]
 Prepare: TypeAlias = Callable[[Tensor, Tensor | None], Linear]

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels.triton.configs import trying
-from pagoda_server.kernels.triton.inputs import ModelShape
-from pagoda_server.kernels.triton.launches import SHARED_LIMITS, compile_kernel, record
-from pagoda_server.kernels.triton.timing import Timer, cuda_timer, host_timer
-from pagoda_server.kernels.triton.tuning_spaces import Space, Work, spaces
+from .configs import trying
+from .inputs import ModelShape
+from .launches import SHARED_LIMITS, compile_kernel, record
+from .timing import Timer, cuda_timer, host_timer
+from .tuning_spaces import Space, Work, spaces
 
 TOLERANCE = 2e-2  # relative: configurations sum in different orders
 TINY = ModelShape("tiny", 2, 4, 2, 16, 64, 64, 300)  # of a rehearsal

@@ -9,8 +9,17 @@ from typing import Any, ClassVar
 import grpc
 
 from pagoda.v1 import control_pb2, inference_pb2
-from pagoda_server import installed_version
-from pagoda_server.router.adapters.kserve_tensors import (
+
+from ... import installed_version
+from ..errors import InvalidArgument, ResourceExhausted, to_status
+from ..request.admission import Admission
+from ..request.fields import Limits
+from ..request.inference import InferenceServicer
+from ..request.output import ClientWriter
+from ..request.receiving import from_protobuf
+from ..request.validation import check_model
+from ..tenants.caller import caller
+from .kserve_tensors import (
     INPUTS,
     OUTPUTS,
     VERSION,
@@ -19,16 +28,8 @@ from pagoda_server.router.adapters.kserve_tensors import (
     check_version,
     most_entries,
 )
-from pagoda_server.router.adapters.protocols import kserve_pb2 as kserve
-from pagoda_server.router.adapters.translation import REASONS, Context, Translation
-from pagoda_server.router.errors import InvalidArgument, ResourceExhausted, to_status
-from pagoda_server.router.request.admission import Admission
-from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.inference import InferenceServicer
-from pagoda_server.router.request.output import ClientWriter
-from pagoda_server.router.request.receiving import from_protobuf
-from pagoda_server.router.request.validation import check_model
-from pagoda_server.router.tenants.caller import caller
+from .protocols import kserve_pb2 as kserve
+from .translation import REASONS, Context, Translation
 
 SERVICE = "inference.GRPCInferenceService"
 MAX_STREAMS = 64  # calls of ModelStreamInfer at once; each may hold a message that is being read

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.adapters.protocols import kserve_pb2 as kserve
-from pagoda_server.router.adapters.translation import named
-from pagoda_server.router.errors import InvalidArgument, NotFound, Unimplemented
-from pagoda_server.router.request.fields import Limits, check_count, check_integer, check_size
-from pagoda_server.router.request.json_body import Json
-from pagoda_server.router.request.structured_outputs import structured_outputs
+
+from ..errors import InvalidArgument, NotFound, Unimplemented
+from ..request.fields import Limits, check_count, check_integer, check_size
+from ..request.json_body import Json
+from ..request.structured_outputs import structured_outputs
+from .protocols import kserve_pb2 as kserve
+from .translation import named
 
 VERSION = "1"  # of the model: there is only this one
 MAX_TENSORS = 16

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import grpc
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import InvalidArgument, PagodaError, Unimplemented
-from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.inference import InferenceServicer
+
+from ..errors import InvalidArgument, PagodaError, Unimplemented
+from ..request.fields import Limits
+from ..request.inference import InferenceServicer
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Reason = inference_pb2.FinishReason

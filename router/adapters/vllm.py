@@ -14,16 +14,17 @@ from typing import Any, ClassVar
 import grpc
 
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, inference_pb2
-from pagoda_server import installed_version
-from pagoda_server.router.adapters.protocols import smg_common_pb2
-from pagoda_server.router.adapters.protocols import vllm_engine_pb2 as vllm
-from pagoda_server.router.adapters.translation import REASONS, Context, Translation
-from pagoda_server.router.errors import InvalidArgument, NotFound, Unimplemented
-from pagoda_server.router.request.fields import Limits, check_count, check_integer
-from pagoda_server.router.request.inference import InferenceServicer
-from pagoda_server.router.request.output import ClientWriter
-from pagoda_server.router.request.receiving import from_protobuf
-from pagoda_server.settings.request import MAX_CHOICES
+
+from ... import installed_version
+from ...settings.request import MAX_CHOICES
+from ..errors import InvalidArgument, NotFound, Unimplemented
+from ..request.fields import Limits, check_count, check_integer
+from ..request.inference import InferenceServicer
+from ..request.output import ClientWriter
+from ..request.receiving import from_protobuf
+from .protocols import smg_common_pb2
+from .protocols import vllm_engine_pb2 as vllm
+from .translation import REASONS, Context, Translation
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 MAX_ABORTS = 64  # ids in one call of Abort

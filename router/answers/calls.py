@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from pagoda_server.router.answers.json_object import JsonObject
-from pagoda_server.router.answers.json_writer import MAX_HELD, JsonWriter
-from pagoda_server.router.answers.lark import Calls, Lark, Rule
-from pagoda_server.router.answers.reader import AnswerReader, NotACall, Steps
+from .json_object import JsonObject
+from .json_writer import MAX_HELD, JsonWriter
+from .lark import Calls, Lark, Rule
+from .reader import AnswerReader, NotACall, Steps
 
 _ARGUMENTS = ("arguments", "parameters")
 _IGNORED_KEYS = ("id", "type")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from pagoda_server.router.answers.calls import DeepSeek, Gemma, Hermes, Llama3, Mistral, ToolFormat
-from pagoda_server.router.answers.events import Reasoning, Text
-from pagoda_server.router.answers.gemma_calls import GemmaCalls
-from pagoda_server.router.answers.lark import Calls, Lark, Rule
-from pagoda_server.router.answers.pythonic_calls import Pythonic
-from pagoda_server.router.answers.reader import MAX_NAME, AnswerReader, Kind, NotACall, Steps
-from pagoda_server.router.answers.tagged_calls import Glm, QwenCoder
-from pagoda_server.settings import SettingError
+from ...settings import SettingError
+from .calls import DeepSeek, Gemma, Hermes, Llama3, Mistral, ToolFormat
+from .events import Reasoning, Text
+from .gemma_calls import GemmaCalls
+from .lark import Calls, Lark, Rule
+from .pythonic_calls import Pythonic
+from .reader import MAX_NAME, AnswerReader, Kind, NotACall, Steps
+from .tagged_calls import Glm, QwenCoder
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": Hermes(),

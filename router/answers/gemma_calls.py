@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pagoda_server.router.answers.json_writer import JsonWriter, as_json
-from pagoda_server.router.answers.lark import Calls, Lark, Rule
-from pagoda_server.router.answers.literals import Literals, quoted_value
-from pagoda_server.router.answers.reader import MAX_KEY, AnswerReader, NotACall, Steps
-from pagoda_server.router.answers.schema import Schema
-from pagoda_server.router.text.chat_template import Json
+from ..text.chat_template import Json
+from .json_writer import JsonWriter, as_json
+from .lark import Calls, Lark, Rule
+from .literals import Literals, quoted_value
+from .reader import MAX_KEY, AnswerReader, NotACall, Steps
+from .schema import Schema
 
 _NUMBER_KEYS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pagoda_server.router.answers.schema import Schema
-from pagoda_server.router.text.chat_template import Json
-from pagoda_server.settings.request import JSON_STYLE
+from ...settings.request import JSON_STYLE
+from ..text.chat_template import Json
+from .schema import Schema
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 
-from pagoda_server.router.answers.calls import ToolFormat
-from pagoda_server.router.answers.json_writer import JsonWriter, TypedText
-from pagoda_server.router.answers.reader import AnswerReader, NotACall, Steps
-from pagoda_server.router.answers.schema import Schema
+from .calls import ToolFormat
+from .json_writer import JsonWriter, TypedText
+from .reader import AnswerReader, NotACall, Steps
+from .schema import Schema
 
 _MAX_DEPTH = 64
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from pagoda_server.router.answers.events import CallPart, Event, joined
-from pagoda_server.router.answers.formats import AnswerFormat
-from pagoda_server.router.answers.reader import AnswerReader
-from pagoda_server.router.text.chat_template import Json
+from ..text.chat_template import Json
+from .events import CallPart, Event, joined
+from .formats import AnswerFormat
+from .reader import AnswerReader
 
 
 class AnswerParser:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pagoda_server.router.answers.json_writer import JsonWriter, is_json, quoted
-from pagoda_server.router.answers.lark import Calls, Lark, Rule
-from pagoda_server.router.answers.literals import Literals, quoted_value
-from pagoda_server.router.answers.reader import MAX_KEY, AnswerReader, NotACall, Steps
-from pagoda_server.router.answers.schema import Schema
+from .json_writer import JsonWriter, is_json, quoted
+from .lark import Calls, Lark, Rule
+from .literals import Literals, quoted_value
+from .reader import MAX_KEY, AnswerReader, NotACall, Steps
+from .schema import Schema
 
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "0": "\0"}
 _HEX_LENGTHS = {"x": 2, "u": 4, "U": 8}

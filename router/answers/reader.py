@@ -13,10 +13,10 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
-from pagoda_server.router.answers.events import CallPart, Event, Text
-from pagoda_server.router.answers.json_object import JsonObject
-from pagoda_server.router.answers.json_writer import JsonWriter
-from pagoda_server.router.text.chat_template import Json
+from ..text.chat_template import Json
+from .events import CallPart, Event, Text
+from .json_object import JsonObject
+from .json_writer import JsonWriter
 
 MAX_SPACE = 64  # characters of white space that belong to a marker beside it, or that a call may have in one place
 

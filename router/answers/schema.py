@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pagoda_server.router.text.chat_template import Json
+from ..text.chat_template import Json
 
 _MAX_STEPS = 16  # from a reference to another, or from an alternative to its own
 _NO_SCHEMA: dict[str, Json] = {}  # one object: grammars know a schema by its identity

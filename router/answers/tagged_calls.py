@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagoda_server.router.answers.calls import ToolFormat
-from pagoda_server.router.answers.json_object import JsonObject
-from pagoda_server.router.answers.json_writer import JsonWriter, TypedText
-from pagoda_server.router.answers.lark import Calls, Lark, Rule
-from pagoda_server.router.answers.reader import AnswerReader, NotACall, Steps
-from pagoda_server.router.answers.schema import Schema
+from .calls import ToolFormat
+from .json_object import JsonObject
+from .json_writer import JsonWriter, TypedText
+from .lark import Calls, Lark, Rule
+from .reader import AnswerReader, NotACall, Steps
+from .schema import Schema
 
 
 class QwenCoder(ToolFormat):

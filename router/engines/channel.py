@@ -15,9 +15,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, trace_pb2
-from pagoda_server.router.engines.stream import EngineStream, Wakeups
-from pagoda_server.router.engines.transport import EngineLink, transport_to
-from pagoda_server.router.errors import Unavailable
+
+from ..errors import Unavailable
+from .stream import EngineStream, Wakeups
+from .transport import EngineLink, transport_to
 
 log = logging.getLogger("pagoda.router")
 

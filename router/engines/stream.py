@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda_server.router.errors import PagodaError
+
+from ..errors import PagodaError
 
 WOKEN_AT_ONCE = 8  # streams, which then write their tokens in one turn of the event loop; twice as many when it is late
 GIVES_WAY_S = 0.02  # for how long tokens give way to refusals and to first tokens; after it they are late

@@ -8,10 +8,11 @@ from typing import Protocol, TypeAlias
 import grpc
 
 from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
-from pagoda_server.channel import shm
-from pagoda_server.channel.address import HAS_SHM, is_shm
-from pagoda_server.channel.link import MAX_MESSAGE_BYTES, Link
-from pagoda_server.router.errors import ConfigError
+
+from ...channel import shm
+from ...channel.address import HAS_SHM, is_shm
+from ...channel.link import MAX_MESSAGE_BYTES, Link
+from ..errors import ConfigError
 
 EngineLink: TypeAlias = Link[engine_pb2.EngineMessage, engine_pb2.RouterMessage]
 

@@ -11,13 +11,14 @@ import grpc
 from starlette.types import Receive, Scope, Send
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import InvalidArgument, Unimplemented
-from pagoda_server.router.http.errors import BodyTooLarge, refusal, send_refusal
-from pagoda_server.router.http.pacing import Pace
-from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.inference import InferenceServicer
-from pagoda_server.router.request.receiving import Parse
-from pagoda_server.router.tenants.caller import caller
+
+from ..errors import InvalidArgument, Unimplemented
+from ..request.fields import Limits
+from ..request.inference import InferenceServicer
+from ..request.receiving import Parse
+from ..tenants.caller import caller
+from .errors import BodyTooLarge, refusal, send_refusal
+from .pacing import Pace
 
 REQUEST_ID = "x-request-id"
 

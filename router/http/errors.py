@@ -10,7 +10,7 @@ import grpc
 from google.rpc import error_details_pb2
 from starlette.types import Send
 
-from pagoda_server.router.errors import (
+from ..errors import (
     INTERNAL_MESSAGE,
     Internal,
     InvalidArgument,

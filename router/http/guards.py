@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagoda_server.channel.address import host_of
-from pagoda_server.router.errors import PagodaError
-from pagoda_server.router.http.errors import HttpError, refusal, send_refusal
-from pagoda_server.router.tenants.caller import set_caller
-from pagoda_server.router.tenants.identity import Identities
+from ...channel.address import host_of
+from ..errors import PagodaError
+from ..tenants.caller import set_caller
+from ..tenants.identity import Identities
+from .errors import HttpError, refusal, send_refusal
 
 ANY_ORIGIN = "*"
 _EXPOSED = b"x-request-id, retry-after, retry-after-ms"  # headers that a page of another origin may read

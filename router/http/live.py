@@ -31,11 +31,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from pagoda.v1 import control_pb2, trace_pb2
-from pagoda_server.router.engines.channel import EngineChannel
-from pagoda_server.router.errors import Unavailable
-from pagoda_server.router.process.load_feed import MAX_WATCHERS, MAX_WRITES_A_SECOND, Places
-from pagoda_server.router.tenants.caller import Caller, Right, set_caller
-from pagoda_server.router.tenants.own_view import seen_load, seen_trace
+
+from ..engines.channel import EngineChannel
+from ..errors import Unavailable
+from ..process.load_feed import MAX_WATCHERS, MAX_WRITES_A_SECOND, Places
+from ..tenants.caller import Caller, Right, set_caller
+from ..tenants.own_view import seen_load, seen_trace
 
 log = logging.getLogger("pagoda.router")
 

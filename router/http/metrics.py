@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from pagoda_server.router.tenants.caller import Right, caller
+from ..tenants.caller import Right, caller
 
 
 def routes(page: Callable[[str], Awaitable[tuple[bytes, str]]]) -> list[BaseRoute]:

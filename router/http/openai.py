@@ -11,16 +11,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import PagodaError
-from pagoda_server.router.http.call import Answer, Endpoint, HttpCall
-from pagoda_server.router.http.openai_answers import answer_to
-from pagoda_server.router.http.openai_embeddings import EmbeddingsApi
-from pagoda_server.router.http.openai_prompts import Completion, complete
-from pagoda_server.router.http.openai_requests import Asked, own_name, translated
-from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.inference import InferenceServicer
-from pagoda_server.router.request.receiving import Parse
-from pagoda_server.router.request.validation import check_model
+
+from ..errors import PagodaError
+from ..request.fields import Limits
+from ..request.inference import InferenceServicer
+from ..request.receiving import Parse
+from ..request.validation import check_model
+from .call import Answer, Endpoint, HttpCall
+from .openai_answers import answer_to
+from .openai_embeddings import EmbeddingsApi
+from .openai_prompts import Completion, complete
+from .openai_requests import Asked, own_name, translated
 
 
 class _Api:

@@ -14,9 +14,10 @@ from json.encoder import encode_basestring as quoted  # in C; leaves UTF-8 as it
 from typing import Protocol
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import Aborted
-from pagoda_server.router.http.call import Answer
-from pagoda_server.router.http.openai_requests import Asked, check_whole
+
+from ..errors import Aborted
+from .call import Answer
+from .openai_requests import Asked, check_whole
 
 DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity

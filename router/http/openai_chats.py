@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 from pagoda.v1 import chat_pb2
-from pagoda_server.router.errors import InvalidArgument, Unimplemented
-from pagoda_server.router.request.fields import Limits, check_count, too_many
-from pagoda_server.router.request.json_body import Fields, shown
+
+from ..errors import InvalidArgument, Unimplemented
+from ..request.fields import Limits, check_count, too_many
+from ..request.json_body import Fields, shown
 
 _ROLES = {
     "system": chat_pb2.ROLE_SYSTEM,

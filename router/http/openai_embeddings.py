@@ -9,10 +9,11 @@ import sys
 from array import array
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import InvalidArgument
-from pagoda_server.router.http.call import Answer
-from pagoda_server.router.request.fields import Limits, check_count
-from pagoda_server.router.request.json_body import Fields, Json, integers_of, json_object
+
+from ..errors import InvalidArgument
+from ..request.fields import Limits, check_count
+from ..request.json_body import Fields, Json, integers_of, json_object
+from .call import Answer
 
 _POOLINGS = {
     "last": inference_pb2.POOLING_LAST,

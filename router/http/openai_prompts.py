@@ -10,12 +10,13 @@ from typing import Any
 import grpc
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import InvalidArgument
-from pagoda_server.router.http.call import HttpCall
-from pagoda_server.router.http.openai_requests import Asked, Prompt, set_prompt
-from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.inference import InferenceServicer
-from pagoda_server.router.request.receiving import SMALL_BYTES, Parse
+
+from ..errors import InvalidArgument
+from ..request.fields import Limits
+from ..request.inference import InferenceServicer
+from ..request.receiving import SMALL_BYTES, Parse
+from .call import HttpCall
+from .openai_requests import Asked, Prompt, set_prompt
 
 
 @dataclass(frozen=True, slots=True)

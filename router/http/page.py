@@ -12,8 +12,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from pagoda_server.router.http.live import LiveFeed
-from pagoda_server.router.tenants.caller import Caller, Right, caller
+from ..tenants.caller import Caller, Right, caller
+from .live import LiveFeed
 
 ASSETS = Path(__file__).parent / "assets"
 _FILES = [path for path in sorted(ASSETS.iterdir()) if path.suffix != ".html"]

@@ -13,10 +13,10 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from pagoda_server.channel.address import host_of
-from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.http.connection import IDLE_S, Connection
-from pagoda_server.router.http.pacing import PARSING_S, Acceptor, Pace
+from ...channel.address import host_of
+from ..errors import ConfigError
+from .connection import IDLE_S, Connection
+from .pacing import PARSING_S, Acceptor, Pace
 
 SEND_BUFFER_BYTES = 128 << 10  # in the kernel, which holds megabytes for a client that does not read by default
 _HEADERS = [

@@ -23,8 +23,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Scope
 
-from pagoda_server.router.errors import INTERNAL_MESSAGE, InvalidArgument
-from pagoda_server.router.http.errors import BodyTooLarge
+from ..errors import INTERNAL_MESSAGE, InvalidArgument
+from .errors import BodyTooLarge
 
 log = logging.getLogger("pagoda.router")
 

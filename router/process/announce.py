@@ -7,10 +7,10 @@ import os
 import time
 from collections.abc import Mapping
 
-from pagoda_server.channel.address import is_unix
-from pagoda_server.settings import ServeConfig
-from pagoda_server.settings.logs import JsonFormatter
-from pagoda_server.settings.router import AUTH_TOKEN_VARIABLE
+from ...channel.address import is_unix
+from ...settings import ServeConfig
+from ...settings.logs import JsonFormatter
+from ...settings.router import AUTH_TOKEN_VARIABLE
 
 
 class Announcer:

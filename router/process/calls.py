@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from pagoda_server.router.errors import (
+from ..errors import (
     PagodaError,
     QuotaExceeded,
     ResourceExhausted,
@@ -18,9 +18,9 @@ from pagoda_server.router.errors import (
     Unauthenticated,
     to_status,
 )
-from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
-from pagoda_server.router.tenants.caller import Right, set_caller
-from pagoda_server.router.tenants.identity import Identities
+from ..request.receiving import SMALL_BYTES, Messages
+from ..tenants.caller import Right, set_caller
+from ..tenants.identity import Identities
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]"

@@ -11,18 +11,19 @@ from grpc_health.v1 import health, health_pb2
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, trace_pb2
-from pagoda_server import installed_version
-from pagoda_server.router.answers.formats import AnswerFormat
-from pagoda_server.router.engines.channel import Dispatcher, EngineChannel
-from pagoda_server.router.errors import InvalidArgument, Unavailable
-from pagoda_server.router.process.load_feed import MAX_TRACES, LoadFeed, Places
-from pagoda_server.router.request.admission import Admission, LiveRequests
-from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.validation import recommended_sampling
-from pagoda_server.router.request.wire import MAX_FIELDS
-from pagoda_server.router.tenants.caller import Right, caller
-from pagoda_server.router.tenants.own_view import seen_info, seen_load, seen_trace
-from pagoda_server.router.text.tokenizer import Tokenizer
+
+from ... import installed_version
+from ..answers.formats import AnswerFormat
+from ..engines.channel import Dispatcher, EngineChannel
+from ..errors import InvalidArgument, Unavailable
+from ..request.admission import Admission, LiveRequests
+from ..request.fields import Limits
+from ..request.validation import recommended_sampling
+from ..request.wire import MAX_FIELDS
+from ..tenants.caller import Right, caller
+from ..tenants.own_view import seen_info, seen_load, seen_trace
+from ..text.tokenizer import Tokenizer
+from .load_feed import MAX_TRACES, LoadFeed, Places
 
 log = logging.getLogger("pagoda.router")
 

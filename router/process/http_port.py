@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from starlette.routing import BaseRoute
 from starlette.routing import Router as Routes
 
-from pagoda_server.channel.address import host_of, is_local
-from pagoda_server.router.errors import PagodaError
-from pagoda_server.router.http import health, page
-from pagoda_server.router.http.guards import Guard
-from pagoda_server.router.http.server import HttpPort
-from pagoda_server.router.process.listen import tls_context
-from pagoda_server.router.tenants.identity import Identities
-from pagoda_server.settings import RouterSettings
-from pagoda_server.settings.router import names_in
+from ...channel.address import host_of, is_local
+from ...settings import RouterSettings
+from ...settings.router import names_in
+from ..errors import PagodaError
+from ..http import health, page
+from ..http.guards import Guard
+from ..http.server import HttpPort
+from ..tenants.identity import Identities
+from .listen import tls_context
 
 
 def http_port(

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import grpc
 
-from pagoda_server.channel.address import host_of, is_local, is_unix
-from pagoda_server.channel.listening import KEEPALIVE_OPTIONS, GrpcPort
-from pagoda_server.router.errors import ConfigError
-from pagoda_server.settings import ServeConfig
-from pagoda_server.settings.router import AUTH_TOKEN_VARIABLE
+from ...channel.address import host_of, is_local, is_unix
+from ...channel.listening import KEEPALIVE_OPTIONS, GrpcPort
+from ...settings import ServeConfig
+from ...settings.router import AUTH_TOKEN_VARIABLE
+from ..errors import ConfigError
 
 log = logging.getLogger("pagoda.router")
 

@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 import grpc
 
 from pagoda.v1 import control_pb2
-from pagoda_server.router.errors import ResourceExhausted
-from pagoda_server.router.request.fields import check_number
-from pagoda_server.router.tenants.own_view import seen_load
+
+from ..errors import ResourceExhausted
+from ..request.fields import check_number
+from ..tenants.own_view import seen_load
 
 MAX_WATCHERS = 256
 MAX_WRITES_A_SECOND = 500  # of all watchers: each takes about as much of the event loop as a token

@@ -10,19 +10,19 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from pagoda_server.channel import event_loop
-from pagoda_server.checkpoints import CheckpointError, PrintedProgress, Progress, find_model
-from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.process.calls import GRPC_LOGGER, is_worth_logging
-from pagoda_server.router.process.listen import check_exposure
-from pagoda_server.router.process.router import Router, import_traces
-from pagoda_server.router.process.supervisor import ChildFailedError
-from pagoda_server.router.process.workers import ParentLink, WorkerConfig, Workers
-from pagoda_server.router.tenants.identity import read_tenants, wait_for_tenants
-from pagoda_server.router.text.tokenizer import Tokenizer
-from pagoda_server.settings import EXIT_CONFIG, ServeConfig, SettingError
-from pagoda_server.settings.logs import start_logging
-from pagoda_server.settings.router import SPAWN
+from ...channel import event_loop
+from ...checkpoints import CheckpointError, PrintedProgress, Progress, find_model
+from ...settings import EXIT_CONFIG, ServeConfig, SettingError
+from ...settings.logs import start_logging
+from ...settings.router import SPAWN
+from ..errors import ConfigError
+from ..tenants.identity import read_tenants, wait_for_tenants
+from ..text.tokenizer import Tokenizer
+from .calls import GRPC_LOGGER, is_worth_logging
+from .listen import check_exposure
+from .router import Router, import_traces
+from .supervisor import ChildFailedError
+from .workers import ParentLink, WorkerConfig, Workers
 
 log = logging.getLogger("pagoda.router")
 

@@ -14,10 +14,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from pagoda_server.router.request.admission import Admission
-from pagoda_server.router.request.output import ClientWriter
-from pagoda_server.router.request.receiving import SMALL_BYTES
-from pagoda_server.router.tenants.caller import caller
+from ..request.admission import Admission
+from ..request.output import ClientWriter
+from ..request.receiving import SMALL_BYTES
+from ..tenants.caller import caller
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 

@@ -23,44 +23,45 @@ from pagoda.v1 import (
     control_pb2_grpc,
     inference_pb2,
 )
-from pagoda_server import installed_version
-from pagoda_server.checkpoints.folder import read_json_object
-from pagoda_server.router.adapters.kserve import GrpcInferenceService
-from pagoda_server.router.adapters.translation import Adapter
-from pagoda_server.router.adapters.vllm import VllmEngine
-from pagoda_server.router.answers.formats import format_of
-from pagoda_server.router.engines.channel import Dispatcher, EngineChannel, WrongEngine
-from pagoda_server.router.engines.stream import Wakeups
-from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.process.announce import Announcer
-from pagoda_server.router.process.calls import CallGuard, Refusal
-from pagoda_server.router.process.control import AdminServicer, ControlServicer, ServingState
-from pagoda_server.router.process.listen import auth_token, bind, max_message_bytes, server_options
-from pagoda_server.router.process.reflection import add_reflection
-from pagoda_server.router.process.shared_control import RouterGroup
-from pagoda_server.router.process.supervisor import EngineKeeper, Supervisor, engine_supervisor, spawn_address
-from pagoda_server.router.process.workers import ParentLink
-from pagoda_server.router.request.admission import Admission, LiveRequests
-from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.inference import SERVICE, InferenceServicer
-from pagoda_server.router.request.receiving import Messages
-from pagoda_server.router.request.record import Observers
-from pagoda_server.router.request.validation import default_sampling
-from pagoda_server.router.telemetry.logs import RequestLog
-from pagoda_server.router.tenants.identity import Identities, Tenants, TenantsFile
-from pagoda_server.router.tenants.quotas import Quotas
-from pagoda_server.router.text.tokenizer import Tokenizer
-from pagoda_server.settings import RouterSettings, ServeConfig
-from pagoda_server.settings.engine import weights_of_tenants
-from pagoda_server.settings.router import SPAWN
+
+from ... import installed_version
+from ...checkpoints.folder import read_json_object
+from ...settings import RouterSettings, ServeConfig
+from ...settings.engine import weights_of_tenants
+from ...settings.router import SPAWN
+from ..adapters.kserve import GrpcInferenceService
+from ..adapters.translation import Adapter
+from ..adapters.vllm import VllmEngine
+from ..answers.formats import format_of
+from ..engines.channel import Dispatcher, EngineChannel, WrongEngine
+from ..engines.stream import Wakeups
+from ..errors import ConfigError
+from ..request.admission import Admission, LiveRequests
+from ..request.fields import Limits
+from ..request.inference import SERVICE, InferenceServicer
+from ..request.receiving import Messages
+from ..request.record import Observers
+from ..request.validation import default_sampling
+from ..telemetry.logs import RequestLog
+from ..tenants.identity import Identities, Tenants, TenantsFile
+from ..tenants.quotas import Quotas
+from ..text.tokenizer import Tokenizer
+from .announce import Announcer
+from .calls import CallGuard, Refusal
+from .control import AdminServicer, ControlServicer, ServingState
+from .listen import auth_token, bind, max_message_bytes, server_options
+from .reflection import add_reflection
+from .shared_control import RouterGroup
+from .supervisor import EngineKeeper, Supervisor, engine_supervisor, spawn_address
+from .workers import ParentLink
 
 # What serves HTTP is imported where it is used: a router without an HTTP port starts sooner, and with less memory.
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
-    from pagoda_server.router.http.server import HttpPort
-    from pagoda_server.router.telemetry.metrics import Sample, Tally
-    from pagoda_server.router.telemetry.traces import Traces
+    from ..http.server import HttpPort
+    from ..telemetry.metrics import Sample, Tally
+    from ..telemetry.traces import Traces
 
 log = logging.getLogger("pagoda.router")
 
@@ -84,7 +85,7 @@ def longest_context(folder: Path) -> int:
 def import_traces() -> type[Traces]:
     """The observer that sends traces, whose libraries not every installation has. Raises ConfigError."""
     try:
-        from pagoda_server.router.telemetry.traces import Traces
+        from ..telemetry.traces import Traces
     except ModuleNotFoundError as error:
         raise ConfigError("--otlp-endpoint needs more packages: pip install 'pagoda-server[tracing]'") from error
     return Traces
@@ -169,7 +170,7 @@ class Router:
             self._dispatcher = Dispatcher(channels)
             self._state = ServingState(self._dispatcher, self._admission)
             if self._config.http:
-                from pagoda_server.router.telemetry.metrics import Tally
+                from ..telemetry.metrics import Tally
 
                 self._tally = Tally(len(channels), self._admission, self._index)
                 self._observers.append(self._tally)
@@ -251,7 +252,7 @@ class Router:
             self._port = bind(server, config)
             await server.start()
             if config.http:
-                from pagoda_server.router.process.http_port import http_port
+                from .http_port import http_port
 
                 self._http = http_port(
                     config.http,
@@ -339,9 +340,9 @@ class Router:
         ]
 
     def _http_routes(self, max_bytes: int) -> list[BaseRoute]:
-        from pagoda_server.router.http import health, metrics, openai, page, together
-        from pagoda_server.router.http.live import LiveFeed
-        from pagoda_server.router.telemetry.metrics import Metrics
+        from ..http import health, metrics, openai, page, together
+        from ..http.live import LiveFeed
+        from ..telemetry.metrics import Metrics
 
         assert self._tally is not None, "there is one with --http"
         load = self._group.control.current_load if self._group else self._control.current_load
@@ -357,7 +358,7 @@ class Router:
         ]
 
     def _known_of_engines(self) -> Iterator[Sample]:
-        from pagoda_server.router.telemetry.metrics import engine_samples
+        from ..telemetry.metrics import engine_samples
 
         return engine_samples(
             self._dispatcher,

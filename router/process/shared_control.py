@@ -22,18 +22,19 @@ from pagoda.v1 import (
     inference_pb2_grpc,
     trace_pb2,
 )
-from pagoda_server.router.errors import STATUS_DETAILS_KEY, NotFound, Passed, Unavailable
-from pagoda_server.router.process.calls import CallGuard
-from pagoda_server.router.process.control import AdminServicer, ControlServicer, tenant_to_abort_for
-from pagoda_server.router.process.listen import server_options
-from pagoda_server.router.process.load_feed import LoadFeed
-from pagoda_server.router.request.inference import SERVICE, InferenceServicer
-from pagoda_server.router.request.receiving import SMALL_BYTES, Messages
-from pagoda_server.router.tenants.identity import TENANT_KEY, Identities
-from pagoda_server.router.tenants.own_view import seen_load
+
+from ..errors import STATUS_DETAILS_KEY, NotFound, Passed, Unavailable
+from ..request.inference import SERVICE, InferenceServicer
+from ..request.receiving import SMALL_BYTES, Messages
+from ..tenants.identity import TENANT_KEY, Identities
+from ..tenants.own_view import seen_load
+from .calls import CallGuard
+from .control import AdminServicer, ControlServicer, tenant_to_abort_for
+from .listen import server_options
+from .load_feed import LoadFeed
 
 if TYPE_CHECKING:
-    from pagoda_server.router.telemetry.metrics import Tally
+    from ..telemetry.metrics import Tally
 
 ASK_TIMEOUT_S = 2.0
 _NEW_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]

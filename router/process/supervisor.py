@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from pagoda_server.channel.address import HAS_SHM, SHM_PREFIX
-from pagoda_server.settings import EXIT_CONFIG, ServeConfig
-from pagoda_server.settings.router import environment_without_secrets
+from ...channel.address import HAS_SHM, SHM_PREFIX
+from ...settings import EXIT_CONFIG, ServeConfig
+from ...settings.router import environment_without_secrets
 
 log = logging.getLogger("pagoda.router")
 

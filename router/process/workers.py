@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.process.announce import Announcer
-from pagoda_server.router.process.listen import reserved_port
-from pagoda_server.router.process.supervisor import Supervisor, engine_supervisor, spawn_address
-from pagoda_server.settings import ServeConfig
-from pagoda_server.settings.router import SPAWN
-from pagoda_server.settings.setting import flag
+from ...settings import ServeConfig
+from ...settings.router import SPAWN
+from ...settings.setting import flag
+from ..errors import ConfigError
+from .announce import Announcer
+from .listen import reserved_port
+from .supervisor import Supervisor, engine_supervisor, spawn_address
 
 # -- the parent --------------------------------------------------------------------------------------------------------
 

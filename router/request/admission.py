@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Protocol
 
-from pagoda_server.router.errors import AlreadyExists, NotFound, PagodaError, ResourceExhausted, Unavailable
-from pagoda_server.router.request.shares import Shares
+from ..errors import AlreadyExists, NotFound, PagodaError, ResourceExhausted, Unavailable
+from .shares import Shares
 
 _SMOOTHING = 0.1
 _RETRY_AFTER_S = (0.1, 30.0)

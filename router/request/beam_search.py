@@ -19,12 +19,13 @@ from dataclasses import dataclass
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.engines.channel import EngineChannel
-from pagoda_server.router.engines.stream import SequenceInbox, time_in_engine
-from pagoda_server.router.errors import InvalidArgument
-from pagoda_server.router.request.fields import Limits, check_integer, check_number
-from pagoda_server.settings.request import MAX_LOGPROBS
-from pagoda_server.settings.sampling import PARAMETERS
+
+from ...settings.request import MAX_LOGPROBS
+from ...settings.sampling import PARAMETERS
+from ..engines.channel import EngineChannel
+from ..engines.stream import SequenceInbox, time_in_engine
+from ..errors import InvalidArgument
+from .fields import Limits, check_integer, check_number
 
 _DEFAULTS = {each.name: each.default for each in PARAMETERS}
 _SUMS = (

@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 from google.protobuf.struct_pb2 import ListValue, Struct, Value
 
 from pagoda.v1 import chat_pb2
-from pagoda_server.router.answers.lark import Calls, Tool
-from pagoda_server.router.errors import InvalidArgument
-from pagoda_server.router.request.fields import Limits, check_count
-from pagoda_server.router.text.chat_template import Chat, ChatRole, Json, Message, ToolCall
+
+from ..answers.lark import Calls, Tool
+from ..errors import InvalidArgument
+from ..text.chat_template import Chat, ChatRole, Json, Message, ToolCall
+from .fields import Limits, check_count
 
 _ROLES: dict[int, ChatRole] = {
     chat_pb2.ROLE_SYSTEM: "system",

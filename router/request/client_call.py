@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import DeadlineExceeded
+
+from ..errors import DeadlineExceeded
 
 
 class ClientCall(Protocol):

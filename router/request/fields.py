@@ -10,9 +10,9 @@ from ctypes import c_float
 from dataclasses import dataclass, field
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import InvalidArgument
-from pagoda_server.settings import RouterSettings
-from pagoda_server.settings.request import (
+
+from ...settings import RouterSettings
+from ...settings.request import (
     MAX_BAD_WORD_BYTES,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
@@ -23,6 +23,7 @@ from pagoda_server.settings.request import (
     MAX_SALT_BYTES,
     MAX_STOP_IDS,
 )
+from ..errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,21 +10,22 @@ from typing import TypeAlias
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, time_in_engine
-from pagoda_server.router.errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted
-from pagoda_server.router.request.beam_search import BeamSearchStream
-from pagoda_server.router.request.output import (
+
+from ..engines.stream import EngineStream, SequenceInbox, time_in_engine
+from ..errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted
+from ..text.tokenizer import Tokenizer
+from .beam_search import BeamSearchStream
+from .output import (
     ClientWriter,
     SequenceOutput,
     write_bytes,
     write_logprobs,
     write_records,
 )
-from pagoda_server.router.request.parsing import Parsing
-from pagoda_server.router.request.resuming import KeepingOutput, KeptStream, ResumedStream
-from pagoda_server.router.request.token_times import TokenTimes
-from pagoda_server.router.request.validation import GenerateParams
-from pagoda_server.router.text.tokenizer import Tokenizer
+from .parsing import Parsing
+from .resuming import KeepingOutput, KeptStream, ResumedStream
+from .token_times import TokenTimes
+from .validation import GenerateParams
 
 _PROMPT_AT_ONCE = 256  # tokens: with all logprobs a message of about 100 KB, which stock clients accept
 Stream: TypeAlias = EngineStream | BeamSearchStream | ResumedStream

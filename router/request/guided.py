@@ -11,20 +11,21 @@ from functools import partial
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import Internal, InvalidArgument, ResourceExhausted, Unimplemented
-from pagoda_server.router.request.fields import check_bytes, check_count
-from pagoda_server.router.text.tokenizer import Tokenizer
-from pagoda_server.router.text.turns import turn
-from pagoda_server.settings.fair_threads import FairThreads, QueueFull
-from pagoda_server.settings.grammars import (
+
+from ...settings.fair_threads import FairThreads, QueueFull
+from ...settings.grammars import (
     GrammarError,
     compiled,
     to_lark,
 )
-from pagoda_server.settings.grammars import (
+from ...settings.grammars import (
     grammar_of as grammar_text,
 )
-from pagoda_server.settings.request import MAX_CHOICES, MAX_GRAMMAR_BYTES
+from ...settings.request import MAX_CHOICES, MAX_GRAMMAR_BYTES
+from ..errors import Internal, InvalidArgument, ResourceExhausted, Unimplemented
+from ..text.tokenizer import Tokenizer
+from ..text.turns import turn
+from .fields import check_bytes, check_count
 
 _MOST_CHECKED = 1024  # grammars that are remembered as right
 

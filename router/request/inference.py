@@ -13,28 +13,32 @@ import grpc
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.answers.formats import AnswerFormat
-from pagoda_server.router.engines.channel import Dispatcher
-from pagoda_server.router.errors import PagodaError, Unavailable, Unimplemented
-from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests, Reservation
-from pagoda_server.router.request.beam_search import BeamSearchStream
-from pagoda_server.router.request.client_call import ClientCall, time_left
-from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.generate_call import GenerateCall, OutputRoom, Stream
-from pagoda_server.router.request.guided import GrammarChecker
-from pagoda_server.router.request.output import ClientWriter
-from pagoda_server.router.request.parsing import checked_grammar, parsing_of
-from pagoda_server.router.request.readouts import Readouts
-from pagoda_server.router.request.receiving import SMALL_BYTES, Messages, Parse, Received, from_protobuf
-from pagoda_server.router.request.record import Observers, Record
-from pagoda_server.router.request.resuming import (
+
+from ..answers.formats import AnswerFormat
+from ..engines.channel import Dispatcher
+from ..errors import PagodaError, Unavailable, Unimplemented
+from ..tenants.caller import caller
+from ..tenants.quotas import Quotas, Spending
+from ..text.tokenizer import Tokenizer
+from .admission import Admission, LiveRequest, LiveRequests, Reservation
+from .beam_search import BeamSearchStream
+from .client_call import ClientCall, time_left
+from .fields import Limits
+from .generate_call import GenerateCall, OutputRoom, Stream
+from .guided import GrammarChecker
+from .output import ClientWriter
+from .parsing import checked_grammar, parsing_of
+from .readouts import Readouts
+from .receiving import SMALL_BYTES, Messages, Parse, Received, from_protobuf
+from .record import Observers, Record
+from .resuming import (
     KeptStream,
     KeptStreams,
     not_kept,
     resumed,
 )
-from pagoda_server.router.request.token_times import TokenTimes
-from pagoda_server.router.request.validation import (
+from .token_times import TokenTimes
+from .validation import (
     GenerateParams,
     check_prompt,
     to_submit,
@@ -43,9 +47,6 @@ from pagoda_server.router.request.validation import (
     validate_resume,
     validate_tokenize,
 )
-from pagoda_server.router.tenants.caller import caller
-from pagoda_server.router.tenants.quotas import Quotas, Spending
-from pagoda_server.router.text.tokenizer import Tokenizer
 
 # Writes a stream that another router keeps for this tenant, within so many seconds. Returns False if none does.
 ResumeElsewhere: TypeAlias = Callable[

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]  # the decoder in Python
 from typing import Any, NoReturn, TypeAlias
 
-from pagoda_server.router.errors import InvalidArgument
-from pagoda_server.router.request.fields import Limits, check_count, check_integer
-from pagoda_server.router.request.wire import MAX_FIELDS
+from ..errors import InvalidArgument
+from .fields import Limits, check_count, check_integer
+from .wire import MAX_FIELDS
 
 FEW_VALUES = 1 << 14  # which the fast decoder takes no more than a few milliseconds for
 MAX_UINT32 = (1 << 32) - 1

@@ -15,13 +15,14 @@ from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.answers.events import CallPart, Event, Reasoning, Text, joined
-from pagoda_server.router.answers.parser import AnswerParser
-from pagoda_server.router.engines.stream import SequenceInbox
-from pagoda_server.router.errors import ResourceExhausted
-from pagoda_server.router.request.client_call import ClientCall
-from pagoda_server.router.text.detokenizer import Detokenizer
-from pagoda_server.router.text.stop_strings import StopMatcher
+
+from ..answers.events import CallPart, Event, Reasoning, Text, joined
+from ..answers.parser import AnswerParser
+from ..engines.stream import SequenceInbox
+from ..errors import ResourceExhausted
+from ..text.detokenizer import Detokenizer
+from ..text.stop_strings import StopMatcher
+from .client_call import ClientCall
 
 TokenBytes: TypeAlias = Callable[[int], bytes]
 FinishReason = inference_pb2.FinishReason

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.answers.formats import AnswerFormat
-from pagoda_server.router.answers.lark import Lark, Rule
-from pagoda_server.router.answers.parser import AnswerParser
-from pagoda_server.router.request.guided import GrammarChecker
-from pagoda_server.router.request.validation import GenerateParams
-from pagoda_server.router.text.chat_template import Json
-from pagoda_server.router.text.tokenizer import Tokenizer
+
+from ..answers.formats import AnswerFormat
+from ..answers.lark import Lark, Rule
+from ..answers.parser import AnswerParser
+from ..text.chat_template import Json
+from ..text.tokenizer import Tokenizer
+from .guided import GrammarChecker
+from .validation import GenerateParams
 
 _NUM_LAST = 32  # tokens of a prompt that show what the answer goes on with
 _ID_LENGTH = 9  # of letters and digits, because Mistral's templates take no other

@@ -15,26 +15,27 @@ from typing import Any
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.engines.channel import Dispatcher, EngineChannel
-from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, Wake
-from pagoda_server.router.errors import Aborted, InvalidArgument, Unavailable
-from pagoda_server.router.request.admission import Admission, LiveRequest, LiveRequests, Reservation
-from pagoda_server.router.request.client_call import ClientCall, time_left
-from pagoda_server.router.request.fields import Limits, check_bytes, check_count, check_ids, check_integer
-from pagoda_server.router.request.generate_call import raise_if_failed, timing_of
-from pagoda_server.router.request.output import write_bytes, write_logprobs
-from pagoda_server.router.request.receiving import Messages, Parse, Received, from_protobuf
-from pagoda_server.router.request.record import Observers, Record
-from pagoda_server.router.request.validation import (
+
+from ...settings.sampling import PARAMETERS
+from ..engines.channel import Dispatcher, EngineChannel
+from ..engines.stream import EngineStream, SequenceInbox, Wake
+from ..errors import Aborted, InvalidArgument, Unavailable
+from ..tenants.caller import Caller, caller
+from ..tenants.quotas import Quotas, Spending
+from ..text.tokenizer import Prompt, Tokenizer
+from .admission import Admission, LiveRequest, LiveRequests, Reservation
+from .client_call import ClientCall, time_left
+from .fields import Limits, check_bytes, check_count, check_ids, check_integer
+from .generate_call import raise_if_failed, timing_of
+from .output import write_bytes, write_logprobs
+from .receiving import Messages, Parse, Received, from_protobuf
+from .record import Observers, Record
+from .validation import (
     PROMPT_FIELDS,
     check_model,
     prompt_from,
     request_id_from,
 )
-from pagoda_server.router.tenants.caller import Caller, caller
-from pagoda_server.router.tenants.quotas import Quotas, Spending
-from pagoda_server.router.text.tokenizer import Prompt, Tokenizer
-from pagoda_server.settings.sampling import PARAMETERS
 
 AT_ONCE = 64  # sequences of one call
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name

@@ -17,11 +17,11 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from pagoda_server.router.errors import InvalidArgument, ResourceExhausted
-from pagoda_server.router.request.client_call import ClientCall
-from pagoda_server.router.request.fields import Limits, check_size
-from pagoda_server.router.request.wire import Malformed, check_entries, most_entries
-from pagoda_server.router.text.turns import turn
+from ..errors import InvalidArgument, ResourceExhausted
+from ..text.turns import turn
+from .client_call import ClientCall
+from .fields import Limits, check_size
+from .wire import Malformed, check_entries, most_entries
 
 log = logging.getLogger("pagoda.router")
 

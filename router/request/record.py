@@ -13,7 +13,8 @@ from typing import Protocol
 import grpc
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import PagodaError, Passed
+
+from ..errors import PagodaError, Passed
 
 log = logging.getLogger("pagoda.router")
 

@@ -21,11 +21,12 @@ from google.rpc import error_details_pb2
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.engines.channel import EngineChannel
-from pagoda_server.router.engines.stream import EngineStream, SequenceInbox, Wake
-from pagoda_server.router.errors import ERROR_DOMAIN, Aborted, InvalidArgument, NotFound, Unavailable
-from pagoda_server.router.request.output import SequenceOutput
-from pagoda_server.router.request.validation import GenerateParams
+
+from ..engines.channel import EngineChannel
+from ..engines.stream import EngineStream, SequenceInbox, Wake
+from ..errors import ERROR_DOMAIN, Aborted, InvalidArgument, NotFound, Unavailable
+from .output import SequenceOutput
+from .validation import GenerateParams
 
 MAX_STREAMS = 4096
 MAX_BYTES = 64 << 20

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import InvalidArgument
-from pagoda_server.router.request.json_body import Fields, Json
+
+from ..errors import InvalidArgument
+from .json_body import Fields, Json
 
 
 def structured_outputs(given: Json, path: str) -> inference_pb2.Guided:

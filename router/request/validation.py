@@ -11,11 +11,17 @@ from typing import Any, Literal, TypeAlias
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.answers.lark import Calls, Tool
-from pagoda_server.router.errors import InvalidArgument, NotFound, Unimplemented
-from pagoda_server.router.request.beam_search import check_beam_search, check_stop_ids, check_stopping
-from pagoda_server.router.request.chat import calls_due, chat_from, tools_of
-from pagoda_server.router.request.fields import (
+
+from ...settings.request import MAX_DRAFT_TOKENS, MAX_SLO_S
+from ...settings.sampling import LOGIT_BIAS, PARAMETERS, UNRECOMMENDED
+from ..answers.lark import Calls, Tool
+from ..errors import InvalidArgument, NotFound, Unimplemented
+from ..tenants.caller import ANYONE, Caller
+from ..text.chat_template import Chat, Message
+from ..text.tokenizer import Prompt
+from .beam_search import check_beam_search, check_stop_ids, check_stopping
+from .chat import calls_due, chat_from, tools_of
+from .fields import (
     Limits,
     check_bytes,
     check_count,
@@ -24,12 +30,7 @@ from pagoda_server.router.request.fields import (
     check_integer,
     check_number,
 )
-from pagoda_server.router.request.guided import guided_from
-from pagoda_server.router.tenants.caller import ANYONE, Caller
-from pagoda_server.router.text.chat_template import Chat, Message
-from pagoda_server.router.text.tokenizer import Prompt
-from pagoda_server.settings.request import MAX_DRAFT_TOKENS, MAX_SLO_S
-from pagoda_server.settings.sampling import LOGIT_BIAS, PARAMETERS, UNRECOMMENDED
+from .guided import guided_from
 
 log = logging.getLogger("pagoda.router")
 

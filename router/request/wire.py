@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from pagoda_server.router.errors import InvalidArgument
-from pagoda_server.router.request.fields import Limits, too_many
-from pagoda_server.settings.request import MAX_CHOICES
+from ...settings.request import MAX_CHOICES
+from ..errors import InvalidArgument
+from .fields import Limits, too_many
 
 MAX_FIELDS = 65_536  # of a request and of the messages inside it; a packed list is one field
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagoda_server.router.request.token_times import TOKEN_BOUNDS, bounds_between
+from ..request.token_times import TOKEN_BOUNDS, bounds_between
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.errors import (
+
+from ..errors import (
     Aborted,
     DeadlineExceeded,
     InvalidArgument,
@@ -19,7 +20,7 @@ from pagoda_server.router.errors import (
     Unavailable,
     Unimplemented,
 )
-from pagoda_server.router.request.record import Record
+from ..request.record import Record
 
 INTERVAL_S = 1.0  # between lines that count refused calls
 MOST_KINDS = 16  # of refusals that one such line tells apart

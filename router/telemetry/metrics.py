@@ -24,13 +24,14 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.utils import floatToGoString
 
 from pagoda.v1 import control_pb2, inference_pb2
-from pagoda_server import installed_version
-from pagoda_server.router.engines.channel import Dispatcher
-from pagoda_server.router.errors import PagodaError, Passed
-from pagoda_server.router.request.admission import Admission
-from pagoda_server.router.request.record import Answer, Record
-from pagoda_server.router.request.token_times import TOKEN_BOUNDS, Histogram, TokenTimes
-from pagoda_server.router.telemetry.families import FAMILIES, OF_REQUESTS, Family
+
+from ... import installed_version
+from ..engines.channel import Dispatcher
+from ..errors import PagodaError, Passed
+from ..request.admission import Admission
+from ..request.record import Answer, Record
+from ..request.token_times import TOKEN_BOUNDS, Histogram, TokenTimes
+from .families import FAMILIES, OF_REQUESTS, Family
 
 # A family's name, the values of its labels, and a number, or a histogram's counts with the total at the end.
 Sample: TypeAlias = tuple[str, tuple[str, ...], "float | list[float]"]

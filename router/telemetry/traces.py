@@ -26,9 +26,9 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, format_trace_id, get
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.request.record import Answer, Record
-from pagoda_server.router.telemetry.logs import finish_reasons, reason_of, trace_id_of
+from ..errors import ConfigError
+from ..request.record import Answer, Record
+from .logs import finish_reasons, reason_of, trace_id_of
 
 CLOSE_S = 1.0  # that the router's end waits for the collector to take what is left
 COMPLAINT_S = 60.0  # between two lines about the collector

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pagoda_server.router.errors import PermissionDenied
+from ..errors import PermissionDenied
 
 
 class Right(StrEnum):

@@ -23,10 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pagoda_server.router.errors import ConfigError, InvalidArgument, Unauthenticated
-from pagoda_server.router.tenants.caller import ANYONE, EVERY_RIGHT, Caller, Right
-from pagoda_server.router.tenants.quotas import Quota
-from pagoda_server.settings.request import MAX_TENANT_LENGTH, TENANT_NAME
+from ...settings.request import MAX_TENANT_LENGTH, TENANT_NAME
+from ..errors import ConfigError, InvalidArgument, Unauthenticated
+from .caller import ANYONE, EVERY_RIGHT, Caller, Right
+from .quotas import Quota
 
 log = logging.getLogger("pagoda.router")
 

@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from pagoda.v1 import control_pb2, trace_pb2
-from pagoda_server.router.tenants.caller import Right, caller
+
+from .caller import Right, caller
 
 _SLICE = 64  # steps or moves between which the event loop serves others
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
-from pagoda_server.router.errors import QuotaExceeded
+from ..errors import QuotaExceeded
 
 MINUTE_S = 60.0
 RETRY_REQUEST_S = 1.0  # only the tenant knows when one of its own requests ends

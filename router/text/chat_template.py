@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from pagoda_server.checkpoints.folder import quoted
-from pagoda_server.router.errors import ConfigError, InvalidArgument, ResourceExhausted
-from pagoda_server.router.text import template_process
-from pagoda_server.router.text.template_process import FAILED, TOO_LONG, read_frame, write_frame
-from pagoda_server.router.text.turns import turn
-from pagoda_server.settings.router import environment_without_secrets
+from ...checkpoints.folder import quoted
+from ...settings.router import environment_without_secrets
+from ..errors import ConfigError, InvalidArgument, ResourceExhausted
+from . import template_process
+from .template_process import FAILED, TOO_LONG, read_frame, write_frame
+from .turns import turn
 
 logger = logging.getLogger(__name__)
 

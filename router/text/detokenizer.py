@@ -17,8 +17,8 @@ from typing import Protocol, TypeAlias
 
 from tokenizers import Tokenizer, decoders
 
-from pagoda_server.router.text.panics import contained
-from pagoda_server.router.text.piece_detokenizer import PieceWise, PieceWiseKind, flat, piece_wise
+from .panics import contained
+from .piece_detokenizer import PieceWise, PieceWiseKind, flat, piece_wise
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from pagoda_server.router.errors import Internal
+from ..errors import Internal
 
 Result = TypeVar("Result")
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from tokenizers import decoders
 
-from pagoda_server.router.text.panics import contained
+from .panics import contained
 
 REPLACEMENT = "\ufffd"
 

@@ -22,7 +22,7 @@ import secrets
 
 from tokenizers import AddedToken, Tokenizer
 
-from pagoda_server.router.text.turns import turn
+from .turns import turn
 
 _MAX_GAPS = 1 << 14  # each takes the library 80 µs
 _OUTSIDE_ANY_VOCABULARY = "\U0010ffff"

@@ -14,15 +14,15 @@ from typing import TypeAlias, TypeVar
 
 import tokenizers
 
-from pagoda_server.checkpoints.folder import quoted
-from pagoda_server.router.errors import ConfigError, InvalidArgument
-from pagoda_server.router.text.chat_template import NUM_PROCESSES, Chat, ChatTemplate
-from pagoda_server.router.text.detokenizer import Detokenization, Detokenizer
-from pagoda_server.router.text.panics import contained
-from pagoda_server.router.text.special_tokens import SpecialTokens
-from pagoda_server.router.text.tokenizer_files import TokenizerFiles
-from pagoda_server.router.text.turns import turn
-from pagoda_server.settings.request import MAX_EOS_IDS
+from ...checkpoints.folder import quoted
+from ...settings.request import MAX_EOS_IDS
+from ..errors import ConfigError, InvalidArgument
+from .chat_template import NUM_PROCESSES, Chat, ChatTemplate
+from .detokenizer import Detokenization, Detokenizer
+from .panics import contained
+from .special_tokens import SpecialTokens
+from .tokenizer_files import TokenizerFiles
+from .turns import turn
 
 # Parallelism comes from this file's threads; the library's own would compete with the engine for cores.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pagoda_server.checkpoints.folder import quoted, read_bounded, read_json_object
-from pagoda_server.router.errors import ConfigError
+from ...checkpoints.folder import quoted, read_bounded, read_json_object
+from ..errors import ConfigError
 
 Json: TypeAlias = Mapping[str, Any]
 

@@ -7,13 +7,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from pagoda_server.checkpoints.progress import Progress, no_progress
-from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.sequence import BlockTable, Sequence
-from pagoda_server.engine.core.step import Chunk, StepPlan
-from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.runners.cpu.runner import ModelRunner
-from pagoda_server.settings.engine import EngineConfig
+from ....checkpoints.progress import Progress, no_progress
+from ....settings.engine import EngineConfig
+from ...core.errors import ConfigError
+from ...core.sequence import BlockTable, Sequence
+from ...core.step import Chunk, StepPlan
+from ...kv.blocks import BlockPool
+from .runner import ModelRunner
 
 WEIGHT = 0.1  # of the last token in the mean time that one takes
 FEW = 17  # tokens that are computed as decodes, whose steps are recorded

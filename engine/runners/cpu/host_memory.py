@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pagoda_server.engine.core.step import StepPlan
-from pagoda_server.kernels import PagedKV, bytes_of_block, load_blocks, save_blocks
+from ....kernels import PagedKV, bytes_of_block, load_blocks, save_blocks
+from ...core.step import StepPlan
 
 
 class HostMemory:

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.step import Chunk
-from pagoda_server.engine.models import Decoder, Embedded, StepInputs
-from pagoda_server.kernels import Backend, PagedKV, Recorder, Recording
+from ....kernels import Backend, PagedKV, Recorder, Recording
+from ...core.step import Chunk
+from ...models import Decoder, Embedded, StepInputs
 
 
 class DecodeArrays:

@@ -9,21 +9,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pagoda_server.checkpoints.progress import Progress, no_progress
-from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
-from pagoda_server.engine.loop.steps_in_flight import Computed
-from pagoda_server.engine.models import StepInputs
-from pagoda_server.engine.runners.cpu.host_memory import HostMemory
-from pagoda_server.engine.runners.cpu.recorded_steps import RecordedSteps
-from pagoda_server.engine.runners.cpu.sampler import Choice, Sampler
-from pagoda_server.engine.runners.cpu.step_arrays import StepArrays
-from pagoda_server.engine.runners.loaded_model import DEFAULT_CPU_BYTES, check_fp8, enough_memory, load_for_serving
-from pagoda_server.engine.runners.readings import NOT_FINITE, is_read, read
-from pagoda_server.engine.runners.runner_info import count_blocks
-from pagoda_server.kernels import copy_blocks, keep_freed_memory, set_num_threads
-from pagoda_server.settings.engine import EngineConfig
-from pagoda_server.settings.request import MAX_DRAFT_TOKENS
+from ....checkpoints.progress import Progress, no_progress
+from ....kernels import copy_blocks, keep_freed_memory, set_num_threads
+from ....settings.engine import EngineConfig
+from ....settings.request import MAX_DRAFT_TOKENS
+from ...core.errors import ConfigError
+from ...core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
+from ...loop.steps_in_flight import Computed
+from ...models import StepInputs
+from ..loaded_model import DEFAULT_CPU_BYTES, check_fp8, enough_memory, load_for_serving
+from ..readings import NOT_FINITE, is_read, read
+from ..runner_info import count_blocks
+from .host_memory import HostMemory
+from .recorded_steps import RecordedSteps
+from .sampler import Choice, Sampler
+from .step_arrays import StepArrays
 
 
 class ModelRunner:

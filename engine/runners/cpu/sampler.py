@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence, TokenMask
-from pagoda_server.engine.core.step import TokenLogprobs
-from pagoda_server.engine.runners.late_masks import read_masks
-from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault, num_mask_words, signed_seeds
-from pagoda_server.kernels import Backend, Draws, LogitAdjustments, drop_untypical
-from pagoda_server.settings.sampling import PARAMETERS, Parameter
+from ....kernels import Backend, Draws, LogitAdjustments, drop_untypical
+from ....settings.sampling import PARAMETERS, Parameter
+from ...core.sequence import SamplingParams, Sequence, TokenMask
+from ...core.step import TokenLogprobs
+from ..late_masks import read_masks
+from ..sampling import draws_at_random, fill_mask, find_fault, num_mask_words, signed_seeds
 
 _NAMES_OF_DRAWS = {each.name for each in fields(Draws)}
 _DRAW_PARAMETERS = [each for each in PARAMETERS if each.name in _NAMES_OF_DRAWS]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagoda_server.engine.core.step import Chunk
-from pagoda_server.engine.models import StepInputs
-from pagoda_server.kernels import Backend, PagedKV
+from ....kernels import Backend, PagedKV
+from ...core.step import Chunk
+from ...models import StepInputs
 
 
 @dataclass(slots=True)

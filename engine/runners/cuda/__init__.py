@@ -1,5 +1,5 @@
 """A runner for a GPU, which works while the host prepares the next step. Public face: DeviceRunner."""
 
-from pagoda_server.engine.runners.cuda.runner import DeviceRunner
+from .runner import DeviceRunner
 
 __all__ = ["DeviceRunner"]

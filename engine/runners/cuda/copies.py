@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.step import StepPlan
-from pagoda_server.engine.runners.cuda.staging import Staging
-from pagoda_server.kernels import PagedKV, bytes_of_block, load_blocks, save_blocks
+from ....kernels import PagedKV, bytes_of_block, load_blocks, save_blocks
+from ...core.step import StepPlan
+from .staging import Staging
 
 
 class CopyInputs:

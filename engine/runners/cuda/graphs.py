@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pagoda_server.checkpoints.progress import Progress, no_progress
-from pagoda_server.engine.core.step import Chunk
+from ....checkpoints.progress import Progress, no_progress
+from ...core.step import Chunk
 
 # The most tokens of a captured step with prompts. An estimate, from an H100's data sheet (989 TFLOP/s in bfloat16,
 # 3.35 TB/s): up to about 300 rows, a product takes as long as reading its weights does. So padding to that many costs

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagoda_server.engine.core.step import Chunk, Reading, Sampled, TokenLogprobs
-from pagoda_server.engine.runners.cuda.staging import Layout, all_launched, host_bytes
-from pagoda_server.engine.runners.readings import NOT_FINITE, PendingReading
-from pagoda_server.kernels import MAX_TOP_LOGPROBS, SampledRows
+from ....kernels import MAX_TOP_LOGPROBS, SampledRows
+from ...core.step import Chunk, Reading, Sampled, TokenLogprobs
+from ..readings import NOT_FINITE, PendingReading
+from .staging import Layout, all_launched, host_bytes
 
 _BROKEN = "the model's logits hold NaN or infinity, or leave no token to choose"
 _IN_FLIGHT = 3  # steps whose outcomes are copied but not yet read, plus one that is launched

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
-from pagoda_server.engine.core.step import Chunk, StepPlan
+from ...core.sequence import BlockTable, Request, SamplingParams, Sequence
+from ...core.step import Chunk, StepPlan
 
 # The cache takes this share of what weights, steps and graphs leave. Fragmentation and other processes need the rest.
 GPU_SHARE = 0.9

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence, State, TokenMask
-from pagoda_server.engine.core.step import Chunk
-from pagoda_server.engine.runners.cuda.staging import Staging
-from pagoda_server.engine.runners.late_masks import read_masks
-from pagoda_server.engine.runners.sampling import draws_at_random, fill_mask, find_fault, signed_seeds
-from pagoda_server.kernels import MAX_TOP_LOGPROBS, SamplingRows, allocate_rows
-from pagoda_server.kernels.row_sampling import IN_PROMPT, MAX_BIASES, MAX_STOPS
-from pagoda_server.settings.sampling import PARAMETERS
+from ....kernels import MAX_TOP_LOGPROBS, SamplingRows, allocate_rows
+from ....kernels.row_sampling import IN_PROMPT, MAX_BIASES, MAX_STOPS
+from ....settings.sampling import PARAMETERS
+from ...core.sequence import SamplingParams, Sequence, State, TokenMask
+from ...core.step import Chunk
+from ..late_masks import read_masks
+from ..sampling import draws_at_random, fill_mask, find_fault, signed_seeds
+from .staging import Staging
 
 # How many of each are sent in one copy.
 _BLOCKS_SENT = 4096

@@ -12,20 +12,20 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from pagoda_server.checkpoints.progress import Progress, no_progress
-from pagoda_server.engine.core.errors import OutOfMemory
-from pagoda_server.engine.core.step import Chunk, Sampled, StepPlan
-from pagoda_server.engine.runners.cuda.copies import CopyInputs, HostCopies, nothing_copied
-from pagoda_server.engine.runners.cuda.graphs import MIXED_CHUNKS, MIXED_TOKENS, StepGraphs, StepShape
-from pagoda_server.engine.runners.cuda.outcomes import DeviceStep, Outcomes
-from pagoda_server.engine.runners.cuda.rehearsal import GPU_SHARE, free_after, largest_plan, prompts_of_all_sizes
-from pagoda_server.engine.runners.cuda.rows import DeviceRows
-from pagoda_server.engine.runners.cuda.step_inputs import PackedInputs, places_of
-from pagoda_server.engine.runners.loaded_model import DEFAULT_CPU_BYTES, LoadedModel, enough_memory
-from pagoda_server.engine.runners.readings import PendingReading, is_read, read
-from pagoda_server.engine.runners.runner_info import count_blocks
-from pagoda_server.kernels import PagedKV, copy_blocks
-from pagoda_server.settings.engine import EngineConfig
+from ....checkpoints.progress import Progress, no_progress
+from ....kernels import PagedKV, copy_blocks
+from ....settings.engine import EngineConfig
+from ...core.errors import OutOfMemory
+from ...core.step import Chunk, Sampled, StepPlan
+from ..loaded_model import DEFAULT_CPU_BYTES, LoadedModel, enough_memory
+from ..readings import PendingReading, is_read, read
+from ..runner_info import count_blocks
+from .copies import CopyInputs, HostCopies, nothing_copied
+from .graphs import MIXED_CHUNKS, MIXED_TOKENS, StepGraphs, StepShape
+from .outcomes import DeviceStep, Outcomes
+from .rehearsal import GPU_SHARE, free_after, largest_plan, prompts_of_all_sizes
+from .rows import DeviceRows
+from .step_inputs import PackedInputs, places_of
 
 _STEP_FLAGS = ("--max-num-seqs", "--token-budget", "--kv-cache-gb")
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda_server.engine.core.step import Chunk
-from pagoda_server.engine.models import ModelConfig, StepInputs
-from pagoda_server.engine.runners.cuda.graphs import StepShape
-from pagoda_server.engine.runners.cuda.rows import DeviceRows
-from pagoda_server.engine.runners.cuda.staging import Staging
-from pagoda_server.kernels import AttentionPlan, Verified
+from ....kernels import AttentionPlan, Verified
+from ...core.step import Chunk
+from ...models import ModelConfig, StepInputs
+from .graphs import StepShape
+from .rows import DeviceRows
+from .staging import Staging
 
 # What padding holds: a token that is stored nowhere, of a sequence without a context or a row.
 _NO_TOKEN = {"tokens": 0, "positions": 0, "slots": -1}
