@@ -78,17 +78,17 @@ struct Ahead {
 // Multiplies all rows by every panel, TILE_ROWS at a time.
 //
 // weight       panels of panel_bytes each, which a tile reads in `steps` steps
-// BLOCK_ROWS   rows that stay in the second level of cache
+// CACHED_ROWS  rows that stay in the second level of cache
 // multiply     (rows: an integral_constant, first row, panel, Ahead&, sums: Floats [rows][VECTORS], written)
-template <int TILE_ROWS, int BLOCK_ROWS, typename T, typename Multiply>
+template <int TILE_ROWS, int CACHED_ROWS, typename T, typename Multiply>
 void multiply_panels(ThreadPool& pool, const LinearArgs& args, const void* weight, int64_t panel_bytes, int64_t steps,
                      const Multiply& multiply) {
-    int64_t blocks = ceil_div(args.rows, BLOCK_ROWS);
+    int64_t blocks = ceil_div(args.rows, CACHED_ROWS);
     int64_t block_rows = ceil_div(ceil_div(args.rows, blocks), TILE_ROWS) * TILE_ROWS;
     int64_t panels = ceil_div(args.out_size, PANEL);
     // Few rows take little time, so a part is several panels.
     int64_t panels_a_part = blocks > 1 ? 1 : ceil_div(panels, pool.size() * ceil_div(args.rows + 8, 4));
-    auto multiply_panel = [&](int64_t panel, int64_t block) {
+    auto multiply_part = [&](int64_t panel, int64_t block) {
         int64_t end = std::min(args.rows, (block + 1) * block_rows);
         const T* bias = args.bias ? static_cast<const T*>(args.bias) + panel * PANEL : nullptr;
         int64_t columns = std::min(PANEL, args.out_size - panel * PANEL);
@@ -116,6 +116,6 @@ void multiply_panels(ThreadPool& pool, const LinearArgs& args, const void* weigh
     };
     pool.run(static_cast<int>(ceil_div(panels, panels_a_part) * blocks), [&](int part) {
         int64_t first = part / blocks * panels_a_part, end = std::min(panels, first + panels_a_part);
-        for (int64_t panel = first; panel < end; panel++) multiply_panel(panel, part % blocks);
+        for (int64_t panel = first; panel < end; panel++) multiply_part(panel, part % blocks);
     });
 }

@@ -34,7 +34,7 @@ from pagoda.v1 import control_pb2, trace_pb2
 
 from ..engines.channel import EngineChannel
 from ..errors import Unavailable
-from ..process.load_feed import MAX_WATCHERS, MAX_WRITES_A_SECOND, Places
+from ..telemetry.load_feed import MAX_WATCHERS, MAX_WRITES_A_SECOND, Places
 from ..tenants.caller import Caller, Right, set_caller
 from ..tenants.own_view import seen_load, seen_trace
 

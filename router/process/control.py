@@ -20,10 +20,10 @@ from ..request.admission import Admission, LiveRequests
 from ..request.fields import Limits
 from ..request.validation import recommended_sampling
 from ..request.wire import MAX_FIELDS
+from ..telemetry.load_feed import MAX_TRACES, LoadFeed, Places
 from ..tenants.caller import Right, caller
 from ..tenants.own_view import seen_info, seen_load, seen_trace
 from ..text.tokenizer import Tokenizer
-from .load_feed import MAX_TRACES, LoadFeed, Places
 
 log = logging.getLogger("pagoda.router")
 

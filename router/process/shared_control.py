@@ -26,12 +26,12 @@ from pagoda.v1 import (
 from ..errors import STATUS_DETAILS_KEY, NotFound, Passed, Unavailable
 from ..request.inference import SERVICE, InferenceServicer
 from ..request.receiving import SMALL_BYTES, Messages
+from ..telemetry.load_feed import LoadFeed
 from ..tenants.identity import TENANT_KEY, Identities
 from ..tenants.own_view import seen_load
 from .calls import CallGuard
 from .control import AdminServicer, ControlServicer, tenant_to_abort_for
 from .listen import server_options
-from .load_feed import LoadFeed
 
 if TYPE_CHECKING:
     from ..telemetry.metrics import Tally

@@ -25,7 +25,7 @@ from bench.micro.lean_client import LeanConnection
 from pagoda import Client
 from pagoda.v1 import admin_pb2, control_pb2, control_pb2_grpc, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
-from pagoda_server.router.process.load_feed import MAX_WATCHERS, MAX_WRITES_A_SECOND
+from pagoda_server.router.telemetry.load_feed import MAX_WATCHERS, MAX_WRITES_A_SECOND
 from tests.end_to_end.asking import ask, request
 from tests.servers import Server, running_server
 

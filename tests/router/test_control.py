@@ -19,9 +19,9 @@ from pagoda_server.router.process.control import (
     ServingState,
     add_tenants,
 )
-from pagoda_server.router.process.load_feed import MAX_TRACES, LoadFeed, watch_interval_s
 from pagoda_server.router.request.admission import Admission
 from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.telemetry.load_feed import MAX_TRACES, LoadFeed, watch_interval_s
 from pagoda_server.router.tenants.caller import ANYONE, set_caller
 from pagoda_server.router.text.chat_template import ChatTemplate
 

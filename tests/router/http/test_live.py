@@ -16,7 +16,7 @@ from pagoda_server.engine.serving.codec import trace_messages
 from pagoda_server.router.errors import ResourceExhausted, Unavailable
 from pagoda_server.router.http import live
 from pagoda_server.router.http.live import LiveFeed, Rates, TraceReader
-from pagoda_server.router.process.load_feed import MAX_WATCHERS
+from pagoda_server.router.telemetry.load_feed import MAX_WATCHERS
 from pagoda_server.router.tenants.caller import ANYONE, Caller
 from tests.engine.harness import SteppedEngine
 
