@@ -340,7 +340,7 @@ class Router:
         ]
 
     def _http_routes(self, max_bytes: int) -> list[BaseRoute]:
-        from ..http import health, metrics, openai, page, together
+        from ..http import health, metrics, openai, page
         from ..http.live import LiveFeed
         from ..telemetry.metrics import Metrics
 
@@ -353,7 +353,6 @@ class Router:
             *page.routes(
                 LiveFeed(self._dispatcher.channels, load), {"model": self._name, "version": installed_version()}
             ),
-            *together.routes(),
             *metrics.routes(shown.page),
         ]
 

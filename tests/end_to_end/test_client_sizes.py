@@ -70,17 +70,6 @@ def test_a_number_of_answers_over_http_costs_nothing(
     assert peak_bytes(server) - before < MOST_GROWTH_BYTES
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_number_of_answers_in_together_costs_nothing(server: Server, size: int) -> None:
-    before = peak_bytes(server)
-    one = {"messages": MESSAGES, "stream": True, "n": size}
-    _, text = post(server, "/together", {"requests": [one] * 16})
-    events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
-    assert {(event["status"], event["body"]["error"]["param"]) for event in events} == {(400, "n")}
-    assert len(events) == 16
-    assert peak_bytes(server) - before < MOST_GROWTH_BYTES
-
-
 def asking(**fields: Any) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(prompt="Hi", **fields)
 

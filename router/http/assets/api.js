@@ -71,7 +71,7 @@ async function told(response) {
 }
 
 // A refusal in words. `retryAfter` is the header, in seconds.
-export function refusal(status, message, retryAfter) {
+function refusal(status, message, retryAfter) {
   const seconds = retryAfter === null || retryAfter === undefined ? NaN : Number(retryAfter);
   const why = message ? ` The server says: ${message}.` : "";
   const wait = Number.isFinite(seconds) ? ` Try again in ${Math.max(1, Math.ceil(seconds))} s.` : "";

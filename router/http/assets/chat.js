@@ -1,6 +1,6 @@
 // The chat: a conversation that is sent as a whole with each turn, and eight prompts at once.
 
-import { events, lateRefusal, refusal, ServerError } from "./api.js";
+import { events, lateRefusal, ServerError } from "./api.js";
 import { markdown } from "./markdown.js";
 import { $, made } from "./nodes.js";
 import { sampling, withSystem } from "./settings.js";
@@ -8,26 +8,16 @@ import { sampling, withSystem } from "./settings.js";
 const CHAT = "pagoda-chat";
 const MAX_KEPT = 200_000; // characters of a conversation that outlive a reload
 
-const TEXT = `A pagoda is a tower of many storeys, each with a roof of its own. The form came from the stupa, a mound \
-that held relics, and travelled with Buddhism from India to China, Korea, Japan and Vietnam. Builders in each country \
-changed it. Chinese masons built in brick and stone and gave their towers eight sides. Japanese carpenters built in \
-wood, around a central pillar that often does not carry the roofs at all. It hangs or stands free, and sways against \
-the storeys when the earth shakes, which may be why so few of these towers have ever fallen. The storeys are stacked \
-like boxes, without a nail that ties one to the next, so that each can slide a little on the one below. The wide eaves \
-balance the beams like the pole of a tightrope walker, keep the rain off the walls, and cast the shade that makes a \
-pagoda look lighter than it is. A finial of nine rings crowns the topmost roof. Visitors seldom climb to it: most \
-pagodas have no floors inside, since they were built to be walked around and looked at from the garden.`;
-
-// A prompt and the most tokens of its answer: of different lengths, so that the sequences leave one after another.
+// Beginnings of texts that differ in length, so that the sequences leave one after another.
 const EIGHT = [
-  ["What is the capital of Sweden?", 40],
-  ["Why is the sky blue? Answer in two sentences.", 80],
-  ["Give me three tips for learning a language.", 140],
-  ["What is the difference between a river and a lake?", 200],
-  [`Summarize this text in three sentences:\n\n${TEXT}`, 260],
-  ["Write a short poem about the sea.", 320],
-  ["Explain step by step how to bake bread.", 380],
-  ["Tell me a story about a lighthouse keeper.", 440],
+  "The capital of Sweden is",
+  "The sky is blue because",
+  "Three tips for learning a language:\n\n1.",
+  "The difference between a river and a lake is that",
+  "Pagodas have seldom fallen in an earthquake, because",
+  "Here is a short poem about the sea:\n\n",
+  "Here is how to bake bread, step by step:\n\n1.",
+  "Once upon a time, an old keeper lived alone in a lighthouse.",
 ];
 
 const OPTIONS = { stream: true, stream_options: { include_usage: true } };
@@ -221,58 +211,52 @@ export function startChat({ model, onUnauthenticated }) {
 
   // -- eight prompts ----------------------------------------------------------------------------------------------
 
-  // Browsers open at most six connections to a server, so /together carries all answers on one.
+  // One completion with eight prompts: browsers open at most six connections to a server.
   async function startEight() {
     const button = $("eight");
     if (button.ariaDisabled === "true") return;
     button.ariaDisabled = "true"; // it stays in focus
+    const start = performance.now();
     const list = made("ol", "eight");
-    const parts = EIGHT.map(([prompt]) => {
+    const parts = EIGHT.map((beginning) => {
       const count = made("span", "count", "waiting");
       const text = made("div", "text");
       const tail = made("span", "tail");
-      const question = made("span", "question", prompt.split("\n")[0]);
-      list.append(made("li", "", made("details", "", made("summary", "", question, count, tail), text)));
-      const part = { count, question: prompt, content: "", clock: meter() };
+      const name = made("span", "question", beginning.split("\n")[0]);
+      list.append(made("li", "", made("details", "", made("summary", "", name, count, tail), text)));
+      const part = { content: beginning, first: 0 };
       part.paint = () => {
-        text.replaceChildren(markdown(part.content), made("p", "fine", part.clock.text()));
+        const ttft = `TTFT ${(part.first - start).toFixed(0)} ms`;
+        text.replaceChildren(markdown(part.content), made("p", "fine", ttft));
         tail.textContent = part.content.slice(-160).replace(/\s+/g, " ");
+        const words = part.content.trim().split(/\s+/).length;
+        count.textContent = `${words} ${words === 1 ? "word" : "words"}`;
       };
-      part.fail = (how, words) => {
-        count.textContent = how;
+      part.fail = (words) => {
+        count.textContent = part.first ? "lost" : "refused";
         text.textContent = tail.textContent = words;
       };
       return part;
     });
     add(made("article", "turn", made("h3", "", "Eight prompts at once"), list));
     announce("Eight prompts were started.");
-    const requests = EIGHT.map(([prompt, most]) => ({
-      ...OPTIONS, model: model(), messages: [{ role: "user", content: prompt }], max_tokens: most, temperature: 0,
-    }));
+    const body = { model: model(), prompt: EIGHT, stream: true, max_tokens: 400, repetition_penalty: 1.1, seed: 2 };
     try {
-      for await (const { data } of events("/together", { body: { requests } })) {
-        const { index, status, retry_after: retryAfter, body } = JSON.parse(data);
-        const part = parts[index];
-        if (status !== 200 || body.error) {
-          const error = status === 200 ? lateRefusal(body.error) : refusal(status, body?.error?.message, retryAfter);
-          part.fail(status === 200 ? "lost" : "refused", error.message);
-          continue;
-        }
-        if (body.id) named(body.id, part.question);
-        const [choice] = body.choices ?? [];
-        if (choice?.delta?.content) {
-          part.clock.token();
-          part.content += choice.delta.content;
+      for await (const { data } of events("/v1/completions", { body })) {
+        if (data === "[DONE]") break;
+        const { id, choices, error } = JSON.parse(data);
+        if (error) throw lateRefusal(error);
+        for (const { index, text } of choices) {
+          const part = parts[index];
+          if (!part.first) named(index ? `${id}-${index}` : id, EIGHT[index]);
+          part.first ||= performance.now();
+          part.content += text;
           later(part.paint);
         }
-        if (body.usage) {
-          part.clock.tokens = body.usage.completion_tokens;
-          later(part.paint);
-        }
-        part.count.textContent = `${part.clock.tokens} tokens`;
       }
       announce("The eight prompts are answered.");
     } catch (error) {
+      for (const part of parts) part.fail(inWords(error));
       complain(inWords(error));
       if (error.status === 401) onUnauthenticated();
     } finally {

@@ -228,65 +228,6 @@ def test_each_of_several_routers_shows_the_requests_of_all() -> None:
                         break
 
 
-# -- several answers on one connection ---------------------------------------------------------------------------------
-
-
-def test_answers_come_together_and_each_as_it_would_alone(server: Server) -> None:
-    requests = [
-        chat("one", 300),
-        chat("two", 5),
-        chat("three", -1),
-        chat("four", 400),
-    ]
-    with requested(server, "/together", "acme", {"requests": requests}) as response:
-        assert response.status == 200
-        told = [event for _, event in events(response)]
-    texts = {
-        index: "".join(choice["delta"].get("content", "") for event in told if event["index"] == index
-                       for choice in event["body"].get("choices", ()))
-        for index in range(4)
-    }  # fmt: skip
-    for index in (0, 1, 3):
-        with requested(server, "/v1/chat/completions", "acme", requests[index] | {"stream": False}) as response:
-            assert texts[index] == json.load(response)["choices"][0]["message"]["content"]
-    [refused] = [event for event in told if event["status"] != 200]
-    assert (refused["index"], refused["status"], refused["body"]["error"]["param"]) == (2, 400, "max_tokens")
-    order = [event["index"] for event in told]
-    assert order.index(3) < max(at for at, index in enumerate(order) if index == 0)  # they share the steps
-
-
-def test_a_quota_refuses_some_of_the_requests_with_a_status_of_their_own(server: Server) -> None:
-    requests = [chat("one", 500), chat("two", 500)]
-    with requested(server, "/together", "small", {"requests": requests}) as response:
-        statuses = {event["index"]: event["status"] for _, event in events(response)}
-    assert sorted(statuses.values()) == [200, 429]
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({}, "requests: must be a list of 1 to 16"),
-        ({"requests": []}, "requests: must be a list"),
-        ({"requests": [chat("x", 1)] * 17}, "requests: must be a list"),
-        ({"requests": [chat("x", 1) | {"stream": False}]}, r"requests\[0\]: must be an object"),
-        (["requests"], "requests: must be a list"),
-        ({"requests": [chat("x" * (1 << 16), 1)]}, "the body is too large"),
-    ],
-)
-def test_what_is_no_list_of_requests_is_refused(server: Server, body: object, words: str) -> None:
-    with requested(server, "/together", "acme", body) as response:
-        assert response.status in (400, 413)
-        assert re.search(words, json.load(response)["error"]["message"])
-
-
-def test_a_client_that_goes_takes_all_its_answers_along(server: Server) -> None:
-    with requested(server, "/together", "acme", {"requests": [chat(str(at), 20_000) for at in range(4)]}) as response:
-        next(events(response))
-        wait_for("all four run", lambda: load_of(server).engines[0].running == 4)
-    wait_for("none of them runs", lambda: load_of(server).engines[0].running == 0)
-    wait_for("no request is admitted", lambda: load_of(server).requests == 0)
-
-
 def read_all(response: http.client.HTTPResponse) -> None:
     with contextlib.suppress(http.client.HTTPException, OSError):
         response.read()
