@@ -26,7 +26,7 @@ MAX_NAME = 64  # characters of a name that an error repeats
 
 
 class Adapter(Protocol):
-    """A service of another protocol.
+    """A service of requests, of this protocol or another.
 
     service   its full name
     admitted  its methods that each start one request, and are refused unread where no request is admitted

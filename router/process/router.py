@@ -38,9 +38,10 @@ from ..engines.stream import Wakeups
 from ..errors import ConfigError
 from ..request.admission import Admission, LiveRequests
 from ..request.fields import Limits
-from ..request.inference import SERVICE, InferenceServicer
+from ..request.inference import InferenceServicer
 from ..request.receiving import Messages
 from ..request.record import Observers
+from ..request.services import Services
 from ..request.validation import default_sampling
 from ..telemetry.logs import RequestLog
 from ..tenants.identity import Identities, Tenants, TenantsFile
@@ -117,6 +118,7 @@ class Router:
         self._tokenizer = tokenizer
         template = tokenizer.chat_template.source if tokenizer.chat_template else None
         self._format = format_of(template, config.tool_format, config.reasoning_format)
+        self._limits = self._first_limits()
         self._index = index
         self._sockets = sockets
         self._spawned = spawned
@@ -216,14 +218,10 @@ class Router:
         self._inference = self._make_inference(messages)
         self._control = control = self._make_control(max_bytes)
         admin = AdminServicer(dispatcher=self._dispatcher, live=self._live, state=self._state)
-        refusals: dict[str, Refusal] = {
-            f"/{SERVICE}/{method}": self._inference.refusal for method in ("Generate", "Resume", "Embed", "Score")
-        }
+        refusals: dict[str, Refusal] = {}
         guard = CallGuard(messages, self._identities, refusals, self._observers.refused)
         options = server_options(bool(self._sockets), max_bytes, config.max_connection_age_s)
         server = grpc.aio.server(options=options, interceptors=[guard])
-        inference = grpc.method_handlers_generic_handler(SERVICE, self._inference.handlers())
-        server.add_generic_rpc_handlers((inference,))
         shown_control: control_pb2_grpc.ControlServicer = control
         shown_admin: admin_pb2_grpc.AdminServicer = admin
         if self._sockets:
@@ -231,22 +229,19 @@ class Router:
             shown_control, shown_admin = group.control, group.admin
         control_pb2_grpc.add_ControlServicer_to_server(shown_control, server)
         admin_pb2_grpc.add_AdminServicer_to_server(shown_admin, server)
-        adapters = self._adapters(shown_control, shown_admin)
-        for adapter in adapters:
-            server.add_generic_rpc_handlers(
-                (grpc.method_handlers_generic_handler(adapter.service, adapter.handlers()),)
-            )
-            refusals |= {f"/{adapter.service}/{method}": self._inference.refusal for method in adapter.admitted}
+        services: list[Adapter] = [self._inference, *self._adapters(shown_control, shown_admin)]
+        for each in services:
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(each.service, each.handlers()),))
+            refusals |= {f"/{each.service}/{method}": self._inference.refusal for method in each.admitted}
         health_pb2_grpc.add_HealthServicer_to_server(self._state.health, server)
         if config.has_reflection:
-            services = [
-                SERVICE,
+            reflected = [
                 control_pb2.DESCRIPTOR.services_by_name["Control"].full_name,
                 admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
                 "grpc.health.v1.Health",
-                *(adapter.service for adapter in adapters),
+                *(each.service for each in services),
             ]
-            add_reflection(services, server, config.stall_timeout_s)
+            add_reflection(reflected, server, config.stall_timeout_s)
         await self._state.refresh()
         try:
             self._port = bind(server, config)
@@ -269,13 +264,13 @@ class Router:
         self._announcer.starts(self._port.address, self._http.url if self._http else "")
         return server
 
-    def _make_inference(self, messages: Messages) -> InferenceServicer:
-        """The Inference service, with limits that hold until an engine reports its own."""
+    def _first_limits(self) -> Limits:
+        """The limits that hold until an engine reports its own."""
         config = self._config
         recommended = inference_pb2.Sampling()
         if config.sampling_defaults == "model":
             recommended = default_sampling(self._tokenizer.recommended)
-        limits = Limits(
+        return Limits(
             max_model_len=config.max_model_len or 1 << 31,
             vocab_size=self._tokenizer.vocab_size,
             kv_token_capacity=1 << 62,
@@ -286,18 +281,23 @@ class Router:
             other_name=self._folder.name if self._folder.name.startswith(f"{self._name}-") else "",  # of a .gguf file
             recommended=recommended,
         )
-        return InferenceServicer(
+
+    def _make_inference(self, messages: Messages) -> InferenceServicer:
+        services = Services(
             model=self._name,
+            limits=lambda: self._limits,
             tokenizer=self._tokenizer,
-            limits=limits,
             admission=self._admission,
             quotas=self._quotas,
             messages=messages,
             dispatcher=self._dispatcher,
             live=self._live,
             observers=self._observers,
-            stall_timeout_s=config.stall_timeout_s,
-            resume_s=config.resume_s,
+        )
+        return InferenceServicer(
+            services,
+            stall_timeout_s=self._config.stall_timeout_s,
+            resume_s=self._config.resume_s,
             times=self._tally.times if self._tally else (),
             format=self._format,
         )
@@ -307,7 +307,7 @@ class Router:
         return ControlServicer(
             model=self._name,
             tokenizer=self._tokenizer,
-            limits=lambda: self._inference.limits,
+            limits=lambda: self._limits,
             admission=self._admission,
             dispatcher=self._dispatcher,
             state=self._state,
@@ -417,8 +417,8 @@ class Router:
 
     def _adopt(self, engines: Sequence[control_pb2.EngineInfo]) -> None:
         """Adopt the smallest limits of all engines, because any of them may get a request."""
-        self._inference.limits = replace(
-            self._inference.limits,
+        self._limits = replace(
+            self._limits,
             max_model_len=min(info.max_model_len for info in engines),
             vocab_size=min(info.vocab_size for info in engines),
             kv_token_capacity=min(info.kv_cache.token_capacity for info in engines),

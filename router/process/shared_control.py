@@ -24,8 +24,9 @@ from pagoda.v1 import (
 )
 
 from ..errors import STATUS_DETAILS_KEY, NotFound, Passed, Unavailable
-from ..request.inference import SERVICE, InferenceServicer
+from ..request.inference import InferenceServicer
 from ..request.receiving import SMALL_BYTES, Messages
+from ..request.services import SERVICE
 from ..telemetry.load_feed import LoadFeed
 from ..tenants.identity import TENANT_KEY, Identities
 from ..tenants.own_view import seen_load

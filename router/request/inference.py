@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -15,12 +14,9 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 
 from ..answers.formats import AnswerFormat
-from ..engines.channel import Dispatcher
 from ..errors import PagodaError, Unavailable, Unimplemented
 from ..tenants.caller import caller
-from ..tenants.quotas import Quotas, Spending
-from ..text.tokenizer import Tokenizer
-from .admission import Admission, LiveRequest, LiveRequests, Reservation
+from .admission import Admission, Reservation
 from .beam_search import BeamSearchStream
 from .client_call import ClientCall, time_left
 from .fields import Limits
@@ -29,14 +25,15 @@ from .guided import GrammarChecker
 from .output import ClientWriter
 from .parsing import checked_grammar, parsing_of
 from .readouts import Readouts
-from .receiving import SMALL_BYTES, Messages, Parse, Received, from_protobuf
-from .record import Observers, Record
+from .receiving import SMALL_BYTES, Parse, Received, from_protobuf
+from .record import Record
 from .resuming import (
     KeptStream,
     KeptStreams,
     not_kept,
     resumed,
 )
+from .services import SERVICE, AdmittedCall, Services
 from .token_times import TokenTimes
 from .validation import (
     GenerateParams,
@@ -53,7 +50,6 @@ ResumeElsewhere: TypeAlias = Callable[
     [inference_pb2.ResumeRequest, str, float | None, Callable[[inference_pb2.GenerateResponse], Awaitable[None]]],
     Awaitable[bool],
 ]
-SERVICE = "pagoda.v1.Inference"
 MAX_CONVERSIONS = 64  # calls of Tokenize and Detokenize at once
 _GENERATE = from_protobuf(inference_pb2.GenerateRequest)
 _RESUME = from_protobuf(inference_pb2.ResumeRequest)
@@ -63,33 +59,16 @@ _NOT_KEPT = contextlib.nullcontext()
 _IDS_AT_ONCE = 4096  # the interpreter can change threads between two chunks of a list, not within one
 
 
-@dataclass(frozen=True, slots=True)
-class _Admitted:
-    """A call of Generate or Resume: what it holds."""
-
-    call: ClientCall
-    reservation: Reservation
-    spending: Spending
-    message: Received
-    live: LiveRequest
-    record: Record
-
-
 class InferenceServicer:
     """The Inference service. Its handlers read their messages themselves, after they have admitted the call."""
 
+    service: str = SERVICE
+    admitted: Sequence[str] = ("Generate", "Resume", "Embed", "Score")
+
     def __init__(
         self,
+        services: Services,
         *,
-        model: str,
-        tokenizer: Tokenizer,
-        limits: Limits,
-        admission: Admission,
-        quotas: Quotas,
-        messages: Messages,
-        dispatcher: Dispatcher,
-        live: LiveRequests,
-        observers: Observers,
         stall_timeout_s: float,
         resume_s: float,
         times: Sequence[TokenTimes] = (),
@@ -99,35 +78,23 @@ class InferenceServicer:
         times   of each engine; empty: nothing counts them
         format  how the model writes its answers; None: that is not known
         """
-        self.limits = limits  # replaced when an engine reports its own
-        self._model = model
-        self._tokenizer = tokenizer
-        self._admission = admission
-        self._quotas = quotas
-        self._grammars = GrammarChecker(tokenizer, lambda: caller().tenant)
+        self.services = services
+        self.readouts = Readouts(services)
+        self._tokenizer = services.tokenizer
+        self._grammars = GrammarChecker(services.tokenizer, lambda: caller().tenant)
         self._conversions = Admission(MAX_CONVERSIONS, max_tokens=1)
-        self._messages = messages
-        self._dispatcher = dispatcher
-        self._live = live
-        self._observers = observers
         self._times = times
         self._format = format
         self._stall_timeout_s = stall_timeout_s
         self.resume_elsewhere: ResumeElsewhere | None = None  # set if several routers share the port
         self._kept = KeptStreams(resume_s)
-        self.readouts = Readouts(
-            model=model,
-            tokenizer=tokenizer,
-            limits=lambda: self.limits,
-            admission=admission,
-            quotas=quotas,
-            messages=messages,
-            dispatcher=dispatcher,
-            live=live,
-            observers=observers,
-        )
 
-    def handlers(self) -> Mapping[str, grpc.RpcMethodHandler[Any, Any]]:
+    @property
+    def limits(self) -> Limits:
+        """Those of now."""
+        return self.services.limits()
+
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
         """The methods' handlers by name. They take streams of bytes, whatever the protocol says: see receiving.py."""
         return {
             "Generate": grpc.stream_stream_rpc_method_handler(
@@ -146,17 +113,18 @@ class InferenceServicer:
 
     def share(self, weights: Mapping[str, float] | None) -> None:
         """Share the places between tenants by these weights from now on; None: admit in order of arrival."""
-        self._admission.share(weights)
+        self.services.admission.share(weights)
         self._conversions.share(weights)
 
     def refusal(self, tenant: str) -> PagodaError | None:
         """Why a tenant's call that needs an engine would be refused now, whatever it asks for."""
-        return self._dispatcher.refusal() or self._admission.refusal(tenant) or self._quotas.refusal(tenant)
+        services = self.services
+        return services.dispatcher.refusal() or services.admission.refusal(tenant) or services.quotas.refusal(tenant)
 
     def refused(self, call: ClientCall, why: PagodaError, route: str, method: str = "Generate") -> None:
         """Tell the observers that a call by another protocol has been refused, before it was read."""
         metadata = call.invocation_metadata() or ()
-        self._observers.tell(Record(method, caller().tenant, metadata, route, code=why.code, error=why))
+        self.services.observers.tell(Record(method, caller().tenant, metadata, route, code=why.code, error=why))
 
     async def _generate(self, _: object, call: ClientCall) -> None:
         await self.generate(call, _GENERATE)
@@ -170,61 +138,50 @@ class InferenceServicer:
 
         The task's caller is set. Raises the PagodaError that ends the call.
         """
-        received = time.monotonic()
-        asker = caller()
-        record = Record("Generate", asker.tenant, call.invocation_metadata() or (), route)
-        with (
-            self._observers.recording(record),
-            self._admission.reserve(asker.tenant) as reservation,
-            self._quotas.enter(asker.tenant) as spending,
-            await self._messages.read(call) as message,
-        ):
-            limits = self.limits
+        async with self.services.admitted("Generate", route, call) as admitted:
+            message, record = admitted.message, admitted.record
+            limits, model = self.limits, self.services.model
             params = await message.parsed(
-                lambda raw: validate_generate(parse(raw, limits), limits, self._model, record.metadata)
+                lambda raw: validate_generate(parse(raw, limits), limits, model, record.metadata)
             )
             if params.guided is not None:
                 params = replace(params, guided=await self._grammars.check(params.guided))
-            if self._admission.is_draining:  # since this call was admitted
-                raise Unavailable("the server is draining")
-            record.request_id, record.is_chat = params.request_id, params.is_chat
-            reservation.grow(params.num_sequences * (params.max_tokens or 1))
-            live = self._live.add(asker.tenant, params.request_id)
-            try:
-                async with self._keeping(asker.tenant, params, received) as kept:
-                    prompt = await self._tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
-                    record.prompt_len = len(prompt)
-                    bad_words = await self._tokenizer.encode_bad_words(params.bad_words) if params.bad_words else ()
-                    max_tokens = check_prompt(params, len(prompt), self.limits)
-                    output = params.num_sequences * self._likely_length(params, max_tokens)
-                    reservation.grow(params.num_sequences * len(prompt) + output - reservation.tokens)
-                    spending.reserve(len(prompt) + output)
-                    timeout_s = time_left(call)
-                    guided = await checked_grammar(params, self._format, self._tokenizer, prompt, self._grammars)
-                    eos_token_ids = self._tokenizer.eos_token_ids
-                    submit = to_submit(params, prompt, max_tokens, eos_token_ids, timeout_s, asker, guided, bad_words)
-                    if kept is not None:
-                        kept.submitted(submit)
-                    admitted = _Admitted(call, reservation, spending, message, live, record)
-                    await self._stream(submit, params, admitted, output, received, kept)
-            finally:
-                self._live.remove(asker.tenant, params.request_id)
+            admitted.check_draining()
+            admitted.begin(params.request_id)
+            record.is_chat = params.is_chat
+            admitted.reservation.grow(params.num_sequences * (params.max_tokens or 1))
+            async with self._keeping(admitted, params) as kept:
+                prompt = await self._tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
+                record.prompt_len = len(prompt)
+                bad_words = await self._tokenizer.encode_bad_words(params.bad_words) if params.bad_words else ()
+                max_tokens = check_prompt(params, len(prompt), self.limits)
+                output = params.num_sequences * self._likely_length(params, max_tokens)
+                needed = params.num_sequences * len(prompt) + output
+                admitted.reservation.grow(needed - admitted.reservation.tokens)
+                admitted.spending.reserve(len(prompt) + output)
+                timeout_s = time_left(call)
+                guided = await checked_grammar(params, self._format, self._tokenizer, prompt, self._grammars)
+                eos_token_ids, asker = self._tokenizer.eos_token_ids, admitted.asker
+                submit = to_submit(params, prompt, max_tokens, eos_token_ids, timeout_s, asker, guided, bad_words)
+                if kept is not None:
+                    kept.submitted(submit)
+                await self._stream(submit, params, admitted, output, admitted.received, kept)
 
     def _likely_length(self, params: GenerateParams, max_tokens: int) -> int:
         """Tokens to reserve for each sequence of a request, at first."""
         if not params.has_open_length:
             return max_tokens
-        return min(max(self._admission.output_lengths.likely, params.min_tokens), max_tokens)
+        return min(max(self.services.admission.output_lengths.likely, params.min_tokens), max_tokens)
 
     def _keeping(
-        self, tenant: str, params: GenerateParams, received: float
+        self, admitted: AdmittedCall, params: GenerateParams
     ) -> contextlib.AbstractAsyncContextManager[KeptStream | None]:
         """Keep a stream that its client may resume. Raises Unimplemented if this server keeps none."""
         if not params.is_resumable:
             return _NOT_KEPT
         if not self._kept.keep_s:
             raise Unimplemented("resumable")
-        return self._kept.add(tenant, params, received)
+        return self._kept.add(admitted.asker.tenant, params, admitted.received)
 
     async def _resume(self, _: object, call: ClientCall) -> None:
         await self._resume_from(call, self.resume_elsewhere)
@@ -234,46 +191,34 @@ class InferenceServicer:
         await self._resume_from(call, None)
 
     async def _resume_from(self, call: ClientCall, elsewhere: ResumeElsewhere | None) -> None:
-        tenant = caller().tenant
-        record = Record("Resume", tenant, call.invocation_metadata() or (), f"{SERVICE}/Resume")
-        with (
-            self._observers.recording(record),
-            self._admission.reserve(tenant) as reservation,
-            self._quotas.enter(tenant) as spending,
-            await self._messages.read(call, most=SMALL_BYTES) as message,
-        ):
-            limits = self.limits
-            request = await message.parsed(lambda raw: validate_resume(_RESUME(raw, limits), limits))
+        async with self.services.admitted("Resume", f"{SERVICE}/Resume", call, most=SMALL_BYTES) as admitted:
+            limits, tenant, record = self.limits, admitted.asker.tenant, admitted.record
+            request = await admitted.message.parsed(lambda raw: validate_resume(_RESUME(raw, limits), limits))
             record.request_id = request.request_id
             kept = self._kept.find(tenant, request.request_id)
             if kept is None:
-                await self._messages.check_end(call)
+                await self.services.messages.check_end(call)
                 async with ClientWriter(call, self._stall_timeout_s) as writer:
                     if elsewhere and await elsewhere(request, tenant, time_left(call), writer.write):
                         return
                 raise not_kept()
             counts = kept.check(request.received)
-            if self._admission.is_draining:  # since this call was admitted
-                raise Unavailable("the server is draining")
+            admitted.check_draining()
             async with kept:  # no refusal above has ended the call that still writes it
                 submit = kept.submit
                 assert submit is not None, "a stream without it is not kept once its call has ended"
                 record.prompt_len, record.is_chat = len(submit.prompt), kept.params.is_chat
                 output = kept.num_unfinished * self._likely_length(kept.params, submit.max_tokens)
-                reservation.grow(kept.num_unfinished * len(submit.prompt) + output)
-                spending.reserve(output)
-                live = self._live.add(tenant, request.request_id)
-                try:
-                    admitted = _Admitted(call, reservation, spending, message, live, record)
-                    await self._stream(submit, kept.params, admitted, output, kept.received, kept, counts)
-                finally:
-                    self._live.remove(tenant, request.request_id)
+                admitted.reservation.grow(kept.num_unfinished * len(submit.prompt) + output)
+                admitted.spending.reserve(output)
+                admitted.begin(request.request_id)
+                await self._stream(submit, kept.params, admitted, output, kept.received, kept, counts)
 
     async def _stream(
         self,
         submit: engine_pb2.Submit,
         params: GenerateParams,
-        admitted: _Admitted,
+        admitted: AdmittedCall,
         reserved: int,
         received: float,
         kept: KeptStream | None,
@@ -290,9 +235,10 @@ class InferenceServicer:
             admitted.reservation.starts()
             admitted.spending.used = 0 if counts else len(submit.prompt)  # a stream that is resumed has paid for it
 
+        dispatcher = self.services.dispatcher
         try:
-            engine = self._dispatcher.pick()
-            admitted.record.engine = at = self._dispatcher.channels.index(engine)
+            engine = dispatcher.pick()
+            admitted.record.engine = at = dispatcher.channels.index(engine)
             times = self._times[at] if self._times else None
             # Before all else, so that the engine can start.
             stream: Stream
@@ -312,7 +258,7 @@ class InferenceServicer:
             try:
                 if admitted.live.is_aborted:  # during tokenization
                     stream.abort()
-                await self._messages.check_end(admitted.call)  # while the engine computes
+                await self.services.messages.check_end(admitted.call)  # while the engine computes
                 admitted.message.release()
                 async with ClientWriter(admitted.call, self._stall_timeout_s) as writer:
                     parsing = parsing_of(params, self._format, self._tokenizer, submit.prompt)
@@ -328,7 +274,7 @@ class InferenceServicer:
                     await answer.run(stream, prompt)
                     if params.has_open_length:
                         for length in answer.lengths:
-                            self._admission.output_lengths.add(length)
+                            self.services.admission.output_lengths.add(length)
             finally:
                 stream.close()
                 if answer is not None:
@@ -336,7 +282,7 @@ class InferenceServicer:
         except Unavailable as error:
             if kept is None or not kept.is_kept:
                 raise
-            raise kept.resumable(error, self._dispatcher.retry_after_s) from error
+            raise kept.resumable(error, dispatcher.retry_after_s) from error
 
     async def _embed(self, _: object, call: ClientCall) -> bytes:
         return await self.readouts.embed(call)
@@ -344,37 +290,38 @@ class InferenceServicer:
     async def _score(self, _: object, call: ClientCall) -> bytes:
         return await self.readouts.score(call)
 
-    async def _tokenize(self, _: object, call: ClientCall) -> bytes:
+    @contextlib.asynccontextmanager
+    async def _converting(self, call: ClientCall) -> AsyncIterator[tuple[Received, Reservation]]:
+        """Admit a call that no engine computes, and read its message."""
         tenant = caller().tenant
         with (
             self._conversions.reserve(tenant) as reservation,
-            self._quotas.enter(tenant),
-            await self._messages.read(call) as message,
+            self.services.quotas.enter(tenant),
+            await self.services.messages.read(call) as message,
         ):
-            limits = self.limits
-            params = await message.parsed(lambda raw: validate_tokenize(_TOKENIZE(raw, limits), limits, self._model))
-            await self._messages.check_end(call)
+            yield message, reservation
+
+    async def _tokenize(self, _: object, call: ClientCall) -> bytes:
+        async with self._converting(call) as (message, reservation):
+            limits, model, messages = self.limits, self.services.model, self.services.messages
+            params = await message.parsed(lambda raw: validate_tokenize(_TOKENIZE(raw, limits), limits, model))
+            await messages.check_end(call)
             reservation.starts()
             ids = await self._tokenizer.encode_prompt(
                 params.prompt, params.add_special_tokens, is_large=message.is_large
             )
-            return await self._messages.run(lambda: _serialized(ids), 4 * len(ids))
+            return await messages.run(lambda: _serialized(ids), 4 * len(ids))
 
     async def _detokenize(self, _: object, call: ClientCall) -> inference_pb2.DetokenizeResponse:
-        tenant = caller().tenant
-        with (
-            self._conversions.reserve(tenant) as reservation,
-            self._quotas.enter(tenant),
-            await self._messages.read(call) as message,
-        ):
-            limits = self.limits
+        async with self._converting(call) as (message, reservation):
+            limits, model = self.limits, self.services.model
 
             def ids_of(raw: bytes) -> tuple[Sequence[int], bool]:
                 request = _DETOKENIZE(raw, limits)
-                return validate_detokenize(request, limits, self._model), request.special_tokens
+                return validate_detokenize(request, limits, model), request.special_tokens
 
             ids, keeps_special_tokens = await message.parsed(ids_of)
-            await self._messages.check_end(call)
+            await self.services.messages.check_end(call)
             reservation.starts()
             text = await self._tokenizer.decode_ids(
                 ids, skip_special_tokens=not keeps_special_tokens, is_large=message.is_large

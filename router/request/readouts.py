@@ -17,19 +17,17 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 
 from ...settings.sampling import PARAMETERS
-from ..engines.channel import Dispatcher, EngineChannel
+from ..engines.channel import EngineChannel
 from ..engines.stream import EngineStream, SequenceInbox, Wake
-from ..errors import Aborted, InvalidArgument, Unavailable
-from ..tenants.caller import Caller, caller
-from ..tenants.quotas import Quotas, Spending
-from ..text.tokenizer import Prompt, Tokenizer
-from .admission import Admission, LiveRequest, LiveRequests, Reservation
+from ..errors import Aborted, InvalidArgument
+from ..tenants.caller import Caller
+from ..text.tokenizer import Prompt
 from .client_call import ClientCall, time_left
 from .fields import Limits, check_bytes, check_count, check_ids, check_integer
 from .generate_call import raise_if_failed, timing_of
 from .output import write_bytes, write_logprobs
-from .receiving import Messages, Parse, Received, from_protobuf
-from .record import Observers, Record
+from .receiving import Parse, Received, from_protobuf
+from .services import SERVICE, AdmittedCall, Services
 from .validation import (
     PROMPT_FIELDS,
     check_model,
@@ -38,7 +36,6 @@ from .validation import (
 )
 
 AT_ONCE = 64  # sequences of one call
-_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _EMBED = from_protobuf(inference_pb2.EmbedRequest)
 _SCORE = from_protobuf(inference_pb2.ScoreRequest)
 _GREEDY = {each.name: each.default for each in PARAMETERS} | {"temperature": 0}
@@ -307,34 +304,14 @@ class ReadoutAnswer:
 class Readouts:
     """Serves Embed and Score: they are admitted, limited and counted as Generate is."""
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        tokenizer: Tokenizer,
-        limits: Callable[[], Limits],
-        admission: Admission,
-        quotas: Quotas,
-        messages: Messages,
-        dispatcher: Dispatcher,
-        live: LiveRequests,
-        observers: Observers,
-    ) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
-        self._limits = limits
-        self._admission = admission
-        self._quotas = quotas
-        self._messages = messages
-        self._dispatcher = dispatcher
-        self._live = live
-        self._observers = observers
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     async def embed(
         self,
         call: ClientCall,
         parse: Parse[inference_pb2.EmbedRequest] = _EMBED,
-        route: str = f"{_SERVICE}/Embed",
+        route: str = f"{SERVICE}/Embed",
         write: Callable[[inference_pb2.EmbedResponse], bytes] = inference_pb2.EmbedResponse.SerializeToString,
     ) -> bytes:
         """Serve a call of Embed that came by any protocol, as InferenceServicer.generate does one of Generate.
@@ -345,7 +322,7 @@ class Readouts:
         """
 
         def checked(raw: bytes, limits: Limits) -> EmbedParams:
-            return validate_embed(parse(raw, limits), limits, self._model)
+            return validate_embed(parse(raw, limits), limits, self._services.model)
 
         return await self._serve("Embed", route, call, checked, write)
 
@@ -353,9 +330,9 @@ class Readouts:
         """Return a ScoreResponse, serialized. Raises the PagodaError that ends the call."""
 
         def checked(raw: bytes, limits: Limits) -> ScoreParams:
-            return validate_score(_SCORE(raw, limits), limits, self._model)
+            return validate_score(_SCORE(raw, limits), limits, self._services.model)
 
-        route, write = f"{_SERVICE}/Score", inference_pb2.ScoreResponse.SerializeToString
+        route, write = f"{SERVICE}/Score", inference_pb2.ScoreResponse.SerializeToString
         return await self._serve("Score", route, call, checked, write)
 
     async def _serve(
@@ -367,39 +344,26 @@ class Readouts:
         write: Callable[[Any], bytes],
     ) -> bytes:
         """Serve a call, whose answer `write` makes of its response."""
-        received = time.monotonic()
-        asker = caller()
-        record = Record(method, asker.tenant, call.invocation_metadata() or (), route)
-        with (
-            self._observers.recording(record),
-            self._admission.reserve(asker.tenant) as reservation,
-            self._quotas.enter(asker.tenant) as spending,
-            await self._messages.read(call) as message,
-        ):
-            limits = self._limits()
+        async with self._services.admitted(method, route, call) as admitted:
+            limits, message, reservation = self._services.limits(), admitted.message, admitted.reservation
             params = await message.parsed(lambda raw: checked(raw, limits))
-            if self._admission.is_draining:  # since this call was admitted
-                raise Unavailable("the server is draining")
-            record.request_id = params.request_id
+            admitted.check_draining()
+            admitted.begin(params.request_id)
             reservation.grow(len(params.parts))
-            live = self._live.add(asker.tenant, params.request_id)
-            try:
-                job = await self._tokenized(params, message)
-                job.check(self._limits())
-                record.prompt_len = job.num_tokens
-                reservation.grow(job.num_reserved - reservation.tokens)
-                spending.reserve(job.num_tokens)
-                answer = ReadoutAnswer(job, received)
-                outputs = await self._compute(job, asker, call, message, live, record, answer, reservation, spending)
-                if isinstance(params, EmbedParams):
-                    return await self._embeddings(params, outputs, answer, write)
-                return await self._scores(params, job, outputs, answer, write)
-            finally:
-                self._live.remove(asker.tenant, params.request_id)
+            job = await self._tokenized(params, message)
+            job.check(self._services.limits())
+            admitted.record.prompt_len = job.num_tokens
+            reservation.grow(job.num_reserved - reservation.tokens)
+            admitted.spending.reserve(job.num_tokens)
+            answer = ReadoutAnswer(job, admitted.received)
+            outputs = await self._compute(job, admitted, answer)
+            if isinstance(params, EmbedParams):
+                return await self._embeddings(params, outputs, answer, write)
+            return await self._scores(params, job, outputs, answer, write)
 
     async def _tokenized(self, params: EmbedParams | ScoreParams, message: Received) -> _Job:
         is_score = isinstance(params, ScoreParams)
-        encode = self._tokenizer.encode_prompt
+        encode = self._services.tokenizer.encode_prompt
         shared = await encode(params.shared, is_large=message.is_large) if is_score else []
         parts = [await encode(part, not is_score, is_large=message.is_large) for part in params.parts]
         if isinstance(params, EmbedParams):
@@ -407,39 +371,31 @@ class Readouts:
         return _Job(params, shared, parts, engine_pb2.Readout(logprobs_from=len(shared)))
 
     async def _compute(
-        self,
-        job: _Job,
-        asker: Caller,
-        call: ClientCall,
-        message: Received,
-        live: LiveRequest,
-        record: Record,
-        answer: ReadoutAnswer,
-        reservation: Reservation,
-        spending: Spending,
+        self, job: _Job, admitted: AdmittedCall, answer: ReadoutAnswer
     ) -> list[list[engine_pb2.Reading]]:
         """Compute all sequences. Returns what was read from each."""
+        dispatcher, reservation, spending = self._services.dispatcher, admitted.reservation, admitted.spending
 
         def starts(at: int) -> None:
             reservation.starts()
             spending.used += len(job.parts[at]) + (0 if spending.used else len(job.shared))
 
         def submit(at: int) -> engine_pb2.Submit:
-            return job.submit(at, asker, time_left(call))
+            return job.submit(at, admitted.asker, time_left(admitted.call))
 
-        engine = self._dispatcher.pick()
-        record.engine = self._dispatcher.channels.index(engine)
-        record.answer = answer
+        engine = dispatcher.pick()
+        admitted.record.engine = dispatcher.channels.index(engine)
+        admitted.record.answer = answer
         assert engine.info is not None, "an engine that is ready has told of itself"
         leads = len(job.shared) >= engine.info.kv_cache.block_size and not job.params.cache.bypass
         stream = ReadoutStream(engine, len(job.parts), submit, leads, starts)
-        live.stream = stream
+        admitted.live.stream = stream
         outputs: list[list[engine_pb2.Reading]] = [[] for _ in job.parts]
         try:
-            if live.is_aborted:  # during tokenization
+            if admitted.live.is_aborted:  # during tokenization
                 stream.abort()
-            await self._messages.check_end(call)  # while the engine computes
-            message.release()
+            await self._services.messages.check_end(admitted.call)  # while the engine computes
+            admitted.message.release()
             async for at, inbox in stream.outputs():
                 assert inbox.ended is not None, "a sequence's output is given once it has ended"
                 raise_if_failed(inbox.ended, job.params.part_fields[at])
@@ -464,7 +420,9 @@ class Readouts:
                 made.embeddings.add(values=_vector(readings, params))
             return write(made)
 
-        return await self._messages.run(response, sum(len(each.embedding) * 4 for of in outputs for each in of))
+        return await self._services.messages.run(
+            response, sum(len(each.embedding) * 4 for of in outputs for each in of)
+        )
 
     async def _scores(
         self,
@@ -483,10 +441,10 @@ class Readouts:
                     write_logprobs(score.tokens.add(id=id), found[at])
                 score.logprob = math.fsum(token.logprob for token in score.tokens)
                 if params.has_token_bytes:
-                    write_bytes(score.tokens, self._tokenizer.token_bytes)
+                    write_bytes(score.tokens, self._services.tokenizer.token_bytes)
             return write(made)
 
-        return await self._messages.run(response, _TOKEN_BYTES * sum(map(len, job.parts)))
+        return await self._services.messages.run(response, _TOKEN_BYTES * sum(map(len, job.parts)))
 
 
 def _vector(readings: Sequence[engine_pb2.Reading], params: EmbedParams) -> Sequence[float]:

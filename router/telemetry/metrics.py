@@ -37,7 +37,7 @@ from .families import FAMILIES, OF_REQUESTS, Family
 Sample: TypeAlias = tuple[str, tuple[str, ...], "float | list[float]"]
 
 _LAG_EVERY_S = 0.1
-_METHODS = {method: method for method in ("Generate", "Resume", "Embed", "Score", "Tokenize", "Detokenize")}
+_METHODS = {each.name: each.name for each in inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods}
 _METHODS |= dict.fromkeys(("ModelInfer", "ModelStreamInfer"), "Generate")  # of KServe's protocol
 _READING = ("Embed", "Score")  # they generate nothing
 _BOUNDS = {each.name: each.bounds for each in OF_REQUESTS}

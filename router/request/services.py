@@ -1,0 +1,99 @@
+"""What the handlers of calls share, and what one call holds of it from its admission to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from pagoda.v1 import inference_pb2
+
+from ..engines.channel import Dispatcher
+from ..errors import Unavailable
+from ..tenants.caller import Caller, caller
+from ..tenants.quotas import Quotas, Spending
+from ..text.tokenizer import Tokenizer
+from .admission import Admission, LiveRequest, LiveRequests, Reservation
+from .client_call import ClientCall
+from .fields import Limits
+from .receiving import Messages, Received
+from .record import Observers, Record
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The parts of a router that serve a call.
+
+    model   the served name
+    limits  returns those of now: an engine that becomes ready reports its own
+    """
+
+    model: str
+    limits: Callable[[], Limits]
+    tokenizer: Tokenizer
+    admission: Admission
+    quotas: Quotas
+    messages: Messages
+    dispatcher: Dispatcher
+    live: LiveRequests
+    observers: Observers
+
+    @contextlib.asynccontextmanager
+    async def admitted(
+        self, method: str, route: str, call: ClientCall, most: int | None = None
+    ) -> AsyncIterator[AdmittedCall]:
+        """Admit a call, and read its message. What it holds is given back when the block ends; observers learn how.
+
+        method  see Record, as for route
+        most    bytes of the message, at most; None: as many as gRPC accepts
+
+        The task's caller is set. Raises ResourceExhausted, Unavailable, InvalidArgument.
+        """
+        received, asker = time.monotonic(), caller()
+        record = Record(method, asker.tenant, call.invocation_metadata() or (), route)
+        with (
+            self.observers.recording(record),
+            self.admission.reserve(asker.tenant) as reservation,
+            self.quotas.enter(asker.tenant) as spending,
+            await self.messages.read(call, most=most) as message,
+        ):
+            admitted = AdmittedCall(self, call, asker, received, reservation, spending, message, record)
+            try:
+                yield admitted
+            finally:
+                if admitted.is_live:
+                    self.live.remove(asker.tenant, record.request_id)
+
+
+@dataclass(slots=True, eq=False)
+class AdmittedCall:
+    """A call that has been admitted, and what it holds.
+
+    received  when it came, on the monotonic clock
+    live      its request, once `begin` was called
+    """
+
+    services: Services
+    call: ClientCall
+    asker: Caller
+    received: float
+    reservation: Reservation
+    spending: Spending
+    message: Received
+    record: Record
+    live: LiveRequest = field(default_factory=LiveRequest)
+    is_live: bool = False
+
+    def check_draining(self) -> None:
+        """Raise Unavailable if the server drains: that may have begun since the call was admitted."""
+        if self.services.admission.is_draining:
+            raise Unavailable("the server is draining")
+
+    def begin(self, request_id: str) -> None:
+        """Note the request that was read, which Abort finds from now on. Raises AlreadyExists."""
+        self.record.request_id = request_id
+        self.live = self.services.live.add(self.asker.tenant, request_id)
+        self.is_live = True
