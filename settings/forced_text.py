@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 _PUNCTUATION = 8  # bytes around a value or a key
@@ -167,14 +167,15 @@ def _patterns_of(schema: object) -> int:
     return longest
 
 
-def schemas_in(grammar: str) -> list[object]:
-    """Return the JSON schemas that stand in a grammar in Lark."""
+def schemas_in(grammar: str, parse_float: Callable[[str], object] = float) -> list[object]:
+    """Return the JSON schemas that stand in a grammar in Lark. parse_float: see json.JSONDecoder."""
     found: list[object] = []
+    decoder = json.JSONDecoder(parse_float=parse_float)
     for token in _LARK.finditer(grammar):
         if token.lastgroup == "json":
             start = _SPACE.match(grammar, token.end())
             try:
-                found.append(json.JSONDecoder().raw_decode(grammar, start.end() if start else token.end())[0])
+                found.append(decoder.raw_decode(grammar, start.end() if start else token.end())[0])
             except (ValueError, RecursionError):
                 continue
     return found

@@ -9,9 +9,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
@@ -52,6 +52,11 @@ _LONGEST_ERROR = 300
 _GBNF_TEXT = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTALL)
 _GBNF_HEADER = "%llguidance {}\n\n"  # before what was converted: lines of errors are then those of the rules
 _VALUES = ("const", "enum")  # keywords whose numbers are written as they are
+_BOUNDS = {  # keywords, with those that include the bound, and the direction that is inwards
+    "minimum": ("minimum", 1), "exclusiveMinimum": ("minimum", 1),
+    "maximum": ("maximum", -1), "exclusiveMaximum": ("maximum", -1),
+}  # fmt: skip
+_EXACT, _LARGEST = 1 << 53, 10**300  # doubles keep every integer below the first, and end a little above the second
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # whose keys are names
 _NOTES = ("default", "examples")  # keywords that decide nothing
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
@@ -76,6 +81,10 @@ def grammar_of(format: str, value: str | Sequence[str]) -> str:
     if format == "choice":  # one terminal, whose size does not slow its steps. U+007F must be escaped in Lark
         options = " | ".join(json.dumps(option, ensure_ascii=False).replace("\x7f", r"\u007f") for option in value)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}")
+    for schema in schemas_in(str(value), Decimal):
+        _check_numbers(schema)
+        if place := _narrow_bounds(schema):
+            raise GrammarError(f"has a bound at {place} of a %json that would not be kept: it lies between two doubles")
     return LLMatcher.grammar_from_lark(str(value))
 
 
@@ -116,21 +125,58 @@ def _without_tens(divisor: float) -> int:
     return min(number, 10 * MAX_DIVISOR)
 
 
-def _check_numbers(schema: str) -> None:
-    """Refuse numbers in `const` and `enum` that llguidance would change: it reads doubles, and writes 16 digits."""
-    waiting = [("", json.loads(schema, parse_float=Decimal))]
+def _keywords(schema: object) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Every keyword of a schema and of those in it that decides something: its place, what has it, and its name."""
+    waiting = [("", schema)]
     while waiting:
         pointer, value = waiting.pop()
         if isinstance(value, list):
-            waiting += [(f"{pointer}/{at}", each) for at, each in enumerate(value)]
+            waiting += [(f"{pointer}/{index}", each) for index, each in enumerate(value)]
         elif isinstance(value, dict):
             for key, inner in value.items():
-                if key in _VALUES:
-                    _check_exact(f"{pointer}/{key}", inner)
-                elif key in _NAMED and isinstance(inner, dict):
-                    waiting += [(f"{pointer}/{key}/{name}", each) for name, each in inner.items()]
+                place = f"{pointer}/{key}"
+                if key in _NAMED and isinstance(inner, dict):
+                    waiting += [(f"{place}/{name}", each) for name, each in inner.items()]
                 elif key not in _NOTES:
-                    waiting.append((f"{pointer}/{key}", inner))
+                    yield place, value, key
+                    if key not in _VALUES:
+                        waiting.append((place, inner))
+
+
+def _check_numbers(schema: object) -> None:
+    """Refuse numbers in `const` and `enum` that llguidance would change: it reads doubles, and writes 16 digits.
+
+    schema  its numbers with a point are Decimals
+    """
+    for place, holder, key in _keywords(schema):
+        if key in _VALUES:
+            _check_exact(place, holder[key])
+
+
+def _narrow_bounds(schema: object) -> str:
+    """Move integer bounds that no double keeps inwards: llguidance rounds them to the nearest one, maybe outwards.
+
+    Return the place of one that was moved; empty: none was.
+    """
+    moved = ""
+    for place, holder, key in list(_keywords(schema)):
+        bound = holder[key]
+        if key not in _BOUNDS or not isinstance(bound, int) or not _EXACT <= abs(bound) < _LARGEST:
+            continue
+        inclusive, inwards = _BOUNDS[key]
+        kept = _nearest_double(bound + (inwards if key != inclusive else 0), inwards)
+        if (key, bound) != (inclusive, kept):
+            del holder[key]
+            holder[inclusive], moved = max(holder.get(inclusive, kept) * inwards, kept * inwards) * inwards, place
+    return moved
+
+
+def _nearest_double(number: int, direction: int) -> int:
+    """The nearest integer that a double keeps, from a number in this direction: 1 up, -1 down."""
+    nearest = float(number)
+    if (int(nearest) - number) * direction < 0:
+        nearest = math.nextafter(nearest, math.inf * direction)
+    return int(nearest)
 
 
 def _check_exact(pointer: str, value: object) -> None:
@@ -153,7 +199,9 @@ def _is_exact(number: int | Decimal) -> bool:
 
 def _schema_grammar(schema: str) -> str:
     value = _read_schema(schema)
-    _check_numbers(schema)
+    _check_numbers(json.loads(schema, parse_float=Decimal))
+    if _narrow_bounds(value):
+        schema = json.dumps(value)
     try:
         return LLMatcher.grammar_from_json_schema("{}" if value is True else schema, defaults=_JSON_STYLE)
     except ValueError as error:

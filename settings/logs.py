@@ -121,8 +121,8 @@ class LineWriter(logging.Handler):
             with self._changed:
                 dropped, self._num_dropped = self._num_dropped, 0
             if dropped:
-                told = f"{dropped} lines were dropped here: standard error was not read"
-                record = log.makeRecord(log.name, logging.WARNING, __file__, 0, told, (), None)
+                message = f"{dropped} lines were dropped here: standard error was not read"
+                record = log.makeRecord(log.name, logging.WARNING, __file__, 0, message, (), None)
                 self._write(self.format(record).encode() + b"\n")
             with self._changed:
                 self._num_bytes -= len(lines)

@@ -126,5 +126,37 @@ def test_a_number_that_is_kept_is_written(number: str) -> None:
     assert Decimal(output.decode().rpartition(":")[2].strip(" }")) == Decimal(number)
 
 
-def test_numbers_that_decide_nothing_and_bounds_are_not_refused() -> None:
-    grammar_of("json_schema", '{"type": "integer", "maximum": 9223372036854775807, "default": 9007199254740993}')
+def test_numbers_that_decide_nothing_are_not_refused() -> None:
+    grammar_of("json_schema", '{"type": "integer", "default": 9007199254740993}')
+
+
+@pytest.mark.parametrize(
+    ("bounds", "allowed", "refused"),
+    [
+        ('"minimum": 9007199254740993, "maximum": 9007199254740997', ["9007199254740994", "9007199254740996"],
+         ["9007199254740992", "9007199254740998"]),
+        ('"exclusiveMinimum": 9007199254740992', ["9007199254740994"], ["9007199254740992", "9007199254740991"]),
+        ('"exclusiveMinimum": 9007199254740993', ["9007199254740996"], ["9007199254740992", "9007199254740993"]),
+        ('"minimum": 9007199254740998, "exclusiveMinimum": 5', ["9007199254740998"], ["9007199254740996", "6"]),
+        ('"minimum": 0, "exclusiveMaximum": 9007199254740995', ["7", "9007199254740994"], ["9007199254740996"]),
+        ('"minimum": 0, "exclusiveMaximum": 9007199254740994', ["9007199254740992"], ["9007199254740994"]),
+        ('"minimum": -9007199254740993', ["-9007199254740992"], ["-9007199254740994"]),
+        ('"maximum": 9223372036854775807', ["9223372036854774784", "-5"], ["9223372036854775808"]),
+        ('"minimum": 9007199254740992', ["9007199254740992"], ["9007199254740991"]),
+    ],
+)  # fmt: skip
+def test_no_number_outside_large_bounds_is_allowed(bounds: str, allowed: list[str], refused: list[str]) -> None:
+    grammar = grammar_of("json_schema", f'{{"type": "array", "items": {{"type": "integer", {bounds}}}}}')
+    for numbers, is_allowed in ((allowed, True), (refused, False)):
+        for number in numbers:
+            text = f"[{number}]".encode()
+            matcher, _ = compiled(grammar, LLTokenizer("byte"))
+            assert (matcher.validate_tokens([*text]) == len(text)) == is_allowed, number
+
+
+@pytest.mark.parametrize(
+    "schema", ['{"const": 9007199254740993}', '{"enum": [[0.12345678901234567]]}', '{"minimum": 9007199254740993}']
+)
+def test_numbers_in_a_schema_within_a_grammar_are_refused_too(schema: str) -> None:
+    with pytest.raises(GrammarError, match="would not be kept"):
+        grammar_of("ebnf_grammar", f'start: "a" %json {schema}')
