@@ -26,7 +26,7 @@ WRITERS = {  # of each part of a sequence that changes after it is made
     "seq.tokens": {"scheduling.scheduler"},
     "seq.state": {"scheduling.scheduler"},
     "seq.max_len": {"scheduling.scheduler"},
-    "seq.num_untold": {"scheduling.scheduler"},
+    "seq.num_unsent": {"scheduling.scheduler"},
     "seq.num_pending": {"scheduling.scheduler"},
     "seq.is_drafted": {"scheduling.scheduler"},
     "seq.num_computed": {"scheduling.scheduler"},

@@ -43,11 +43,11 @@ _SUMMED = (
 class Followed:
     """A live sequence, or one that has just ended. Times are on this process's clock.
 
-    cells         what it did, by time in units of CELL_S
-    ending        how it ended; empty while it is live
-    is_whole      whether it was known before its first token
-    prefilled_s   the end of the last chunk, whose token has not been counted
-    tokens_told   its output as of its last move; tokens_seen: those of the traces; tokens_missed: those before them
+    cells            what it did, by time in units of CELL_S
+    ending           how it ended; empty while it is live
+    is_whole         whether it was known before its first token
+    prefilled_s      the end of the last chunk, whose token has not been counted
+    tokens_reported  its output as of its last move; tokens_seen: those of the traces; tokens_missed: those before them
     """
 
     engine: int
@@ -57,7 +57,7 @@ class Followed:
     arrived_s: float
     prompt_tokens: int
     is_whole: bool
-    tokens_told: int = 0
+    tokens_reported: int = 0
     tokens_seen: int = 0
     tokens_missed: int = 0
     doing: Doing = Doing.WAITING
@@ -70,7 +70,7 @@ class Followed:
 
     @property
     def output_tokens(self) -> int:
-        return max(self.tokens_told, self.tokens_missed + self.tokens_seen)
+        return max(self.tokens_reported, self.tokens_missed + self.tokens_seen)
 
     def paint(self, doing: Doing, start_s: float, end_s: float) -> None:
         for cell in range(math.floor(start_s / CELL_S), math.ceil(end_s / CELL_S)):
@@ -267,10 +267,10 @@ class _Engine:
                 second.output_tokens += 1
                 if gap_s is not None:
                     (second.ttft if is_first else second.itl)[round(gap_s / LATENCY_UNIT_S)] += 1
-            sequence.tokens_told = track.tokens - track.prompt_tokens
+            sequence.tokens_reported = track.tokens - track.prompt_tokens
             if is_new and not sequence.is_whole:
                 uncounted = sequence.prefilled_s is not None
-                sequence.tokens_missed = max(0, sequence.tokens_told - sequence.tokens_seen - uncounted)
+                sequence.tokens_missed = max(0, sequence.tokens_reported - sequence.tokens_seen - uncounted)
         self.sequences = {
             id: each
             for id, each in self.sequences.items()

@@ -329,8 +329,8 @@ def _sequences(board: Board, width: int, height: int | None, sort: str) -> list[
     if more := sequences[len(shown) :]:
         kinds = {"running": 0, "preempted": 1, "waiting": 2, "ended": 3}
         counts = {name: sum(_group(each) == at for each in more) for name, at in kinds.items()}
-        told = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
-        rows.append(Text(f"… and {len(more):,} more: {told}", style="dim"))
+        summary = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+        rows.append(Text(f"… and {len(more):,} more: {summary}", style="dim"))
     return rows
 
 

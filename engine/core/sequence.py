@@ -283,7 +283,7 @@ class Sequence:
     params        siblings differ in their seeds alone
     token_mask    restricts which tokens it may choose; None: all are allowed
     max_len       tokens, prompt included, at which it ends with LENGTH; set on arrival
-    num_untold    of its output's first tokens, which its token mask forced when it started; its client is told of them
+    num_unsent    of its output's first tokens, which its token mask forced when it started; its client gets them
                   with the first token that a step chooses
     num_pending   tokens after those in `tokens` that scheduled steps choose and that are not known yet
     is_drafted    a scheduled step verifies drafts of it, and may choose more tokens than are counted as pending
@@ -299,7 +299,7 @@ class Sequence:
 
     state: State = State.WAITING
     max_len: int = 0
-    num_untold: int = 0
+    num_unsent: int = 0
     num_pending: int = 0
     is_drafted: bool = False
     num_computed: int = 0

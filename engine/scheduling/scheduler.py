@@ -430,25 +430,25 @@ class Scheduler:
                 break
         del forced[max(0, len(seq.blocks) * self.pool.block_size - seq.num_tokens) :]
         seq.tokens += forced
-        seq.num_untold = len(forced)
+        seq.num_unsent = len(forced)
 
     def _append(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         if seq.account.first_token is None:
             seq.account.has_first_token(self.clock(), is_running=seq.state is State.RUNNING)
             for sibling in self._tables.prompt_computed(seq):
                 self.waiting.add(sibling)
-            for forced in seq.tokens[seq.num_tokens - seq.num_untold :]:
+            for forced in seq.tokens[seq.num_tokens - seq.num_unsent :]:
                 self._count_forced(seq)
-                self._tell(seq, forced)
-            seq.num_untold = 0
+                self._report(seq, forced)
+            seq.num_unsent = 0
         seq.tokens.append(token)
-        self._tell(seq, token, logprobs)
+        self._report(seq, token, logprobs)
         if token in seq.params.stop_token_ids and seq.output_len > seq.params.min_tokens:
             self._end(seq, EndReason.STOP, matched=token)
         elif len(seq.tokens) >= seq.max_len and not self._ends_by_mask(seq):
             self._end(seq, EndReason.LENGTH)
 
-    def _tell(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None = None) -> None:
+    def _report(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None = None) -> None:
         self.counters.output_tokens += 1
         self.waiting.token_served(seq)
         self._output.add(seq.id, token, logprobs)

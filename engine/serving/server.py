@@ -71,7 +71,7 @@ class Connection:
         self.wake = asyncio.Event()
         self.ids: dict[int, int] = {}  # the router's sequence numbers → ours
 
-    def tell(self, load: engine_loop.LoadSnapshot) -> None:
+    def report(self, load: engine_loop.LoadSnapshot) -> None:
         """Send what is pending, within this call if the link has room, else as soon as it has."""
         self.pending.load = load
         if self.link is None or self.wake.is_set() or not self.link.is_free:
@@ -159,7 +159,7 @@ class EngineServer:
                 connection.pending.ended.append((number, ended))
         self._load = load
         for connection in self._connections:
-            connection.tell(load)
+            connection.report(load)
 
     # -- from a router ----------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class EngineServer:
         connection = Connection(self._info.epoch)
         self._connections.add(connection)
         if self._load is not None:
-            connection.tell(self._load)
+            connection.report(self._load)
         return connection
 
     async def serve(self, link: RouterLink) -> Exception | None:

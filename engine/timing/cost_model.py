@@ -285,9 +285,9 @@ class StepTimeFilter:
         error = (seconds - expected) / variance
         for row, share in enumerate(shared):
             self.parts[row] += share * error
-            values, told = self._covariance[row], share / variance
+            values, gain = self._covariance[row], share / variance
             for column in range(row + 1):  # one half, mirrored: rounding that made them differ would grow
-                values[column] = self._covariance[column][row] = values[column] - told * shared[column]
+                values[column] = self._covariance[column][row] = values[column] - gain * shared[column]
         self._drift(load, expected)
         self._leave_out_the_negative()
         # Rounding can make the variance of a prediction of 0 negative.
@@ -340,12 +340,12 @@ class StepTimeFilter:
         zero: set[int] = set()
         while min(self.parts) < 0:
             zero.add(worst := min(range(_SIZE), key=self.parts.__getitem__))
-            told, variance, below = given[worst][:], given[worst][worst], self.parts[worst]
+            row, variance, below = given[worst][:], given[worst][worst], self.parts[worst]
             for at in range(_SIZE):
-                share = told[at] / variance if variance > 0 else 0.0
+                share = row[at] / variance if variance > 0 else 0.0
                 self.parts[at] = 0.0 if at in zero else self.parts[at] - share * below
                 for column in range(_SIZE):
-                    given[at][column] -= share * told[column]
+                    given[at][column] -= share * row[column]
 
 
 def _dot(one: list[float] | StepLoad, other: list[float] | StepLoad) -> float:

@@ -104,8 +104,8 @@ def record(capability: int, call: Callable[[], object]) -> list[Launch]:
     launches: dict[str, Launch] = {}
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        told = json.loads(compile["specialization_data"])["options"]
-        options = {name: told[name] for name in _OPTIONS if told[name] is not None}
+        given = json.loads(compile["specialization_data"])["options"]
+        options = {name: given[name] for name in _OPTIONS if given[name] is not None}
         launch = Launch(
             fn.jit_function,
             capability,
@@ -158,8 +158,8 @@ def compile_launch(launch: Launch) -> Compiled:
 
 def resources(cubin: bytes) -> tuple[int, int]:
     """Registers per thread, and bytes per thread spilled to device memory."""
-    found = _RESOURCES.search(told := _cuobjdump(cubin, "-res-usage"))
-    assert found, told
+    found = _RESOURCES.search(output := _cuobjdump(cubin, "-res-usage"))
+    assert found, output
     registers, stack, local = (int(number) for number in found.groups())
     # A reserved frame may be unused; then no instruction accesses local memory.
     spilled = max(stack, local)

@@ -65,8 +65,8 @@ class Found:
     best_us: float
 
     def __str__(self) -> str:
-        told = "default" if self.fields is None else " ".join(f"{name} {value}" for name, value in self.fields.items())
-        return f"{self.space.name}: {self.default_us:.1f} µs, best {self.best_us:.1f} µs: {told}"
+        best = "default" if self.fields is None else " ".join(f"{name} {value}" for name, value in self.fields.items())
+        return f"{self.space.name}: {self.default_us:.1f} µs, best {self.best_us:.1f} µs: {best}"
 
 
 def search(space: Space, attempt: Try, ahead: Ahead) -> Found:

@@ -202,7 +202,7 @@ class DeepSeek(ToolFormat):
 
 def _call_object(reader: AnswerReader) -> Steps[None]:
     """A call as one JSON object of a name and arguments."""
-    tool, held, is_told = "", "", False
+    tool, held, is_written = "", "", False
     yield from reader.expect("{")
     while True:
         yield from reader.space()
@@ -217,11 +217,11 @@ def _call_object(reader: AnswerReader) -> Steps[None]:
             if held:
                 reader.begin(tool).value(held)
                 reader.num_calls += 1
-                is_told = True
-        elif key in _ARGUMENTS and not (held or is_told) and tool:
+                is_written = True
+        elif key in _ARGUMENTS and not (held or is_written) and tool:
             yield from reader.arguments(tool)
-            is_told = True
-        elif key in _ARGUMENTS and not (held or is_told):
+            is_written = True
+        elif key in _ARGUMENTS and not (held or is_written):
             held = yield from _held_object(reader)
         else:
             raise NotACall
@@ -229,7 +229,7 @@ def _call_object(reader: AnswerReader) -> Steps[None]:
         if not (yield from reader.has(",")):
             break
     yield from reader.expect("}")
-    if not is_told:
+    if not is_written:
         raise NotACall
     reader.accept()
 

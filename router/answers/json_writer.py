@@ -17,50 +17,50 @@ _SURROGATE = re.compile("[\\ud800-\\udfff]")
 class JsonWriter:
     """Tells each next part of a JSON text as soon as it is certain.
 
-    tell  takes the parts
+    write  takes the parts
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
         self._ends: list[str] = []  # of the objects and lists around this place, innermost last
         self._separator = ""
 
     def open(self, bracket: str) -> None:
         """An object or a list begins."""
         self.begin()
-        self._tell(bracket)
+        self._write(bracket)
         self._ends.append(_ENDS[bracket])
 
     def close(self) -> None:
-        self._tell(self._ends.pop())
+        self._write(self._ends.pop())
         self._separator = ", "
 
     def key(self, name: str) -> None:
         self.begin()
-        self._tell(f"{quoted(name)}: ")
+        self._write(f"{quoted(name)}: ")
 
     def value(self, text: str) -> None:
         """A whole value, which is JSON."""
         self.begin()
-        self._tell(text)
+        self._write(text)
         self.end()
 
     def begin(self) -> None:
         """A value begins, whose JSON `part` takes in pieces."""
         if self._separator:
-            self._tell(self._separator)
+            self._write(self._separator)
         self._separator = ""
 
     def part(self, text: str) -> None:
         if text:
-            self._tell(text)
+            self._write(text)
 
     def end(self) -> None:
         self._separator = ", "
 
 
 class TypedText:
-    """A value whose text comes in pieces: a string is told as it comes, anything else once it is whole.
+    """A value whose text comes in pieces: a string is written as it comes, anything else once it is whole.
 
     types  those that the schema allows; none: it does not say. Then the text is JSON if it parses.
     """

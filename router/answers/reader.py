@@ -59,7 +59,7 @@ class AnswerReader:
         self._num_begun = 0
         self._buffer = ""
         self._at = 0
-        self._mark = 0  # everything before is told
+        self._mark = 0  # everything before is emitted
         self._opening_len = 0  # characters after the mark that are text if no call follows
         self._is_after_marker = False
         self._is_in_call = False  # a call has begun behind the last opening
@@ -80,7 +80,7 @@ class AnswerReader:
             if (found := _first(rest, markers)) is not None:
                 at, marker = found
                 num_spaces = _space_at_end(rest[:at])
-                self._tell(rest[: at - num_spaces], kind)
+                self._emit(rest[: at - num_spaces], kind)
                 self._at += at - num_spaces
                 self._drop()
                 self._at = num_spaces
@@ -89,13 +89,13 @@ class AnswerReader:
                 return marker
             if self.has_ended:
                 if not (self._is_after_marker and rest.isspace() and len(rest) <= MAX_SPACE):
-                    self._tell(rest, kind)
+                    self._emit(rest, kind)
                 self._at = len(self._buffer)
                 return ""
             certain = len(rest) - _beginning_at_end(rest, markers)
             if markers:
                 certain -= _space_at_end(rest[:certain])
-            self._tell(rest[:certain], kind)
+            self._emit(rest[:certain], kind)
             self._at += certain
             self._drop()
             yield
@@ -133,7 +133,7 @@ class AnswerReader:
             return
         if not whole:
             self._at = self._mark + self._opening_len
-        self._tell(self._buffer[self._mark : self._at], Text)
+        self._emit(self._buffer[self._mark : self._at], Text)
         self._drop()
 
     def skip_space(self) -> Steps[None]:
@@ -142,7 +142,7 @@ class AnswerReader:
             self._at += 1
         self._drop()
 
-    def _tell(self, text: str, kind: Kind) -> None:
+    def _emit(self, text: str, kind: Kind) -> None:
         if text and not (self._is_due and self.has_ended and kind is Text):
             self.events.append(kind(text))
             self._is_after_marker = False
@@ -225,7 +225,7 @@ class AnswerReader:
             yield
 
     def arguments(self, tool: str) -> Steps[None]:
-        """The arguments of a call: a JSON object, told as it comes."""
+        """The arguments of a call: a JSON object, emitted as it comes."""
         if (yield from self.peek()) != "{":
             raise NotACall
         yield from self.json(self.begin(tool), JsonObject())
@@ -238,14 +238,14 @@ class AnswerReader:
         index, id = self._new_call()
         self.events.append(CallPart(index, "", id, tool))
 
-        def tell(text: str) -> None:
+        def write(text: str) -> None:
             self.events.append(CallPart(index, text))
             self.accept()
 
-        return JsonWriter(tell)
+        return JsonWriter(write)
 
     def json(self, writer: JsonWriter, found: JsonObject) -> Steps[None]:
-        """A value as JSON, told as it comes."""
+        """A value as JSON, emitted as it comes."""
         writer.begin()
         while not found.is_complete:
             if not (yield from self.peek()):

@@ -90,7 +90,7 @@ class EngineChannel:
         self._owes_answer_since: float | None = None  # None: its loop has answered everything
         self._away_since = time.monotonic()
         self._last_absence_s = 0.0
-        self._told = ""  # the last reason logged for its absence
+        self._logged = ""  # the last reason logged for its absence
 
     @property
     def is_ready(self) -> bool:
@@ -187,14 +187,14 @@ class EngineChannel:
                 pause_s = RECONNECT_S
                 try:
                     await self._converse(await transport.connect())
-                    self._tell_away(ConnectionError("it has closed the connection"))
+                    self._log_away(ConnectionError("it has closed the connection"))
                 except OSError as error:
-                    self._tell_away(error)
+                    self._log_away(error)
                 except EngineHangs:
-                    self._tell_hang()
+                    self._log_hang()
                     self._on_hang()
                 except WrongEngine as error:
-                    self._tell_refused(error)
+                    self._log_refused(error)
                     pause_s = WRONG_ENGINE_PAUSE_S
                 finally:
                     await self._lose()
@@ -202,7 +202,7 @@ class EngineChannel:
         finally:
             await transport.close()
 
-    def _tell_away(self, error: OSError) -> None:
+    def _log_away(self, error: OSError) -> None:
         """Log why the engine is away. Attempts follow each other closely, so each reason is logged once."""
         if self.is_ready:
             log.warning("lost the engine at %s: %s", self.address, error)
@@ -211,21 +211,21 @@ class EngineChannel:
         if is_absent and time.monotonic() - self._away_since < self._patience_s:
             return
         reason = "absent" if is_absent else str(error)
-        if reason != self._told:
+        if reason != self._logged:
             log.warning("no engine at %s: %s", self.address, error)
-        self._told = reason
+        self._logged = reason
 
-    def _tell_refused(self, error: WrongEngine) -> None:
-        if str(error) != self._told:
+    def _log_refused(self, error: WrongEngine) -> None:
+        if str(error) != self._logged:
             log.error("the engine at %s is not used: %s", self.address, error)
-        self._told = str(error)
+        self._logged = str(error)
 
-    def _tell_hang(self) -> None:
+    def _log_hang(self) -> None:
         """Log that the engine hangs: once, however often it greets without answering."""
         reason = f"it has not answered for {self._hang_timeout_s:.0f} s"
-        if reason != self._told:
+        if reason != self._logged:
             log.error("the engine at %s hangs: %s", self.address, reason)
-        self._told = reason
+        self._logged = reason
 
     async def _converse(self, link: EngineLink) -> None:
         hello: control_pb2.EngineInfo | None = None
@@ -265,15 +265,15 @@ class EngineChannel:
             raise EngineHangs
 
     async def _become_ready(self, info: control_pb2.EngineInfo) -> None:
-        self._tell_ready(info)
+        self._log_ready(info)
         self.info = info
         self._last_absence_s = time.monotonic() - self._away_since
         self.has_been_ready = True
         await self._on_change()
 
-    def _tell_ready(self, info: control_pb2.EngineInfo) -> None:
+    def _log_ready(self, info: control_pb2.EngineInfo) -> None:
         cache = info.kv_cache
-        self._told = ""
+        self._logged = ""
         log.info(
             "engine ready at %s, epoch %x: %s on %s, %s; "
             "KV cache %.2f GB: %d blocks of %d tokens, %d tokens in all, %d bytes a token",

@@ -77,9 +77,11 @@ class Guard:
             await self._app({**scope, "app": self}, receive, send)
         except HTTPException as error:
             where = f"{scope['method']} {ascii(scope['path'])[1:-1]}"
-            told = HttpError(error.status_code, f"{where}: {error.detail}", "unknown_url")
+            renamed = HttpError(error.status_code, f"{where}: {error.detail}", "unknown_url")
             await _refuse(
-                told, send, *((name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items())
+                renamed,
+                send,
+                *((name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()),
             )
         except Exception as error:
             await _refuse(error, send)

@@ -125,9 +125,9 @@ class TraceReader:
 
     def read(self, parts: Sequence[trace_pb2.StepTracePart], rates: Rates) -> Tick:
         """The rows of a tick, with the cells of the steps that were not read before. Adds to `rates`."""
-        told = [move for part in parts for move in part.moves]
-        self._gone &= {move.sequence for move in told}
-        moves = sorted((move for move in told if move.sequence not in self._gone), key=lambda move: move.at_s)
+        moves = [move for part in parts for move in part.moves]
+        self._gone &= {move.sequence for move in moves}
+        moves = sorted((move for move in moves if move.sequence not in self._gone), key=lambda move: move.at_s)
         arrivals = []
         for move in moves:
             if move.sequence not in self._rows:
@@ -174,11 +174,11 @@ class TraceReader:
             row = self._rows[move.sequence]
             row.tokens = max(row.tokens, move.tokens)  # a start that is told again tells of that time
             row.computed = max(row.computed, move.computed_tokens)
-        rows = [self._told(id, columns) for id in shown]
+        rows = [self._row(id, columns) for id in shown]
         self._drop_ended()
         return {"columns": num_columns, "rows": rows, "others": len(self._rows) - len(self._shown)}
 
-    def _told(self, id: int, columns: Iterable[tuple[dict[int, str], int]]) -> list[Any]:
+    def _row(self, id: int, columns: Iterable[tuple[dict[int, str], int]]) -> list[Any]:
         row = self._rows[id]
         cells = "".join(column.get(id, ".") * times for column, times in columns)
         return [
@@ -450,18 +450,18 @@ class LiveFeed:
         seen, rates = seen_load(load), Rates()
         engines = []
         for engine in seen.engines:
-            told: Tick = {"engine": engine.engine, "running": engine.running, "waiting": engine.waiting}
+            shown: Tick = {"engine": engine.engine, "running": engine.running, "waiting": engine.waiting}
             if engine.blocks_total:
-                told["blocks"] = [engine.blocks_total, engine.blocks_free, engine.blocks_evictable]
-                told["preemptions"] = engine.preemptions
+                shown["blocks"] = [engine.blocks_total, engine.blocks_free, engine.blocks_evictable]
+                shown["preemptions"] = engine.preemptions
             info = self._channels[engine.engine].info
             if info is not None:
-                told |= {"epoch": f"{info.epoch:x}", "block_size": info.kv_cache.block_size}
+                shown |= {"epoch": f"{info.epoch:x}", "block_size": info.kv_cache.block_size}
                 if parts := traces[engine.engine]:
                     own = [part async for part in seen_trace(parts)]
-                    told |= view.reader(engine.engine, info.epoch).read(own, rates)
-                    told["hold"] = _hold(own) if engine.waiting else ""
-            engines.append(told)
+                    shown |= view.reader(engine.engine, info.epoch).read(own, rates)
+                    shown["hold"] = _hold(own) if engine.waiting else ""
+            engines.append(shown)
         return {
             "at": round(now, 3),
             "requests": seen.requests,

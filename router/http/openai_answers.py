@@ -99,8 +99,8 @@ class _Stream:
         if self._logprobs is None:
             return self._after
         logprobs = self._logprobs[index]
-        told = logprobs.joined(logprobs.of(tokens.tokens))
-        return f'{self._before_logprobs}{told},"finish_reason":null{self._end}'
+        entries = logprobs.joined(logprobs.of(tokens.tokens))
+        return f'{self._before_logprobs}{entries},"finish_reason":null{self._end}'
 
     def _echoed(self, part: inference_pb2.Prompt, prompt: int) -> bytes:
         """A completion's prompt, as the beginning of each of its texts."""
@@ -109,10 +109,12 @@ class _Stream:
         text, events = quoted(self._echoes[prompt].next(part)), []
         for index in range(self._n * prompt, self._n * (prompt + 1)):
             self._first(index)
-            told = "null"
+            entries = "null"
             if self._logprobs is not None:
-                told = self._logprobs[index].joined(self._logprobs[index].of(part.tokens))
-            events.append(f'{self._before[index]}{text}{self._before_logprobs}{told},"finish_reason":null{self._end}')
+                entries = self._logprobs[index].joined(self._logprobs[index].of(part.tokens))
+            events.append(
+                f'{self._before[index]}{text}{self._before_logprobs}{entries},"finish_reason":null{self._end}'
+            )
         return "".join(events).encode()
 
     def _first(self, index: int) -> str:
@@ -221,17 +223,17 @@ class _Whole:
 
     def _json(self, index: int, choice: _Choice) -> str:
         logprobs = self._shape.logprobs
-        told = "null" if logprobs is None else logprobs[index].joined(choice.entries)
+        entries = "null" if logprobs is None else logprobs[index].joined(choice.entries)
         text = quoted("".join(choice.texts))
         if self._is_chat:
-            if calls := ",".join(each.told(at) for at, each in sorted(choice.calls.items())):
+            if calls := ",".join(each.json(at) for at, each in sorted(choice.calls.items())):
                 text = f'{text if choice.texts else "null"},"tool_calls":[{calls}]'
             if choice.reasonings:
                 text += f',"reasoning_content":{quoted("".join(choice.reasonings))}'
             text = f'"message":{{"role":"assistant","content":{text},"refusal":null}}'
         else:
             text = f'"text":{text}'
-        return f'{{"index":{index},{text},"logprobs":{told},"finish_reason":{choice.reason}}}'
+        return f'{{"index":{index},{text},"logprobs":{entries},"finish_reason":{choice.reason}}}'
 
 
 class _ToolCall:
@@ -245,7 +247,7 @@ class _ToolCall:
         self.id, self.name = self.id or part.id, self.name or part.name
         self._arguments.append(part.arguments)
 
-    def told(self, index: int) -> str:
+    def json(self, index: int) -> str:
         function = f'{{"name":{quoted(self.name)},"arguments":{quoted("".join(self._arguments))}}}'
         return f'{{"id":{quoted(self.id)},"type":"function","function":{function}}}'
 
@@ -267,14 +269,14 @@ class _Echo:
 
     def __init__(self, given: str) -> None:
         self._given = given
-        self._is_told = False
+        self._has_begun = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, part: inference_pb2.Prompt) -> str:
         """The text that a part adds; a prompt that was given as text comes whole with its first part."""
         if not self._given:
             return self._decoder.decode(b"".join(each.bytes for each in part.tokens))
-        text, self._is_told = "" if self._is_told else self._given, True
+        text, self._has_begun = "" if self._has_begun else self._given, True
         return text
 
 

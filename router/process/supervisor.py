@@ -107,7 +107,7 @@ class Supervisor:
                 else:
                     log.info("%s started, pid %d", self._name, self._process.pid)
                     if self._first_line:
-                        self.tell(self._first_line)
+                        self.send(self._first_line)
                     code = await self._wait(self._process)
                     log.error("%s exited with %s", self._name, _describe(code))
                     self._judge(code)
@@ -129,7 +129,7 @@ class Supervisor:
         if self._process:
             self._process.terminate()
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """Write a line to the child's standard input. Ignored if the child has just died."""
         if self._process and self._process.stdin:
             try:

@@ -128,14 +128,14 @@ class Workers:
         log.debug("router %d: %s", index, line)
         if line == ENGINE_READY and self._engine:
             self._engine.mark_ready()
-            self._tell_restarts()
+            self._send_restarts()
         elif line == ENGINE_HANGS and self._engine:
             self._engine.kill()
         elif line == SERVES:
             self._ready.add(index)
         elif line.startswith(STARTS):
             self._routers[index].mark_ready()
-            self._tell_restarts()
+            self._send_restarts()
             self._listening.add(index)
             if not self._is_announced and len(self._listening) == len(self._routers):
                 self._is_announced = True
@@ -144,9 +144,9 @@ class Workers:
         if len(self._ready) == len(self._routers):
             self._announcer.is_ready()
 
-    def _tell_restarts(self) -> None:
+    def _send_restarts(self) -> None:
         for router in self._routers:
-            router.tell(str(self._engine.restarts if self._engine else 0))
+            router.send(str(self._engine.restarts if self._engine else 0))
 
     def _on_signal(self) -> None:
         """Stop on the first signal; a second one goes on to the routers and ends their grace period."""

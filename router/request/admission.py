@@ -226,8 +226,8 @@ class Admission:
     def _full(self, shares: Shares[Reservation], tenant: str, amount: int) -> ResourceExhausted:
         # How many tokens are reserved in all would tell a tenant how long the prompts of others are.
         if shares.total + amount <= shares.most:
-            told = f"{shares.total} requests are admitted" if shares is self._places else "tokens are reserved"
-            why = f"{told}, {shares.held_by(tenant)} of them for this tenant; what is left is for others"
+            taken = f"{shares.total} requests are admitted" if shares is self._places else "tokens are reserved"
+            why = f"{taken}, {shares.held_by(tenant)} of them for this tenant; what is left is for others"
         elif shares is self._places:
             why = f"{shares.total} requests are admitted, the limit is {shares.most}"
         else:

@@ -122,9 +122,9 @@ class InferenceServicer:
         return services.dispatcher.refusal() or services.admission.refusal(tenant) or services.quotas.refusal(tenant)
 
     def refused(self, call: ClientCall, why: PagodaError, route: str, method: str = "Generate") -> None:
-        """Tell the observers that a call by another protocol has been refused, before it was read."""
+        """Notify the observers that a call by another protocol has been refused, before it was read."""
         metadata = call.invocation_metadata() or ()
-        self.services.observers.tell(Record(method, caller().tenant, metadata, route, code=why.code, error=why))
+        self.services.observers.notify(Record(method, caller().tenant, metadata, route, code=why.code, error=why))
 
     async def _generate(self, _: object, call: ClientCall) -> None:
         await self.generate(call, _GENERATE)

@@ -202,11 +202,11 @@ class _RareLog:
     def add(self) -> None:
         self._count += 1
         if self._timer is None:
-            self._tell()
+            self._log()
 
-    def _tell(self) -> None:
+    def _log(self) -> None:
         self._timer = None
         if self._count:
             log.warning(self._text, self._count)
             self._count = 0
-            self._timer = asyncio.get_running_loop().call_later(1.0, self._tell)
+            self._timer = asyncio.get_running_loop().call_later(1.0, self._log)

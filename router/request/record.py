@@ -81,7 +81,7 @@ class Record:
 
 
 class Observer(Protocol):
-    """Is told of each call's end. It runs in the event loop: whatever takes long it leaves to a thread."""
+    """Gets each call that has ended. It runs in the event loop: whatever takes long it leaves to a thread."""
 
     def ended(self, record: Record, /) -> None: ...
 
@@ -89,7 +89,7 @@ class Observer(Protocol):
 class Observers(list[Observer]):
     """All observers of a router's calls.
 
-    on_refusal  are told of calls that were refused before a handler took them up: the full name of the method, and why.
+    on_refusal  are notified of calls that were refused before a handler took them up: the method's full name, and why.
                 A flood of calls causes as many refusals, so only what is very cheap belongs here
     """
 
@@ -98,11 +98,11 @@ class Observers(list[Observer]):
         self.on_refusal: list[Callable[[str, PagodaError], None]] = []
 
     def refused(self, method: str, error: PagodaError) -> None:
-        for tell in self.on_refusal:
-            tell(method, error)
+        for notify in self.on_refusal:
+            notify(method, error)
 
-    def tell(self, record: Record) -> None:
-        """Tell all of a call that has ended."""
+    def notify(self, record: Record) -> None:
+        """Notify all observers of a call that has ended."""
         for observer in self:
             try:
                 observer.ended(record)
@@ -111,7 +111,7 @@ class Observers(list[Observer]):
 
     @contextlib.contextmanager
     def recording(self, record: Record) -> Iterator[Record]:
-        """Around a call: find out how it ends, and tell the observers."""
+        """Around a call: find out how it ends, and notify the observers."""
         try:
             yield record
         except (asyncio.CancelledError, grpc.aio.InternalError):  # the second one: the client has gone during a write
@@ -125,5 +125,5 @@ class Observers(list[Observer]):
             record.code = error.code if isinstance(error, PagodaError) else grpc.StatusCode.INTERNAL
             raise
         finally:
-            self.tell(record)
+            self.notify(record)
             record.error = None  # its traceback holds the frame that holds the record

@@ -211,12 +211,12 @@ class _Writer:
     def __init__(self) -> None:
         self.timeout = asyncio.timeout(None)
         self.has_ended = asyncio.Event()
-        self._is_told = False
+        self._has_timed_out = False
 
     async def end(self) -> None:
         """End the call, wherever it waits."""
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_timed_out:
+            self._has_timed_out = True
             self.timeout.reschedule(asyncio.get_running_loop().time())
         await self.has_ended.wait()
 

@@ -58,7 +58,7 @@ class RequestLog:
         """Log what has been counted."""
         if self._timer is not None:
             self._timer.cancel()
-            self._tell()
+            self._log_refusals()
 
     def _refuse(self, code: str, reason: str, fields: Callable[[], dict[str, Any]]) -> None:
         if not self._refused:
@@ -71,10 +71,10 @@ class RequestLog:
     def _end_second(self) -> None:
         self._timer = None
         if self._refused:
-            self._tell()
+            self._log_refusals()
             self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._end_second)
 
-    def _tell(self) -> None:
+    def _log_refusals(self) -> None:
         total = self._refused.total()
         if total == 1:
             _log("request", self._single)
@@ -85,7 +85,7 @@ class RequestLog:
 
 def fields_of(record: Record) -> dict[str, Any]:
     """What the log tells of a call that has ended. Its content, and what may quote it, is not among that."""
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "method": record.route,
         "request_id": record.request_id,
         "trace_id": record.trace_id or trace_id_of(record.metadata),
@@ -96,9 +96,9 @@ def fields_of(record: Record) -> dict[str, Any]:
     }
     if (answer := record.answer) is not None:
         usage, timing, reasons = answer.usage(), answer.timing(), answer.reasons
-        told |= {"cached_tokens": usage.cached_tokens, "output_tokens": usage.completion_tokens}
+        fields |= {"cached_tokens": usage.cached_tokens, "output_tokens": usage.completion_tokens}
         if reasons:  # before the first end, the times in the engine are not known
-            told |= {
+            fields |= {
                 "finish_reasons": finish_reasons(reasons),
                 "queue_s": round(timing.queue_s, 6),
                 "prefill_s": round(timing.prefill_s, 6),
@@ -107,9 +107,9 @@ def fields_of(record: Record) -> dict[str, Any]:
                 "preemptions": timing.preemptions,
             }
         if answer.first_written is not None and record.method == "Generate":  # Resume goes on after it
-            told["ttft_s"] = round(timing.time_to_first_token_s, 6)
-    told["total_s"] = round(record.duration_s, 6)
-    return told
+            fields["ttft_s"] = round(timing.time_to_first_token_s, 6)
+    fields["total_s"] = round(record.duration_s, 6)
+    return fields
 
 
 def finish_reasons(reasons: Iterable[inference_pb2.FinishReason]) -> list[str]:

@@ -105,11 +105,11 @@ class Traces:
         if record.answer is not None:
             operation = _OPERATIONS.get(record.method) or ("chat" if record.is_chat else "text_completion")
             about = self._about | {"gen_ai.operation.name": operation}
-            told = _of_request(record, record.answer, duration_s)
-            self._observe(record, record.answer, about, told, duration_s)
+            attributes = _of_request(record, record.answer, duration_s)
+            self._observe(record, record.answer, about, attributes, duration_s)
             if server.is_recording():
                 below = set_span_in_context(server, Context())
-                request = self._tracer.start_span("llm_request", below, attributes=about | told, start_time=start)
+                request = self._tracer.start_span("llm_request", below, attributes=about | attributes, start_time=start)
                 _end(request, record, end)
         _end(server, record, end)
 
@@ -125,11 +125,13 @@ class Traces:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _observe(self, record: Record, answer: Answer, about: Attributes, told: Attributes, duration_s: float) -> None:
+    def _observe(
+        self, record: Record, answer: Answer, about: Attributes, attributes: Attributes, duration_s: float
+    ) -> None:
         if record.code is not grpc.StatusCode.OK:
             about = about | {"error.type": record.code.name}
         self._duration.record(duration_s, about)
-        first_s = told.get(FIRST_TOKEN)
+        first_s = attributes.get(FIRST_TOKEN)
         if isinstance(first_s, float):
             self._first_token.record(first_s, about)
             later = answer.num_tokens / max(1, len(answer.reasons)) - 1  # of each sequence
@@ -139,29 +141,33 @@ class Traces:
 
 def _of_call(record: Record) -> Attributes:
     """Attributes of the span of the call itself."""
-    told: Attributes = {"pagoda.tenant": record.tenant} if record.tenant else {}
+    attributes: Attributes = {"pagoda.tenant": record.tenant} if record.tenant else {}
     if " " in record.route:
-        told["http.request.method"], told["http.route"] = record.route.split(" ", 1)
+        attributes["http.request.method"], attributes["http.route"] = record.route.split(" ", 1)
     else:
-        told |= {"rpc.system.name": "grpc", "rpc.method": record.route, "rpc.response.status_code": record.code.name}
+        attributes |= {
+            "rpc.system.name": "grpc",
+            "rpc.method": record.route,
+            "rpc.response.status_code": record.code.name,
+        }
     if record.code is not grpc.StatusCode.OK:
-        told["error.type"] = record.code.name
-    return told
+        attributes["error.type"] = record.code.name
+    return attributes
 
 
 def _of_request(record: Record, answer: Answer, duration_s: float) -> Attributes:
     """Attributes of the span of a request that an engine had: tokens by their conventions, times by vLLM's names."""
     usage, timing = answer.usage(), answer.timing()
-    told: Attributes = {
+    attributes: Attributes = {
         "gen_ai.request.id": record.request_id,
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.latency.e2e": duration_s,
     }
     if answer.first_written is not None and record.method == "Generate":
-        told[FIRST_TOKEN] = timing.time_to_first_token_s
+        attributes[FIRST_TOKEN] = timing.time_to_first_token_s
     if reasons := answer.reasons:  # before the first end, the engine has told nothing
-        told |= {
+        attributes |= {
             "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
             "gen_ai.response.finish_reasons": [name.lower() for name in finish_reasons(reasons)],
             "gen_ai.latency.time_in_queue": timing.queue_s,
@@ -169,7 +175,7 @@ def _of_request(record: Record, answer: Answer, duration_s: float) -> Attributes
             "gen_ai.latency.time_in_model_decode": timing.decode_s,
             "gen_ai.latency.time_in_model_inference": timing.prefill_s + timing.decode_s,
         }
-    return told
+    return attributes
 
 
 def _end(span: Span, record: Record, end: int) -> None:

@@ -33,7 +33,7 @@ export async function* events(path, { body, signal } = {}) {
     if (error.name === "AbortError") throw error;
     throw new ServerError(0, "The server does not answer. Is it still running?");
   }
-  if (!response.ok) throw refusal(response.status, await told(response), response.headers.get("Retry-After"));
+  if (!response.ok) throw refusal(response.status, await messageOf(response), response.headers.get("Retry-After"));
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
@@ -62,7 +62,7 @@ function parsed(text) {
   return event;
 }
 
-async function told(response) {
+async function messageOf(response) {
   try {
     return (await response.json()).error.message;
   } catch {

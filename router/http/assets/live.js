@@ -114,30 +114,30 @@ function take(tick) {
   rates = rates.filter((rate) => rate.at > tick.at - MINUTE - 1);
   if (!tick.engines) return;
   clock.tick = tick;
-  for (const told of tick.engines) {
-    let engine = engines.get(told.engine);
-    if (engine?.epoch !== told.epoch) {
+  for (const seen of tick.engines) {
+    let engine = engines.get(seen.engine);
+    if (engine?.epoch !== seen.epoch) {
       drop(engine?.rows);
       engine = { columns: 0, rows: new Map() };
-      engines.set(told.engine, engine);
+      engines.set(seen.engine, engine);
     }
-    Object.assign(engine, { blocks: null, ...told, rows: engine.rows, columns: engine.columns });
-    const ids = new Set(told.rows?.map(([id]) => id));
-    if (told.rows) drop(engine.rows, (row) => isLive(row) && !ids.has(row.id)); // their ends were not seen
+    Object.assign(engine, { blocks: null, ...seen, rows: engine.rows, columns: engine.columns });
+    const ids = new Set(seen.rows?.map(([id]) => id));
+    if (seen.rows) drop(engine.rows, (row) => isLive(row) && !ids.has(row.id)); // their ends were not seen
     // Sequences after a pause begin a new picture.
     if (![...engine.rows.values()].some(isLive) && [...ids].some((id) => !engine.rows.has(id))) drop(engine.rows);
-    for (const [id, state, prompt, tokens, computed, tenant, request, cells] of told.rows ?? []) {
+    for (const [id, state, prompt, tokens, computed, tenant, request, cells] of seen.rows ?? []) {
       const row = engine.rows.get(id) ?? { id, start: engine.columns, cells: "" };
       Object.assign(row, { state, prompt, tokens, computed, tenant, request });
       if (!row.cells) row.start = engine.columns + (cells.length - cells.replace(/^\.+/, "").length);
       row.cells = row.cells ? (row.cells + cells).slice(-MAX_COLUMNS) : cells.replace(/^\.+/, "");
-      row.start = Math.max(row.start, engine.columns + told.columns - MAX_COLUMNS);
+      row.start = Math.max(row.start, engine.columns + seen.columns - MAX_COLUMNS);
       engine.rows.set(id, row);
     }
-    engine.columns += told.columns ?? 0;
+    engine.columns += seen.columns ?? 0;
   }
   for (const [id, engine] of [...engines]) {
-    if (tick.engines.some((told) => told.engine === id)) continue;
+    if (tick.engines.some((seen) => seen.engine === id)) continue;
     drop(engine.rows);
     engines.delete(id);
   }
@@ -350,8 +350,8 @@ function drawTenants(tick) {
       made("span", "fine", `${running} running, ${waiting} waiting`));
   });
   const text = JSON.stringify(tick.tenants);
-  if (list.dataset.told !== text) {
-    list.dataset.told = text;
+  if (list.dataset.shown !== text) {
+    list.dataset.shown = text;
     list.replaceChildren(...rows);
   }
   $("tenants-empty").hidden = rows.length > 0;
@@ -385,13 +385,13 @@ function drawRates() {
   bars($("rate-chart"), tokens);
 
   const ttft = percentiles(dots.map(([, ms]) => [ms, 1]));
-  told("ttft", ttft);
+  showPercentiles("ttft", ttft);
   const topOfDots = Math.max(1, ...dots.map(([, ms]) => ms));
   setText("ttft-count", dots.length ? `${number(dots.length)} ${dots.length === 1 ? "sequence" : "sequences"}` : "each dot is a sequence");
   setText("ttft-top", dots.length ? `up to ${milliseconds(topOfDots)}` : "");
   paths($("ttft-chart"), [["dots", dots.map(([at, ms]) => `M${x(at)} ${y(ms, topOfDots)}h0`).join("")]]);
 
-  told("itl", percentiles(gaps.flat()));
+  showPercentiles("itl", percentiles(gaps.flat()));
   const seconds = gaps.map(percentiles);
   const top = Math.max(1, ...seconds.filter(Boolean).map(([, p95]) => p95));
   setText("itl-top", seconds.some(Boolean) ? `up to ${milliseconds(top)}` : "");
@@ -404,7 +404,7 @@ function drawRates() {
 const x = (second) => ((WIDTH * second) / MINUTE).toFixed(1);
 const y = (value, top) => (HEIGHT - 3 - ((HEIGHT - 6) * value) / top).toFixed(1);
 
-function told(id, found) {
+function showPercentiles(id, found) {
   setText(id, found ? milliseconds(found[0]) : "–");
   setText(`${id}-more`, found ? `median, p95 ${milliseconds(found[1])}` : "of the last minute");
 }

@@ -62,12 +62,12 @@ let tenant = "";
 startSettings();
 startChat({ model: () => model || undefined, onUnauthenticated });
 const live = startLive({
-  hello(told) {
-    showState(told ? "connected" : "not connected");
-    if (!told) return;
-    ({ model, tenant } = told);
-    $("model").textContent = told.model;
-    document.title = `${told.model} · Pagoda`;
+  hello(server) {
+    showState(server ? "connected" : "not connected");
+    if (!server) return;
+    ({ model, tenant } = server);
+    $("model").textContent = server.model;
+    document.title = `${server.model} · Pagoda`;
   },
   onEngines(ready) {
     showState(!ready ? "no engine is ready" : tenant ? `serving ${tenant}` : "serving", ready > 0);
