@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 _PUNCTUATION = 8  # bytes around a value or a key
 _NUMBER = 64  # bytes of a number, or of a text in one of the formats, that has one form only
@@ -22,35 +22,22 @@ _PLAIN = {"title", "description", "default", "examples", "$schema", "$id", "$com
 _LARK = re.compile(
     r"""
       (?P<comment>//[^\n]*|\#[^\n]*)
-    | (?P<json>%json)
+    | (?P<json>%json\s*)
     | (?P<text>"(?:\\.|[^"\\])*"i?|<[^>\n]*>)
     | (?P<regex>/(?:\\.|[^/\\])+/[a-z]*)
     | (?P<rule>^[?!]*\w+(?:\[[^\]\n]*\])?(?:\.-?\d+)?\s*:)
+    | (?:\{\s*|~\s*)(?P<times>\d+)(?:\s*(?:,\s*\d*|\.\.\s*\d+))?(?:\s*\})?
     | (?P<name>\w+)
-    | (?P<or>\|)
-    | (?P<group>[()\[\]])
+    | (?P<either>\|)
+    | (?P<opens>[(\[])
+    | (?P<closes>[)\]])
     | (?P<again>[*+])
     | (?P<other>[^\s?])
     """,
     re.VERBOSE | re.MULTILINE,
 )
-_COUNTED_LARK = re.compile(
-    r"""
-      (?://[^\n]*|\#[^\n]*)
-    | (?P<text>"(?:\\.|[^"\\])*"i?|<[^>\n]*>)
-    | (?P<regex>/(?:\\.|[^/\\])+/[a-z]*)
-    | (?P<rule>^[?!]*\w+(?:\[[^\]\n]*\])?(?:\.-?\d+)?\s*:)
-    | \{\s*(?P<least>\d+)\s*(?:,\s*\d*\s*)?\}
-    | ~\s*(?P<exactly>\d+)
-    | (?P<name>\w+)
-    | (?P<or>\|)
-    | (?P<group>[()\[\]])
-    """,
-    re.VERBOSE | re.MULTILINE,
-)
 # The longest text that is forced in a part of a grammar, and whether every text of that part has alternatives.
 _Part: TypeAlias = tuple[float, bool]
-_SPACE = re.compile(r"\s*")
 
 
 def longest_forced(format: str, value: str | Sequence[str]) -> float:
@@ -63,23 +50,25 @@ def longest_forced(format: str, value: str | Sequence[str]) -> float:
         return _of_regex(str(value))
     if format == "json_schema":
         return _Schema(json.loads(str(value))).both[0]
-    return _of_lark(str(value))
+    return _Lark(str(value), lambda schema: _Schema(schema).both[0], unknown=math.inf).of("start")
 
 
 class _Tally:
     """Adds up the bytes of a pattern's parts, each as often as it must be repeated."""
 
     def __init__(self) -> None:
-        self._groups = [[0, 0, 0]]  # of each open group: its longest alternative, the current one, that one's last part
+        # Each open group has the length of its longest alternative, of the current one, and of that one's last part.
+        self._groups: list[list[float]] = [[0, 0, 0]]
 
-    def part(self, num_bytes: int) -> None:
+    def part(self, num_bytes: float) -> None:
         self._groups[-1][1] += num_bytes
         self._groups[-1][2] = num_bytes
 
     def times(self, least: int) -> None:
         """Repeat the last part. Where it need not be there at all, it counts once: it is followed when it has begun."""
-        self._groups[-1][1] += self._groups[-1][2] * (max(1, least) - 1)
-        self._groups[-1][2] *= max(1, least)
+        if least > 1:
+            self._groups[-1][1] += self._groups[-1][2] * (least - 1)
+            self._groups[-1][2] *= least
 
     def either(self) -> None:
         longest, current, _ = self._groups[-1]
@@ -94,7 +83,7 @@ class _Tally:
             self.part(max(longest, current))
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
         while len(self._groups) > 1:
             self.closes()
         return max(self._groups[0][:2])
@@ -116,7 +105,7 @@ _REGEX = re.compile(
 _MOST_DIGITS = 9
 
 
-def _of_regex(regex: str) -> int:
+def _of_regex(regex: str) -> float:
     tally = _Tally()
     for found in _REGEX.finditer(regex):
         match found.lastgroup:
@@ -139,21 +128,21 @@ def _count(digits: str) -> int:
     return int(digits) if len(digits) <= _MOST_DIGITS else 10**_MOST_DIGITS
 
 
-def longest_repeated(format: str, value: str | Sequence[str]) -> int:
+def longest_repeated(format: str, value: str | Sequence[str]) -> float:
     """Return the longest text, in bytes, that a regular expression or a rule of a grammar asks for at least.
 
-    Bounds what compiling it costs. Unlike `longest_forced`, it knows a grammar's counts, takes what it does not
-    understand for nothing, and needs no grammar that compiles.
+    Bounds what compiling it costs. Unlike `longest_forced`, it takes what it does not understand for nothing, and needs
+    no grammar that compiles.
     """
     if format == "regex":
         return _of_regex(str(value))
     if format == "json_schema":
         return _patterns_of(json.loads(str(value)))
-    return _repeated_in_lark(str(value)) if format == "ebnf_grammar" else 0
+    return _Lark(str(value), _patterns_of, unknown=0).longest if format == "ebnf_grammar" else 0
 
 
-def _patterns_of(schema: object) -> int:
-    longest, waiting = 0, [schema]
+def _patterns_of(schema: object) -> float:
+    longest, waiting = 0.0, [schema]
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):
@@ -169,55 +158,83 @@ def _patterns_of(schema: object) -> int:
 
 def schemas_in(grammar: str, parse_float: Callable[[str], object] = float) -> list[object]:
     """Return the JSON schemas that stand in a grammar in Lark. parse_float: see json.JSONDecoder."""
-    found: list[object] = []
+    return [value for kind, value in _lark_parts(grammar, parse_float) if kind == "json"]
+
+
+def _lark_parts(grammar: str, parse_float: Callable[[str], object] = float) -> Iterator[tuple[str, Any]]:
+    """Each part of a grammar in Lark: its kind, as in _LARK, and its text, or the schema behind `%json`."""
     decoder = json.JSONDecoder(parse_float=parse_float)
-    for token in _LARK.finditer(grammar):
-        if token.lastgroup == "json":
-            start = _SPACE.match(grammar, token.end())
+    position = 0
+    while (found := _LARK.search(grammar, position)) is not None:
+        position, kind = found.end(), str(found.lastgroup)
+        value: object = found[kind]
+        if kind == "json":
             try:
-                found.append(decoder.raw_decode(grammar, start.end() if start else token.end())[0])
+                value, position = decoder.raw_decode(grammar, position)
             except (ValueError, RecursionError):
-                continue
-    return found
+                kind = "other"
+        yield kind, value
 
 
-def _repeated_in_lark(grammar: str) -> int:
-    rules: dict[str, list[re.Match[str]]] = {}
-    parts: list[re.Match[str]] = []
-    for found in _COUNTED_LARK.finditer(grammar):
-        if found.lastgroup == "rule":
-            parts = rules[re.sub(r"[?!\s]|[\[.:].*", "", found[0])] = []
-        elif found.lastgroup is not None:
-            parts.append(found)
-    known: dict[str, int] = {}
-    try:
-        in_rules = max((_of_rule(name, rules, known) for name in rules), default=0)
-    except RecursionError:  # so many rules repeat nothing that is long: their number is bounded
-        in_rules = 0
-    return max([in_rules, *(_patterns_of(schema) for schema in schemas_in(grammar))])
+class _Lark:
+    """The rules of a grammar in Lark, each of which has a length in bytes.
 
+    of_schema  gives the length of a JSON schema
+    unknown    the length of what is not understood, and of a rule within itself
+    """
 
-def _of_rule(name: str, rules: Mapping[str, list[re.Match[str]]], known: dict[str, int]) -> int:
-    if name in known:
-        return known[name]
-    known[name] = 0  # what refers to it meanwhile is a part of it
-    tally = _Tally()
-    for part in rules.get(name, []):
-        match part.lastgroup:
-            case "text":
-                tally.part(len(part[0].encode()))
-            case "regex":
-                tally.part(_of_regex(part[0].strip("/")))
-            case "name":
-                tally.part(_of_rule(part[0], rules, known))
-            case "or":
-                tally.either()
-            case "group":
-                tally.opens() if part[0] in "([" else tally.closes()
-            case "least" | "exactly":
-                tally.times(_count(part[part.lastgroup]))
-    known[name] = min(tally.total, 10**_MOST_DIGITS)
-    return known[name]
+    def __init__(self, grammar: str, of_schema: Callable[[object], float], *, unknown: float) -> None:
+        self._of_schema = of_schema
+        self._unknown = unknown
+        self._known: dict[str, float] = {}
+        self._rules: dict[str, list[tuple[str, Any]]] = {}
+        parts = self._rules[""] = []  # what precedes the first rule
+        for kind, value in _lark_parts(grammar):
+            if kind == "rule":
+                parts = self._rules[re.sub(r"[?!\s]|[\[.:].*", "", value)] = []
+            else:
+                parts.append((kind, value))
+
+    @property
+    def longest(self) -> float:
+        try:
+            return max(map(self.of, self._rules))
+        except RecursionError:  # so many rules repeat nothing that is long: their number is bounded
+            return self._unknown
+
+    def of(self, name: str) -> float:
+        """The length of a rule."""
+        if name not in self._known:
+            self._known[name] = self._unknown  # it refers to itself
+            parts = self._rules.get(name, [("other", "")])
+            self._known[name] = self._sum(parts)
+        return self._known[name]
+
+    def _sum(self, parts: Iterable[tuple[str, Any]]) -> float:
+        tally = _Tally()
+        for kind, value in parts:
+            match kind:
+                case "text":
+                    tally.part(len(value.encode()))
+                case "regex":
+                    tally.part(_of_regex(value.strip("/")))
+                case "name":
+                    tally.part(self.of(value))
+                case "json":
+                    tally.part(self._of_schema(value))
+                case "either":
+                    tally.either()
+                case "opens":
+                    tally.opens()
+                case "closes":
+                    tally.closes()
+                case "times":
+                    tally.times(_count(value))
+                case "again":
+                    tally.times(2 if self._unknown else 1)  # one repetition may continue the text of another
+                case "other":
+                    tally.part(self._unknown)
+        return min(tally.total, max(10**_MOST_DIGITS, self._unknown))
 
 
 class _Schema:
@@ -322,68 +339,3 @@ def _in_line(parts: Iterable[_Part], times: float = 1) -> _Part:
 
 def _number(value: object) -> float:
     return value if isinstance(value, int | float) else 0
-
-
-def _of_lark(grammar: str) -> float:
-    rules = _Rules()
-    at = 0
-    while (found := _LARK.search(grammar, at)) is not None:
-        at, kind, text = found.end(), str(found.lastgroup), found[0]
-        if kind == "rule":
-            rules.begin(re.sub(r"[?!\s]|[\[.:].*", "", text))
-        elif kind == "json":
-            start = _SPACE.match(grammar, at)
-            try:
-                schema, at = json.JSONDecoder().raw_decode(grammar, start.end() if start else at)
-            except ValueError:
-                return math.inf
-            rules.parts.append(_Schema(schema).both)
-        elif kind == "text":
-            rules.parts.append((len(text.encode()), False))
-        elif kind == "regex":
-            rules.parts.append((_of_regex(text), False))
-        elif kind == "other":  # a count, a directive, or what is not understood
-            return math.inf
-        elif kind != "comment":
-            rules.parts.append(text)
-    return rules.of("start")[0]
-
-
-class _Rules:
-    """The rules of a grammar in Lark, each a list of bounds as `_in_line` takes them, names and signs."""
-
-    def __init__(self) -> None:
-        self.parts: list[_Part | str] = []
-        self._rules: dict[str, list[_Part | str]] = {}
-        self._known: dict[str, _Part] = {}
-
-    def begin(self, name: str) -> None:
-        self.parts = self._rules[name] = []
-
-    def of(self, name: str) -> _Part:
-        found = self._known.get(name)
-        if found is None:
-            self._known[name] = math.inf, False  # what refers to it meanwhile is a part of it
-            found = self._known[name] = self._of(self._rules.get(name, [(math.inf, False)]))
-        return found
-
-    def _of(self, parts: list[_Part | str]) -> _Part:
-        """Bound a rule. In one with parentheses, all that stands in it counts, alternatives too."""
-        is_grouped = any(part in ("(", "[") for part in parts)
-        alternatives: list[list[_Part]] = [[]]
-        for before, part in zip(["", *parts], parts, strict=False):
-            if part == "|":
-                if not is_grouped:
-                    alternatives.append([])
-            elif part in ("*", "+"):  # one repetition may continue the text of another
-                count = len(alternatives[-1]) if before in (")", "]") else 1
-                alternatives[-1][-count:] = [(2 * length, False) for length, _ in alternatives[-1][-count:]]
-            elif isinstance(part, str):
-                if part not in ("(", ")", "[", "]"):
-                    alternatives[-1].append(self.of(part))
-            else:
-                alternatives[-1].append(part)
-        if is_grouped:
-            return sum([length for length, _ in alternatives[0]]), False
-        bounds = [_in_line(each) for each in alternatives]
-        return max(length for length, _ in bounds), all(ends for _, ends in bounds)
