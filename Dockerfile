@@ -13,6 +13,8 @@ COPY pyproject.toml setup.py README.md LICENSE ./
 COPY src src
 COPY settings settings
 COPY channel channel
+COPY grammars grammars
+COPY runtime runtime
 COPY checkpoints checkpoints
 COPY clients clients
 COPY router router

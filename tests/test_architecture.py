@@ -87,8 +87,10 @@ def packages_of(room: str) -> set[str]:
     [
         ("channel", set()),
         ("settings", {"channel"}),
-        ("router", {"pagoda", "settings", "channel", "checkpoints"}),
-        ("engine", {"pagoda", "settings", "channel", "checkpoints", "kernels"}),
+        ("grammars", {"settings"}),
+        ("runtime", {"settings"}),
+        ("router", {"pagoda", "settings", "grammars", "runtime", "channel", "checkpoints"}),
+        ("engine", {"pagoda", "settings", "grammars", "runtime", "channel", "checkpoints", "kernels"}),
         ("kernels", set()),
         ("checkpoints", set()),
         ("cli", {"pagoda", "settings", "channel", "checkpoints", "router"}),  # router: `pagoda serve` starts it
@@ -103,7 +105,7 @@ def test_the_client_imports_nothing_of_the_server() -> None:
     assert "pagoda_server" not in {name.split(".")[0] for name in names}
 
 
-@pytest.mark.parametrize("room", ["settings", "channel", "router", "checkpoints", "cli"])
+@pytest.mark.parametrize("room", ["settings", "grammars", "runtime", "channel", "router", "checkpoints", "cli"])
 def test_the_text_side_never_imports_torch(room: str) -> None:
     assert not packages_of(room) & {"torch", "transformers"}
 

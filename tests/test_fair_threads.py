@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pagoda_server.settings.fair_threads import FairThreads, QueueFull, allocated_bytes
+from pagoda_server.grammars.fair_threads import FairThreads, QueueFull, allocated_bytes
 
 
 class Panic(BaseException):

@@ -17,7 +17,19 @@ from pagoda_server.settings.command_line import command
 ROOT = Path(__file__).parent.parent
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
-MAPPED = ("protos", "clients/cli", "router", "channel", "engine", "kernels", "checkpoints", "settings", "bench")
+MAPPED = (
+    "protos",
+    "clients/cli",
+    "router",
+    "channel",
+    "engine",
+    "kernels",
+    "checkpoints",
+    "settings",
+    "grammars",
+    "runtime",
+    "bench",
+)
 WRITTEN = ("build/", "kernels/triton/tuned/")  # by compilers, and by tuning on a GPU
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()}
 

@@ -6,7 +6,7 @@ import threading
 
 from llguidance import LLMatcher, LLTokenizer
 
-from ...settings.grammars import GrammarError, compiled
+from ...grammars.compiling import GrammarError, compiled
 from .masks_ahead import Pace
 
 _TOO_MANY_STATES = "too many states"  # in llguidance's message

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 from llguidance import LLMatcher
 
-from ...settings.grammars import GrammarError
+from ...grammars.compiling import GrammarError
 from ..core.sequence import TokenMask
 from .compiled_grammar import CompiledGrammar
 from .masks_ahead import Job, MasksAhead

@@ -14,9 +14,9 @@ from llguidance import LLTokenizer
 
 from pagoda.v1 import inference_pb2
 
-from ...settings.fair_threads import allocated_bytes
-from ...settings.forced_text import longest_forced
-from ...settings.grammars import GrammarError, grammar_of
+from ...grammars.compiling import GrammarError, grammar_of
+from ...grammars.fair_threads import allocated_bytes
+from ...grammars.forced_text import longest_forced
 from .compiled_grammar import CompiledGrammar
 from .grammar_mask import GrammarMask
 from .masks_ahead import MasksAhead

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pagoda.v1 import control_pb2
 
-from ...channel import event_loop
 from ...checkpoints import CheckpointError, PrintedProgress, resolve
+from ...runtime import event_loop
+from ...runtime.logs import start_logging
 from ...settings import EXIT_CONFIG, EngineConfig, EngineSettings, SettingError
-from ...settings.logs import start_logging
 from ..core.errors import ConfigError
 from ..drafting import PromptLookup, Speculation
 from ..kv.blocks import BlockPool

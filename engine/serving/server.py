@@ -19,7 +19,7 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2
 
 from ...channel.link import Link
-from ...settings.fair_threads import FairThreads, QueueFull
+from ...grammars.fair_threads import FairThreads, QueueFull
 from ..core.sequence import EndReason, Sequence, State
 from ..core.step import Ended, StepOutput
 from ..loop import loop as engine_loop
@@ -274,7 +274,7 @@ class EngineServer:
 
         Whatever goes wrong ends these sequences alone: a panic of llguidance is a BaseException.
         """
-        from ...settings.grammars import GrammarError  # only now: most engines never see a grammar
+        from ...grammars.compiling import GrammarError  # only now: most engines never see a grammar
 
         try:
             with self._making:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 
 from ...channel.address import is_unix
+from ...runtime.logs import JsonFormatter
 from ...settings import ServeConfig
-from ...settings.logs import JsonFormatter
 from ...settings.router import AUTH_TOKEN_VARIABLE
 
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...channel import event_loop
 from ...checkpoints import CheckpointError, PrintedProgress, Progress, find_model
+from ...runtime import event_loop
+from ...runtime.logs import start_logging
 from ...settings import EXIT_CONFIG, ServeConfig, SettingError
-from ...settings.logs import start_logging
 from ...settings.router import SPAWN
 from ..errors import ConfigError
 from ..tenants.identity import read_tenants, wait_for_tenants

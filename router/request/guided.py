@@ -12,15 +12,15 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from pagoda.v1 import inference_pb2
 
-from ...settings.fair_threads import FairThreads, QueueFull
-from ...settings.grammars import (
+from ...grammars.compiling import (
     GrammarError,
     compiled,
     to_lark,
 )
-from ...settings.grammars import (
+from ...grammars.compiling import (
     grammar_of as grammar_text,
 )
+from ...grammars.fair_threads import FairThreads, QueueFull
 from ...settings.request import MAX_CHOICES, MAX_GRAMMAR_BYTES
 from ..errors import Internal, InvalidArgument, ResourceExhausted, Unimplemented
 from ..text.tokenizer import Tokenizer

@@ -13,10 +13,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagoda.v1 import inference_pb2, inference_pb2_grpc
-from pagoda_server.channel import event_loop
 from pagoda_server.checkpoints import find_model
 from pagoda_server.router.process.router import Router
 from pagoda_server.router.text.tokenizer import Tokenizer
+from pagoda_server.runtime import event_loop
 from pagoda_server.settings import ServeConfig
 from tests.servers import free_address
 

@@ -17,7 +17,7 @@ from pagoda_server.engine.drafting import Drafter
 from pagoda_server.engine.guidance import Grammars, masks_ahead
 from pagoda_server.engine.guidance.grammar_mask import GrammarMask
 from pagoda_server.engine.guidance.masks_ahead import LONG_S, Job, MasksAhead, Pace
-from pagoda_server.settings.grammars import grammar_of
+from pagoda_server.grammars.compiling import grammar_of
 from tests.engine.drafters import AlwaysDrafts, Oracle
 from tests.engine.harness import VOCAB_SIZE, SteppedEngine
 

@@ -20,7 +20,7 @@ from pagoda_server.engine.core.sequence import EndReason, Readout, Sequence
 from pagoda_server.engine.guidance import Grammars
 from pagoda_server.engine.guidance.grammar_mask import MOST_SLOW, SLOW_S, GrammarMask
 from pagoda_server.engine.runners.sampling import AllowedTokens, fill_mask, num_mask_words
-from pagoda_server.settings.grammars import GrammarError
+from pagoda_server.grammars.compiling import GrammarError
 from tests.engine.drafters import AlwaysDrafts, Oracle
 from tests.engine.harness import VOCAB_SIZE, SteppedEngine
 from tests.engine.random_schemas import assert_matches, random_schema

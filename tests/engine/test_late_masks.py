@@ -23,7 +23,7 @@ from pagoda_server.engine.guidance.grammar_mask import GrammarMask
 from pagoda_server.engine.guidance.masks_ahead import LONG_S, MOST_HERE_S, SLOW_S, Job, MasksAhead, Pace
 from pagoda_server.engine.runners.late_masks import LONE_MASKS_WAIT_S, MASKS_WAIT_S, read_masks
 from pagoda_server.engine.runners.sampling import AllowedTokens, fill_mask, num_mask_words
-from pagoda_server.settings.forced_text import longest_forced
+from pagoda_server.grammars.forced_text import longest_forced
 from tests.engine.drafters import AlwaysDrafts, Oracle
 from tests.engine.harness import VOCAB_SIZE, SteppedEngine
 from tests.engine.late_mask import LateMask

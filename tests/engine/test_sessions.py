@@ -20,7 +20,7 @@ from pagoda_server.engine.loop.loop import Abort, Add, Inbox, LoadSnapshot
 from pagoda_server.engine.scheduling.tenants import TenantTable
 from pagoda_server.engine.serving import server as engine_server
 from pagoda_server.engine.serving.server import EngineServer
-from pagoda_server.settings.fair_threads import FairThreads
+from pagoda_server.grammars.fair_threads import FairThreads
 
 LOAD = LoadSnapshot(
     Counters(),

@@ -12,11 +12,11 @@ from llguidance import LLTokenizer
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.checkpoints import resolve
+from pagoda_server.grammars.compiling import GrammarError, compiled, grammar_of, to_lark
 from pagoda_server.router.errors import InvalidArgument, Unimplemented
 from pagoda_server.router.request import guided
 from pagoda_server.router.request.guided import GrammarChecker
 from pagoda_server.router.text.tokenizer import Tokenizer
-from pagoda_server.settings.grammars import GrammarError, compiled, grammar_of, to_lark
 from tests.router.tokenizers_for_tests import byte_level, model_folder, sentence_piece, with_decoder
 
 

@@ -31,7 +31,7 @@ from pagoda_server.router.errors import (
     Unimplemented,
 )
 from pagoda_server.router.telemetry.logs import RequestLog, reason_of, trace_id_of
-from pagoda_server.settings.logs import JsonFormatter, LineWriter, TextFormatter
+from pagoda_server.runtime.logs import JsonFormatter, LineWriter, TextFormatter
 from tests.end_to_end.asking import Answer, request
 from tests.end_to_end.test_bad_input import BAD
 from tests.servers import ROOT, Server, running_server

@@ -49,8 +49,8 @@ def longest_forced(format: str, value: str | Sequence[str]) -> float:
     if format == "regex":
         return _of_regex(str(value))
     if format == "json_schema":
-        return _Schema(json.loads(str(value))).both[0]
-    return _Lark(str(value), lambda schema: _Schema(schema).both[0], unknown=math.inf).of("start")
+        return _forced_in_schema(json.loads(str(value)))
+    return _Lark(str(value), _forced_in_schema, unknown=math.inf).of("start")
 
 
 class _Tally:
@@ -234,7 +234,12 @@ class _Lark:
                     tally.times(2 if self._unknown else 1)  # one repetition may continue the text of another
                 case "other":
                     tally.part(self._unknown)
-        return min(tally.total, max(10**_MOST_DIGITS, self._unknown))
+        most: float = 10**_MOST_DIGITS
+        return min(tally.total, max(most, self._unknown))
+
+
+def _forced_in_schema(schema: object) -> float:
+    return _Schema(schema).both[0]
 
 
 class _Schema:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
+from ..settings.request import JSON_STYLE
 from .forced_text import longest_repeated, schemas_in
-from .request import JSON_STYLE
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

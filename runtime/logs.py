@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from .engine import CommonSettings
+from ..settings.engine import CommonSettings
 
 MOST_BYTES = 4 << 20  # of lines that wait for a reader of standard error; later ones are dropped
 FLUSH_S = 1.0  # how long the end of the process waits for that reader

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from pagoda_server.channel import event_loop
+from pagoda_server.runtime import event_loop
 
 CALLS = 1000  # more than the poller's socket holds bytes, which is about 280
 TURN_S = 0.001

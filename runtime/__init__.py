@@ -1,0 +1,1 @@
+"""What each process runs on: its event loop and its logs."""
