@@ -49,7 +49,7 @@ from bench.micro.lean_client import LeanConnection
 from bench.micro.router_clients import GENERATE, Arrivals, read_streams, run_client
 from bench.processes import spawned
 from bench.systems import becomes_ready
-from pagoda_server.router.process.listen import SERVER_OPTIONS
+from pagoda_server.router.process.public_port import SERVER_OPTIONS
 
 STREAMS = 64
 STEP_MS = 20.0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...settings.engine import PolicyName
+from .deadline import LeastSlack
 from .fair import Fair
-from .least_slack import LeastSlack
 from .policy import Policy
 from .priority import Fcfs, Priority
 

@@ -46,7 +46,7 @@ from ..kv.block_tables import BlockTables
 from ..kv.blocks import BlockPool
 from ..kv.host_blocks import HostBlocks
 from ..timing.cost_model import CostModel
-from .deadlines import Deadlines
+from .expiry import Deadlines
 from .pacing import Pacing
 from .policies import POLICIES
 from .policy import Policy, PolicySettings

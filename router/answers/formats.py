@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from ...settings import SettingError
-from .calls import DeepSeek, Gemma, Hermes, Llama3, Mistral, ToolFormat
 from .events import Reasoning, Text
 from .gemma_calls import GemmaCalls
+from .json_calls import DeepSeek, Gemma, Hermes, Llama3, Mistral, ToolFormat
 from .lark import Calls, Lark, Rule
 from .pythonic_calls import Pythonic
 from .reader import MAX_NAME, AnswerReader, Kind, NotACall, Steps

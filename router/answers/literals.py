@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 
-from .calls import ToolFormat
+from .json_calls import ToolFormat
 from .json_writer import JsonWriter, TypedText
 from .reader import AnswerReader, NotACall, Steps
 from .schema import Schema

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .calls import ToolFormat
+from .json_calls import ToolFormat
 from .json_object import JsonObject
 from .json_writer import JsonWriter, TypedText
 from .lark import Calls, Lark, Rule

@@ -10,8 +10,8 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from .acceptor import Pace
 from .errors import HttpError, refusal
-from .pacing import Pace
 
 # Seconds that a client has. They differ, because a change from one to another starts a time.
 HEADERS_S = 10.0  # to send a request's headers in, once the connection is open or the first byte has come

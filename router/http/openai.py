@@ -17,7 +17,7 @@ from ..request.fields import Limits
 from ..request.inference import InferenceServicer
 from ..request.receiving import Parse
 from ..request.validation import check_model
-from .call import Answer, Endpoint, HttpCall
+from .http_call import Answer, Endpoint, HttpCall
 from .openai_answers import answer_to
 from .openai_embeddings import EmbeddingsApi
 from .openai_prompts import Completion, complete

@@ -16,7 +16,7 @@ from typing import Protocol
 from pagoda.v1 import inference_pb2
 
 from ..errors import Aborted
-from .call import Answer
+from .http_call import Answer
 from .openai_requests import Asked, check_whole
 
 DONE = b"data: [DONE]\n\n"

@@ -13,7 +13,7 @@ from pagoda.v1 import inference_pb2
 from ..errors import InvalidArgument
 from ..request.fields import Limits, check_count
 from ..request.json_body import Fields, Json, integers_of, json_object
-from .call import Answer
+from .http_call import Answer
 
 _POOLINGS = {
     "last": inference_pb2.POOLING_LAST,

@@ -15,7 +15,7 @@ from ..errors import InvalidArgument
 from ..request.fields import Limits
 from ..request.inference import InferenceServicer
 from ..request.receiving import SMALL_BYTES, Parse
-from .call import HttpCall
+from .http_call import HttpCall
 from .openai_requests import Asked, Prompt, set_prompt
 
 

@@ -15,8 +15,8 @@ from starlette.types import ASGIApp
 
 from ...channel.address import host_of
 from ..errors import ConfigError
+from .acceptor import PARSING_S, Acceptor, Pace
 from .connection import IDLE_S, Connection
-from .pacing import PARSING_S, Acceptor, Pace
 
 SEND_BUFFER_BYTES = 128 << 10  # in the kernel, which holds megabytes for a client that does not read by default
 _HEADERS = [

@@ -15,7 +15,7 @@ from ..http import health, page
 from ..http.guards import Guard
 from ..http.server import HttpPort
 from ..tenants.identity import Identities
-from .listen import tls_context
+from .public_port import tls_context
 
 
 def http_port(

@@ -18,8 +18,8 @@ from ...settings.router import SPAWN
 from ..errors import ConfigError
 from ..tenants.identity import read_tenants, wait_for_tenants
 from ..text.tokenizer import Tokenizer
-from .calls import GRPC_LOGGER, is_worth_logging
-from .listen import check_exposure
+from .call_guard import GRPC_LOGGER, is_worth_logging
+from .public_port import check_exposure
 from .router import Router, import_traces
 from .supervisor import ChildFailedError
 from .workers import ParentLink, WorkerConfig, Workers

@@ -48,9 +48,9 @@ from ..tenants.identity import Identities, Tenants, TenantsFile
 from ..tenants.quotas import Quotas
 from ..text.tokenizer import Tokenizer
 from .announce import Announcer
-from .calls import CallGuard, Refusal
+from .call_guard import CallGuard, Refusal
 from .control import AdminServicer, ControlServicer, ServingState
-from .listen import auth_token, bind, max_message_bytes, server_options
+from .public_port import auth_token, bind, max_message_bytes, server_options
 from .reflection import add_reflection
 from .shared_control import RouterGroup
 from .supervisor import EngineKeeper, Supervisor, engine_supervisor, spawn_address

@@ -30,9 +30,9 @@ from ..request.services import SERVICE
 from ..telemetry.load_feed import LoadFeed
 from ..tenants.identity import TENANT_KEY, Identities
 from ..tenants.own_view import seen_load
-from .calls import CallGuard
+from .call_guard import CallGuard
 from .control import AdminServicer, ControlServicer, tenant_to_abort_for
-from .listen import server_options
+from .public_port import server_options
 
 if TYPE_CHECKING:
     from ..telemetry.metrics import Tally

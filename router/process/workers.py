@@ -20,7 +20,7 @@ from ...settings.router import SPAWN
 from ...settings.setting import flag
 from ..errors import ConfigError
 from .announce import Announcer
-from .listen import reserved_port
+from .public_port import reserved_port
 from .supervisor import Supervisor, engine_supervisor, spawn_address
 
 # -- the parent --------------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import pytest
 
 from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence, State
 from pagoda_server.engine.runners.synthetic import StepTime
-from pagoda_server.engine.scheduling.deadlines import LEAVING
+from pagoda_server.engine.scheduling.deadline import LATE_EVERY, LeastSlack
+from pagoda_server.engine.scheduling.expiry import LEAVING
 from pagoda_server.engine.scheduling.fair import MAX_IDLE_TENANTS, OUTPUT_WEIGHT, Fair
-from pagoda_server.engine.scheduling.least_slack import LATE_EVERY, LeastSlack
 from pagoda_server.engine.scheduling.policy import PolicySettings
 from pagoda_server.settings.engine import PolicyName
 from tests.engine.harness import SteppedEngine

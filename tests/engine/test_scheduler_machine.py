@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pagoda_server.engine.core.sequence import EndReason, State
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.synthetic import StepTime, expected_tokens
-from pagoda_server.engine.scheduling.deadlines import LEAVING
+from pagoda_server.engine.scheduling.expiry import LEAVING
 from pagoda_server.settings.engine import PolicyName
 from tests.engine.drafters import AlwaysDrafts, Oracle
 from tests.engine.harness import VOCAB_SIZE, SteppedEngine

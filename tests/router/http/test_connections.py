@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.http import connection
 from pagoda_server.router.http.server import HttpPort
-from pagoda_server.router.process.listen import tls_context
+from pagoda_server.router.process.public_port import tls_context
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"

@@ -17,8 +17,8 @@ from ..request.fields import Limits
 from ..request.inference import InferenceServicer
 from ..request.receiving import Parse
 from ..tenants.caller import caller
+from .acceptor import Pace
 from .errors import BodyTooLarge, refusal, send_refusal
-from .pacing import Pace
 
 REQUEST_ID = "x-request-id"
 

@@ -12,8 +12,8 @@ import pytest
 import uvloop
 
 from pagoda_server.router.errors import InvalidArgument, ResourceExhausted
-from pagoda_server.router.http.call import Endpoint
 from pagoda_server.router.http.guards import Guard
+from pagoda_server.router.http.http_call import Endpoint
 from pagoda_server.router.http.server import HttpPort
 from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.tenants.identity import Identities

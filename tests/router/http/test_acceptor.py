@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from pagoda_server.router.http.call import Endpoint
+from pagoda_server.router.http.acceptor import ACCEPTS, Acceptor, Pace
 from pagoda_server.router.http.guards import Guard
-from pagoda_server.router.http.pacing import ACCEPTS, Acceptor, Pace
+from pagoda_server.router.http.http_call import Endpoint
 from pagoda_server.router.http.server import HttpPort
 from pagoda_server.router.tenants.identity import Identities
 

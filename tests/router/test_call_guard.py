@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from pagoda_server.router.errors import InvalidArgument, ResourceExhausted
-from pagoda_server.router.process.calls import GRPC_LOGGER, CallGuard, is_worth_logging
+from pagoda_server.router.process.call_guard import GRPC_LOGGER, CallGuard, is_worth_logging
 from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.tenants.identity import Identities
 
