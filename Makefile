@@ -32,12 +32,12 @@ endef
 # Those of the first line run in Triton's interpreter too, as a part of `make test`.
 GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 	tests/engine/test_on_gpu.py tests/end_to_end/test_on_gpu.py \
-	tests/bench/test_gpu_batches.py::test_on_a_gpu_batches_change_no_token_in_float32_and_few_in_bfloat16
+	tests/engine/test_batches_on_gpu.py
 
 help:                     ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test test-simulated test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures real-models test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels simulate bench-peers clean
+.PHONY: help demo serve test test-simulated test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures real-models test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels bench-peers clean
 
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -143,9 +143,6 @@ gpu-wheels:               ## what a GPU machine without a network may lack, for 
 		'grpcio>=1.76,<2' 'protobuf>=6.33.5,<7' grpcio-health-checking==1.76.0 grpcio-reflection==1.76.0 \
 		grpcio-status==1.76.0 'googleapis-common-protos<2' 'pytest-asyncio>=1.2,<2' 'gguf>=0.17,<1'
 	@ls build/gpu-wheels
-
-simulate: $(DEV)          ## the scheduling policies in simulated time; ARGS="--requests 1000000 --loads ''"
-	@$(BIN)/python -m bench.simulate $(ARGS)
 
 bench-peers: $(DEV)       ## install the peers of `bench` into their own environment, .venv-peers
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers

@@ -12,20 +12,18 @@ import typer
 from typer.core import TyperGroup
 
 from bench import BenchError, options
-from bench.compare import compare, sweep
+from bench.compare import compare
 from bench.measure import Targets
 from bench.options import OUTPUT, Address, Gguf, Model, Output, Peers, Repeat, Seed, ServeArgs, SystemOption, Threads
 from bench.promises.run import SCENARIOS, promises
 from bench.record import usable_cores
-from bench.workloads import DEFAULT_RATE, TEXT, WORKLOADS, long_tail, uniform
+from bench.workloads import DEFAULT_RATE, TEXT, WORKLOADS
 from pagoda_server.checkpoints import DEFAULT_MODEL, CheckpointError, resolve
 from pagoda_server.cli.terminal import shown_progress
 from pagoda_server.engine.core.errors import ConfigError
 
 INTERRUPTED = 130  # the exit status that a shell reports for a program ended by Ctrl-C
-PROMPT_LEN = 16
 TARGETS = Targets()
-SWEEP = "1,2,4,8,16,32,64"
 
 
 class _ComparesByDefault(TyperGroup):
@@ -85,76 +83,6 @@ def compare_command(
         )
     targets = Targets(ttft_ms, tpot_ms)
     compare(systems, load, repeat=repeat, seed=seed, targets=targets, threads=threads, output=output)
-
-
-@app.command("concurrency")
-def concurrency_command(
-    streams: Annotated[str, typer.Option(help="Numbers of concurrent streams, comma-separated.")] = SWEEP,
-    prompt_len: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
-    output_len: Annotated[int, typer.Option(help="Tokens per output.")] = 64,
-    model: Model = DEFAULT_MODEL,
-    address: Address = "",
-    system: SystemOption = None,
-    serve_args: ServeArgs = "",
-    peers: Peers = options.NO_PEERS,
-    gguf: Gguf = None,
-    threads: Threads = None,
-    repeat: Repeat = 1,
-    seed: Seed = 0,
-    output: Output = OUTPUT,
-) -> None:
-    """Measure throughput against the number of streams."""
-    threads = threads or usable_cores()
-    vocab_size = options.vocab_size(model)
-    loads = [uniform(vocab_size, seed, int(count), prompt_len, output_len) for count in streams.split(",")]
-    with shown_progress() as progress:
-        systems = options.choose_systems(
-            model=model,
-            address=address,
-            variants=system,
-            serve_args=serve_args,
-            peers=peers,
-            gguf=gguf,
-            threads=threads,
-            workloads=loads,
-            progress=progress,
-        )
-    sweep(systems, loads, repeat=repeat, seed=seed, targets=TARGETS, threads=threads, output=output)
-
-
-@app.command("batching")
-def batching_command(
-    requests: Annotated[int, typer.Option(help="Requests in the table.")] = 10,
-    output_len: Annotated[int, typer.Option(help="Output tokens per request in the table.")] = 50,
-    sizes: Annotated[str, typer.Option(help="Batch sizes in the table, comma-separated.")] = SWEEP,
-    batch: Annotated[int, typer.Option(help="Batch size for the queue that has a few long outputs.")] = 8,
-    model: Model = DEFAULT_MODEL,
-    step_ms: Annotated[str | None, typer.Option(help="Step time of the synthetic model, as in pagoda serve.")] = None,
-    threads: Threads = None,
-    repeat: Repeat = 3,
-    seed: Seed = 0,
-    output: Output = OUTPUT,
-) -> None:
-    """Compare four ways to serve a queue, by batch size, and show why continuous batching wins."""
-    from bench.batching.experiment import compare  # imported here: other commands need no model
-    from pagoda_server.engine.runners.load import load_runner
-    from pagoda_server.settings import EngineConfig
-
-    threads = threads or usable_cores()
-    vocab_size = options.vocab_size(model)
-    with shown_progress() as progress:
-        config = EngineConfig(model, threads=threads, step_ms=step_ms)
-        runner = load_runner(config, resolve(model), progress)
-    compare(
-        runner,
-        uniform(vocab_size, seed, requests, PROMPT_LEN, output_len),
-        [int(size) for size in sizes.split(",")],
-        long_tail(vocab_size, seed),
-        batch,
-        repeat=repeat,
-        threads=threads,
-        output=output,
-    )
 
 
 @app.command("quality")

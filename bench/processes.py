@@ -46,11 +46,20 @@ def spawned(
                 stream.close()
 
 
+def kill_tree(pid: int) -> None:
+    """Kill a process and its descendants."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in (*process.children(recursive=True), process):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
 def peak_memory_bytes(pid: int) -> int | None:
     """Sum the peak resident memory of a process and its descendants; None where the kernel does not report it."""
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-        return sum(_high_water_bytes(process.pid) for process in processes)
+        return sum(high_water_bytes(process.pid) for process in processes)
     except (psutil.Error, OSError, LookupError):
         return None
 
@@ -70,7 +79,8 @@ def listener(address: str) -> int | None:
     return None
 
 
-def _high_water_bytes(pid: int) -> int:
+def high_water_bytes(pid: int) -> int:
+    """Return the peak resident memory of one process."""
     # Not getrusage: its maximum starts from the parent's memory at the fork.
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):

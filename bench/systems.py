@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,41 +124,34 @@ def parse_system(text: str, common: list[str]) -> System:
 
 @dataclass(frozen=True, slots=True)
 class Server:
+    """
+    url   of its HTTP port; empty: it has none
+    """
+
     address: str
     pid: int
-
-
-def serve_command(arguments: list[str]) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "pagoda_server.cli",
-        "serve",
-        "--listen",
-        "127.0.0.1:0",
-        "--log-level",
-        "warning",
-        *arguments,
-    ]
+    url: str = ""
 
 
 @contextlib.contextmanager
 def served(
-    arguments: list[str], environment: Mapping[str, str] | None = None, log: Path | None = None
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None, log: Path | None = None
 ) -> Iterator[Server]:
     """Run `pagoda serve` on a free port until it is ready, or raise BenchError with the end of its log.
 
     environment   variables added to this process's own
     log           file that keeps what it prints; by default none does
     """
+    command = [sys.executable, "-m", "pagoda_server.cli", "serve", "--listen", "127.0.0.1:0", "--log-level", "warning"]
     with tempfile.TemporaryDirectory() as folder:
         log = log or Path(folder) / "log"
-        with spawned(serve_command(arguments), log, environment=environment) as process:
+        with spawned([*command, *arguments], log, environment=environment) as process:
             assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line.startswith("starting on ") or not becomes_ready(line.split()[-1], process):
+            # "starting on ADDRESS", or "starting on URL and ADDRESS"
+            url, _, address = process.stdout.readline().strip().removeprefix("starting on ").rpartition(" and ")
+            if not address or not becomes_ready(address, process):
                 raise BenchError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
-            yield Server(line.split()[-1], process.pid)
+            yield Server(address, process.pid, url)
 
 
 def becomes_ready(address: str, process: subprocess.Popen[str]) -> bool:

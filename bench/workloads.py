@@ -155,15 +155,6 @@ def uniform(vocab_size: int, seed: int, count: int, prompt_len: int, output_len:
     return Workload("uniform", [Request(draw.prompt(prompt_len), output_len) for _ in range(count)])
 
 
-def long_tail(
-    vocab_size: int, seed: int = 0, count: int = 32, short_len: int = 16, long_len: int = 192, one_in: int = 8
-) -> Workload:
-    """A queue in which one output in eight is twelve times as long as the rest."""
-    draw = Draw(np.random.default_rng(seed), vocab_size)
-    lengths = [long_len if at % one_in == one_in - 1 else short_len for at in range(count)]
-    return Workload("long-tail", [Request(draw.prompt(16), length) for length in lengths])
-
-
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "mixed": mixed,
     "chat": chat,

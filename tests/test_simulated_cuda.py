@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.gpu.simulated_cuda import SimulatedCuda
+from tests.simulated_cuda import SimulatedCuda
 
 
 @pytest.fixture

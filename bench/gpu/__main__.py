@@ -10,8 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -23,7 +22,7 @@ from rich.console import Console
 from bench.gpu import evidence, report
 from bench.gpu.rows import CEILINGS, Row, ceilings_of, failed
 from bench.gpu.worker import CARD_IS_LOST, Part, Settings
-from bench.processes import spawned
+from bench.processes import kill_tree, spawned
 
 LIMIT_S = 520.0  # for all parts together; with what follows, the last part's end and the report, below ten minutes
 LEAST_S = 20.0  # a part with less time than this is not started
@@ -42,10 +41,8 @@ PARTS = (
     Part("tests of kernels", 55, "bench.gpu.checks", "kernel_rows"),
     Part("tests of the runner", 30, "bench.gpu.checks", "runner_rows"),
     Part("deterministic", 45, "bench.gpu.step", "deterministic_rows", shape="LLAMA_8B"),
-    Part("batch sizes", 35, "bench.gpu.batches"),
     Part("tests of the server", 25, "bench.gpu.checks", "server_rows"),
     Part("serving", 60, "bench.gpu.serving"),
-    Part("compute-sanitizer", 30, "bench.gpu.checks", "sanitizer_rows"),
 )
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -92,8 +89,6 @@ def main(
                     result.add(row)
                     console.print(f"[{result.elapsed_s:4.0f} s] {row.part}: {row.case} {row.error}", markup=False)
                 result.write_logs()
-            if result.lost and limit_s - result.elapsed_s >= LEAST_S:
-                result.add(find_launch(result.lost[0], rehearse, limit_s - result.elapsed_s, result))
         finally:
             result.write_logs()
         for table in result.tables():
@@ -117,23 +112,10 @@ def seconds_for(parts: Sequence[Part], left_s: float) -> float:
     return min(left_s, max(LEAST_S, share * left_s))
 
 
-def find_launch(part: Part, rehearse: bool, limit_s: float, result: report.Report) -> Row:
-    """Run a part in which the card faulted again, with launches that block: the traceback is that of the launch."""
-    again = replace(part, name=f"{part.name} blocking")
-    errors = [row for row in run(again, rehearse, limit_s, result, {"CUDA_LAUNCH_BLOCKING": "1"}) if row.error]
-    if again not in result.lost:
-        return Row(again.name, "", error="the card did not fault again")
-    return Row(again.name, errors[-1].case, error=errors[-1].error)
-
-
-def run(
-    part: Part, rehearse: bool, limit_s: float, result: report.Report, environment: Mapping[str, str] | None = None
-) -> Iterator[Row]:
-    """Yield the rows of a part as they arrive; add to `result` the card, the logs, and whether the card was lost.
+def run(part: Part, rehearse: bool, limit_s: float, result: report.Report) -> Iterator[Row]:
+    """Yield the rows of a part as they arrive; add the card and the logs to `result`.
 
     After a fault a card answers nothing more in that process: a new one goes on with the cases that are left.
-
-    environment   variables added to this process's own
     """
     if limit_s < LEAST_S:
         yield Row(part.name, "", error="no time left")
@@ -149,19 +131,17 @@ def run(
         settings = Settings(part, rehearse, str(folder), left_s, ceilings.bytes_per_s, ceilings.flops_per_s, done)
         log = folder / f"worker-{attempt}.log"
         command = [sys.executable, "-m", "bench.gpu.worker", settings.line()]
-        with spawned(command, log, subprocess.PIPE, environment) as process:
+        with spawned(command, log, subprocess.PIPE) as process:
             assert process.stdout is not None
             with _killed_after(process.pid, left_s):
                 for line in process.stdout:
-                    if (told := json.loads(line)).keys() == {"card"}:
-                        result.card.update(told["card"])
+                    if (message := json.loads(line)).keys() == {"card"}:
+                        result.card.update(message["card"])
                     else:
-                        row = Row(**told)
+                        row = Row(**message)
                         done.append((row.part, row.case))
                         yield row
                 code = process.wait()
-        if code == CARD_IS_LOST and part not in result.lost:
-            result.lost.append(part)
         may_go_on = len(done) > num_before and done[-1] != (part.name, "")  # that row is of the part as a whole
     if code not in (0, CARD_IS_LOST):
         is_late = time.monotonic() >= ends
@@ -176,7 +156,7 @@ def _killed_after(pid: int, limit_s: float) -> Iterator[None]:
     """Send the process SIGTERM after `limit_s`, and SIGKILL to it and all that it started after GRACE_S more."""
     ends = [
         threading.Timer(limit_s, os.kill, (pid, signal.SIGTERM)),
-        threading.Timer(limit_s + GRACE_S, _kill_all, (pid,)),
+        threading.Timer(limit_s + GRACE_S, kill_tree, (pid,)),
     ]
     for end in ends:
         end.daemon = True
@@ -186,15 +166,6 @@ def _killed_after(pid: int, limit_s: float) -> Iterator[None]:
     finally:
         for end in ends:
             end.cancel()
-
-
-def _kill_all(pid: int) -> None:
-    """Kill a process and its descendants: a server that it started would keep the card's memory."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for one in (*process.children(recursive=True), process):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
 
 
 def _last_line(log: Path) -> str:

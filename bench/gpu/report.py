@@ -17,7 +17,6 @@ from rich.table import Table
 from bench.gpu.breakdown import FILES, Breakdown
 from bench.gpu.evidence import archive
 from bench.gpu.rows import Row
-from bench.gpu.worker import Part
 from bench.report import NONE, Cells
 
 HEADINGS = ["case", "µs", "rate", "of the limit", "bar", "others", "notes"]
@@ -49,7 +48,6 @@ class Report:
     out        folder of these files; they are all that a machine that is given back leaves
     evidence   folder of logs and breakdowns, which parts fill
     started    time.monotonic() when the benchmark began
-    lost       parts of which a process lost the card, by a fault
     """
 
     def __init__(self, out: Path, evidence: Path, started: float) -> None:
@@ -59,7 +57,6 @@ class Report:
         self._date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.rows: list[Row] = []
         self.card: dict[str, str] = {}
-        self.lost: list[Part] = []
 
     @property
     def elapsed_s(self) -> float:

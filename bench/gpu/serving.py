@@ -32,7 +32,7 @@ def rows(bench: Bench) -> Iterator[Row]:
     environment: dict[str, str] = {}
     with TemporaryDirectory() as folder, TemporaryDirectory() as startup:
         if bench.is_small:
-            from bench.gpu import rehearsal
+            from tests import rehearsal
 
             environment = rehearsal.environment(Path(startup))
             limits = ["--max-num-seqs", "4", "--token-budget", "64", "--kv-cache-gb", "0.01"]

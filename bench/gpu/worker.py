@@ -93,7 +93,7 @@ def main(line: str) -> None:
     started = time.monotonic()
     with ExitStack() as stack:
         if settings.is_small:
-            from bench.gpu.rehearsal import simulated_card
+            from tests.rehearsal import simulated_card
 
             stack.enter_context(simulated_card())
         answers.write(json.dumps({"card": card()}) + "\n")

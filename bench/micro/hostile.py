@@ -24,16 +24,14 @@ import multiprocessing.connection
 import re
 import resource
 import socket
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Annotated, Any
 
 import grpc
@@ -47,8 +45,8 @@ from rich.table import Table
 from bench import BenchError
 from bench.micro.lean_client import LeanConnection
 from bench.micro.router_clients import GENERATE, Arrivals, read_streams, run_client
-from bench.processes import spawned
-from bench.systems import becomes_ready
+from bench.processes import high_water_bytes
+from bench.systems import Server, served
 from pagoda_server.router.process.public_port import SERVER_OPTIONS
 
 STREAMS = 64
@@ -224,7 +222,7 @@ def attack(address: str, http: str, number: int) -> Counter[str]:
 
 def _statuses(address: str, message: bytes) -> Counter[str]:
     """Send bytes on a connection of their own; count the statuses that come until the server closes it."""
-    host, _, port = address.rpartition(":")
+    host, _, port = address.removeprefix("http://").rpartition(":")
     answer = bytearray()
     with socket.create_connection((host, int(port)), timeout=120) as connection, ThreadPoolExecutor(1) as sender:
         sent = sender.submit(connection.sendall, message)
@@ -262,7 +260,7 @@ def crowd(address: str, count: int) -> tuple[Counter[str], list[float]]:
 
 
 async def _crowd(address: str, body: bytes, count: int) -> tuple[Counter[str], list[float]]:
-    host, _, port = address.rpartition(":")
+    host, _, port = address.removeprefix("http://").rpartition(":")
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     statuses: Counter[str] = Counter()
     delays_s: list[float] = []
@@ -285,12 +283,12 @@ def _crowds(count: int) -> Table:
     table = Table("crowd", "places", "answers", "status p50 / last ms", "ITL p99 / max ms", box=None)
     for places in (STREAMS, 1024):
         with (
-            _server(places, with_http=True) as (address, _, http),
-            _streams(address) as arrivals,
+            _server(places, with_http=True) as server,
+            _streams(server.address) as arrivals,
             multiprocessing.get_context("spawn").Pool(1) as pool,
         ):
             pool.apply(time.time)
-            (answers, delays), start, end = _measured(pool.apply, crowd, (http, count))
+            (answers, delays), start, end = _measured(pool.apply, crowd, (server.url, count))
         gaps, delays_ms = _gaps_ms(arrivals, start - 0.1, end + 0.1), 1e3 * np.array(delays)
         told = ", ".join(f"{number} {status}" for status, number in answers.items())
         times = f"{np.median(delays_ms):.0f} / {delays_ms.max():.0f}"
@@ -301,21 +299,14 @@ def _crowds(count: int) -> Table:
 # -- servers and streams ---------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _server(max_requests: int, with_http: bool = False) -> Iterator[tuple[str, psutil.Process, str]]:
-    command = [
-        *(sys.executable, "-m", "pagoda_server.cli", "serve", "--model", "synthetic", "--listen", "127.0.0.1:0"),
-        *("--step-ms", f"{STEP_MS:g}", "--kv-cache-gb", "0.1", "--max-requests", str(max_requests)),
-        *("--max-num-seqs", "256", "--max-queued-tokens", str(1 << 40), "--log-level", "error"),
-        *(("--http", "127.0.0.1:0") if with_http else ()),
-    ]
-    with tempfile.TemporaryDirectory() as folder, spawned(command, Path(folder) / "log") as process:
-        assert process.stdout is not None
-        words = process.stdout.readline().split()  # starting on URL and ADDRESS
-        http, address = words[2].removeprefix("http://") if with_http else "", words[-1]
-        if not becomes_ready(address, process):
-            raise BenchError("the router did not become ready")
-        yield address, psutil.Process(process.pid), http
+def _server(max_requests: int, with_http: bool = False) -> AbstractContextManager[Server]:
+    return served(
+        [
+            *("--model", "synthetic", "--step-ms", f"{STEP_MS:g}", "--kv-cache-gb", "0.1"),
+            *("--max-requests", str(max_requests), "--max-num-seqs", "256", "--max-queued-tokens", str(1 << 40)),
+            *("--log-level", "error", *(("--http", "127.0.0.1:0") if with_http else ())),
+        ]
+    )
 
 
 def _refuse_all(parent: Connection) -> None:
@@ -398,7 +389,8 @@ def main(
         (f"{rate:g} a second", "p99 10", at_a_rate, (seconds, rate)),
         *((f"{count} at once", f"last {10 + 0.2 * count:g}", at_once, (count,)) for count in bursts),
     ]
-    with _server(STREAMS) as (address, *_), _bare_server() as bare:
+    with _server(STREAMS) as server, _bare_server() as bare:
+        address = server.address
         for name, promised, way, arguments in ways:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 of_bare_ms = 1e3 * np.array(pool.apply(_timed, (way, bare, *arguments)))
@@ -428,25 +420,18 @@ def _attacked(only: str) -> Table:
         if only not in each.name:
             continue
         with (
-            _server(1024, with_http=True) as (address, router, http),
-            _streams(address) as arrivals,
+            _server(1024, with_http=True) as server,
+            _streams(server.address) as arrivals,
             multiprocessing.get_context("spawn").Pool(1) as pool,
         ):
             pool.apply(time.time)
-            before = router.memory_info().rss
-            answers, start, end = _measured(pool.apply, attack, (address, http, number))
-            peak = _peak_bytes(router)
+            before = psutil.Process(server.pid).memory_info().rss
+            answers, start, end = _measured(pool.apply, attack, (server.address, server.url, number))
+            peak = high_water_bytes(server.pid)
         gaps = _gaps_ms(arrivals, start - 0.1, end + 0.1)
         told = ", ".join(f"{count} {status}" for status, count in answers.items())
         table.add_row(each.name, str(each.calls), f"{gaps.max():.0f}", f"{before / 1e6:.0f} → {peak / 1e6:.0f}", told)
     return table
-
-
-def _peak_bytes(process: psutil.Process) -> int:
-    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise BenchError("the kernel does not report a process's peak memory")
 
 
 if __name__ == "__main__":

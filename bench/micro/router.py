@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from pathlib import Path
+from typing import Annotated, TypeAlias
 
 import numpy as np
 import psutil
@@ -29,7 +29,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench import BenchError
 from bench.micro.router_clients import (
     ARRIVING_TOKENS,
     STEADY_TOKENS,
@@ -43,7 +42,8 @@ from bench.micro.router_clients import (
     read_streams,
     run_client,
 )
-from bench.systems import becomes_ready
+from bench.processes import spawned
+from bench.systems import served
 
 WARM_UP_S = 1.5
 PROBE_PAUSE_S = 0.0125
@@ -98,7 +98,9 @@ def _measure(streams: int, step_ms: float, seconds: float, clients: int, workers
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         at = f"{'shm' if channel == 'shm' else 'unix'}:{folder}/engine.sock"
         engine = stack.enter_context(running_engine(at, 2 * streams + 1, step_ms))
-        router, address, _ = stack.enter_context(running_router(at, workers))
+        limits = ["--max-requests", "4096", "--max-queued-tokens", str(1 << 40), "--workers", str(workers)]
+        server = stack.enter_context(served(["--model", "synthetic", "--engine", at, *limits]))
+        router, address = psutil.Process(server.pid), server.address
         direct = run_clients([(read_channel, at, streams), (ask_channel_alone, at, PROBE_PAUSE_S)], seconds, {})
         shares = [streams * (i + 1) // clients - streams * i // clients for i in range(clients)]
         work: list[Work] = [(read_streams, address, share) for share in shares]
@@ -171,46 +173,16 @@ def _cpu_s(processes: list[psutil.Process]) -> float:
 
 @contextlib.contextmanager
 def running_engine(listen: str, max_num_seqs: int, step_ms: float) -> Iterator[psutil.Process]:
-    sizes = ["--max-num-seqs", str(max_num_seqs), "--token-budget", str(max_num_seqs + 512)]
-    room = ["--max-model-len", str(STEADY_TOKENS + 64), "--kv-cache-gb", "0.4"]
-    pace = ["--step-ms", str(step_ms)] if step_ms else []
-    command = [
-        sys.executable,
-        "-m",
-        "pagoda_server.engine",
-        "--model",
-        "synthetic",
-        "--listen",
-        listen,
-        "--log-level",
-        "warning",
+    arguments = [
+        *("--model", "synthetic", "--listen", listen, "--log-level", "warning", "--kv-cache-gb", "0.4"),
+        *("--max-num-seqs", str(max_num_seqs), "--token-budget", str(max_num_seqs + 512)),
+        *("--max-model-len", str(STEADY_TOKENS + 64)),
+        *(("--step-ms", str(step_ms)) if step_ms else ()),
     ]
-    with _stopped_at_end(subprocess.Popen([*command, *sizes, *room, *pace])) as process:
-        yield psutil.Process(process.pid)
-
-
-@contextlib.contextmanager
-def running_router(engine: str, workers: int, *options: str) -> Iterator[tuple[psutil.Process, str, str]]:
-    """A router of this engine: its process, its address and, with --http among the options, its URL."""
-    command = [sys.executable, "-m", "pagoda_server.cli", "serve", "--model", "synthetic", "--listen", "127.0.0.1:0"]
-    limits = ["--max-requests", "4096", "--max-queued-tokens", str(1 << 40), "--log-level", "warning", *options]
-    spread = ["--workers", str(workers)] if workers > 1 else []
-    process = subprocess.Popen([*command, "--engine", engine, *limits, *spread], stdout=subprocess.PIPE, text=True)
-    with _stopped_at_end(process):
-        assert process.stdout is not None
-        url, _, address = process.stdout.readline().strip().removeprefix("starting on ").rpartition(" and ")
-        if not becomes_ready(address, process):
-            raise BenchError("the router did not become ready")
-        yield psutil.Process(process.pid), address, url
-
-
-@contextlib.contextmanager
-def _stopped_at_end(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(20)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pagoda_server.engine", *arguments]
+        with spawned(command, Path(folder) / "log") as process:
+            yield psutil.Process(process.pid)
 
 
 # -- report ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,7 @@ PEERS_PYTHON = Path(__file__).parent.parent.parent / ".venv-peers" / "bin" / "py
 @dataclass(frozen=True, slots=True)
 class PeerSpec:
     """
-    module      defines Peer(settings, **options)
+    module      defines Peer(settings)
     packages    packages that its interpreter must have
     program     program on the PATH, or named by the environment variable of the same name in capitals
     weights     form of the model that it reads
@@ -31,10 +31,9 @@ class PeerSpec:
     weights: Literal["folder", "gguf", "gguf-bf16", "gguf-q8_0", "gguf-q4_0"]
     packages: tuple[str, ...] = ()
     program: str = ""
-    options: dict[str, int] = field(default_factory=dict)
 
     def make(self, settings: PeerSettings) -> Peer:
-        peer: Peer = importlib.import_module(self.module).Peer(settings, **self.options)
+        peer: Peer = importlib.import_module(self.module).Peer(settings)
         return peer
 
     def interpreter(self) -> str | None:
@@ -52,12 +51,6 @@ PEERS = {
     "llama.cpp-q8_0": PeerSpec("bench.peers.llama_server", "gguf-q8_0", program="llama-server"),
     "llama.cpp-bf16": PeerSpec("bench.peers.llama_server", "gguf-bf16", program="llama-server"),
     "transformers-generate-batch": PeerSpec("bench.peers.transformers_continuous", "folder", ("torch", "transformers")),
-    "transformers-static-32": PeerSpec(
-        "bench.peers.transformers_static", "folder", ("torch", "transformers"), options={"batch_size": 32}
-    ),
-    "transformers-one-by-one": PeerSpec(
-        "bench.peers.transformers_static", "folder", ("torch", "transformers"), options={"batch_size": 1}
-    ),
 }
 
 

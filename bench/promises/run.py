@@ -16,7 +16,6 @@ from bench.promises.interference import Interference
 from bench.promises.overload import Overload
 from bench.promises.prefix import SharedPrefix
 from bench.promises.priority import Priorities
-from bench.promises.sampling import Sampling
 from bench.promises.scenario import Bound, Figures, Scenario, Turn, Variant
 from bench.record import Setting
 from bench.report import Cells, spread
@@ -29,7 +28,6 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "fairness": Fairness,
     "overload": Overload,
     "priority": Priorities,
-    "sampling": Sampling,
     "prefix": SharedPrefix,
 }
 

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from bench.gpu import evidence
-from bench.gpu.__main__ import LEAST_S, LIMIT_S, PARTS, find_launch, run, seconds_for
+from bench.gpu import checks, evidence
+from bench.gpu.__main__ import LEAST_S, LIMIT_S, PARTS, run, seconds_for
 from bench.gpu.breakdown import Breakdown, Kernel, Span
 from bench.gpu.random_model import write_model
 from bench.gpu.report import Report
@@ -122,15 +122,12 @@ def test_a_part_that_takes_too_long_is_ended_and_leaves_the_place_where_it_was(
     assert " in hangs" in files["planted-part/worker-1.log"]
 
 
-def test_a_part_that_loses_the_card_goes_on_in_a_new_process_and_the_launch_is_looked_for(result: Report) -> None:
+def test_a_part_that_loses_the_card_goes_on_in_a_new_process(result: Report) -> None:
     rows, files = planted("loses_the_card", result)
     fault = "RuntimeError: CUDA error: an illegal memory access was encountered"
     assert rows == [("first", ""), ("out of bounds", fault), ("third", "")]
     assert "in _fault" in files["planted-part/worker-1.log"]
     assert '"case": "third"' in files["planted-part/worker-2.log"]
-    (part,) = result.lost
-    row = find_launch(part, True, 60.0, result)
-    assert (row.part, row.case, row.error) == ("planted part blocking", "out of bounds", fault)
 
 
 @pytest.mark.simulated
@@ -212,6 +209,66 @@ def test_a_worker_whose_parent_is_gone_ends() -> None:
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
     )
     assert result.returncode == 128 + signal.SIGTERM
+
+
+LOG = """
+tests/a/test_one.py::test_good[1 - 2] PASSED                     [ 10%]
+tests/a/test_one.py::test_bad FAILED [ 20%]
+tests/a/test_one.py::test_skipped SKIPPED (why) [ 30%]
+[gw1] [ 40%] PASSED tests/b/test_two.py::test_far
+[gw0] [ 50%] FAILED tests/b/test_two.py::test_lost[a b]
+tests/b/test_two.py::test_endless
+=========================== short test summary info ============================
+FAILED tests/a/test_one.py::test_bad - AssertionError: sums
+ERROR tests/c/test_three.py - ModuleNotFoundError: No module named 'absent'
+"""
+
+
+def test_what_pytest_printed_says_which_tests_passed_failed_and_did_not_end() -> None:
+    outcomes, reasons = checks.read_log(LOG)
+    assert outcomes == {
+        "tests/a/test_one.py::test_good[1 - 2]": "PASSED",
+        "tests/a/test_one.py::test_bad": "FAILED",
+        "tests/a/test_one.py::test_skipped": "SKIPPED",
+        "tests/b/test_two.py::test_far": "PASSED",
+        "tests/b/test_two.py::test_lost[a b]": "FAILED",
+        "tests/b/test_two.py::test_endless": "",
+    }
+    assert reasons["tests/a/test_one.py::test_bad"] == "AssertionError: sums"
+    assert reasons["tests/c/test_three.py"] == "ModuleNotFoundError: No module named 'absent'"
+
+
+SOME = """
+import os, pytest
+
+@pytest.mark.parametrize("number", range(3))
+def test_good(number): pass
+def test_bad(): assert 1 + 1 == 3, "sums"
+def test_lost():
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") != "1": os._exit(1)
+def test_after(): pass
+"""
+
+
+def checked(folder: Path, text: str, limit_s: float) -> list[Row]:
+    (folder / "test_some.py").write_text(text)
+    ceilings = Ceilings(1.0, 1.0)
+    bench = Bench(torch.device("cpu"), lambda calls: 0.0, ceilings, is_small=False, evidence=folder, limit_s=limit_s)
+    return list(checks._rows("tests", [str(folder / "test_some.py")], bench))
+
+
+@pytest.mark.simulated
+def test_a_test_that_ends_its_process_fails_alone_and_the_first_failure_runs_again(tmp_path: Path) -> None:
+    some, again = checked(tmp_path, SOME, 120.0)
+    assert (some.rate, some.met, some.figures["failed"]) == (4.0, False, 2.0), some
+    assert "test_bad: AssertionError: sums" in some.error
+    assert "test_bad: AssertionError: sums" in again.error
+
+
+@pytest.mark.simulated
+def test_the_limit_ends_tests_that_hang(tmp_path: Path) -> None:
+    *_, cut = checked(tmp_path, "import time\ndef test_good(): pass\ndef test_endless(): time.sleep(1000)", 18.0)
+    assert "cut off" in cut.error
 
 
 def work(

@@ -18,7 +18,7 @@ from gguf.quants import dequantize
 
 from bench import BenchError
 from bench.measure import RequestTimes
-from bench.peers import llama_server, transformers_continuous, transformers_static
+from bench.peers import llama_server, transformers_continuous
 from bench.peers.gguf_files import copied_gguf
 from bench.peers.peer import Arrivals, Peer, PeerRun, PeerSettings
 from bench.peers.process import peer_process
@@ -46,21 +46,13 @@ def check(run: PeerRun, heard: list[int]) -> None:
     assert sum(heard) == 12
 
 
-@pytest.mark.parametrize(("batch_size", "steps"), [(1, 12), (2, 10), (32, 6)])
-def test_static_batches_run_to_their_longest_output(settings: PeerSettings, batch_size: int, steps: int) -> None:
-    heard: list[int] = []
-    run = transformers_static.Peer(settings, batch_size).run(WORKLOAD, heard.append)
-    check(run, heard)
-    assert run.steps == steps
-
-
 def test_generate_batch_gives_each_request_its_own_length(settings: PeerSettings) -> None:
     heard: list[int] = []
     check(transformers_continuous.Peer(settings).run(WORKLOAD, heard.append), heard)
 
 
 def test_a_peers_process_answers_workloads_until_it_is_told_to_end(settings: PeerSettings) -> None:
-    with peer_process("transformers-static-32", sys.executable, settings) as process:
+    with peer_process("transformers-generate-batch", sys.executable, settings) as process:
         assert process.versions["torch"] == torch.__version__
         for _ in range(2):
             run = process.run(WORKLOAD, lambda count: None)
@@ -71,7 +63,10 @@ def test_a_peers_process_answers_workloads_until_it_is_told_to_end(settings: Pee
 
 def test_a_peer_that_cannot_start_says_why(settings: PeerSettings) -> None:
     nowhere = replace(settings, model="/nowhere")
-    with pytest.raises(BenchError, match="nowhere"), peer_process("transformers-static-32", sys.executable, nowhere):
+    with (
+        pytest.raises(BenchError, match="nowhere"),
+        peer_process("transformers-generate-batch", sys.executable, nowhere),
+    ):
         pass
 
 
@@ -150,8 +145,8 @@ def test_workloads_and_runs_survive_the_way_between_processes() -> None:
 
 
 def test_a_peer_is_offered_only_where_its_needs_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert PEERS["transformers-one-by-one"].interpreter() == sys.executable
-    assert replace(PEERS["transformers-one-by-one"], packages=("no_such_package",)).interpreter() is None
+    assert PEERS["transformers-generate-batch"].interpreter() == sys.executable
+    assert replace(PEERS["transformers-generate-batch"], packages=("no_such_package",)).interpreter() is None
     monkeypatch.delenv("LLAMA_SERVER", raising=False)
     monkeypatch.setenv("PATH", "")
     assert PEERS["llama.cpp-bf16"].interpreter() is None

@@ -7,7 +7,6 @@ from bench.workloads import (
     SHARED_PREFIX_LEN,
     WORKLOADS,
     Workload,
-    long_tail,
     mixed,
     poisson,
     prefill,
@@ -80,9 +79,3 @@ def test_prefill_sends_prompts_that_differ_one_at_a_time() -> None:
 def test_burst_comes_in_waves_of_the_same_size() -> None:
     arrivals = [request.arrival_s for request in WORKLOADS["burst"](VOCAB_SIZE, 0, count=30, waves=3).requests]
     assert [arrivals.count(moment) for moment in sorted(set(arrivals))] == [10, 10, 10]
-
-
-def test_a_long_tail_has_a_few_outputs_much_longer_than_the_rest() -> None:
-    lengths = [request.output_len for request in long_tail(VOCAB_SIZE, count=32).requests]
-    assert sorted(set(lengths)) == [16, 192]
-    assert lengths.count(192) == 4

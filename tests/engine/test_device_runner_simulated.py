@@ -16,8 +16,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from bench.gpu.rehearsal import launched_reference
-from bench.gpu.simulated_cuda import SimulatedCuda
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
@@ -50,6 +48,8 @@ from tests.engine.test_on_gpu import (
     test_without_a_size_the_cache_takes_most_of_what_is_free,  # noqa: F401
 )
 from tests.engine.tiny_models import random_prompt, saved_model
+from tests.rehearsal import launched_reference
+from tests.simulated_cuda import SimulatedCuda
 
 KINDS = {
     "late": {},
@@ -178,7 +178,7 @@ def copied_beside_a_step(folder: Path) -> list[Tensor]:
     return [host._rows[:2].clone(), *(kv.keys[[2, 5, 8, 9]].cpu() for kv in runner._cache)]
 
 
-STREAM, TOUCHED = "bench.gpu.simulated_cuda.Stream", "pagoda_server.engine.runners.cuda.copies._Touched"
+STREAM, TOUCHED = "tests.simulated_cuda.Stream", "pagoda_server.engine.runners.cuda.copies._Touched"
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_small_steps_are_one_graph_with_prompts_and_without(llama: Path) -> None
 def test_the_cache_leaves_room_for_all_graphs(
     llama: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.gpu.simulated_cuda.BYTES_OF_A_NODE", 16384)
+    monkeypatch.setattr("tests.simulated_cuda.BYTES_OF_A_NODE", 16384)
     monkeypatch.setattr("pagoda_server.engine.runners.cuda.runner.GPU_SHARE", 0.98)
     runner = device_runner(llama, kv_cache_gb=None)
     assert cuda.taken_by_graphs > 0.1 * cuda.capacity

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.gpu.simulated_cuda import SimulatedCuda
 from pagoda_server.kernels import Linear
 from pagoda_server.kernels.linear_quantized import quantize_to_fp8, quantize_to_int8
 from pagoda_server.kernels.triton import linear_dequantized, linear_quantized
@@ -24,6 +23,7 @@ from pagoda_server.kernels.triton.linear_quantized import (
 )
 from pagoda_server.kernels.triton.product import NO_KERNEL, Config, Weight, multiply
 from tests.kernels.triton.device import DEVICE
+from tests.simulated_cuda import SimulatedCuda
 
 Prepare = Callable[[Tensor, Tensor | None], Linear]
 QUANTIZE = pytest.mark.parametrize("quantize", [quantize_to_int8, quantize_to_fp8], ids=["int8", "fp8"])

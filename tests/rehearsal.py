@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from bench.gpu import breakdown
-from bench.gpu.simulated_cuda import SimulatedCuda
 from pagoda_server.engine.runners import loaded_model
 from pagoda_server.kernels import Backend, PagedKV, load_backend
 from pagoda_server.kernels.triton import timing
+from tests.simulated_cuda import SimulatedCuda
 
 # Python imports a module of this name at its start: so the processes that a part starts find the card too.
 STARTUP_FILE = "sitecustomize.py"
 STARTUP = """import sys
 
 if "pagoda_server.engine" in sys.orig_argv:
-    from bench.gpu.rehearsal import simulated_card
+    from tests.rehearsal import simulated_card
 
     card = simulated_card()
     card.__enter__()

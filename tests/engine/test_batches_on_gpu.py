@@ -9,65 +9,90 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from bench.gpu.attention import TINY
+import pytest
+
 from bench.gpu.random_model import write_model
-from bench.gpu.rows import Bench, Row
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.step import Sampled
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
+from pagoda_server.engine.runners.cuda.outcomes import DeviceStep
 from pagoda_server.engine.runners.load import InformedRunner, load_runner
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.kernels.triton.inputs import ModelShape
 from pagoda_server.settings.engine import DType, EngineConfig
+from tests.rehearsal import simulated_card
 
-PART = "batch sizes"
 SHAPE = ModelShape("a model of 0.2 billion parameters", 8, 16, 4, 64, 1024, 2816, 32_000)
-AT_ONCE = (2, 8, 16, 64)
-OUTPUT_LEN = 32
-# By dtype, and whether --deterministic is on: the share of the tokens that may differ.
+TINY = ModelShape("tiny", 2, 8, 2, 32, 64, 96, 300)
+# By dtype, and whether --deterministic is on: the share of the tokens that may differ. A fault changes nearly all;
+# random weights have many logits that are nearly equal.
 MOST_DIFFERING: dict[tuple[DType, bool], float] = {
     ("float32", False): 0.0,
-    ("bfloat16", False): 0.1,  # a fault changes nearly all; random weights have many logits that are nearly equal
+    ("bfloat16", False): 0.1,
     ("bfloat16", True): 0.0,
 }
 
 
-def rows(bench: Bench) -> Iterator[Row]:
-    """Yield one row per setting and number of sequences at once."""
-    shape, sizes = (TINY, (2, 3)) if bench.is_small else (SHAPE, AT_ONCE)
-    requests = draw_requests(max(sizes), shape.vocab_size, output_len=4 if bench.is_small else OUTPUT_LEN)
-    with TemporaryDirectory() as folder:
-        write_model(Path(folder), shape, max_positions=512)
-        for (dtype, deterministic), most in MOST_DIFFERING.items():
-            config = EngineConfig(
-                folder,
-                device=bench.device.type,  # type: ignore[arg-type]
-                dtype=dtype,
-                quantization="none",
-                deterministic=deterministic,
-                max_num_seqs=max(sizes),
-                token_budget=64 if bench.is_small else 1024,
-                kv_cache_gb=0.01 if bench.is_small else 0.5,
-            )
-            runner = load_runner(config, Path(folder), no_progress)
-            alone = generate(runner, requests, at_once=1)
-            for size in sizes:
-                differing, compared = count_differing(alone, generate(runner, requests, at_once=size))
-                yield Row(
-                    PART,
-                    f"{dtype}{', deterministic' if deterministic else ''}, {size} at once against 1",
-                    rate=100 * differing / compared,
-                    unit="% of tokens differ",
-                    bar=f"≤ {100 * most:g} %",
-                    met=differing <= most * compared,
-                    figures={"differ": float(differing), "compared": float(compared)},
-                )
+def differing_share(
+    folder: Path, shape: ModelShape, sizes: tuple[int, ...], dtype: DType, deterministic: bool
+) -> float:
+    """Decode the same requests alone and in each of these batches; return the largest share of tokens that differ."""
+    is_small = shape is TINY
+    requests = draw_requests(max(sizes), shape.vocab_size, output_len=4 if is_small else 32)
+    write_model(folder, shape, max_positions=512)
+    config = EngineConfig(
+        str(folder),
+        device="cuda",
+        dtype=dtype,
+        quantization="none",
+        deterministic=deterministic,
+        max_num_seqs=max(sizes),
+        token_budget=64 if is_small else 1024,
+        kv_cache_gb=0.01 if is_small else 0.5,
+    )
+    runner = load_runner(config, folder, no_progress)
+    alone = generate(runner, requests, at_once=1)
+    counts = [count_differing(alone, generate(runner, requests, at_once=size)) for size in sizes]
+    return max(differing / compared for differing, compared in counts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "deterministic"), list(MOST_DIFFERING))
+def test_on_a_gpu_batches_change_no_token_in_float32_or_with_deterministic_and_few_in_bfloat16(
+    dtype: DType, deterministic: bool, tmp_path: Path
+) -> None:
+    share = differing_share(tmp_path, SHAPE, (2, 8, 16, 64), dtype, deterministic)
+    assert share <= MOST_DIFFERING[dtype, deterministic]
+
+
+@pytest.mark.parametrize(("dtype", "deterministic"), list(MOST_DIFFERING))
+def test_on_a_simulated_card_no_batch_changes_a_token(dtype: DType, deterministic: bool, tmp_path: Path) -> None:
+    with simulated_card():
+        assert differing_share(tmp_path, TINY, (2, 3), dtype, deterministic) <= MOST_DIFFERING[dtype, deterministic]
+
+
+def test_a_step_of_several_sequences_that_chooses_other_tokens_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = DeviceStep.result
+
+    def faulty(step: DeviceStep) -> Sampled:
+        sampled = result(step)
+        return Sampled([token + (len(sampled.tokens) > 1) for token in sampled.tokens], sampled.logprobs)
+
+    monkeypatch.setattr(DeviceStep, "result", faulty)
+    with simulated_card():
+        assert differing_share(tmp_path, TINY, (2, 3), "float32", False) > 0.1
+
+
+def test_what_follows_a_difference_is_not_compared() -> None:
+    assert count_differing([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 5]]) == (0, 5)
+    assert count_differing([[1, 2, 3], [4, 5, 6]], [[1, 7, 8], [4, 5, 0]]) == (2, 5)
 
 
 def draw_requests(count: int, vocab_size: int, output_len: int) -> list[tuple[list[int], SamplingParams]]:
