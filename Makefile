@@ -29,7 +29,9 @@ define install
 	@if grep '^ *pagoda: ' $(LOG); then echo "The compiler's messages are in $(LOG)."; fi
 endef
 
-# Those of the first line run in Triton's interpreter too, as a part of `make test`.
+# `make test-simulated` runs those of the first line too, in Triton's interpreter.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
+HERE := not slow and not nightly and not gpu and not counterpart
 GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 	tests/engine/test_on_gpu.py tests/end_to_end/test_on_gpu.py \
 	tests/engine/test_batches_on_gpu.py
@@ -37,7 +39,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test test-simulated test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures real-models test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels bench-peers clean
+.PHONY: help demo serve test check test-thorough test-simulated test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures real-models test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels bench-peers clean
 
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -45,11 +47,17 @@ demo: $(SERVE)            ## stream eight prompts at once from a real server
 serve: $(SERVE)           ## run a server until Ctrl-C: gRPC on 127.0.0.1:50051, HTTP on 127.0.0.1:8000; ARGS="--model …"
 	@$(BIN)/pagoda serve --http 127.0.0.1:8000 --default-max-tokens 1024 $(ARGS)
 
-test: $(DEV)              ## run the tests, except slow, nightly and most GPU ones; about 6 minutes on 2 cores
-	@$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not nightly and not gpu and not counterpart and not simulated" $(ARGS)
+test: $(DEV)              ## run the fast tests: about three minutes on 2 cores
+	@$(PYTEST) -m "not thorough and not simulated and $(HERE)" $(ARGS)
 
-test-simulated: $(DEV)    ## run the rest of the tests of GPU code and its benchmark that need no GPU; a minute
-	@$(BIN)/python -m pytest -n 3 --dist worksteal -m "simulated and not slow" $(ARGS)
+check: $(DEV)             ## lint the files that a change touches, and run the fast tests of their rooms
+	@$(BIN)/python -m tests.check $(ARGS)
+
+test-thorough: $(DEV)     ## run the tests of faults, floods, second models and long waits
+	@$(PYTEST) -m "thorough and not simulated and $(HERE)" $(ARGS)
+
+test-simulated: $(DEV)    ## run the tests of GPU code that need no GPU
+	@$(PYTEST) -m "simulated and not slow and not gpu" $(ARGS)
 
 test-native:              ## test every CPU kernel in C++, in every instruction set of this processor
 	@$(MAKE) --no-print-directory -j$$(nproc) build/host/self_test

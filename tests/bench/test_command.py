@@ -21,6 +21,8 @@ from pagoda_server.router.text.chat_template import NUM_PROCESSES
 from tests.engine.harness import VOCAB_SIZE
 from tests.servers import ROOT, Server
 
+pytestmark = pytest.mark.thorough
+
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench", *arguments]

@@ -30,6 +30,8 @@ from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels.triton.inputs import ModelShape
 from pagoda_server.settings.engine import EngineConfig
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent.parent
 TINY = ModelShape("tiny", 2, 4, 2, 16, 32, 48, 99)
 

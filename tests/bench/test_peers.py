@@ -28,6 +28,8 @@ from bench.workloads import Request, Workload
 from tests.checkpoints.tiny_gguf import tiny_model
 from tests.engine.tiny_models import MODELS, save_model
 
+pytestmark = pytest.mark.thorough
+
 WORKLOAD = Workload("three", [Request([5, 6, 7], 6), Request([8] * 11, 2, 0.0, "short"), Request([9], 4, 0.05)])
 
 

@@ -15,6 +15,8 @@ from tests.bench.test_command import bench
 from tests.engine.harness import VOCAB_SIZE
 from tests.servers import Server, running_server
 
+pytestmark = pytest.mark.thorough
+
 
 def test_a_high_priority_passes_the_crowd_and_a_low_one_waits_no_longer_than_its_bound() -> None:
     scenario = Priorities(num_clients=24, num_high=2, settle_s=0.6)

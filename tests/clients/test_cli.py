@@ -446,6 +446,7 @@ def test_status_shows_each_of_several_engines(server: FakeServer) -> None:
         assert fact in output
 
 
+@pytest.mark.thorough
 def test_status_watch_ends_with_ctrl_c(server: FakeServer) -> None:
     with started("status", "--watch") as process:
         while not any(type(request).__name__ == "WatchLoadRequest" for request in server.requests):

@@ -550,6 +550,7 @@ def test_deadline_ends_a_silent_stream_and_the_server_hears_of_it(client: Blocki
     assert server.ended.wait(60)
 
 
+@pytest.mark.thorough
 def test_the_clients_deadline_holds_where_the_call_has_none_and_spans_retries(
     client: Blocking, server: FakeServer
 ) -> None:

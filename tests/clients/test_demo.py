@@ -20,6 +20,8 @@ import pytest
 from pagoda_server.cli.demo import CHATS, PAGE, TEXTS
 from tests.servers import ROOT
 
+pytestmark = pytest.mark.thorough
+
 Start = Callable[..., subprocess.Popen[str]]
 
 

@@ -422,6 +422,7 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
         os.close(theirs)
 
 
+@pytest.mark.thorough
 def test_it_follows_the_terminals_size_obeys_keys_and_survives_a_server_that_comes_back() -> None:
     with contextlib.ExitStack() as stack:
         with running(Paced()) as server:

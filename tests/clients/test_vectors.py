@@ -21,6 +21,8 @@ from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server.engine.runners.synthetic import advance, expected_hidden, expected_logprobs, expected_tokens
 from tests.vectors import servers
 
+pytestmark = pytest.mark.thorough
+
 VOCAB_SIZE = 258
 REQUESTS = {
     "Generate": inference_pb2.GenerateRequest,

@@ -133,6 +133,7 @@ def test_a_model_without_a_chat_template_refuses_a_message_and_continues_a_promp
         assert control_pb2.CAPABILITY_CHAT not in client.models()[0].capabilities
 
 
+@pytest.mark.thorough
 def test_a_stock_client_comes_back_when_it_is_told_to() -> None:
     """A client whose own backoff is 10 minutes, so that only `grpc-retry-pushback-ms` can make it retry in time."""
     retries = {

@@ -251,6 +251,7 @@ def test_a_unix_socket_is_served_too(tmp_path: Path) -> None:
         assert ask(inference_pb2_grpc.InferenceStub(channel), request("x", max_tokens=2)).ids()
 
 
+@pytest.mark.thorough
 def test_a_connection_of_its_full_age_takes_no_new_calls_and_ends_none() -> None:
     def connections() -> set[tuple[str, int]]:
         found = psutil.Process().net_connections("tcp")

@@ -17,6 +17,8 @@ from tests.end_to_end.asking import Answer, ask, chat, engine_load, request
 from tests.engine.random_schemas import assert_matches
 from tests.servers import Server, running_server
 
+pytestmark = pytest.mark.thorough
+
 COUNT = 16
 PROMPTS = [
     "The capital of Sweden is",

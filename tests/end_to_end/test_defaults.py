@@ -22,6 +22,8 @@ from tests.checkpoints.tiny_gguf import tiny_model
 from tests.end_to_end.asking import ask, engine_load, request
 from tests.servers import Server, running_server
 
+pytestmark = pytest.mark.thorough
+
 STREAMS = 64
 
 

@@ -18,6 +18,8 @@ from pagoda_server.settings.setting import MOST_A_CORE, about, flag
 from tests.end_to_end.asking import ask, request
 from tests.servers import running_server
 
+pytestmark = pytest.mark.thorough
+
 MOST = MOST_A_CORE * (os.cpu_count() or 1)
 
 

@@ -20,6 +20,8 @@ from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import request
 from tests.servers import Server, running_server
 
+pytestmark = pytest.mark.thorough
+
 PLACES, RUNNING = 17, 4
 ALONE = 16  # of the 17 places, those that a tenant alone may have
 LONG = 30_000  # tokens: 150 s of steps

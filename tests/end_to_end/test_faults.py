@@ -29,6 +29,8 @@ from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import Answer, ask, engine_load, request
 from tests.servers import ROOT, Server, free_address, running_engine, running_server
 
+pytestmark = pytest.mark.thorough
+
 SYNTHETIC = ("--model", "synthetic", "--step-ms", "2")
 SLOW = ("--model", "synthetic", "--step-ms", "20")
 T = TypeVar("T")

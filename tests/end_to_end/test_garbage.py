@@ -20,6 +20,8 @@ from pagoda_server.runtime import event_loop
 from pagoda_server.settings import ServeConfig
 from tests.servers import free_address
 
+pytestmark = pytest.mark.thorough
+
 REQUESTS = 20
 
 

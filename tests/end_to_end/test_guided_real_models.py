@@ -16,6 +16,8 @@ from tests.end_to_end.asking import Answer, ask
 from tests.real_models import qwen_gguf
 from tests.servers import Server, running_server
 
+pytestmark = pytest.mark.thorough
+
 DATE = "2024-[01][0-9]-[0-3][0-9]"
 WORDS = r"(\p{L}+ ?){1,30}\."
 PATTERN = "^" + "([a-z]{1,20} ?)" * 33 + "$"  # of 500 characters

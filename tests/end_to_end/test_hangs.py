@@ -21,6 +21,8 @@ from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import Answer, ask, request
 from tests.servers import Server, free_address, running_engine, running_server
 
+pytestmark = pytest.mark.thorough
+
 MODEL = ("--model", "synthetic")
 FAST = (*MODEL, "--step-ms", "2")
 STUCK = (*MODEL, "--step-ms", "3000000")  # its first step sleeps in the loop's thread; the other threads live on

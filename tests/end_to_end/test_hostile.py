@@ -29,6 +29,8 @@ from pagoda_server.router.telemetry.load_feed import MAX_WATCHERS, MAX_WRITES_A_
 from tests.end_to_end.asking import ask, request
 from tests.servers import Server, running_server
 
+pytestmark = pytest.mark.thorough
+
 GENERATE = "/pagoda.v1.Inference/Generate"
 TOKENIZE = "/pagoda.v1.Inference/Tokenize"
 DETOKENIZE = "/pagoda.v1.Inference/Detokenize"

@@ -14,6 +14,8 @@ import pytest
 from pagoda.v1 import inference_pb2, inference_pb2_grpc
 from tests.servers import Server, running_server
 
+pytestmark = pytest.mark.thorough
+
 HOSTILE, OTHER = (("x-pagoda-tenant", "hostile"),), (("x-pagoda-tenant", "other"),)
 CALLS = 100
 MORE_MB = 200  # it took 1.3 GB and kept them

@@ -21,6 +21,8 @@ from pagoda_server.checkpoints import resolve
 from tests.checkpoints.tiny_gguf import tiny_model
 from tests.servers import ROOT
 
+pytestmark = pytest.mark.thorough
+
 HUGE = 10**12
 AT_ONCE_S = 100.0  # with imports of torch, on a busy machine
 

@@ -20,6 +20,8 @@ from pagoda import Client, InvalidArgument, Overloaded, PagodaError, Unavailable
 from pagoda_server.checkpoints import resolve
 from tests.servers import ROOT, Server, running_server
 
+pytestmark = pytest.mark.thorough
+
 MANY = "range(99999)"
 LOOP = f"{{% for i in {MANY} %}}{{% for j in {MANY} %}}{{% endfor %}}{{% endfor %}}"
 # What a message makes the template do.

@@ -198,6 +198,7 @@ def test_a_closed_connection_ends_embeddings(server: Server, control: control_pb
     assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.thorough
 def test_a_client_that_stops_reading_loses_its_place(server: Server, control: control_pb2_grpc.ControlStub) -> None:
     address = urlsplit(server.http)
     body = json.dumps(LONG | {"n": 32, "logprobs": 20}).encode()
@@ -295,6 +296,7 @@ def test_a_compressed_body_is_refused_by_name(server: Server) -> None:
     assert (refused.status, refused.error()["param"]) == (400, "content-encoding")
 
 
+@pytest.mark.thorough
 def test_a_client_that_sends_half_a_body_loses_its_place(server: Server) -> None:
     address = urlsplit(server.http)
     with socket.create_connection((address.hostname, address.port), 60) as connection:  # type: ignore[arg-type]
@@ -328,6 +330,7 @@ def test_tls_and_tokens_guard_http_as_they_do_grpc(tmp_path: Path) -> None:
         assert Posted(server, COMPLETIONS, {"prompt": "x"}, context=context, **bearer).status == 200
 
 
+@pytest.mark.thorough
 def test_sigterm_lets_streams_finish_and_refuses_others() -> None:
     with running_server(*SYNTHETIC, "--grace-s", "100") as server:
         stream = Posted(server, COMPLETIONS, LONG | {"max_tokens": 120})
@@ -358,6 +361,7 @@ def test_a_stream_that_outlives_the_grace_period_ends_with_an_error_event() -> N
         assert "Traceback" not in server.tail()
 
 
+@pytest.mark.thorough
 def test_several_routers_share_the_port() -> None:
     with running_server(*SYNTHETIC, "--workers", "2") as server:
         served = set()

@@ -12,6 +12,8 @@ from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import ask, engine_load, request
 from tests.servers import running_server
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize("host_kv_gb", ["0", "4e-6"])
 def test_streams_of_a_server_that_launches_steps_ahead_get_their_own_tokens(host_kv_gb: str) -> None:

@@ -18,6 +18,8 @@ import pytest
 from pagoda import Client
 from tests.servers import ROOT, Server, running_server
 
+pytestmark = pytest.mark.thorough
+
 TOOLS = Path(sys.executable).parent  # grpcurl, pagoda and the Python that has the client
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md"))]
 CALL = re.compile(r"(\$ )?(curl|grpcurl|echo|python -c|pagoda (?!serve|token)\w+) ")

@@ -287,6 +287,7 @@ def long_calls(inference: inference_pb2_grpc.InferenceStub) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["Embed", "Score"])
 @pytest.mark.parametrize("end", ["cancel", "abort", "deadline"])
 def test_a_call_that_ends_early_gives_everything_back(

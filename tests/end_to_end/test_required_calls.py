@@ -15,6 +15,8 @@ from pagoda_server.checkpoints import resolve
 from tests.end_to_end.test_http import CHATS, Posted
 from tests.servers import Server, running_server
 
+pytestmark = pytest.mark.thorough
+
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"

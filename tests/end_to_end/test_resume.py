@@ -269,6 +269,7 @@ def slowed(engine: psutil.Process) -> Iterator[None]:
         braking.join()
 
 
+@pytest.mark.thorough
 def test_streams_of_a_killed_engine_go_on_as_if_nothing_had_happened(
     server: Server, inference: Stub, cases: dict[str, Case]
 ) -> None:

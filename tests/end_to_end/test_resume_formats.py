@@ -24,6 +24,8 @@ from tests.end_to_end.test_resume import Stub, check_same, meeting, model, read_
 from tests.engine.random_schemas import assert_matches
 from tests.servers import Server, running_server
 
+pytestmark = pytest.mark.thorough
+
 __all__ = ["model"]  # a fixture
 
 PROMPT = "numbers"

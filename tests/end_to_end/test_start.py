@@ -13,6 +13,8 @@ import pytest
 
 from tests.servers import ROOT, free_address
 
+pytestmark = pytest.mark.thorough
+
 SERVE = [sys.executable, "-m", "pagoda_server.cli", "serve", "--model", "synthetic"]
 
 

@@ -367,6 +367,7 @@ def test_quotas_hold_one_tenant_and_no_other(server: Server, stubs: Stubs) -> No
     wait_for("places", lambda: stubs.load(small).requests == 0)
 
 
+@pytest.mark.thorough
 def test_tokens_are_reserved_for_the_longest_answer_and_come_back_if_it_is_shorter(
     server: Server, stubs: Stubs
 ) -> None:
@@ -427,6 +428,7 @@ def test_a_client_is_told_which_kind_of_overload_it_is(server: Server) -> None:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_file_is_read_again_when_it_changes_and_a_wrong_one_changes_nothing(
     server: Server, stubs: Stubs, path: Path
 ) -> None:

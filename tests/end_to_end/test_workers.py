@@ -20,6 +20,8 @@ from pagoda_server.router.text.chat_template import NUM_PROCESSES
 from tests.end_to_end.asking import Answer, ask, request
 from tests.servers import Server, running_server
 
+pytestmark = pytest.mark.thorough
+
 WORKERS = 2
 MANY = 20  # connections, which do not all reach the same router
 PROCESSES = 1 + WORKERS * (1 + NUM_PROCESSES)  # the engine, and routers with what renders their chats

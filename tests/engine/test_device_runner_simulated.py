@@ -51,6 +51,8 @@ from tests.engine.tiny_models import random_prompt, saved_model
 from tests.rehearsal import launched_reference
 from tests.simulated_cuda import SimulatedCuda
 
+pytestmark = pytest.mark.simulated
+
 KINDS = {
     "late": {},
     "at once": {"is_late": False},

@@ -18,6 +18,8 @@ from tests.engine.drafters import AlwaysDrafts, Oracle
 from tests.engine.harness import VOCAB_SIZE, SteppedEngine
 from tests.engine.next_to_last import NextToLast
 
+pytestmark = pytest.mark.thorough
+
 MOST = 8
 
 

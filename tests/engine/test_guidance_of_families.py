@@ -18,6 +18,8 @@ from pagoda_server.engine.runners.sampling import fill_mask, num_mask_words
 from pagoda_server.router.answers.lark import Lark
 from tests.real_models import TOKENIZERS, tokenizer_folder
 
+pytestmark = pytest.mark.thorough
+
 PROMPT = [1, 2, 3]
 SCHEMA = {
     "type": "object",

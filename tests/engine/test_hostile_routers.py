@@ -189,6 +189,7 @@ MESSAGE = st.one_of(
 )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_whatever_routers_send_another_routers_stream_goes_on_and_is_right(address: str) -> None:
     """Hundreds of messages, each from a router of its own as soon as the last one was dropped."""
     with asyncio.Runner() as runner:

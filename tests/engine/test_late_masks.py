@@ -337,6 +337,7 @@ def test_a_grammar_is_slow_until_its_masks_have_been_quick_for_a_while() -> None
 # What a grammar may force at once
 
 
+@pytest.mark.thorough
 def test_forced_texts_are_never_longer_than_their_bound() -> None:
     random, made, longest = Random(5), grammars(), 0
     for _ in range(60):

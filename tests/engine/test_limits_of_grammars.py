@@ -17,6 +17,8 @@ from pagoda_server.engine.guidance import Grammars
 from pagoda_server.engine.guidance.grammar_mask import GrammarMask
 from pagoda_server.engine.runners.sampling import fill_mask
 
+pytestmark = pytest.mark.thorough
+
 ROWS = 49_152  # of the default model's embedding
 END = 2
 TEXT = "The quick brown fox jumps over the lazy dog and then runs away from the very angry farmer who lives in town."

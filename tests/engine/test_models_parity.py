@@ -83,6 +83,7 @@ def test_greedy_tokens_equal_those_of_transformers(pair: Pair) -> None:
     assert generate(pair.ours, seq, NUM_TOKENS) == pair.their_tokens(prompt, NUM_TOKENS)
 
 
+@pytest.mark.thorough
 def test_mixed_batches_of_decodes_and_odd_chunks_choose_the_tokens_of_each_sequence_alone(pair: Pair) -> None:
     prompts = [random_prompt(length, seed=length) for length in (1, 2, 5, 17, 31, 66)]
     blocks = ShuffledBlocks(pair.ours)

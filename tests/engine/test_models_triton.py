@@ -33,6 +33,8 @@ from tests.engine.tiny_models import (
 )
 from tests.kernels.triton.device import DEVICE
 
+pytestmark = pytest.mark.simulated
+
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 

@@ -17,6 +17,8 @@ from pagoda_server.settings import EngineConfig, SettingError
 from tests.engine.harness import SteppedEngine, TakesTime
 from tests.engine.test_scheduler import prompt
 
+pytestmark = pytest.mark.thorough
+
 STEP_TIME = StepTime(0.005, 0.0001, 0.0001)
 DEFAULT_TARGET_S = EngineConfig("any").target_itl_s
 

@@ -495,6 +495,7 @@ def test_logits_in_int8_are_near_those_in_float32(
     ).norm() / exact.norm() < 0.15  # random weights, far from smooth: a wrong scale gives 1
 
 
+@pytest.mark.thorough
 @needs_int8
 def test_a_sequence_that_computes_a_prompts_last_token_again_finds_its_logits_to_the_last_bit(
     default_model_folder: Path,

@@ -164,6 +164,7 @@ def test_the_mask_of_a_most_likely_token_that_is_allowed_is_not_filled(sampler: 
     assert (near.asked, far.asked) == ([], [1])
 
 
+@pytest.mark.thorough
 def test_what_a_mask_tells_without_being_filled_changes_no_choice(sampler: Sampler) -> None:
     """Beside each other and with drafts, right ones and wrong ones; rows may hold NaN and infinity."""
     generator, random = torch.Generator().manual_seed(5), Random(5)

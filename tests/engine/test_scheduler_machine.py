@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from random import Random
 
@@ -295,10 +296,17 @@ TestHostOverlap = HostOverlapMachine.TestCase
 TestHostUncached = HostUncachedMachine.TestCase
 TestHostUnreliable = HostUnreliableMachine.TestCase
 TestHostUnreliableUncached = HostUnreliableUncachedMachine.TestCase
-TestContinuous.settings = TestOverlap.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+EXAMPLES = int(os.environ.get("PAGODA_TEST_EXAMPLES", "1"))  # .ci/run tries more of them
+
+
+def examples(count: int) -> settings:
+    return settings(max_examples=count * EXAMPLES, stateful_step_count=40, deadline=None)
+
+
+TestContinuous.settings = TestOverlap.settings = examples(20)
 TestFcfs.settings = TestFair.settings = TestDeadline.settings = TestUncached.settings = TestUnreliable.settings = (
-    settings(max_examples=40, stateful_step_count=40, deadline=None)
+    examples(14)
 )
 TestHost.settings = TestHostOverlap.settings = TestHostUncached.settings = TestHostUnreliable.settings = (
     TestHostUnreliableUncached.settings
-) = settings(max_examples=25, stateful_step_count=40, deadline=None)
+) = examples(8)

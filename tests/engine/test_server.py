@@ -182,6 +182,7 @@ async def test_a_router_that_leaves_takes_its_sequences_with_it(address: str, se
     assert (session.load.running, session.load.blocks_referenced) == (0, 0)
 
 
+@pytest.mark.thorough
 async def test_a_router_that_falls_behind_misses_nothing(session: Session) -> None:
     for number in range(32):
         await session.submit(number, [number], max_tokens=1000, logprobs=1)

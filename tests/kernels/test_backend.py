@@ -26,6 +26,7 @@ def test_the_error_for_an_unknown_backend_lists_the_known_ones() -> None:
         load_backend("cuda")
 
 
+@pytest.mark.thorough
 def test_only_the_backends_of_a_gpu_load_triton() -> None:
     check = "import sys, pagoda_server.kernels as k; k.load_backend('cpu'); sys.exit('triton' in sys.modules)"
     root = Path(__file__).parent.parent.parent

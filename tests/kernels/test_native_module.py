@@ -64,6 +64,7 @@ def run(forks: subprocess.Popen[str], tmp_path: Path) -> Run:
     return run_in_fork
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_a_forced_instruction_set_is_that_of_compiled_code_and_of_torch(name: str, run: Run) -> None:
     result = run(REPORT, PAGODA_INSTRUCTION_SET=name)
@@ -106,6 +107,7 @@ def test_ops_are_tested_with_every_instruction_set() -> None:
     assert len(BACKENDS) == 2 + len(INSTRUCTION_SETS)
 
 
+@pytest.mark.thorough
 def test_an_engine_refuses_a_wrong_name_in_one_line(default_model_folder: Path) -> None:
     command = [
         sys.executable,

@@ -15,7 +15,10 @@ from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.kernels.triton.launches import Compiled
 
 # A minute of compiling for GPUs other than this machine's, with the release of Triton that made the table.
-pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="a gate for machines without a GPU")
+pytestmark = [
+    pytest.mark.simulated,
+    pytest.mark.skipif(not IS_INTERPRETED, reason="a gate for machines without a GPU"),
+]
 
 SIMULATED = pytest.mark.simulated
 ROOT = Path(__file__).parent.parent.parent.parent

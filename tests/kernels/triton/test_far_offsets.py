@@ -26,6 +26,8 @@ from tests.kernels.test_paged_attention import Batch
 from tests.kernels.triton.device import DEVICE
 from tests.kernels.triton.test_paged_attention import TOLERANCES, TRITON
 
+pytestmark = pytest.mark.simulated
+
 FAR = 1 << 31  # elements
 FLOAT8 = torch.float8_e4m3fn
 NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE: no memory is set aside for pages that are not written

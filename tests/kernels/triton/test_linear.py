@@ -13,6 +13,8 @@ from pagoda_server.kernels.triton.linear import gated_linear_triton, linear_trit
 from pagoda_server.kernels.triton.product import Config, Weight, bucket, multiply
 from tests.kernels.triton.device import DEVICE
 
+pytestmark = pytest.mark.simulated
+
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
 
 

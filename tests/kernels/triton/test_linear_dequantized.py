@@ -25,6 +25,8 @@ from pagoda_server.kernels.triton.product import NO_KERNEL, Config, Weight, mult
 from tests.kernels.triton.device import DEVICE
 from tests.simulated_cuda import SimulatedCuda
 
+pytestmark = pytest.mark.simulated
+
 Prepare = Callable[[Tensor, Tensor | None], Linear]
 QUANTIZE = pytest.mark.parametrize("quantize", [quantize_to_int8, quantize_to_fp8], ids=["int8", "fp8"])
 TILE = Config(rows=32, outputs=32, inputs=32, splits=2, num_warps=4, num_stages=2)

@@ -17,6 +17,8 @@ from pagoda_server.kernels.triton import linear_fixed
 from pagoda_server.kernels.triton.backend import BACKENDS
 from tests.kernels.triton.device import DEVICE, compute_each_element_alone
 
+pytestmark = pytest.mark.simulated
+
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 REFERENCES = {
     "triton": (linear, gated_linear),

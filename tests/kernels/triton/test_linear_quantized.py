@@ -24,6 +24,8 @@ from pagoda_server.kernels.triton.linear_quantized import (
 )
 from tests.kernels.triton.device import DEVICE
 
+pytestmark = pytest.mark.simulated
+
 Op = Callable[[Tensor, Tensor | None], Linear]
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
 

@@ -21,6 +21,8 @@ from pagoda_server.kernels.triton.paged_decode import MIN_TILES, find_part
 from tests.kernels.test_paged_attention import BATCHES, Batch
 from tests.kernels.triton.device import DEVICE
 
+pytestmark = pytest.mark.simulated
+
 TRITON = replace(REFERENCE, name="triton", plan_attention=plan_attention_triton, paged_attention=paged_attention_triton)
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 FLOAT8 = torch.float8_e4m3fn

@@ -18,6 +18,8 @@ from pagoda_server.kernels.triton.paged_fixed import fixed_config, paged_attenti
 from tests.kernels.test_paged_attention import BATCHES, Batch
 from tests.kernels.triton.device import DEVICE, compute_each_element_alone
 
+pytestmark = pytest.mark.simulated
+
 FIXED = replace(
     REFERENCE, plan_attention=plan_attention_triton, paged_attention=paged_attention_fixed_triton, name="fixed"
 )

@@ -7,6 +7,8 @@ from pagoda_server.kernels.rms_norm import rms_norm
 from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
 from tests.kernels.triton.device import DEVICE
 
+pytestmark = pytest.mark.simulated
+
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 

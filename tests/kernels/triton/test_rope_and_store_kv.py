@@ -9,6 +9,8 @@ from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
 from tests.kernels.triton.device import DEVICE
 
+pytestmark = pytest.mark.simulated
+
 NUM_BLOCKS, BLOCK_SIZE = 5, 4
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 

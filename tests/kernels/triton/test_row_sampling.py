@@ -31,7 +31,10 @@ from tests.kernels.plain_noise import noise_key
 from tests.kernels.sampling_rows import any_sequence, drafts_of, poisoned, rows_for, sequence, write_drafts, write_row
 from tests.kernels.triton.device import DEVICE
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, of logarithms of 0
+pytestmark = [
+    pytest.mark.simulated,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]  # the interpreter's NumPy, of logarithms of 0
 
 
 @pytest.fixture(autouse=True)

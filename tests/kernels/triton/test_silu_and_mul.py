@@ -6,6 +6,8 @@ import torch
 from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
 from tests.kernels.triton.device import DEVICE
 
+pytestmark = pytest.mark.simulated
+
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 

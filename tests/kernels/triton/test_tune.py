@@ -42,6 +42,8 @@ from pagoda_server.kernels.triton.tuning_spaces import (
 from pagoda_server.kernels.triton.tuning_worker import Answer, Bench, Fields, Worker, WorkerDied
 from tests.kernels.triton.device import DEVICE
 
+pytestmark = pytest.mark.simulated
+
 ROOT = Path(__file__).parent.parent.parent.parent
 TINY = ModelShape("tiny", 2, 4, 2, 16, 32, 48, 300)
 HEADER = {"gpu": "NVIDIA H200", "triton": "1", "torch": "2", "kernels": "3"}

@@ -81,6 +81,7 @@ def test_a_header_that_is_no_target_is_refused(ask: Ask, key: str) -> None:
         ask("x", (key, "0"))
 
 
+@pytest.mark.thorough
 def test_a_header_makes_a_request_urgent(server: Server, ask: Ask) -> None:
     """It waits behind another one and is served before it."""
     order: list[str] = []

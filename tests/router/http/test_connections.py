@@ -119,6 +119,7 @@ def test_headers_without_end_are_refused() -> None:
     assert run(App(), client).startswith(b"HTTP/1.1 431 ")
 
 
+@pytest.mark.thorough
 def test_an_idle_connection_is_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEADERS_S", 1.0)
 
@@ -148,6 +149,7 @@ def test_a_body_whose_request_is_answered_already_gets_little_time() -> None:
     run(App(), client)
 
 
+@pytest.mark.thorough
 def test_a_connection_serves_on_after_a_body_that_was_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEADERS_S", IDLE_S)
     monkeypatch.setattr(connection, "LINGER_S", 2.0)
@@ -163,6 +165,7 @@ def test_a_connection_serves_on_after_a_body_that_was_not_wanted(monkeypatch: py
     run(App(), client)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("size", "is_encrypted"), [(60_000_000, False), (300_000, False), (60_000_000, True)])
 def test_a_client_that_stops_reading_is_given_up(size: int, is_encrypted: bool, tmp_path: Path) -> None:
     app, authority = App(size), trustme.CA()
@@ -200,6 +203,7 @@ def test_a_client_that_stops_reading_is_given_up(size: int, is_encrypted: bool, 
     run(app, client, tls)
 
 
+@pytest.mark.thorough
 def test_a_client_that_reads_slowly_gets_all() -> None:
     app = App(500_000)
 
@@ -324,6 +328,7 @@ def test_a_body_of_one_byte_a_chunk_holds_up_nobody() -> None:
     run(Reading(), client, stall_s=60.0)
 
 
+@pytest.mark.thorough
 def test_a_flood_of_requests_on_one_connection_is_answered_in_turn() -> None:
     app = Reading()
 

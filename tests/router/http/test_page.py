@@ -233,6 +233,7 @@ def read_all(response: http.client.HTTPResponse) -> None:
         response.read()
 
 
+@pytest.mark.thorough
 def test_a_watching_page_does_not_hold_up_the_end() -> None:
     arguments = ("--model", "synthetic", "--http", "127.0.0.1:0", "--grace-s", "300")
     with running_server(*arguments) as server, requested(server, "/live") as page:

@@ -183,6 +183,7 @@ def test_a_request_by_http_is_a_line_too(server: Server) -> None:
     assert CANARY not in server.log.read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "method", ["vllm.grpc.engine.VllmEngine/Generate", "inference.GRPCInferenceService/ModelInfer"]
 )
@@ -195,6 +196,7 @@ def test_a_call_of_another_protocol_is_named_by_its_own_method(server: Server, m
     line_of(server, method=method, code="INVALID_ARGUMENT")
 
 
+@pytest.mark.thorough
 def test_calls_for_which_there_is_no_place_are_counted(server: Server, stub: inference_pb2_grpc.InferenceStub) -> None:
     running = [generate(stub, request("hello", 30_000)) for _ in range(2)]
     for call in running:
@@ -290,6 +292,7 @@ def test_no_text_no_token_and_no_authorization_is_logged_on_any_path(
     assert json.dumps(text)[1:-1] not in log
 
 
+@pytest.mark.thorough
 def test_refused_calls_cost_a_line_a_second(server: Server, stub: inference_pb2_grpc.InferenceStub) -> None:
     time.sleep(QUIET_S)
     before, started = len(lines(server)), time.monotonic()
@@ -373,6 +376,7 @@ main()
 # -- a log that nothing reads --------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_full_pipe_stops_no_token_and_no_shutdown(tmp_path: Path) -> None:
     """Standard error is a pipe of 4 KiB, full after a dozen requests."""
     reader, writer = os.pipe()
