@@ -44,10 +44,6 @@ def generate(
     bad_word: Annotated[
         list[str] | None, typer.Option(help="Text that the answer must not hold. May be repeated.")
     ] = None,
-    beams: Annotated[int | None, typer.Option(help="Use beam search with this many beams.", show_default=False)] = None,
-    length_penalty: Annotated[
-        float | None, typer.Option(help="With --beams: above 0 favours long answers.", show_default=False)
-    ] = None,
     json_schema: Annotated[
         Path | None, typer.Option(help="File with the JSON schema that the answer matches.", show_default=False)
     ] = None,
@@ -73,16 +69,12 @@ def generate(
     """Stream one answer to standard output, and its figures to standard error."""
     if system is not None and raw:
         raise typer.BadParameter("cannot be combined with --raw", param_hint="--system")
-    if length_penalty is not None and beams is None:
-        raise typer.BadParameter("needs --beams", param_hint="--length-penalty")
     text = read_standard_input() if prompt == "-" else prompt
     options: GenerateOptions = {
         **sampling,
         "max_tokens": max_tokens,
         "stop": stop,
         "bad_words": bad_word,
-        "beams": beams,
-        "length_penalty": length_penalty,
         "json_schema": read_file(json_schema, "--json-schema"),
         "regex": regex,
         "grammar": read_file(grammar, "--grammar"),

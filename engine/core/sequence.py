@@ -122,7 +122,7 @@ class Request:
     """What a client asked for, as far as its sequences have it in common. Requests are told apart by identity.
 
     arrived        on the engine's clock, like `deadline`, which is math.inf for none
-    age_s          its client's request is older than it by this: the steps of a beam search keep one place in line
+    age_s          its client's request is older than it by this: one that is resumed keeps its place in line
     tenant         the client on whose behalf it is computed; "" is a tenant like any other
     ttft_s         target for the time from arrival to the first token; math.inf for none
     tpot_s         target for the mean time of each token after the first; math.inf for none

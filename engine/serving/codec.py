@@ -110,7 +110,6 @@ def check_submit(submit: engine_pb2.Submit, vocab_size: int, max_model_len: int)
         _check(not submit.slo.HasField(name) or 0 < getattr(submit.slo, name) <= MAX_SLO_S, f"slo.{name}")
     for each in PARAMETERS:
         _check(not sampling.HasField(each.name) or getattr(sampling, each.name) in each.interval, each.name)
-    _check(not sampling.HasField("beam_search"), "sampling.beam_search")
     _check(len(sampling.logit_bias) <= MAX_LOGIT_BIAS, "sampling.logit_bias")
     _check(all(bias in LOGIT_BIAS for bias in sampling.logit_bias.values()), "sampling.logit_bias")
     _check(len(sampling.allowed_token_ids) <= vocab_size, "sampling.allowed_token_ids")

@@ -51,14 +51,12 @@ class Wake:
 class SequenceInbox:
     """Output of one sequence that the handler has not taken yet.
 
-    score     the score of a beam search's hypothesis
     readings  what was read from its prompt; all of it comes before the end, and before the first token
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[engine_pb2.Logprobs] = field(default_factory=list)  # one per token if requested
     ended: engine_pb2.Ended | None = None
-    score: float | None = None
     readings: list[engine_pb2.Reading] = field(default_factory=list)
 
 

@@ -1,1 +1,1 @@
-"""The Inference service (`InferenceServicer`): validation, admission, generation and beam search, output."""
+"""The Inference service (`InferenceServicer`): validation, admission, generation, output."""

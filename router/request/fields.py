@@ -68,7 +68,6 @@ class Limits:
     hidden_size: int = 0
     max_n: int = MAX_N
     max_readouts: int = 256
-    max_beams: int = 16
     max_logprobs: int = MAX_LOGPROBS
     max_stop: int = 16
     max_stop_bytes: int = 256

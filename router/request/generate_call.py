@@ -14,7 +14,6 @@ from pagoda.v1 import inference_pb2
 from ..engines.stream import EngineStream, SequenceInbox, time_in_engine
 from ..errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted
 from ..text.tokenizer import Tokenizer
-from .beam_search import BeamSearchStream
 from .output import (
     ClientWriter,
     SequenceOutput,
@@ -28,7 +27,7 @@ from .token_times import TokenTimes
 from .validation import GenerateParams
 
 _PROMPT_AT_ONCE = 256  # tokens: with all logprobs a message of about 100 KB, which stock clients accept
-Stream: TypeAlias = EngineStream | BeamSearchStream | ResumedStream
+Stream: TypeAlias = EngineStream | ResumedStream
 
 
 class OutputRoom:
@@ -94,7 +93,6 @@ class GenerateCall:
             for index in range(params.n)
         ]
         self._unfinished = params.n
-        self._num_beams = params.num_sequences if params.is_search else 0
         self._response = inference_pb2.GenerateResponse(request_id=params.request_id)  # reused
 
     @property
@@ -105,11 +103,6 @@ class GenerateCall:
     def lengths(self) -> list[int]:
         """Tokens of each sequence."""
         return [output.num_tokens for output in self._outputs]
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens computed for the output so far, those of beams that are not returned included."""
-        return self._num_beams * max(output.num_tokens for output in self._outputs) or self.num_tokens
 
     @property
     def reasons(self) -> list[inference_pb2.FinishReason]:

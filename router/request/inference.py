@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -17,7 +16,6 @@ from ..answers.formats import AnswerFormat
 from ..errors import PagodaError, Unavailable, Unimplemented
 from ..tenants.caller import caller
 from .admission import Admission, Reservation
-from .beam_search import BeamSearchStream
 from .client_call import ClientCall, time_left
 from .fields import Limits
 from .generate_call import GenerateCall, OutputRoom, Stream
@@ -149,14 +147,14 @@ class InferenceServicer:
             admitted.check_draining()
             admitted.begin(params.request_id)
             record.is_chat = params.is_chat
-            admitted.reservation.grow(params.num_sequences * (params.max_tokens or 1))
+            admitted.reservation.grow(params.n * (params.max_tokens or 1))
             async with self._keeping(admitted, params) as kept:
                 prompt = await self._tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
                 record.prompt_len = len(prompt)
                 bad_words = await self._tokenizer.encode_bad_words(params.bad_words) if params.bad_words else ()
                 max_tokens = check_prompt(params, len(prompt), self.limits)
-                output = params.num_sequences * self._likely_length(params, max_tokens)
-                needed = params.num_sequences * len(prompt) + output
+                output = params.n * self._likely_length(params, max_tokens)
+                needed = params.n * len(prompt) + output
                 admitted.reservation.grow(needed - admitted.reservation.tokens)
                 admitted.spending.reserve(len(prompt) + output)
                 timeout_s = time_left(call)
@@ -245,8 +243,7 @@ class InferenceServicer:
             if kept is not None:
                 stream = resumed(engine, kept, time_left(admitted.call), starts)
             else:
-                submitted = partial(BeamSearchStream, engine) if params.is_search else engine.submit
-                stream = submitted(submit, starts)
+                stream = engine.submit(submit, starts)
             admitted.live.stream = stream
             num_before = kept.num_tokens if kept is not None else 0
             answer: GenerateCall | None = None
@@ -278,7 +275,7 @@ class InferenceServicer:
             finally:
                 stream.close()
                 if answer is not None:
-                    admitted.spending.used += max(0, answer.num_computed - num_before)  # it may break during the replay
+                    admitted.spending.used += max(0, answer.num_tokens - num_before)  # it may break during the replay
         except Unavailable as error:
             if kept is None or not kept.is_kept:
                 raise

@@ -80,7 +80,6 @@ class SequenceOutput:
         self.written_at = 0.0
         self.stop: str | None = None
         self.ended: engine_pb2.Ended | None = None
-        self._score: float | None = None
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
@@ -98,12 +97,12 @@ class SequenceOutput:
         inbox.tokens, inbox.logprobs, inbox.ended = [], [], None
         if self._parser is not None:
             self.more = self._parsed(self._parser, ids, logprobs, ended)
-            self.ended, self._score = ended, inbox.score
+            self.ended = ended
             return self.take_more(into)
         # After a stop string, the engine's tokens are those that it computed before it read the abort.
         text, count = self._text_of(ids, ended) if self.stop is None else ("", 0)
         self.num_tokens += count
-        self.ended, self._score = ended, inbox.score
+        self.ended = ended
         if not count and not text:
             return False
         into.index = self.index
@@ -149,7 +148,6 @@ class SequenceOutput:
             index=self.index,
             reason=ended_itself if reason == FinishReason.FINISH_REASON_STOP else reason,
             stop_token_id=self.ended.matched if self.ended.HasField("matched") else None,
-            score=self._score,
         )
 
     def _parsed(

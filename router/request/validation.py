@@ -19,7 +19,6 @@ from ..errors import InvalidArgument, NotFound, Unimplemented
 from ..tenants.caller import ANYONE, Caller
 from ..text.chat_template import Chat, Message
 from ..text.tokenizer import Prompt
-from .beam_search import check_beam_search, check_stop_ids, check_stopping
 from .chat import calls_due, chat_from, tools_of
 from .fields import (
     Limits,
@@ -47,7 +46,7 @@ class GenerateParams:
     """A valid request with its defaults filled in.
 
     prompt_field          the input field that is set, as errors name it
-    sampling              every field is set, the seed included; beam_search only if requested; without bad_words
+    sampling              every field is set, the seed included, except bad_words
     bad_words             words that the output must not contain
     max_tokens            None: as many as the context leaves, or the server's default (see `check_prompt`)
     logprobs              None: none; 0: of the chosen token; N: also of the N most likely
@@ -105,19 +104,9 @@ class GenerateParams:
         return self.prompt_field in ("chat", "message")
 
     @property
-    def is_search(self) -> bool:
-        """Whether this is a beam search (router/request/beam_search.py)."""
-        return self.sampling.HasField("beam_search")
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that the engine holds at once."""
-        return self.sampling.beam_search.width if self.is_search else self.n
-
-    @property
     def has_open_length(self) -> bool:
-        """Whether outputs may end long before max_tokens. A search tells nothing before it is complete."""
-        return self.max_tokens is None and not self.is_search
+        """Whether outputs may end long before max_tokens."""
+        return self.max_tokens is None
 
 
 def validate_generate(
@@ -138,14 +127,6 @@ def validate_generate(
     has_text = output.text if output.HasField("text") else True
     if stopping.stop and not has_text:
         raise InvalidArgument("stopping.stop", "needs output.text, which is off")
-    if request.sampling.HasField("beam_search"):
-        check_stopping(stopping, output)
-        if request.HasField("guided"):
-            raise InvalidArgument("guided", "is set; a beam search takes the tokens that its beams are given")
-        if request.resumable:
-            raise InvalidArgument("resumable", "is set; a beam search sends nothing before it ends: send it again")
-        if output.HasField("prompt_logprobs"):
-            raise InvalidArgument("output.prompt_logprobs", "is set; a beam search does not tell them")
     if request.resumable and output.HasField("prompt_logprobs"):
         raise InvalidArgument("resumable", "is set; a stream with output.prompt_logprobs is not kept")
     prompt = prompt_from(request, limits)
@@ -226,12 +207,8 @@ def to_submit(
     caller      for whom it is
     guided      the grammar of the output
     bad_words   tokens of the words that the output must not contain
-
-    Raises InvalidArgument if too many ids end a sequence for a beam search.
     """
     stop_ids = {*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids}
-    if params.is_search:
-        check_stop_ids(stop_ids, params.num_sequences)
     readout = None
     if params.prompt_logprobs is not None:
         readout = engine_pb2.Readout(logprobs_from=1, num_top=params.prompt_logprobs)
@@ -357,8 +334,6 @@ def _calls_due(request: inference_pb2.GenerateRequest, tools: tuple[Tool, ...], 
         raise InvalidArgument(field, "requires a call; how this model writes calls is not known: see --tool-format")
     if request.HasField("guided"):
         raise InvalidArgument(field, "requires a call, whose format is not that of guided")
-    if request.sampling.HasField("beam_search"):
-        raise InvalidArgument(field, "requires a call, which a beam search cannot ensure")
     return due
 
 
@@ -437,6 +412,8 @@ _DEFAULTS: dict[str, Any] = {each.name: each.default for each in PARAMETERS}
 
 def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb2.Sampling:
     """Check sampling fields and fill in their defaults. Raises InvalidArgument."""
+    if given.HasField("beam_search"):
+        raise InvalidArgument("sampling.beam_search", "is set; beam search is in the Python client: Client.beam_search")
     check_count(len(given.logit_bias), "sampling.logit_bias", limits.max_logit_bias)
     for id, bias in given.logit_bias.items():
         check_id(id, f"sampling.logit_bias[{id}]", limits.vocab_size)
@@ -444,8 +421,7 @@ def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb
     check_ids(given.allowed_token_ids, "sampling.allowed_token_ids", limits.vocab_size, limits.vocab_size)
     _check_bad_words(given.bad_words, limits)
     resolved = inference_pb2.Sampling(n=1, seed=secrets.randbits(64), **_DEFAULTS)
-    if not given.HasField("beam_search"):  # a search ranks by the model's own log-probabilities
-        resolved.MergeFrom(limits.recommended)
+    resolved.MergeFrom(limits.recommended)
     if not limits.takes_typical_p:
         resolved.typical_p = _DEFAULTS["typical_p"]
     resolved.MergeFrom(given)
@@ -457,10 +433,6 @@ def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb
     check_integer(resolved.n, "sampling.n", 1, limits.max_n)
     if resolved.top_k >= limits.vocab_size:
         resolved.top_k = 0  # both keep every token
-    if resolved.HasField("beam_search"):
-        if given.bad_words:
-            raise InvalidArgument("sampling.bad_words", "is set; a beam search considers every token")
-        check_beam_search(resolved, limits)
     return resolved
 
 

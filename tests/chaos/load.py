@@ -49,7 +49,6 @@ CANCELS = {
     "silence between tokens": 8,
     "a stalled reader": 1,
     "after the last token": 6,
-    "beam search": 3,
     "several sequences": 8,
 }
 READS = {"read": 60, "read slowly": 8, "abort": 10, "another tenant's abort": 6, "a deadline": 6, "a bad request": 6,
@@ -135,8 +134,8 @@ def text(chance: random.Random, length: int) -> str:
 
 def _item(chance: random.Random, at: int, prefixes: Sequence[str]) -> Item:
     kind = chance.choices(
-        ("plain", "long prompt", "long output", "shared prefix", "several", "beam", "chat", "ids"),
-        (37, 14, 4, 12, 12, 5, 10, 6),
+        ("plain", "long prompt", "long output", "shared prefix", "several", "chat", "ids"),
+        (37, 14, 4, 12, 12, 10, 6),
     )[0]
     own = f"{at} " + text(chance, chance.randint(4, 40))
     message = inference_pb2.GenerateRequest()
@@ -145,17 +144,16 @@ def _item(chance: random.Random, at: int, prefixes: Sequence[str]) -> Item:
     message.priority = chance.choice((0, 0, 0, 5))
     if chance.random() < 0.2:
         message.slo.ttft_s = 0.2
-    if kind != "beam":
-        if chance.random() < 0.5:
-            message.sampling.seed = chance.getrandbits(40)
-            message.sampling.temperature = chance.choice((0.5, 1.0, 1.5))
-            message.sampling.top_k = chance.choice((0, 0, 20))
-            message.sampling.top_p = chance.choice((1.0, 0.9))
-            message.sampling.presence_penalty = chance.choice((0.0, 0.5))
-        if chance.random() < 0.15:
-            message.stopping.stop.append(chance.choice(string.ascii_lowercase))
-        if chance.random() < 0.15:
-            message.output.logprobs = chance.choice((0, 5))
+    if chance.random() < 0.5:
+        message.sampling.seed = chance.getrandbits(40)
+        message.sampling.temperature = chance.choice((0.5, 1.0, 1.5))
+        message.sampling.top_k = chance.choice((0, 0, 20))
+        message.sampling.top_p = chance.choice((1.0, 0.9))
+        message.sampling.presence_penalty = chance.choice((0.0, 0.5))
+    if chance.random() < 0.15:
+        message.stopping.stop.append(chance.choice(string.ascii_lowercase))
+    if chance.random() < 0.15:
+        message.output.logprobs = chance.choice((0, 5))
     match kind:
         case "long prompt":
             message.prompt = own + text(chance, chance.randint(200, 600))
@@ -174,11 +172,6 @@ def _item(chance: random.Random, at: int, prefixes: Sequence[str]) -> Item:
             message.sampling.n = chance.choice((2, 3, 4))
             message.sampling.seed = chance.getrandbits(40)
             message.sampling.temperature = 1.0
-        case "beam":
-            message.prompt = own
-            message.stopping.max_tokens = chance.choice((3, 8))
-            message.sampling.beam_search.width = chance.choice((2, 3, 4))
-            message.sampling.n = chance.choice((1, 2))
         case _:
             message.prompt = own
     return Item(message, kind)
@@ -189,13 +182,13 @@ def calls(chance: random.Random, items: Sequence[Item], first: int, num_connecti
     by_kind: dict[str, list[int]] = {}
     for at, item in enumerate(items):
         by_kind.setdefault(item.kind, []).append(at)
-    resumable = [at for at, item in enumerate(items[:NUM_ITEMS]) if item.kind != "beam"]
+    resumable = range(min(NUM_ITEMS, len(items)))
     number = first
     while True:
         cancels = chance.random() < 0.9
         frequencies = CANCELS if cancels else READS
         behaviour = chance.choices(list(frequencies), list(frequencies.values()))[0]
-        kind = {"a prompt": "long prompt", "beam search": "beam", "several sequences": "several",
+        kind = {"a prompt": "long prompt", "several sequences": "several",
                 "rendering a chat": "chat", "silence between tokens": "long output", "a stalled reader": "large output",
                 "a stalled reader given up": "large output"}.get(behaviour)  # fmt: skip
         yield Call(
@@ -352,7 +345,7 @@ class Clients:
 
         timer = None
         if call.cancels and call.behaviour in ("tokenizing", "rendering a chat", "at any moment", "a prompt",
-                                               "beam search", "several sequences"):  # fmt: skip
+                                               "several sequences"):  # fmt: skip
             timer = asyncio.get_running_loop().call_later(call.after_s, cancel)
         aborting = None
         if "abort" in call.behaviour:
@@ -492,8 +485,7 @@ async def solo_runs(address: str, items: Sequence[Item]) -> dict[int, list[Outpu
         clients = Clients(address, (), items)
         clients._channels = [(channel, False)]
         for at, item in enumerate(items):
-            if not item.message.sampling.HasField("beam_search"):
-                item.message.cache.bypass = True
+            item.message.cache.bypass = True
             outcome = await clients.make(Call(at, at, "solo", 0, "read"))
             item.message.ClearField("cache")
             assert outcome.status == "OK", f"{item}: {outcome}"

@@ -133,13 +133,6 @@ def test_how_many_tokens_is_the_servers_to_say_unless_told(server: FakeServer) -
     assert [request.stopping.HasField("max_tokens") for request in requests] == [False, False]
 
 
-def test_generate_asks_for_beams(server: FakeServer) -> None:
-    assert pagoda("generate", "text", "--beams", "4", "--length-penalty", "0.5").exit_code == 0
-    assert server.requests[0].sampling.beam_search == inference_pb2.BeamSearch(width=4, length_penalty=0.5)
-    pagoda("generate", "text")
-    assert not server.requests[1].sampling.HasField("beam_search")
-
-
 def test_generate_lets_the_server_answer_text_unless_it_is_raw(server: FakeServer) -> None:
     pagoda("generate", "Why?")
     pagoda("generate", "Because", "--raw")

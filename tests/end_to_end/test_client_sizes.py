@@ -76,7 +76,6 @@ def asking(**fields: Any) -> inference_pb2.GenerateRequest:
 
 GRPC: list[tuple[str, Any]] = [
     ("sampling.n", lambda size: asking(sampling={"n": size})),
-    ("sampling.beam_search.width", lambda size: asking(sampling={"beam_search": {"width": size}})),
     ("output.logprobs", lambda size: inference_pb2.GenerateRequest(prompt="Hi", output={"logprobs": size})),
     (
         "output.prompt_logprobs",

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from pagoda import Client
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.end_to_end.asking import Answer, ask, chat, engine_load, request
 from tests.engine.random_schemas import assert_matches
@@ -146,9 +147,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(exact: inference_pb2_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("early_stopping", [False, True])
-def test_beams_are_those_of_transformers(
-    exact: inference_pb2_grpc.InferenceStub, plain_model_folder: Path, early_stopping: bool
-) -> None:
+def test_beams_are_those_of_transformers(exact_server: Server, plain_model_folder: Path, early_stopping: bool) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(plain_model_folder)
@@ -171,19 +170,21 @@ def test_beams_are_those_of_transformers(
                 return_dict_in_generate=True,
                 output_scores=True,
             )
-        message = request(prompt, max_tokens=COUNT, sampling={"n": 2})
-        message.stopping.stop_token_ids.extend(ends)
-        beams = message.sampling.beam_search
-        beams.width, beams.length_penalty = width, penalty
-        beams.early_stopping = (
-            inference_pb2.EARLY_STOPPING_ENOUGH if early_stopping else inference_pb2.EARLY_STOPPING_ESTIMATED
-        )
-        answer = ask(exact, message)
+        with Client(exact_server.address) as client:
+            found = client.beam_search(
+                prompt=prompt,
+                beams=width,
+                max_tokens=COUNT,
+                length_penalty=penalty,
+                early_stopping="enough" if early_stopping else "estimated",
+                stop_token_ids=ends,
+                ignore_eos=True,
+            )
         theirs = out.sequences[:, ids["input_ids"].shape[1] :].tolist()
-        for index, (tokens, score) in enumerate(zip(theirs, out.sequences_scores.tolist(), strict=True)):
+        for ours, tokens, score in zip(found, theirs, out.sequences_scores.tolist(), strict=False):
             ended = next((place for place, id in enumerate(tokens, 1) if id in ends), len(tokens))
-            assert answer.ids(index) == tokens[:ended], prompt
-            assert answer.finished(index).score == pytest.approx(score, abs=1e-3)
+            assert list(ours.tokens) == tokens[:ended], prompt
+            assert ours.score == pytest.approx(score, abs=1e-3)
 
 
 def test_logprobs_of_the_chosen_and_the_most_likely_agree(exact: inference_pb2_grpc.InferenceStub) -> None:

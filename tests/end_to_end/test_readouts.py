@@ -261,7 +261,6 @@ def test_a_bad_score_request_is_refused_by_field(
     ("field", "fields"),
     [
         ("output.prompt_logprobs", {"output": {"prompt_logprobs": 21}}),
-        ("output.prompt_logprobs", {"output": {"prompt_logprobs": 1}, "sampling": {"beam_search": {"width": 2}}}),
         ("resumable", {"output": {"prompt_logprobs": 1}, "resumable": True}),
     ],
 )

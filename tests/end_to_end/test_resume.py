@@ -428,15 +428,6 @@ def test_only_what_was_sent_and_kept_is_sent_again(inference: Stub) -> None:
     assert len(Answer(resume(inference, "kept", [5])).ids(1)) == 5
 
 
-def test_a_beam_search_is_not_resumable(inference: Stub) -> None:
-    search = asked("beams")
-    search.sampling.beam_search.width = 2
-    with pytest.raises(grpc.RpcError) as caught:
-        ask(inference, resumable(search, "search"))
-    assert code_of(caught) is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.details().startswith("resumable: ")
-
-
 def test_an_aborted_stream_stays_aborted_and_its_last_text_comes_again(server: Server, inference: Stub) -> None:
     endless = asked("open", temperature=1.0)
     endless.stopping.max_tokens = 900

@@ -1,4 +1,4 @@
-"""Sequences that arrive with output and continue it, as in each step of a beam search."""
+"""Sequences that arrive with output and continue it, as those that are resumed do."""
 
 from __future__ import annotations
 

@@ -68,7 +68,6 @@ NONSENSE: dict[str, RouterMessage] = {
     "repetition_penalty": RouterMessage(submit=submit(sampling={"repetition_penalty": math.inf})),
     "bias": RouterMessage(submit=submit(sampling={"logit_bias": {1: math.nan}})),
     "biases": RouterMessage(submit=submit(sampling={"logit_bias": dict.fromkeys(range(2000), 1.0)})),
-    "beam search": RouterMessage(submit=submit(sampling={"beam_search": inference_pb2.BeamSearch(width=4)})),
     "deadline": RouterMessage(submit=submit(timeout_s=math.nan)),
     "age": RouterMessage(submit=submit(age_s=math.inf)),
     "slo": RouterMessage(submit=submit(slo=inference_pb2.Slo(tpot_s=math.nan))),

@@ -116,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         siblings=st.integers(1, 4),
     )
     def continue_others(self, prompt, output, more, priority, tenant, bypass, age_s, siblings):
-        """Add sequences that arrive with output, as in a beam search; without `more`, some need no more tokens."""
+        """Add sequences that arrive with output, as resumed ones do; without `more`, some need no more tokens."""
         rules = {"priority": priority, "tenant": tenant, "bypass": bypass, "age_s": age_s}
         for at in range(siblings):
             self.seqs.append(self.engine.add(prompt, output + more, output=list(range(at, at + output)), **rules))

@@ -79,23 +79,6 @@ def texts(responses: list[GenerateResponse]) -> list[str]:
     return ["".join(tokens.text for tokens in told if tokens.index == at) for at in range(3)]
 
 
-async def test_hypotheses_are_told_one_behind_the_other_with_their_scores() -> None:
-    hypotheses = {
-        0: said([1, 2], -3.0, LENGTH, 0.0),
-        1: said([3], -0.5, LENGTH, -1.0),
-        2: said([4], -0.1, LENGTH, -2.0),
-    }
-    search = Sampling(n=3)
-    search.beam_search.width = 3
-    responses = await responses_to(Engine(hypotheses), search)
-    assert texts(responses) == ["ab", "c", "d"]
-    ends = [response.finished for response in responses if response.HasField("finished")]
-    assert [(end.index, end.score) for end in ends] == [(0, 0.0), (1, -1.0), (2, -2.0)]
-    assert [token.logprob for token in responses[0].tokens.tokens] == [-3.0, -3.0]
-    assert responses[-1].usage.completion_tokens == 4
-    assert not any(response.HasField("usage") for response in responses[:-1])
-
-
 async def test_what_comes_after_a_stop_string_counts_for_nothing() -> None:
     engine = Engine(
         {0: said([1, 2, 9, 9]), 1: said([3], reason=LENGTH), 2: said([4], reason=LENGTH)},
@@ -131,11 +114,8 @@ async def test_room_for_an_open_length_grows_with_the_output_up_to_the_most() ->
 
 
 def test_a_length_is_open_only_if_nothing_limits_it() -> None:
-    search = Sampling()
-    search.beam_search.width = 2
     limited = GenerateRequest(prompt="x", stopping={"max_tokens": 5})
-    for request in (limited, GenerateRequest(prompt="x", sampling=search)):
-        assert not validate_generate(request, LIMITS, "m").has_open_length
+    assert not validate_generate(limited, LIMITS, "m").has_open_length
 
 
 async def test_usage_sums_what_was_drafted_and_accepted_for_all_sequences() -> None:

@@ -64,8 +64,6 @@ def test_what_the_model_recommends_holds_where_a_request_is_silent() -> None:
     assert (silent.repetition_penalty, silent.top_p) == (recommended.repetition_penalty, 1)
     explicit = params_of(limits, sampling={"temperature": 0, "top_k": 0, "repetition_penalty": 1}).sampling
     assert (explicit.temperature, explicit.top_k, explicit.repetition_penalty) == (0, 0, 1)
-    search = params_of(limits, sampling={"beam_search": {"width": 2}}).sampling
-    assert (search.temperature, search.top_k, search.repetition_penalty) == (0, 0, 1)
 
 
 def test_a_model_without_a_recommended_temperature_is_drawn_as_llama_cpp_draws_it() -> None:
@@ -231,9 +229,7 @@ BAD = [
     ("sampling.bad_words[1]", {"sampling": {"bad_words": ["a", ""]}}),
     ("sampling.bad_words[0]", {"sampling": {"bad_words": ["a" * 257]}}),
     ("sampling.bad_words", {"sampling": {"bad_words": ["a"] * 65}}),
-    ("sampling.bad_words", {"sampling": {"bad_words": ["a"], "beam_search": {"width": 2}}}),
-    ("sampling.typical_p", {"sampling": {"typical_p": 0.5, "beam_search": {"width": 2}}}),
-    ("sampling.no_repeat_ngram_size", {"sampling": {"no_repeat_ngram_size": 2, "beam_search": {"width": 2}}}),
+    ("sampling.beam_search", {"sampling": {"beam_search": {"width": 2}}}),
     ("sampling.allowed_token_ids[1]", {"sampling": {"allowed_token_ids": [999, 1000]}}),
     ("sampling.allowed_token_ids", {"sampling": {"allowed_token_ids": [1] * 1001}}),
     ("sampling.logit_bias", {"sampling": {"logit_bias": {str(id): 1 for id in range(1025)}}}),
@@ -263,7 +259,6 @@ BAD = [
     ("guided.choice.options", {"guided": {"choice": {"options": [""]}}}),
     ("guided.choice.options", {"guided": {"choice": {"options": ["a"] * (MAX_CHOICES + 1)}}}),
     ("guided.json_object", {"guided": {"json_object": False}}),
-    ("guided", {"guided": {"regex": "a"}, "sampling": {"beam_search": {"width": 2}}}),
 ]
 
 
@@ -304,13 +299,9 @@ def test_a_call_can_be_required_where_it_can_be_enforced(choice: dict[str, str])
     chat = {"messages": [user()], "tools": [{"name": "f"}, {"name": "g"}], "tool_choice": choice}
     params = params_of(chat=chat)
     assert params.calls_due == Calls(params.tools[:1] if "tool" in choice else params.tools, "mode" in choice)
-    for others, limits in (
-        ({}, dataclasses.replace(LIMITS, has_tool_format=False)),
-        ({"sampling": {"beam_search": {"width": 2}}}, LIMITS),
-    ):
-        with pytest.raises(InvalidArgument) as refused:
-            params_of(limits, chat=chat, **others)
-        assert refused.value.field == f"chat.tool_choice.{next(iter(choice))}"
+    with pytest.raises(InvalidArgument) as refused:
+        params_of(dataclasses.replace(LIMITS, has_tool_format=False), chat=chat)
+    assert refused.value.field == f"chat.tool_choice.{next(iter(choice))}"
     assert params_of(chat=chat | {"tool_choice": {}}).calls_due is None
 
 

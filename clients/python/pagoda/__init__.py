@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagoda.aio import AsyncClient
     from pagoda.answer import Answer, ToolCall
+    from pagoda.beams import Hypothesis
     from pagoda.chunk import Chunk, FinishReason, Score, Timing, TokenLogprob, ToolCallDelta, Usage
     from pagoda.client import Client
     from pagoda.errors import (
@@ -31,6 +32,7 @@ __all__ = [
     "Client",
     "DeadlineExceeded",
     "FinishReason",
+    "Hypothesis",
     "InvalidArgument",
     "NotFound",
     "Overloaded",
@@ -51,7 +53,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import what is asked for first: a process that needs the messages alone, in `pagoda.v1`, loads no gRPC."""
     if name in __all__:
-        for module in ("errors", "chunk", "answer", "client", "aio"):
+        for module in ("errors", "chunk", "answer", "beams", "client", "aio"):
             if hasattr(found := import_module(f"pagoda.{module}"), name):
                 globals()[name] = value = getattr(found, name)
                 return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
@@ -11,10 +12,11 @@ from typing import Any, TypeVar, Unpack
 import grpc
 
 from pagoda.answer import Answer, answer_of
+from pagoda.beams import BeamSearch, EarlyStopping, Hypothesis
 from pagoda.chunk import Chunk, Score, chunk_from, score_from
 from pagoda.connection import CHANNEL_OPTIONS, Attempts, call_metadata, credentials
 from pagoda.conversation import ChatMessage
-from pagoda.errors import client_closed, error_from
+from pagoda.errors import Cancelled, client_closed, error_from
 from pagoda.request import (
     ChatOptions,
     EmbedOptions,
@@ -129,6 +131,56 @@ class AsyncClient:
         )
         return answer_of([chunk async for chunk in chunks], options.get("json_schema"))
 
+    async def beam_search(
+        self,
+        message: str | None = None,
+        *,
+        prompt: str | None = None,
+        chat: str | Sequence[ChatMessage] | None = None,
+        token_ids: Sequence[int] | None = None,
+        beams: int = 4,
+        max_tokens: int,
+        min_tokens: int = 0,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = "estimated",
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> list[Hypothesis]:
+        """Find the most likely continuations of an input, which is given as for `generate`, best first.
+
+        The arguments are those of `pagoda.beams.BeamSearch`. Each step asks the server for one token of every beam,
+        whose text the server's prefix cache holds; a step asks for all beams at once.
+
+        timeout_s  for each step
+        """
+        if token_ids is None:
+            token_ids = await self.tokenize(message, prompt=prompt, chat=chat, model=model)
+        models = await self.models()
+        info = next((each for each in models if each.name == model), models[0])
+        search = BeamSearch(
+            beams,
+            max_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            stop_ids={*stop_token_ids, *(() if ignore_eos else info.eos_token_ids)},
+            min_tokens=min_tokens,
+        )
+        step: GenerateOptions = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "text": False}
+        step |= {"priority": priority, "cache_salt": cache_salt, "model": model or None}
+        step["logprobs"] = min(search.num_candidates, info.vocab_size)
+        while not search.is_over:
+            texts = [[*token_ids, *beam.tokens] for beam in search.beams]
+            streams = [self.generate(token_ids=text, timeout_s=timeout_s, **step) for text in texts]
+            asked = [self._likeliest(stream) for stream in streams]
+            search.advance(await asyncio.gather(*asked))
+        written = [self.detokenize(each.body, model=model) for each in search.hypotheses]
+        hypotheses = zip(search.hypotheses, await asyncio.gather(*written), strict=True)
+        return [replace(each, text=text) for each, text in hypotheses]
+
     async def embed(
         self,
         inputs: Sequence[str | Sequence[int]],
@@ -235,6 +287,14 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    @staticmethod
+    async def _likeliest(chunks: AsyncGenerator[Chunk, None]) -> tuple[tuple[int, float], ...]:
+        """The most likely tokens of a sequence of one token."""
+        found = [logprob.top async for chunk in chunks for logprob in chunk.logprobs]
+        if not found:
+            raise Cancelled("a beam was ended by the server", grpc.StatusCode.CANCELLED)
+        return found[0]
 
     def _attempts(self, timeout_s: float | None) -> Attempts:
         return Attempts(self._retries, self._timeout_s if timeout_s is None else timeout_s)

@@ -94,7 +94,6 @@ class Chunk:
                    A long prompt with log-probabilities comes on several chunks
     finish_reason  set when the sequence ends
     matched        the stop string or token id that ended it; True: its format, which allows no more
-    score          the score of a beam search's hypothesis
     usage, timing  on the last chunk of the stream
     """
 
@@ -109,7 +108,6 @@ class Chunk:
     prompt_ids: tuple[int, ...] | None = None
     finish_reason: FinishReason | None = None
     matched: str | int | None = None
-    score: float | None = None
     usage: Usage | None = None
     timing: Timing | None = None
 
@@ -173,7 +171,6 @@ def chunk_from(response: inference_pb2.GenerateResponse) -> Chunk:
                 index=end.index,
                 finish_reason=_REASONS.get(end.reason, FinishReason.OTHER),
                 matched=None if matched is None else getattr(end, matched),
-                score=end.score if end.HasField("score") else None,
                 usage=usage,
                 timing=timing,
             )

@@ -1,9 +1,10 @@
-"""The blocking client."""
+"""The blocking client. blocking.py writes this file from aio.py: change that."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
@@ -11,10 +12,11 @@ from typing import Any, TypeVar, Unpack
 import grpc
 
 from pagoda.answer import Answer, answer_of
+from pagoda.beams import BeamSearch, EarlyStopping, Hypothesis
 from pagoda.chunk import Chunk, Score, chunk_from, score_from
 from pagoda.connection import CHANNEL_OPTIONS, Attempts, call_metadata, credentials
 from pagoda.conversation import ChatMessage
-from pagoda.errors import client_closed, error_from
+from pagoda.errors import Cancelled, client_closed, error_from
 from pagoda.request import (
     ChatOptions,
     EmbedOptions,
@@ -138,6 +140,56 @@ class Client:
         )
         return answer_of(chunks, options.get("json_schema"))
 
+    def beam_search(
+        self,
+        message: str | None = None,
+        *,
+        prompt: str | None = None,
+        chat: str | Sequence[ChatMessage] | None = None,
+        token_ids: Sequence[int] | None = None,
+        beams: int = 4,
+        max_tokens: int,
+        min_tokens: int = 0,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = "estimated",
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> list[Hypothesis]:
+        """Find the most likely continuations of an input, which is given as for `generate`, best first.
+
+        The arguments are those of `pagoda.beams.BeamSearch`. Each step asks the server for one token of every beam,
+        whose text the server's prefix cache holds; AsyncClient asks for all beams at once.
+
+        timeout_s  for each step
+        """
+        if token_ids is None:
+            token_ids = self.tokenize(message, prompt=prompt, chat=chat, model=model)
+        models = self.models()
+        info = next((each for each in models if each.name == model), models[0])
+        search = BeamSearch(
+            beams,
+            max_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            stop_ids={*stop_token_ids, *(() if ignore_eos else info.eos_token_ids)},
+            min_tokens=min_tokens,
+        )
+        step: GenerateOptions = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "text": False}
+        step |= {"priority": priority, "cache_salt": cache_salt, "model": model or None}
+        step["logprobs"] = min(search.num_candidates, info.vocab_size)
+        while not search.is_over:
+            texts = [[*token_ids, *beam.tokens] for beam in search.beams]
+            streams = [self.generate(token_ids=text, timeout_s=timeout_s, **step) for text in texts]
+            asked = [self._likeliest(stream) for stream in streams]
+            search.advance(asked)
+        written = [self.detokenize(each.body, model=model) for each in search.hypotheses]
+        hypotheses = zip(search.hypotheses, written, strict=True)
+        return [replace(each, text=text) for each, text in hypotheses]
+
     def embed(
         self,
         inputs: Sequence[str | Sequence[int]],
@@ -227,7 +279,7 @@ class Client:
         response: admin_pb2.FlushCacheResponse = self._call(self._admin.FlushCache, admin_pb2.FlushCacheRequest())
         return response.freed_blocks
 
-    def step_trace(self, last_s: float | None = None) -> Generator[trace_pb2.StepTracePart, None]:
+    def step_trace(self, last_s: float | None = None) -> Generator[trace_pb2.StepTracePart, None, None]:
         """Stream the engines' step traces of the last `last_s` seconds, in parts; None: all that they keep."""
         request = step_trace_request(last_s)
         return self._stream(self._control.GetStepTrace, request, self._attempts(None), lambda part: part)
@@ -244,6 +296,14 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @staticmethod
+    def _likeliest(chunks: Generator[Chunk, None, None]) -> tuple[tuple[int, float], ...]:
+        """The most likely tokens of a sequence of one token."""
+        found = [logprob.top for chunk in chunks for logprob in chunk.logprobs]
+        if not found:
+            raise Cancelled("a beam was ended by the server", grpc.StatusCode.CANCELLED)
+        return found[0]
 
     def _attempts(self, timeout_s: float | None) -> Attempts:
         return Attempts(self._retries, self._timeout_s if timeout_s is None else timeout_s)

@@ -62,9 +62,6 @@ class GenerateOptions(ChatOptions, total=False):
     allowed_token_ids: Sequence[int] | None
     seed: int | None
     n: int | None
-    beams: int | None
-    length_penalty: float | None
-    early_stopping: Literal["estimated", "enough", "best"] | None
     logprobs: int | None
     text: bool | None
     token_bytes: bool | None
@@ -126,9 +123,6 @@ _FIELDS = {
     "ignore_eos": "stopping.ignore_eos",
     "include_stop_in_output": "stopping.include_stop_in_output",
     **{name: f"sampling.{name}" for name in inference_pb2.Sampling.DESCRIPTOR.fields_by_name if name != "beam_search"},
-    "beams": "sampling.beam_search.width",
-    "length_penalty": "sampling.beam_search.length_penalty",
-    "early_stopping": "sampling.beam_search.early_stopping",
     "logprobs": "output.logprobs",
     "text": "output.text",
     "token_bytes": "output.token_bytes",
@@ -164,13 +158,6 @@ _EMBED_FIELDS = {"pooling": "pooling", "normalize": "normalize", "dimensions": "
 _SCORE_FIELDS = {"token_bytes": "token_bytes"} | _READOUT_FIELDS
 
 _CHAT_OPTIONS = ("continue_last", "tools", "tool_choice", "template_kwargs")
-
-_EARLY_STOPPING = {
-    "estimated": inference_pb2.EARLY_STOPPING_ESTIMATED,
-    "enough": inference_pb2.EARLY_STOPPING_ENOUGH,
-    "best": inference_pb2.EARLY_STOPPING_BEST,
-}
-
 
 _POOLINGS = {
     "last": inference_pb2.POOLING_LAST,
@@ -221,10 +208,6 @@ def generate_request(asked: Input, options: GenerateOptions) -> inference_pb2.Ge
     for name, value in options.items():
         if name not in _FIELDS and name not in _CHAT_OPTIONS:
             raise TypeError(f"unknown option {name!r}; known: {', '.join((*_FIELDS, *_CHAT_OPTIONS))}")
-        if name == "early_stopping" and value is not None:
-            if value not in _EARLY_STOPPING:
-                raise wrong(_FIELDS[name], f"{value!r} is none of {', '.join(_EARLY_STOPPING)}")
-            value = _EARLY_STOPPING[str(value)]
         if name == "json_schema" and value is not None:
             value = _schema_text(value)
         if value is not None and name in _FIELDS:

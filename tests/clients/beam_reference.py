@@ -4,22 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda.v1 import inference_pb2
 from pagoda_server.engine.runners.synthetic import advance, expected_logprobs
-
-EARLY_STOPPING = (
-    inference_pb2.EARLY_STOPPING_ESTIMATED,
-    inference_pb2.EARLY_STOPPING_ENOUGH,
-    inference_pb2.EARLY_STOPPING_BEST,
-)
-
-
-def beam_params(
-    width: int,
-    length_penalty: float = 1.0,
-    early_stopping: inference_pb2.EarlyStopping = inference_pb2.EARLY_STOPPING_ESTIMATED,
-) -> inference_pb2.BeamSearch:
-    return inference_pb2.BeamSearch(width=width, length_penalty=length_penalty, early_stopping=early_stopping)
 
 
 @dataclass(frozen=True)
@@ -34,13 +19,15 @@ class Expected:
 def expected_beams(
     prompt: list[int],
     max_tokens: int,
-    params: inference_pb2.BeamSearch,
     vocab_size: int,
+    *,
+    width: int,
+    length_penalty: float = 1.0,
+    early_stopping: str = "estimated",
     stop_ids: frozenset[int] = frozenset(),
     min_tokens: int = 0,
 ) -> list[Expected]:
     """The hypotheses that a search finds, best first."""
-    width = params.width
     texts: list[tuple[float, list[int]]] = [(0.0, [])]
     finished: list[Expected] = []
     for length in range(1, max_tokens + 1):
@@ -57,14 +44,14 @@ def expected_beams(
         for score, text in longer[:width]:
             if text[-1] in stop_ids or length == max_tokens:
                 matched = text[-1] if text[-1] in stop_ids else None
-                finished.append(Expected(text, score / length**params.length_penalty, matched))
+                finished.append(Expected(text, score / length**length_penalty, matched))
         finished = sorted(finished, key=lambda one: -one.score)[:width]
         texts = [pair for pair in longer if pair[1][-1] not in stop_ids][:width]
         if len(finished) == width:
-            is_best = params.early_stopping == inference_pb2.EARLY_STOPPING_BEST
-            hoped = max_tokens if is_best and params.length_penalty > 0 else length
-            if params.early_stopping == inference_pb2.EARLY_STOPPING_ENOUGH:
+            is_best = early_stopping == "best"
+            hoped = max_tokens if is_best and length_penalty > 0 else length
+            if early_stopping == "enough":
                 break
-            if texts[0][0] / hoped**params.length_penalty <= finished[-1].score:
+            if texts[0][0] / hoped**length_penalty <= finished[-1].score:
                 break
     return finished
