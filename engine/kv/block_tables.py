@@ -17,49 +17,33 @@ from .prefix_cache import Prefix, PrefixCache
 
 
 class BlockTables:
-    """The one place that gives sequences blocks and takes them back. It alone replaces or changes `Sequence.blocks`."""
+    """The one place that gives sequences blocks and takes them back. It alone replaces or changes `Sequence.blocks`.
+
+    prompts   sequences that wait for a sibling's prompt
+    prefixes  what other sequences can find
+    """
 
     def __init__(self, pool: BlockPool, prefix_caching: bool, host: HostBlocks) -> None:
         self._pool = pool
         self._host = host
-        self._prefixes = PrefixCache(pool, prefix_caching)
-        self._prompts = SharedPrompts(pool)
+        self.prefixes = PrefixCache(pool, prefix_caching)
+        self.prompts = SharedPrompts(pool)
         self._copies = BlockCopies(pool)
-
-    # -- siblings that wait for a prompt ------------------------------------------------------------------------------
-
-    @property
-    def num_parked(self) -> int:
-        return self._prompts.num_parked
-
-    def parked(self) -> Iterator[Sequence]:
-        """Yield the sequences that wait for a sibling's prompt."""
-        yield from self._prompts.parked()
-
-    def park(self, seq: Sequence) -> bool:
-        """Say whether a new sequence must wait for a sibling's prompt."""
-        return self._prompts.park(seq)
-
-    def prompt_computed(self, seq: Sequence) -> list[Sequence]:
-        """Note a sequence's first token; return the siblings that waited for it."""
-        return self._prompts.computed(seq)
 
     def ended(self, seq: Sequence) -> list[Sequence]:
         """Note that a sequence has ended; return the sibling that must compute the prompt in its place, if any."""
         self._host.ended(seq)
-        return self._prompts.ended(seq)
-
-    # -- blocks -------------------------------------------------------------------------------------------------------
+        return self.prompts.ended(seq)
 
     def num_cached(self, seq: Sequence) -> int:
         """Count the leading tokens of a waiting sequence that need not be computed."""
-        prefix = self._prompts.find(seq) or self._prefixes.match(seq)
+        prefix = self.prompts.find(seq) or self.prefixes.match(seq)
         return max(prefix.num_tokens, min(self._host.num_kept(seq), seq.cacheable_len))
 
     def start(self, seq: Sequence, length: int, num_running: int) -> Prefix | None:
         """Give a waiting sequence blocks for `length` tokens; return its prefix, or None if blocks are too few."""
         prefix = self._affordable_prefix(seq, length, num_running)
-        if prefix is None and num_running == 0 and self._prompts.release():
+        if prefix is None and num_running == 0 and self.prompts.release():
             prefix = self._affordable_prefix(seq, length, num_running)
         if prefix is None:
             return None
@@ -77,13 +61,13 @@ class BlockTables:
             self._copies.want(seq.id, prefix.partial, seq.blocks[num_shared])
         if prefix.sibling is None and seq.account.first_scheduled is None and not seq.output_len:
             pool.note_hit(prefix.sources)
-        self._prompts.started(seq)
+        self.prompts.started(seq)
         return prefix
 
     def grow(self, seq: Sequence) -> bool:
         """Give a running sequence one more block, if need be one that was held for siblings; False if there is none."""
         if not self._pool.num_available:
-            self._prompts.release()
+            self.prompts.release()
         if not self._pool.num_available:
             return False
         new = self._pool.allocate(1, after=seq.blocks[-1])
@@ -98,15 +82,7 @@ class BlockTables:
         if self._host.num_blocks:
             self._host.computed(seq)
         if num_computed // self._pool.block_size > table.num_published:
-            self._prefixes.publish(seq, num_computed)
-
-    def publish_begun(self, seq: Sequence) -> None:
-        """Let others continue from everything that a running sequence, which is about to end, has computed."""
-        self._prefixes.publish_begun(seq)
-
-    def keep(self, seq: Sequence) -> None:
-        """Keep what a sequence has computed: it is about to give up its blocks and will resume."""
-        self._host.keep(seq)
+            self.prefixes.publish(seq, num_computed)
 
     def leave(self, seq: Sequence) -> None:
         """Take a sequence's blocks back."""
@@ -134,7 +110,7 @@ class BlockTables:
         spare = pool.num_available - num_running
         if spare < 1:
             return None
-        prefix = self._host.extend(seq, self._prompts.find(seq) or self._prefixes.match(seq))
+        prefix = self._host.extend(seq, self.prompts.find(seq) or self.prefixes.match(seq))
         needed = pool.blocks_for(length) - len(prefix.blocks)
         if needed + pool.num_unreferenced(prefix.sources) <= spare:
             return prefix
@@ -146,7 +122,7 @@ class BlockTables:
         """Raise AssertionError unless every block is accounted for and no sequence writes to what another one reads."""
         seqs = list(running)
         tables = [seq.blocks for seq in seqs]
-        self._pool.check_integrity([*tables, *self._prompts.held(), *self._copies.held()])
+        self._pool.check_integrity([*tables, *self.prompts.held(), *self._copies.held()])
         self._host.check_integrity()
         users = Counter(block for table in tables for block in table)
         for seq in seqs:

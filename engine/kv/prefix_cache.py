@@ -75,10 +75,6 @@ class PrefixCache:
         partial, num_common = max(filter(None, found), key=lambda each: each[1], default=(None, 0))
         return Prefix(start + num_common, blocks, partial)
 
-    def num_cached(self, seq: Sequence) -> int:
-        """Count the leading tokens of a waiting sequence that need not be computed."""
-        return self.match(seq).num_tokens
-
     def publish(self, seq: Sequence, num_computed: int) -> None:
         """Let other sequences find the blocks that are full now that this many leading tokens are computed."""
         if not self._serves(seq):

@@ -126,7 +126,7 @@ class Scheduler:
             detail = f"up to {seq.max_len} tokens, the KV cache holds {capacity}"
             self._end(seq, EndReason.REJECTED, detail=detail)
             return
-        if not self._tables.park(seq):
+        if not self._tables.prompts.park(seq):
             self.waiting.add(seq)
         self._deadlines.add(seq)
 
@@ -147,7 +147,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Waiting sequences, with those that wait for a sibling to compute their prompt."""
-        return len(self.waiting) + self._tables.num_parked
+        return len(self.waiting) + self._tables.prompts.num_parked
 
     @property
     def _num_startable(self) -> int:
@@ -397,7 +397,7 @@ class Scheduler:
         return seq.num_tokens + seq.num_pending <= self._protected_len.get(seq.id, 0)
 
     def _preempt(self, seq: Sequence) -> None:
-        self._tables.keep(seq)
+        self.host.keep(seq)
         self._leave(seq)
         self.tenants.moves(seq, State.WAITING)
         now = self.clock()
@@ -435,7 +435,7 @@ class Scheduler:
     def _append(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         if seq.account.first_token is None:
             seq.account.has_first_token(self.clock(), is_running=seq.state is State.RUNNING)
-            for sibling in self._tables.prompt_computed(seq):
+            for sibling in self._tables.prompts.computed(seq):
                 self.waiting.add(sibling)
             for forced in seq.tokens[seq.num_tokens - seq.num_unsent :]:
                 self._count_forced(seq)
@@ -528,7 +528,7 @@ class Scheduler:
         field: str = "",
     ) -> None:
         if seq.state is State.RUNNING:
-            self._tables.publish_begun(seq)
+            self._tables.prefixes.publish_begun(seq)
             self._leave(seq)
         else:
             self.waiting.remove(seq)
@@ -565,7 +565,7 @@ class Scheduler:
         assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} running, at most {self.max_num_seqs} may"
         assert all(seq.state is State.RUNNING for seq in self.running)
         assert all(seq.state is State.WAITING and not seq.blocks for seq in self.waiting)
-        parked = list(self._tables.parked())
+        parked = list(self._tables.prompts.parked())
         assert all(seq.state is State.WAITING and not seq.blocks for seq in parked)
         assert {seq.id for seq in [*self.running, *self.waiting, *parked]} == self._live.keys()
         assert self._prefill_plan.keys() | self._protected_len.keys() <= self._live.keys()

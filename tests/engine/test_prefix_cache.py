@@ -177,7 +177,7 @@ def test_entries_of_blocks_that_were_evicted_do_not_pile_up() -> None:
     for at in range(60):
         engine.add([at, *prompt(30, at)], max_tokens=1)
         engine.run()
-    heads = engine.scheduler._tables._prefixes._heads
+    heads = engine.scheduler._tables.prefixes._heads
     assert heads is not None
     assert len(heads._contents) <= 2 * 16 + 1
 
