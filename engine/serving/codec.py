@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2, trace_pb2
@@ -26,13 +26,16 @@ from ...settings.request import (
 )
 from ...settings.sampling import LOGIT_BIAS, PARAMETERS
 from ..core.guarded_mask import GuardedMask
-from ..core.sequence import EndReason, Pooling, Readout, Request, SamplingParams, Sequence, TokenMask
-from ..core.step import Ended, Hold, Reading, TokenLogprobs
+from ..core.sequence import Account, EndReason, Pooling, Readout, Request, SamplingParams, Sequence, TokenMask
+from ..core.step import Counters, Ended, Hold, Reading, TokenLogprobs
 from ..kv.blocks import chain_root
 from ..loop.loop import LoadSnapshot
 from ..loop.step_trace import Move, MoveKind, Step, TraceSnapshot
 from ..scheduling.tenants import TenantTable
 
+# What is counted goes into the message's field of the same name.
+_COUNTED = [each.name for each in fields(Counters)]
+_ACCOUNTED = [each.name for each in fields(Account) if each.name in engine_pb2.Ended.DESCRIPTOR.fields_by_name]
 _END_REASONS = {
     EndReason.STOP: engine_pb2.END_REASON_STOP,
     EndReason.LENGTH: engine_pb2.END_REASON_LENGTH,
@@ -280,60 +283,34 @@ def _logprobs_message(at: int, found: TokenLogprobs) -> engine_pb2.Logprobs:
 
 
 def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
-    account = ended.seq.account
     return engine_pb2.Ended(
         sequence=sequence,
         reason=_END_REASONS[ended.reason],
         matched=ended.matched,
-        cached_tokens=account.cached_tokens,
-        preemptions=account.preemptions,
-        recomputed_tokens=account.recomputed_tokens,
-        queue_s=account.queue_s,
-        prefill_s=account.prefill_s,
-        decode_s=account.decode_s,
-        preempted_s=account.preempted_s,
         detail=ended.detail,
-        preempted_tokens=account.preempted_tokens,
-        saved_tokens=account.saved_tokens,
-        loaded_tokens=account.loaded_tokens,
-        drafted_tokens=account.drafted_tokens,
-        accepted_tokens=account.accepted_tokens,
-        forced_tokens=account.forced_tokens,
         matched_grammar=ended.matched_grammar,
         field=ended.field,
+        **{name: getattr(ended.seq.account, name) for name in _ACCOUNTED},
     )
 
 
 def _load_message(load: LoadSnapshot) -> control_pb2.EngineLoad:
-    counters = load.counters
+    referenced = load.blocks_total - load.blocks_free - load.blocks_evictable
     return control_pb2.EngineLoad(
         waiting=load.waiting,
         running=load.running,
         blocks_total=load.blocks_total,
         blocks_free=load.blocks_free,
         blocks_evictable=load.blocks_evictable,
-        blocks_referenced=load.blocks_total - load.blocks_free - load.blocks_evictable,
+        blocks_referenced=referenced,
+        kv_slots=referenced * load.block_size,
         kv_slots_unused=load.kv_slots_unused,
-        steps=counters.steps,
-        preemptions=counters.preemptions,
-        recomputed_tokens=counters.recomputed_tokens,
-        kv_slots=(load.blocks_total - load.blocks_free - load.blocks_evictable) * load.block_size,
-        prompt_tokens=counters.prompt_tokens,
-        cached_tokens=counters.cached_tokens,
-        output_tokens=counters.output_tokens,
-        step_sequences=counters.step_sequences,
-        step_tokens=counters.step_tokens,
         step_time_s=load.step_s,
-        preempted_tokens=counters.preempted_tokens,
-        dropped_tokens=counters.dropped_tokens,
         host_blocks_total=load.host.blocks_total,
         host_blocks_used=load.host.blocks_used,
         saved_tokens=load.host.saved_tokens,
         loaded_tokens=load.host.loaded_tokens,
-        drafts=counters.drafts,
-        drafted_tokens=counters.drafted_tokens,
-        accepted_tokens=counters.accepted_tokens,
-        forced_tokens=counters.forced_tokens,
+        **{name: getattr(load.counters, name) for name in _COUNTED},
     )
 
 

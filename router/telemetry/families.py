@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+
+from pagoda.v1 import control_pb2
 
 from ..request.token_times import TOKEN_BOUNDS, bounds_between
 
@@ -19,6 +22,7 @@ class Family:
     labels    besides model_name
     bounds    of a histogram's buckets
     prefixes  each gives the series a full name
+    field     of an engine's load, which each engine's sample shows; empty: it is made otherwise
     """
 
     name: str
@@ -27,6 +31,7 @@ class Family:
     labels: tuple[str, ...]
     bounds: Sequence[float]
     prefixes: tuple[str, ...]
+    field: str = ""
 
     @property
     def full_names(self) -> list[str]:
@@ -34,6 +39,7 @@ class Family:
         return [f"{prefix}{self.name}{'_total' if self.kind == 'counter' else ''}" for prefix in self.prefixes]
 
 
+_LOAD = control_pb2.EngineLoad.DESCRIPTOR.fields_by_name
 _OURS, _VLLM, _PROCESS = ("pagoda_",), ("vllm:",), ("process_",)
 _BOTH = (*_OURS, *_VLLM)
 _DURATIONS = bounds_between(-3, 3, (1, 2, 5))
@@ -56,10 +62,21 @@ def _histogram_of_calls(name: str, help: str, bounds: Sequence[float]) -> Family
     return Family(name, "histogram", help, ("engine", "method"), bounds, _BOTH)
 
 
+def _engine_gauge(
+    name: str, help: str, field: str = "", prefixes: tuple[str, ...] = _OURS, kind: str = "gauge"
+) -> Family:
+    """A family of each engine's load: of the field of the same name, or of another one."""
+    assert (field or name) in _LOAD, f"an engine's load has no {field or name}"
+    return Family(name, kind, help, ("engine",), (), prefixes, field or name)
+
+
+_engine_counter = partial(_engine_gauge, kind="counter")
+
+
 # What every router knows.
-_OF_ENGINES = (
-    _gauge("num_requests_running", "Sequences that an engine computes.", "engine", prefixes=_BOTH),
-    _gauge("num_requests_waiting", "Sequences that wait for an engine.", "engine", prefixes=_BOTH),
+OF_ENGINES = (
+    _engine_gauge("num_requests_running", "Sequences that an engine computes.", "running", _BOTH),
+    _engine_gauge("num_requests_waiting", "Sequences that wait for an engine.", "waiting", _BOTH),
     _gauge("kv_cache_usage_perc", "Fraction of the KV blocks that sequences use, 0 to 1.", "engine", prefixes=_BOTH),
     _gauge(
         "cache_config_info", "1, with the sizes of the KV cache.", "engine", "block_size", "num_gpu_blocks",
@@ -69,29 +86,29 @@ _OF_ENGINES = (
         "lora_requests_info", "The time, and no adapters: this server has none.",
         "engine", "max_lora", "running_lora_adapters", "waiting_lora_adapters", prefixes=_VLLM,
     ),
-    _counter("prompt_tokens", "Tokens of prompts, cached ones included.", "engine", prefixes=_BOTH),
-    _counter("generation_tokens", "Tokens generated.", "engine", prefixes=_BOTH),
-    _counter("num_preemptions", "Preemptions of sequences.", "engine", prefixes=_BOTH),
-    _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "engine", prefixes=_BOTH),
-    _counter("prefix_cache_hits", "Prompt tokens that the prefix cache held.", "engine", prefixes=_BOTH),
-    _counter("spec_decode_num_drafts", "Steps of a sequence that verified drafts.", "engine", prefixes=_BOTH),
-    _counter("spec_decode_num_draft_tokens", "Tokens drafted and verified.", "engine", prefixes=_BOTH),
-    _counter("spec_decode_num_accepted_tokens", "Drafted tokens that became output.", "engine", prefixes=_BOTH),
-    _counter("forced_tokens", "Tokens generated without a step each: a grammar allowed no others.", "engine"),
+    _engine_counter("prompt_tokens", "Tokens of prompts, cached ones included.", "prompt_tokens", _BOTH),
+    _engine_counter("generation_tokens", "Tokens generated.", "output_tokens", _BOTH),
+    _engine_counter("num_preemptions", "Preemptions of sequences.", "preemptions", _BOTH),
+    _engine_counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prompt_tokens", _BOTH),
+    _engine_counter("prefix_cache_hits", "Prompt tokens that the prefix cache held.", "cached_tokens", _BOTH),
+    _engine_counter("spec_decode_num_drafts", "Steps of a sequence that verified drafts.", "drafts", _BOTH),
+    _engine_counter("spec_decode_num_draft_tokens", "Tokens drafted and verified.", "drafted_tokens", _BOTH),
+    _engine_counter("spec_decode_num_accepted_tokens", "Drafted tokens that became output.", "accepted_tokens", _BOTH),
+    _engine_counter("forced_tokens", "Tokens generated without a step each: a grammar allowed no others."),
     _gauge("engine_up", "Whether the engine is ready.", "engine"),
     _counter("engine_restarts", "Restarts of the engine by this server.", "engine"),
     _gauge("kv_blocks", "KV blocks by state: free, evictable or referenced.", "engine", "state"),
-    _gauge("kv_waste_ratio", "Fraction of the slots of referenced blocks that hold no token.", "engine"),
+    _engine_gauge("kv_waste_ratio", "Fraction of the slots of referenced blocks that hold no token.", "kv_waste"),
     _gauge("host_blocks", "Blocks of host memory for preempted sequences: free or used.", "engine", "state"),
-    _counter("steps", "Steps of the engine.", "engine"),
-    _gauge("step_seconds", "Duration of the last step.", "engine"),
-    _gauge("step_sequences", "Sequences in the last step.", "engine"),
-    _gauge("step_tokens", "Tokens that the last step computed.", "engine"),
-    _counter("preempted_tokens", "Computed tokens that preempted sequences gave up.", "engine"),
-    _counter("recomputed_tokens", "Preempted tokens that were computed again.", "engine"),
-    _counter("saved_tokens", "Preempted tokens that were copied to host memory.", "engine"),
-    _counter("loaded_tokens", "Preempted tokens that were copied back from host memory.", "engine"),
-    _counter("dropped_tokens", "Tokens computed for sequences that had already ended.", "engine"),
+    _engine_counter("steps", "Steps of the engine."),
+    _engine_gauge("step_seconds", "Duration of the last step.", "step_time_s"),
+    _engine_gauge("step_sequences", "Sequences in the last step."),
+    _engine_gauge("step_tokens", "Tokens that the last step computed."),
+    _engine_counter("preempted_tokens", "Computed tokens that preempted sequences gave up."),
+    _engine_counter("recomputed_tokens", "Preempted tokens that were computed again."),
+    _engine_counter("saved_tokens", "Preempted tokens that were copied to host memory."),
+    _engine_counter("loaded_tokens", "Preempted tokens that were copied back from host memory."),
+    _engine_counter("dropped_tokens", "Tokens computed for sequences that had already ended."),
     _gauge("tenants", "Tenants with sequences now, or served in the last ten seconds."),
     _gauge("tenant_share_ratio", "A tenant's share of the engines in the last ten seconds.", "tenant"),
     _counter("tenant_service", "A tenant's computed prompt tokens, and twice its output tokens.", "engine", "tenant"),
@@ -137,4 +154,4 @@ _OF_ROUTERS = (
     _gauge("start_time_seconds", "When a router started, in seconds since 1970.", "router", prefixes=_PROCESS),
 )  # fmt: skip
 
-FAMILIES = (*_OF_ENGINES, *OF_REQUESTS, *_OF_ROUTERS)
+FAMILIES = (*OF_ENGINES, *OF_REQUESTS, *_OF_ROUTERS)

@@ -31,7 +31,7 @@ from ..errors import PagodaError, Passed
 from ..request.admission import Admission
 from ..request.record import Answer, Record
 from ..request.token_times import TOKEN_BOUNDS, Histogram, TokenTimes
-from .families import FAMILIES, OF_REQUESTS, Family
+from .families import FAMILIES, OF_ENGINES, OF_REQUESTS, Family
 
 # A family's name, the values of its labels, and a number, or a histogram's counts with the total at the end.
 Sample: TypeAlias = tuple[str, tuple[str, ...], "float | list[float]"]
@@ -154,7 +154,7 @@ def parsed(serialized: bytes) -> Iterator[Sample]:
 def engine_samples(
     dispatcher: Dispatcher, load: control_pb2.Load, restarts: int, is_draining: bool, shows_tenants: bool
 ) -> Iterator[Sample]:
-    """What any router tells of the engines and the server, without asking them.
+    """What any router knows of the engines and the server, without asking them.
 
     load      as of each ready engine's last step
     restarts  of engines by this server
@@ -182,31 +182,10 @@ def engine_samples(
 
 def _samples_of_engine(load: control_pb2.EngineLoad) -> Iterator[Sample]:
     engine = str(load.engine)
-    for name, value in (
-        ("num_requests_running", load.running),
-        ("num_requests_waiting", load.waiting),
-        ("kv_cache_usage_perc", load.blocks_referenced / load.blocks_total if load.blocks_total else 0.0),
-        ("kv_waste_ratio", load.kv_waste),
-        ("prompt_tokens", load.prompt_tokens),
-        ("generation_tokens", load.output_tokens),
-        ("num_preemptions", load.preemptions),
-        ("prefix_cache_queries", load.prompt_tokens),
-        ("prefix_cache_hits", load.cached_tokens),
-        ("steps", load.steps),
-        ("step_seconds", load.step_time_s),
-        ("step_sequences", load.step_sequences),
-        ("step_tokens", load.step_tokens),
-        ("preempted_tokens", load.preempted_tokens),
-        ("recomputed_tokens", load.recomputed_tokens),
-        ("saved_tokens", load.saved_tokens),
-        ("loaded_tokens", load.loaded_tokens),
-        ("dropped_tokens", load.dropped_tokens),
-        ("spec_decode_num_drafts", load.drafts),
-        ("spec_decode_num_draft_tokens", load.drafted_tokens),
-        ("spec_decode_num_accepted_tokens", load.accepted_tokens),
-        ("forced_tokens", load.forced_tokens),
-    ):
-        yield name, (engine,), value
+    for family in OF_ENGINES:
+        if family.field:
+            yield family.name, (engine,), getattr(load, family.field)
+    yield "kv_cache_usage_perc", (engine,), load.blocks_referenced / load.blocks_total if load.blocks_total else 0.0
     for state in ("free", "evictable", "referenced"):
         yield "kv_blocks", (engine, state), getattr(load, f"blocks_{state}")
     yield "host_blocks", (engine, "free"), load.host_blocks_total - load.host_blocks_used
@@ -252,7 +231,7 @@ class Page:
             if isinstance(value, list):
                 *counts, total = value
                 ends = accumulate(counts)
-                for bound, so_far in zip(_told_bounds(tuple(family.bounds)), ends, strict=True):
+                for bound, so_far in zip(_bounds_as_text(tuple(family.bounds)), ends, strict=True):
                     yield f'{name}_bucket{{{labels},le="{bound}"}} {floatToGoString(so_far)}'
                 yield f"{name}_sum{{{labels}}} {floatToGoString(total)}"
                 yield f"{name}_count{{{labels}}} {floatToGoString(sum(counts))}"
@@ -261,7 +240,7 @@ class Page:
 
 
 @lru_cache
-def _told_bounds(bounds: tuple[float, ...]) -> list[str]:
+def _bounds_as_text(bounds: tuple[float, ...]) -> list[str]:
     return [floatToGoString(bound) for bound in (*bounds, math.inf)]
 
 
