@@ -12,13 +12,16 @@ import pytest
 
 from pagoda.v1 import control_pb2, trace_pb2
 from pagoda_server.engine.core.step import StepPlan
+from pagoda_server.engine.runners.synthetic import expected_tokens
 from pagoda_server.engine.serving.codec import trace_messages
 from pagoda_server.router.errors import ResourceExhausted, Unavailable
-from pagoda_server.router.http import live
-from pagoda_server.router.http.live import LiveFeed, Rates, TraceReader
+from pagoda_server.router.http import live, trace_reader
+from pagoda_server.router.http.live import LiveFeed
+from pagoda_server.router.http.trace_reader import Rates, TraceReader
 from pagoda_server.router.telemetry.load_feed import MAX_WATCHERS
 from pagoda_server.router.tenants.caller import ANYONE, Caller
-from tests.engine.harness import SteppedEngine
+from tests.engine.drafters import AlwaysDrafts, Oracle
+from tests.engine.harness import VOCAB_SIZE, SteppedEngine
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -107,8 +110,21 @@ def test_times_are_those_of_first_tokens_and_of_gaps_between_tokens() -> None:
     assert sum(times for _, times in gaps) == 3 + 2
 
 
+@pytest.mark.parametrize("accuracy", [1.0, 0.6])
+def test_drafts_that_become_output_are_counted_as_tokens(accuracy: float) -> None:
+    oracle = Oracle(lambda seq, count: expected_tokens(seq.tokens, count, VOCAB_SIZE), accuracy, VOCAB_SIZE)
+    engine = SteppedEngine(step_time=Seconds(), speculation=AlwaysDrafts(oracle, 4, VOCAB_SIZE))
+    engine.add([1] * 6, max_tokens=30)
+    reader, rates = TraceReader(), Rates()
+    while engine.scheduler.running or engine.scheduler.waiting:
+        engine.step()
+        reader.read(parts_of(engine, last_s=4.0), rates)
+    assert sum(rate.tokens for rate in rates.values()) == 30
+    assert sum(sum(rate.itl.values()) for rate in rates.values()) == 29
+
+
 def test_many_sequences_show_the_first_and_count_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "MAX_ROWS", 3)
+    monkeypatch.setattr(trace_reader, "MAX_ROWS", 3)
     engine = SteppedEngine(step_time=Seconds(), num_blocks=256)
     for head in range(8):
         engine.add([head], max_tokens=4)
