@@ -48,8 +48,6 @@ export interface Chunk {
   finishReason?: FinishReason;
   /** The stop string or token id that ended it; true: its format, which allows no more. */
   matched?: string | number | boolean;
-  /** The score of a beam search's hypothesis. */
-  score?: number;
   /** On the last chunk of the stream. */
   usage?: Usage;
   /** On the last chunk of the stream. */
@@ -66,7 +64,6 @@ export interface Sequence {
   tokenBytes: Uint8Array[];
   finishReason: FinishReason;
   matched?: string | number | boolean;
-  score?: number;
 }
 
 /** A whole answer. `text` and `finishReason` are those of its first sequence. */
@@ -114,11 +111,10 @@ export function chunkFrom(response: GenerateResponse): Chunk {
     chunk.logprobs = tokens.flatMap(logprobOf);
     chunk.tokenBytes = bytesOf(tokens);
   } else if (event.case === "finished") {
-    const { index, reason, matched, score } = event.value;
+    const { index, reason, matched } = event.value;
     chunk.index = index;
     chunk.finishReason = REASONS[reason] ?? "other";
     if (matched.case !== undefined) chunk.matched = matched.value;
-    if (score !== undefined) chunk.score = score;
   } else if (event.case === "prompt") {
     chunk.promptIds = event.value.tokens.map((token) => token.id);
     chunk.logprobs = event.value.tokens.flatMap(logprobOf);
@@ -196,5 +192,4 @@ function add(chunk: Chunk, to: Sequence): void {
   }
   if (chunk.finishReason !== undefined) to.finishReason = chunk.finishReason;
   if (chunk.matched !== undefined) to.matched = chunk.matched;
-  if (chunk.score !== undefined) to.score = chunk.score;
 }

@@ -56,9 +56,6 @@ export interface GenerateOptions extends ChatOptions, CallOptions {
   badWords?: Iterable<string> | undefined;
   seed?: number | bigint | undefined;
   n?: number | undefined;
-  beams?: number | undefined;
-  lengthPenalty?: number | undefined;
-  earlyStopping?: keyof typeof EARLY_STOPPING | undefined;
   logprobs?: number | undefined;
   text?: boolean | undefined;
   tokenBytes?: boolean | undefined;
@@ -122,12 +119,6 @@ interface ReadoutOptions extends CallOptions {
 
 const POOLINGS = { last: pb.Pooling.LAST, mean: pb.Pooling.MEAN, cls: pb.Pooling.CLS };
 
-const EARLY_STOPPING = {
-  estimated: pb.EarlyStopping.ESTIMATED,
-  enough: pb.EarlyStopping.ENOUGH,
-  best: pb.EarlyStopping.BEST,
-};
-
 /** Option → field of GenerateRequest. */
 export const FIELDS: Record<Exclude<keyof GenerateOptions, keyof ChatOptions | keyof CallOptions>, string> = {
   maxTokens: "stopping.max_tokens",
@@ -151,9 +142,6 @@ export const FIELDS: Record<Exclude<keyof GenerateOptions, keyof ChatOptions | k
   badWords: "sampling.bad_words",
   seed: "sampling.seed",
   n: "sampling.n",
-  beams: "sampling.beam_search.width",
-  lengthPenalty: "sampling.beam_search.length_penalty",
-  earlyStopping: "sampling.beam_search.early_stopping",
   logprobs: "output.logprobs",
   text: "output.text",
   tokenBytes: "output.token_bytes",
@@ -308,7 +296,6 @@ function given(options: object, known: readonly string[]): [string, unknown][] {
 
 /** An option's value as its field takes it. */
 function converted(name: string, value: unknown): unknown {
-  if (name === "earlyStopping") return valueOf(EARLY_STOPPING, value, FIELDS.earlyStopping);
   if (name !== "jsonSchema" || typeof value === "string") return value;
   return JSON.stringify(value);
 }

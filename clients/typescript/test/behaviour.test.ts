@@ -228,7 +228,6 @@ const REFUSED: [string, Input, Record<string, unknown>, string][] = [
   ["a bias of a text", "x", { logitBias: { 5: "much" } }, "sampling.logit_bias"],
   ["a seed beyond 64 bits", "x", { seed: 1n << 64n }, "sampling.seed"],
   ["a stop that is no text", "x", { stop: ["fine", 5] }, "stopping.stop"],
-  ["an unknown way to stop early", "x", { beams: 2, earlyStopping: "soon" }, "sampling.beam_search.early_stopping"],
   ["a time that is none", "x", { timeoutS: "soon" }, "timeoutS"],
   ["an unknown role", [{ role: "robot", content: "x" }] as unknown as Input, {}, "chat.messages[0].role"],
   ["a message without content", [{ role: "user" }], {}, "chat.messages[0].content"],

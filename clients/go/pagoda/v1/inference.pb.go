@@ -26,17 +26,14 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// When a search that has `width` hypotheses ends. Every search ends at max_tokens.
+// See BeamSearch.
 type EarlyStopping int32
 
 const (
 	EarlyStopping_EARLY_STOPPING_UNSPECIFIED EarlyStopping = 0
-	// When the best beam, if it ended at its current length, would score no more than the worst hypothesis.
-	EarlyStopping_EARLY_STOPPING_ESTIMATED EarlyStopping = 1
-	// At once.
-	EarlyStopping_EARLY_STOPPING_ENOUGH EarlyStopping = 2
-	// When no beam can still score more than the worst hypothesis, whatever its length.
-	EarlyStopping_EARLY_STOPPING_BEST EarlyStopping = 3
+	EarlyStopping_EARLY_STOPPING_ESTIMATED   EarlyStopping = 1
+	EarlyStopping_EARLY_STOPPING_ENOUGH      EarlyStopping = 2
+	EarlyStopping_EARLY_STOPPING_BEST        EarlyStopping = 3
 )
 
 // Enum value maps for EarlyStopping.
@@ -220,7 +217,7 @@ type GenerateRequest struct {
 	Sampling *Sampling               `protobuf:"bytes,7,opt,name=sampling,proto3" json:"sampling,omitempty"`
 	Stopping *Stopping               `protobuf:"bytes,8,opt,name=stopping,proto3" json:"stopping,omitempty"`
 	Output   *Output                 `protobuf:"bytes,9,opt,name=output,proto3" json:"output,omitempty"`
-	// Restricts the output to a format. INVALID_ARGUMENT with sampling.beam_search.
+	// Restricts the output to a format.
 	Guided *Guided `protobuf:"bytes,10,opt,name=guided,proto3" json:"guided,omitempty"`
 	// The LoRA adapter to use; empty means none. Not supported yet: UNIMPLEMENTED.
 	LoraName string `protobuf:"bytes,11,opt,name=lora_name,json=loraName,proto3" json:"lora_name,omitempty"`
@@ -232,8 +229,7 @@ type GenerateRequest struct {
 	// not end the request; the call's deadline does.
 	Slo *Slo `protobuf:"bytes,14,opt,name=slo,proto3" json:"slo,omitempty"`
 	// Keep the stream for a while, so that Resume can continue it. Set `request_id` to resume also a stream whose first
-	// message has not arrived. INVALID_ARGUMENT with sampling.beam_search, which sends nothing before it ends;
-	// UNIMPLEMENTED if the server keeps no streams.
+	// message has not arrived. UNIMPLEMENTED if the server keeps no streams.
 	Resumable bool `protobuf:"varint,15,opt,name=resumable,proto3" json:"resumable,omitempty"`
 	// Most tokens that a step may draft for each sequence (speculative decoding); 0 turns drafting off. It changes no
 	// token, only when it comes. At most 16; default: what the server finds worth its time.
@@ -567,7 +563,7 @@ type Sampling struct {
 	Seed *uint64 `protobuf:"varint,11,opt,name=seed,proto3,oneof" json:"seed,omitempty"`
 	// Sequences to generate from the input, with the seeds seed, seed + 1, …. Range [1, 64]; default 1.
 	N *uint32 `protobuf:"varint,12,opt,name=n,proto3,oneof" json:"n,omitempty"`
-	// Search for the most likely sequences instead of drawing or taking one token after the other.
+	// INVALID_ARGUMENT: the Python client searches, with Client.beam_search.
 	BeamSearch *BeamSearch `protobuf:"bytes,13,opt,name=beam_search,json=beamSearch,proto3" json:"beam_search,omitempty"`
 	// Keep the tokens whose information content is closest to the expected one, until their probability reaches p
 	// (locally typical sampling; Meister et al., 2022). Range (0, 1]; 1 keeps all. Default 1.
@@ -724,27 +720,14 @@ func (x *Sampling) GetBadWords() []string {
 	return nil
 }
 
-// Beam search. In each step the `width` beams are continued by their most likely tokens, and the best `width`
-// continuations become the next beams. A beam that ends is a hypothesis. Its score is the sum of its tokens'
-// log-probabilities, including the token that ended it, divided by their number to the power of `length_penalty`. The
-// best `width` hypotheses are kept, and n of them are returned, best first: `index` is the rank. The rules are those of
-// transformers' `generate(num_beams=width)`.
-//
-// The server sends nothing before the search has ended. n is at most `width`. Log-probabilities are the model's own, so
-// the other fields that choose tokens must have their defaults. Stop strings are not supported, and output.logprobs is
-// at most 0. `width` and the number of ids that end a sequence are together at most 20. usage.completion_tokens counts
-// the tokens of the returned hypotheses. In the engine, each step of a search is a request of `width` sequences, which
-// share the prefix cache under the call's salt; with cache.bypass, under a salt of their own.
+// The server no longer searches: see Sampling.beam_search.
 type BeamSearch struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Range [2, 16]; required.
-	Width *uint32 `protobuf:"varint,1,opt,name=width,proto3,oneof" json:"width,omitempty"`
-	// Above 0 favours long hypotheses, below 0 short ones. Range [-5, 5]; default 1.
-	LengthPenalty *float32 `protobuf:"fixed32,2,opt,name=length_penalty,json=lengthPenalty,proto3,oneof" json:"length_penalty,omitempty"`
-	// Default ESTIMATED.
+	Width         *uint32       `protobuf:"varint,1,opt,name=width,proto3,oneof" json:"width,omitempty"`
+	LengthPenalty *float32      `protobuf:"fixed32,2,opt,name=length_penalty,json=lengthPenalty,proto3,oneof" json:"length_penalty,omitempty"`
 	EarlyStopping EarlyStopping `protobuf:"varint,3,opt,name=early_stopping,json=earlyStopping,proto3,enum=pagoda.v1.EarlyStopping" json:"early_stopping,omitempty"`
 }
 
@@ -915,8 +898,8 @@ type Output struct {
 	// Send a `prompt` event first, with the tokens that the input became.
 	Prompt bool `protobuf:"varint,5,opt,name=prompt,proto3" json:"prompt,omitempty"`
 	// As `logprobs`, for the tokens of the `prompt` event, which is sent then: in parts, one after the other, if the
-	// prompt is long. The first token has none. Such a request does not read the prefix cache. INVALID_ARGUMENT with
-	// sampling.beam_search, and for a request that is resumable.
+	// prompt is long. The first token has none. Such a request does not read the prefix cache. INVALID_ARGUMENT for a
+	// request that is resumable.
 	PromptLogprobs *uint32 `protobuf:"varint,6,opt,name=prompt_logprobs,json=promptLogprobs,proto3,oneof" json:"prompt_logprobs,omitempty"`
 	// Leave reasoning and tool calls in the text, as the model writes them.
 	Unparsed bool `protobuf:"varint,7,opt,name=unparsed,proto3" json:"unparsed,omitempty"`
@@ -1817,7 +1800,7 @@ type Finished struct {
 	//	*Finished_StopTokenId
 	//	*Finished_Grammar
 	Matched isFinished_Matched `protobuf_oneof:"matched"`
-	// The score of a beam search's hypothesis.
+	// No longer set: see BeamSearch.
 	Score *float32 `protobuf:"fixed32,5,opt,name=score,proto3,oneof" json:"score,omitempty"`
 }
 
@@ -2026,8 +2009,7 @@ func (x *Usage) GetReasoningTokens() uint32 {
 }
 
 // Where the time of the request's slowest sequence went. Queue, prefill, decode and preempted add up to its time in the
-// engine. For a beam search, they and the counts are sums over its steps, with the slowest beam of each step: the first
-// step counts as prefill, all others as decode, and waiting as queue.
+// engine.
 type Timing struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache

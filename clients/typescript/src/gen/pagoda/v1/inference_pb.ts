@@ -96,7 +96,7 @@ export type GenerateRequest = Message<"pagoda.v1.GenerateRequest"> & {
   output?: Output | undefined;
 
   /**
-   * Restricts the output to a format. INVALID_ARGUMENT with sampling.beam_search.
+   * Restricts the output to a format.
    *
    * @generated from field: pagoda.v1.Guided guided = 10;
    */
@@ -132,8 +132,7 @@ export type GenerateRequest = Message<"pagoda.v1.GenerateRequest"> & {
 
   /**
    * Keep the stream for a while, so that Resume can continue it. Set `request_id` to resume also a stream whose first
-   * message has not arrived. INVALID_ARGUMENT with sampling.beam_search, which sends nothing before it ends;
-   * UNIMPLEMENTED if the server keeps no streams.
+   * message has not arrived. UNIMPLEMENTED if the server keeps no streams.
    *
    * @generated from field: bool resumable = 15;
    */
@@ -298,7 +297,7 @@ export type Sampling = Message<"pagoda.v1.Sampling"> & {
   n?: number | undefined;
 
   /**
-   * Search for the most likely sequences instead of drawing or taking one token after the other.
+   * INVALID_ARGUMENT: the Python client searches, with Client.beam_search.
    *
    * @generated from field: pagoda.v1.BeamSearch beam_search = 13;
    */
@@ -337,38 +336,22 @@ export const SamplingSchema: GenMessage<Sampling> = /*@__PURE__*/
   messageDesc(file_pagoda_v1_inference, 3);
 
 /**
- * Beam search. In each step the `width` beams are continued by their most likely tokens, and the best `width`
- * continuations become the next beams. A beam that ends is a hypothesis. Its score is the sum of its tokens'
- * log-probabilities, including the token that ended it, divided by their number to the power of `length_penalty`. The
- * best `width` hypotheses are kept, and n of them are returned, best first: `index` is the rank. The rules are those of
- * transformers' `generate(num_beams=width)`.
- *
- * The server sends nothing before the search has ended. n is at most `width`. Log-probabilities are the model's own, so
- * the other fields that choose tokens must have their defaults. Stop strings are not supported, and output.logprobs is
- * at most 0. `width` and the number of ids that end a sequence are together at most 20. usage.completion_tokens counts
- * the tokens of the returned hypotheses. In the engine, each step of a search is a request of `width` sequences, which
- * share the prefix cache under the call's salt; with cache.bypass, under a salt of their own.
+ * The server no longer searches: see Sampling.beam_search.
  *
  * @generated from message pagoda.v1.BeamSearch
  */
 export type BeamSearch = Message<"pagoda.v1.BeamSearch"> & {
   /**
-   * Range [2, 16]; required.
-   *
    * @generated from field: optional uint32 width = 1;
    */
   width?: number | undefined;
 
   /**
-   * Above 0 favours long hypotheses, below 0 short ones. Range [-5, 5]; default 1.
-   *
    * @generated from field: optional float length_penalty = 2;
    */
   lengthPenalty?: number | undefined;
 
   /**
-   * Default ESTIMATED.
-   *
    * @generated from field: pagoda.v1.EarlyStopping early_stopping = 3;
    */
   earlyStopping: EarlyStopping;
@@ -483,8 +466,8 @@ export type Output = Message<"pagoda.v1.Output"> & {
 
   /**
    * As `logprobs`, for the tokens of the `prompt` event, which is sent then: in parts, one after the other, if the
-   * prompt is long. The first token has none. Such a request does not read the prefix cache. INVALID_ARGUMENT with
-   * sampling.beam_search, and for a request that is resumable.
+   * prompt is long. The first token has none. Such a request does not read the prefix cache. INVALID_ARGUMENT for a
+   * request that is resumable.
    *
    * @generated from field: optional uint32 prompt_logprobs = 6;
    */
@@ -924,7 +907,7 @@ export type Finished = Message<"pagoda.v1.Finished"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * The score of a beam search's hypothesis.
+   * No longer set: see BeamSearch.
    *
    * @generated from field: optional float score = 5;
    */
@@ -997,8 +980,7 @@ export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
 
 /**
  * Where the time of the request's slowest sequence went. Queue, prefill, decode and preempted add up to its time in the
- * engine. For a beam search, they and the counts are sums over its steps, with the slowest beam of each step: the first
- * step counts as prefill, all others as decode, and waiting as queue.
+ * engine.
  *
  * @generated from message pagoda.v1.Timing
  */
@@ -1507,7 +1489,7 @@ export const ContinuationScoreSchema: GenMessage<ContinuationScore> = /*@__PURE_
   messageDesc(file_pagoda_v1_inference, 31);
 
 /**
- * When a search that has `width` hypotheses ends. Every search ends at max_tokens.
+ * See BeamSearch.
  *
  * @generated from enum pagoda.v1.EarlyStopping
  */
@@ -1518,22 +1500,16 @@ export enum EarlyStopping {
   UNSPECIFIED = 0,
 
   /**
-   * When the best beam, if it ended at its current length, would score no more than the worst hypothesis.
-   *
    * @generated from enum value: EARLY_STOPPING_ESTIMATED = 1;
    */
   ESTIMATED = 1,
 
   /**
-   * At once.
-   *
    * @generated from enum value: EARLY_STOPPING_ENOUGH = 2;
    */
   ENOUGH = 2,
 
   /**
-   * When no beam can still score more than the worst hypothesis, whatever its length.
-   *
    * @generated from enum value: EARLY_STOPPING_BEST = 3;
    */
   BEST = 3,
