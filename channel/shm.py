@@ -1,7 +1,7 @@
 """The transport over shared memory: where engines listen, how routers connect, and the link between them.
 
 Messages travel through a pair of rings (ring.py): four bytes of length, then the message in protobuf's encoding. The
-Unix socket that brought the rings stays open and silent, so that its closing tells that the other process is gone.
+Unix socket that brought the rings stays open and silent, so that its closing shows that the other process is gone.
 
 Both ends check that the other process belongs to their own user: an abstract name has no permissions, and the first
 process to ask for it gets it.

@@ -16,7 +16,7 @@ Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
 
 class CheckpointError(Exception):
-    """A model that cannot be served; the message tells its user what to do about it."""
+    """A model that cannot be served; the message says what its user can do about it."""
 
 
 def quoted(text: object) -> str:

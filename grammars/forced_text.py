@@ -1,8 +1,8 @@
 """How long a text a grammar may force at once: bytes to which there is no alternative, from one token on.
 
 llguidance follows forced text to its end, in one call, and no limit of its own ends that: a grammar of a few bytes that
-repeats a repeated text holds up the caller for a minute. So the grammar's source tells beforehand. What is returned is
-an upper bound, often far above the real length, and math.inf where the source does not tell: for a grammar or a schema
+repeats a repeated text holds up the caller for a minute. So the grammar's source is read beforehand. The result is an
+upper bound, often far above the real length, and math.inf where the source does not show one: for a grammar or a schema
 that refers to itself, and for what is not understood here.
 """
 

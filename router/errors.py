@@ -1,4 +1,4 @@
-"""Errors that a client can tell apart, and how each becomes a gRPC status."""
+"""Errors that a client can distinguish, and how each becomes a gRPC status."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class LineWriter(logging.Handler):
                 self._changed.notify_all()
 
     def _write(self, lines: bytes) -> None:
-        with contextlib.suppress(OSError):  # no room on the disk, or no reader any more: there is nothing to tell
+        with contextlib.suppress(OSError):  # no room on the disk, or no reader any more: nothing can be written
             while lines:
                 try:
                     lines = lines[os.write(self._descriptor, lines) :]

@@ -48,7 +48,7 @@ class About:
     above          bound that the value must exceed
     at_most        largest value; a number without one must still be finite
     check          raises ValueError, whose message follows the flag; not called for None
-    shown_default  what happens by default, if the value None does not tell
+    shown_default  what happens by default, if the value None does not say it
     on_device      default by device type, where the value is None; `Settings.number_on` resolves it
     is_private     whether GetServerInfo leaves it out: a secret, a path or an address
     """

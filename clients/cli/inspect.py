@@ -122,7 +122,7 @@ def load_tables(load: control_pb2.Load) -> Group:
 
 def _load_rows(load: control_pb2.EngineLoad) -> dict[str, str]:
     rows = {"sequences": f"{load.running} running, {load.waiting} waiting"}
-    if not load.blocks_total:  # the server tells no more to a token that may not observe
+    if not load.blocks_total:  # the server shows no more to a token that may not observe
         return rows
     rows |= {
         "KV blocks": f"{load.blocks_referenced} in use, {load.blocks_evictable} cached, {load.blocks_free} free "

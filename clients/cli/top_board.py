@@ -1,4 +1,4 @@
-"""What `pagoda top` knows of a server: its load, and what short step traces have told of the last minutes."""
+"""What `pagoda top` knows of a server: its load, and what short step traces have shown of the last minutes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MINUTE_S = 60.0
 LATENCY_UNIT_S = 1e-4  # latencies are counted by this
 ENDED_SHOWN_S = 2.0
 SAME_ARRIVAL_S = 1e-3  # ids begin again with an engine, so the arrival is a part of a sequence's identity
-ROUNDING_S = 1e-6  # a step that two traces tell of has in both almost the same end
+ROUNDING_S = 1e-6  # a step that stands in two traces has in both almost the same end
 CLOCK_JUMP_S = 2.0  # an engine's clock that differs by more is that of another machine
 
 # What a cell shows if a sequence did several things in it: the first of them.
@@ -232,7 +232,7 @@ def _percentiles(counts: Counter[int]) -> tuple[float, float] | None:
 
 
 class _Engine:
-    """One engine's sequences, as its traces tell of them."""
+    """One engine's sequences, as its traces show them."""
 
     def __init__(self, number: int) -> None:
         self.sequences: dict[int, Followed] = {}
@@ -301,7 +301,7 @@ def _second(seconds: dict[int, Second], at: float) -> Second:
 
 
 def _move(sequence: Followed, track: Track, origin: float, seen: float) -> None:
-    """Let a sequence do what its track tells of the time after `seen`."""
+    """Let a sequence do what its track shows of the time after `seen`."""
     for span in track.spans:
         if origin + span.end_s > seen:
             sequence.paint(span.doing, origin + span.start_s, origin + span.end_s)

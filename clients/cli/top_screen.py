@@ -1,4 +1,4 @@
-"""Draw a Board as lines of text that fit a terminal. Glyphs and words tell everything that colours tell."""
+"""Draw a Board as lines of text that fit a terminal. Glyphs and words say everything that colours say."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def draw(
     is_paused: bool = False,
     interval_s: float = 1.0,
 ) -> list[Text]:
-    """Lines of at most `width` columns; `height` of them, or as many as there is to tell and no keys if it is None."""
+    """Lines of at most `width` columns; `height` of them, or as many as there are figures and no keys if it is None."""
     is_low = height is not None and height < LOW
     lines = [_header(board, width), *_notices(board, is_paused, interval_s), _rates(board, width)]
     lines += [*_kv(board, width, is_low), _batch(board, width), *_prefix(board, width)]

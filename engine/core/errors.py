@@ -1,4 +1,4 @@
-"""What can go wrong in the engine, as far as a caller tells it apart."""
+"""What can go wrong in the engine, as far as a caller can distinguish it."""
 
 _LONGEST_SHOWN = 100
 

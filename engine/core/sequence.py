@@ -90,7 +90,7 @@ class Readout:
     """What a client wants to know of a prompt, beside the tokens that follow it.
 
     logprobs_from  the first token, by position from 1 on, whose log-probability is wanted, with all that follow it in
-                   the prompt; None: none. The row before a token, which the model computes there, tells it
+                   the prompt; None: none. The row before a token, which the model computes there, gives it
     num_top        also of the N most likely tokens in its place
     pooling        which rows' hidden states become a vector: the last one's, the mean of all, or the first one's
     """
@@ -105,7 +105,7 @@ class Readout:
         return min((each.start for each in rows if each), default=prompt_len)
 
     def scored_rows(self, start: int, end: int, prompt_len: int) -> range:
-        """Return those of the rows from `start` to `end` that tell a wanted log-probability."""
+        """Return those of the rows from `start` to `end` that give a wanted log-probability."""
         first = prompt_len if self.logprobs_from is None else self.logprobs_from - 1
         return range(max(start, first), min(end, prompt_len - 1))
 
@@ -119,7 +119,7 @@ class Readout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What a client asked for, as far as its sequences have it in common. Requests are told apart by identity.
+    """What a client asked for, as far as its sequences have it in common. Requests are compared by identity.
 
     arrived        on the engine's clock, like `deadline`, which is math.inf for none
     age_s          its client's request is older than it by this: one that is resumed keeps its place in line
@@ -190,7 +190,7 @@ class BlockTable(list[int]):
 
 @dataclass(slots=True)
 class Account:
-    """What a client is told about a sequence's time and tokens. Its methods alone change it.
+    """What a client gets to know about a sequence's time and tokens. Its methods alone change it.
 
     booked_until      every second from arrival to this time is in one of the four sums that follow
     lost_tokens       computed tokens that it gave up when it was last preempted

@@ -76,7 +76,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a chunk tells of its prompt.
+    """What a chunk reads from its prompt.
 
     logprobs  of tokens that follow each other, the first at position `start`
     hidden    the hidden state that was asked for, in float32; where the mean is: the sum of those in the chunk
@@ -100,7 +100,7 @@ class Sampled:
                draft as long as the one before it equals its draft, and its token mask is there
     postponed  positions of chunks that chose no token, because the token mask was not there in time. Only a mask that
                depends on tokens may be late, so that no later step counts on the token
-    is_first   of its shape: its time tells nothing of those to come
+    is_first   of its shape: its time says nothing about those to come
     """
 
     tokens: list[int]

@@ -148,7 +148,7 @@ class Speculation:
             if guesses := self._guesses(chunk.seq, record, cost, room):
                 offers.append(_Offer(chunk, guesses, record.chance, record.tries_again))
         if costs.overlap and costs.wait_s is None and len(offers) == num_running:
-            return  # what waiting loses is not known: this step will tell
+            return  # what waiting loses is not known: this step will show it
         gains = [math.inf if _waits_anyway(offer.chunk.seq) else offer.gain(cost) for offer in offers]
         offers = _worth_waiting(offers, gains, 1, num_running, costs, step_s)
         for offer, taken in zip(offers, _likeliest(offers, count, step_s, row_s, room), strict=True):
@@ -158,7 +158,7 @@ class Speculation:
     def holds(self, decodes: list[Chunk], costs: CostModel, num_running: int) -> list[Chunk]:
         """Choose decodes to leave out of a step, so that they can draft in the next one: their last token is pending.
 
-        Its guess, and those behind it, tell what drafts would bring. It is compared with the token once that is known,
+        Its guess, and those behind it, show what drafts would bring. It is compared with the token once that is known,
         so a sequence's chance is learned though it does not draft.
 
         num_running  all sequences that run, in this step or not

@@ -21,7 +21,7 @@ class CompiledGrammar:
     automaton is sound, and whoever finds that it is not moves on to a new one.
 
     A mask may meet a limit or not, depending on what was computed before it. The new automaton therefore has larger
-    limits, which tell what the grammar alone decides; its masks are computed on other threads.
+    limits, which show what the grammar alone decides; its masks are computed on other threads.
 
     first     the mask of the first token
     memory    bytes that it took when it was compiled

@@ -33,7 +33,7 @@ class GrammarMask:
     stop_ids    allowed wherever the output may end; below vocab_size
     min_tokens  of the output before a stop id can be chosen
     also        what restricts the tokens besides the grammar; None: nothing does
-    jumps       `follow` tells forced tokens; never where the grammar may force a long text
+    jumps       `follow` returns forced tokens; never where the grammar may force a long text
 
     The matcher goes forward by the tokens that are new since the last call, and back where the tokens differ from
     those, so the mask follows from the tokens alone.
@@ -146,7 +146,7 @@ class GrammarMask:
     def _find_next(self) -> None:
         """Find what `follow` returns, unless that is known.
 
-        Always before the mask: while that is computed, the matcher tells nothing, and afterwards maybe something else.
+        Always before the mask: while that is computed the matcher gives no answer, and afterwards maybe another one.
         """
         if self._is_next_known:
             return

@@ -245,7 +245,7 @@ class MasksAhead:
                 job.compute()
             return
         spent_s = time.monotonic() - began
-        # If one of them was slow, nothing tells which: each is then computed alone once, and timed.
+        # If one of them was slow, nothing shows which: each is then computed alone once, and timed.
         is_suspect = spent_s > SLOW_S + 2 * expected_s
         for job, row in zip(jobs, words, strict=False):
             job.words[:] = row

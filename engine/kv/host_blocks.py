@@ -48,7 +48,7 @@ class HostBlocks:
     """
     num_blocks  of host memory; 0: nothing is kept
     block_size  tokens of a block
-    costs       tells whether copying is faster than computing
+    costs       knows whether copying is faster than computing
     """
 
     def __init__(self, num_blocks: int, block_size: int, costs: CostModel) -> None:

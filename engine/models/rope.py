@@ -39,7 +39,7 @@ class RopeConfig:
 
     @property
     def extended_positions(self) -> int:
-        """How many positions the variant reaches, whatever max_position_embeddings says; 0 if it does not tell."""
+        """How many positions the variant reaches, whatever max_position_embeddings says; 0 if it does not say."""
         return int(min(self.factor * self.original_positions, sys.float_info.max)) if self.variant == "yarn" else 0
 
     @staticmethod

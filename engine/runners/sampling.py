@@ -152,7 +152,7 @@ class _NGrams:
         return self._next.get(tuple(tokens[len(tokens) - self._size + 1 :]), [])
 
     def num_missing(self, tokens: list[int]) -> int:
-        """Count the tokens that it has yet to take in, as far as their number tells."""
+        """Count the tokens that it has yet to take in, as far as their number shows."""
         return len(tokens) - len(self._tokens)
 
     def approach(self, tokens: list[int]) -> None:

@@ -164,7 +164,7 @@ class EngineServer:
     # -- from a router ----------------------------------------------------------------------------------------------
 
     def connect(self) -> Connection:
-        """Register a router: it is told the load of every step from now on, and what its sequences produce."""
+        """Register a router: it gets the load of every step from now on, and what its sequences produce."""
         connection = Connection(self._info.epoch)
         self._connections.add(connection)
         if self._load is not None:

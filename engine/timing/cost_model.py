@@ -1,10 +1,10 @@
 """What computing costs, learned from the duration of each step.
 
-CostModel is told of each step once, and answers every question about time that the scheduler has: how long a step will
+CostModel observes each step once, and answers every question about time that the scheduler has: how long a step will
 take, how many prompt tokens fit into a time, how long a sequence needs at least, how long a prompt will likely take,
 and whether copying blocks to and from host memory is faster than computing them again.
 
-A step's time has parts that only a joint fit can tell apart: most steps hold decodes and prompt chunks at once, and a
+A step's time has parts that only a joint fit can separate: most steps hold decodes and prompt chunks at once, and a
 prompt token costs more the longer its context is. StepTimeFilter fits them with a Kalman filter, which needs no history
 of steps, follows a machine that slows down, and knows how uncertain it is. An average of recent steps has none of this:
 it would meet each long prompt with the cost of a short one.
@@ -83,7 +83,7 @@ class CostModel:
         """Learn from the oldest scheduled step, which has ended now.
 
         copied_s  seconds that its copies to and from host memory took
-        is_first  it tells nothing, because it prepared later steps of its shape
+        is_first  it says nothing, because it prepared later steps of its shape
         """
         now = self._clock()
         seconds, self._began = now - self._began, now

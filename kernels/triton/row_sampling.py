@@ -35,7 +35,7 @@ DEFAULT = Config(tile=2048, scan_warps=4, chunk=4096, choice_warps=8)
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """What the scan tells the choice; only what a row asks for is written.
+    """What the scan passes to the choice; only what a row asks for is written.
 
     adjusted        [batch, vocab] float32, logits after all adjustments, where `is_changed` [batch] int32
     tile_best       [batch, tiles] float32, the greatest adjusted logit; +inf if the tile holds NaN

@@ -51,7 +51,7 @@ _GENERATE = from_protobuf(vllm.GenerateRequest, most_entries)
 
 
 class VllmEngine:
-    """The service. What it tells of the server is what Control tells the same caller.
+    """The service. What it says of the server is what Control says to the same caller.
 
     control, admin  which answer for all routers that share the port
     state           the server's
@@ -275,7 +275,7 @@ def request_from(theirs: vllm.GenerateRequest, limits: Limits) -> inference_pb2.
     if params.HasField("temperature"):
         sampling.temperature = params.temperature
     for name in _NUMBERS:
-        if value := getattr(params, name):  # the protocol does not tell 0 from a field that is not set
+        if value := getattr(params, name):  # the protocol does not distinguish 0 from a field that is not set
             setattr(sampling, name, value)
     if params.HasField("seed"):
         sampling.seed = params.seed % (1 << 64)  # vLLM takes negative ones too

@@ -1,1 +1,1 @@
-"""What a model's answer consists of: text, reasoning and tool calls, told apart while it streams."""
+"""What a model's answer consists of: text, reasoning and tool calls, separated while it streams."""

@@ -80,7 +80,7 @@ class Lark:
         return self._rule(" | ".join(filter(None, (some, '""' if least == 0 or most == 0 else ""))))
 
     def members(self, members: Sequence[tuple[Rule, bool]], separator: str = "") -> Rule:
-        """These parts in this order. One that is not required, which the flag tells, may be left out."""
+        """These parts in this order. One that is not required, which the flag says, may be left out."""
         first = behind = self._rule('""')  # what follows, without a part before it and behind one
         for rule, is_required in reversed(members):
             first, behind = (

@@ -23,7 +23,7 @@ from .transport import EngineLink, transport_to
 log = logging.getLogger("pagoda.router")
 
 WRONG_ENGINE_PAUSE_S = 5.0  # the engine answers, so each attempt costs both ends a connection
-RETRY_AFTER_S = (0.1, 30.0)  # what a client is told at least and at most when an engine is away
+RETRY_AFTER_S = (0.1, 30.0)  # the least and the most that is suggested to a client when an engine is away
 # Seconds between two pings, or this part of a short hang timeout. A hang is noticed two pings late at most.
 PING_S, PING_PART = 1.0, 1 / 32
 # An engine becomes suspect after so many seconds without an answer, or this part of a short hang timeout.

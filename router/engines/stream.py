@@ -74,7 +74,7 @@ class EngineStream:
     ) -> None:
         """
         abort     asks the engine to end sequences
-        forget    tells the channel to deliver nothing more to the stream
+        forget    has the channel deliver nothing more to the stream
         on_start  called whenever a sequence starts to be computed, and when it ends
         """
         self.first_sequence = first_sequence

@@ -32,7 +32,7 @@ class Guard:
     checks_host      whether a foreign host is refused
     allowed_hosts    names that requests may call this server by, besides its address, localhost and IP addresses
     allowed_origins  origins of other hosts' pages that may send requests
-    on_refusal       told of each request whose caller is unknown or lacks a right
+    on_refusal       called for each request whose caller is unknown or lacks a right
     """
 
     def __init__(
@@ -135,5 +135,5 @@ async def _answer_preflight(send: Send) -> None:
 async def _refuse(error: Exception, send: Send, *headers: tuple[bytes, bytes]) -> None:
     try:
         await send_refusal(refusal(error), send, *headers)
-    except RuntimeError:  # the answer has begun: only the end of the connection can tell that it failed
+    except RuntimeError:  # the answer has begun: only the end of the connection can show that it failed
         raise error from None

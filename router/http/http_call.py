@@ -54,7 +54,7 @@ class Api(Protocol):
 class HttpCall:
     """A ClientCall that HTTP has brought, and its answer.
 
-    The task that serves it is cancelled when the client goes: `is_gone` then tells it from other cancels.
+    The task that serves it is cancelled when the client goes: `is_gone` then distinguishes it from other cancels.
 
     make_answer  called once, for the first message. No message is written before the request has passed validation, so
                  nothing of an answer has a size that a client chose freely

@@ -1,6 +1,6 @@
 """What a watched page shows of the engines: one feed for all watchers of a router, a few messages a second.
 
-It reads what Control tells: the load, and the trace of the last steps, each as far as the caller may see it. While
+It reads what Control knows: the load, and the trace of the last steps, each as far as the caller may see it. While
 nothing watches, it asks an engine for nothing; while an engine is idle, for no trace.
 
 A message is a list of ticks. A tick is made once for all callers that may see the same:
@@ -13,7 +13,7 @@ A message is a list of ticks. A tick is made once for all callers that may see t
                   "rows": [[sequence, state, prompt tokens, tokens, computed tokens, tenant, request id, cells], …],
                   "others": live sequences without a row}]}
 
-Cells tell what a sequence did in each of these steps, a letter a step: `d` decode, `p` prefill, `w` waiting,
+Cells show what a sequence did in each of these steps, a letter a step: `d` decode, `p` prefill, `w` waiting,
 `x` preempted, `h` held (it runs, and computed nothing) and `.` for nothing. A state is one of these letters, or one of
 the ends in `trace_reader.ENDS`. Ticks that are older than the page's columns keep "at" and "rates" alone.
 """
@@ -113,7 +113,7 @@ class LiveFeed:
         return self._places
 
     async def watch(self, caller: Caller) -> AsyncIterator[str]:
-        """Messages for a caller, from what was told to others a minute ago on. Cancel it to end it."""
+        """Messages for a caller, beginning with what others got up to a minute ago. Cancel it to end it."""
         view = self._view_of(caller)
         view.watchers += 1
         try:

@@ -203,7 +203,7 @@ class _Whole:
         if self._shape.logprobs is not None:
             choice.entries += self._shape.logprobs[index].of(tokens.tokens)
             self._num_logprobs += len(tokens.tokens) * self._per_token
-            check_whole(self._num_logprobs)  # without max_tokens only this tells
+            check_whole(self._num_logprobs)  # without max_tokens only this shows it
         return b""
 
     def _echo(self, part: inference_pb2.Prompt, prompt: int) -> None:

@@ -29,7 +29,7 @@ Refusal: TypeAlias = "Callable[[str], PagodaError | None]"
 
 GRPC_LOGGER = "grpc._cython.cygrpc"
 HEALTH = "/grpc.health."
-_NEEDED = {  # rights, by method; Abort and what Control tells depend on the request
+_NEEDED = {  # rights, by method; Abort and what Control shows depend on the request
     "/pagoda.v1.Admin/Drain": Right.ADMIN,
     "/pagoda.v1.Admin/FlushCache": Right.ADMIN,
 }
@@ -41,7 +41,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
     messages    reads the messages of methods whose requests are not streams
     identities  whose the calls are. Health checks are anyone's: they reveal nothing
     refusals    by method: why a tenant's call would be refused now, before anything of it is read
-    on_refusal  told of each call that is refused so, and of each whose caller is unknown or lacks a right
+    on_refusal  called for each call that is refused so, and of each whose caller is unknown or lacks a right
 
     Handlers of request streams get bytes, which they parse themselves. A call that raised ends with the gRPC status of
     its exception. CancelledError passes, because gRPC needs it.

@@ -33,7 +33,7 @@ def http_port(
     Where TLS or tokens guard an address that others can reach, they call the server by names that it does not know, and
     no other page can use it: it has no certificate of that name, or no token.
 
-    on_refusal        told of each request whose caller is unknown or lacks a right
+    on_refusal        called for each request whose caller is unknown or lacks a right
     shares_port       other routers serve on it too
     are_streams_late  see HttpPort
     """

@@ -129,7 +129,7 @@ class Router:
         self._observers = Observers()
         self._traces = import_traces()(config.otlp_endpoint, self._name) if config.otlp_endpoint else None
         if self._traces:
-            self._observers.append(self._traces)  # before the log, which tells the trace's id
+            self._observers.append(self._traces)  # before the log, which has the trace's id
         self._requests = RequestLog()
         if config.log_requests:
             self._observers.append(self._requests)
@@ -149,7 +149,7 @@ class Router:
         self._failure: Exception | None = None
 
     async def run(self) -> None:
-        """Serve until told to stop. Raises ConfigError, ChildFailedError."""
+        """Serve until a signal. Raises ConfigError, ChildFailedError."""
         self._stop_on_signals()
         if self._tenants:
             self._tenants.load()
@@ -398,7 +398,7 @@ class Router:
         try:
             _weights_of_tenants([info])
         except ValueError:
-            raise WrongEngine("it tells invalid weights of tenants") from None
+            raise WrongEngine("it has invalid weights of tenants") from None
         if info.tokenizer_sha256 == self._tokenizer.fingerprint:
             return
         fault = f"serves {info.model} with another tokenizer"
@@ -479,7 +479,7 @@ class Router:
 
 
 def _weights_of_tenants(engines: Sequence[control_pb2.EngineInfo]) -> dict[str, float] | None:
-    """The weights by which tenants share these engines, as the first one tells them; None if not all are shared.
+    """The weights by which tenants share these engines, as the first one has them; None if not all are shared.
 
     Raises ValueError for weights that no engine has.
     """

@@ -72,7 +72,7 @@ class Workers:
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Run until told to stop. Raises ConfigError, ChildFailedError."""
+        """Run until a signal. Raises ConfigError, ChildFailedError."""
         for limit in ("max_requests", "max_queued_tokens"):
             whole = getattr(self._config, limit)
             if whole is not None and whole < self._config.workers:

@@ -105,7 +105,7 @@ class Reservation:
 
 
 class Admission:
-    """Admits requests within two limits, and tells those that it refuses when to come back.
+    """Admits requests within two limits, and says when to come back to those that it refuses.
 
     max_requests  requests at once, queued and running
     max_tokens    tokens that all admitted requests reserve: prompt + max_tokens, or what that likely becomes
@@ -224,7 +224,7 @@ class Admission:
         return reservation.tokens if shares is self._tokens else 1
 
     def _full(self, shares: Shares[Reservation], tenant: str, amount: int) -> ResourceExhausted:
-        # How many tokens are reserved in all would tell a tenant how long the prompts of others are.
+        # How many tokens are reserved in all would show a tenant how long the prompts of others are.
         if shares.total + amount <= shares.most:
             taken = f"{shares.total} requests are admitted" if shares is self._places else "tokens are reserved"
             why = f"{taken}, {shares.held_by(tenant)} of them for this tenant; what is left is for others"

@@ -110,7 +110,7 @@ class Fields:
         return self._path + name
 
     def take(self, name: str, kind: type | tuple[type, ...] = object, what: str = "") -> Json:
-        """A field's value; None if it is not given. `what` tells its type in words."""
+        """A field's value; None if it is not given. `what` says its type in words."""
         self._left.discard(name)
         value = self._given.get(name)
         if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):

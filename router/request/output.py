@@ -45,7 +45,7 @@ class Part:
 class SequenceOutput:
     """Turns one sequence's tokens into what its client asked for.
 
-    Stop strings are looked for in the text as the model writes it; a parser then tells its parts apart. A message has
+    Stop strings are looked for in the text as the model writes it; a parser then separates its parts. A message has
     one delta, so tokens of several parts become several messages. A token has at most one delta, too, and a second one
     waits for the next token: what a client has therefore follows from how many tokens it has, whatever came together,
     and a stream can be resumed between any two messages.
@@ -54,7 +54,7 @@ class SequenceOutput:
     stops          stop strings, looked for after the first min_tokens tokens
     includes_stop  whether the text includes the stop string, or the stop token's text, that ended the sequence
     token_bytes    gives a token's bytes; None if the client does not want them
-    parser         tells reasoning and calls from the text; None: all is text
+    parser         separates reasoning and calls from the text; None: all is text
 
     num_reasoning  tokens from the reasoning's opening marker to its closing one
     more           messages that follow the one that `take` has filled in: see `take_more`

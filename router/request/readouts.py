@@ -243,7 +243,7 @@ class ReadoutStream:
             stream.wake = self._wake
 
     def _start(self, at: int) -> None:
-        if at not in self._started:  # an engine tells of each start and of the end
+        if at not in self._started:  # an engine reports each start and the end
             self._started.add(at)
             self._starts(at)
 
@@ -386,7 +386,7 @@ class Readouts:
         engine = dispatcher.pick()
         admitted.record.engine = dispatcher.channels.index(engine)
         admitted.record.answer = answer
-        assert engine.info is not None, "an engine that is ready has told of itself"
+        assert engine.info is not None, "an engine that is ready has said hello"
         leads = len(job.shared) >= engine.info.kv_cache.block_size and not job.params.cache.bypass
         stream = ReadoutStream(engine, len(job.parts), submit, leads, starts)
         admitted.live.stream = stream

@@ -41,7 +41,7 @@ _KEPT_ENDS = (engine_pb2.END_REASON_STOP, engine_pb2.END_REASON_LENGTH, engine_p
 
 
 class KeptSequence:
-    """One sequence of a kept stream: its tokens as the client was told, and its end.
+    """One sequence of a kept stream: its tokens as the client got them, and its end.
 
     ended      its end; None if it can go on. A sequence that met a stop string has ended, whatever the engine knows
     ends_late  the end came after the last token: text that it added was sent in a message without tokens

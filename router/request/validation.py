@@ -59,7 +59,7 @@ class GenerateParams:
     includes_stop         whether the text includes the stop string or token that ended it
     is_resumable          whether the stream is kept, so that Resume can continue it
     guided                the format that the client asks for, whose grammar is checked later (router/request/guided.py)
-    is_parsed             whether reasoning and tool calls are told from the text, if the model's format is known
+    is_parsed             whether reasoning and tool calls are separated from the text, if the model's format is known
     tools                 what the answer may call
     calls_due             what it has to call; None: the model decides
     ends_with_call        whether the first call ends an output that no grammar ends there

@@ -1,1 +1,1 @@
-"""What is told of calls: metrics, traces, one line of log a request."""
+"""What is recorded of calls: metrics, traces, one line of log a request."""

@@ -23,7 +23,7 @@ from ..errors import (
 from ..request.record import Record
 
 INTERVAL_S = 1.0  # between lines that count refused calls
-MOST_KINDS = 16  # of refusals that one such line tells apart
+MOST_KINDS = 16  # of refusals that one such line distinguishes
 # https://www.w3.org/TR/trace-context: version, trace, parent, flags, and what later versions may add
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 _FIELD = re.compile(r"[\w.\[\]-]{1,80}")
@@ -84,7 +84,7 @@ class RequestLog:
 
 
 def fields_of(record: Record) -> dict[str, Any]:
-    """What the log tells of a call that has ended. Its content, and what may quote it, is not among that."""
+    """What the log says of a call that has ended. Its content, and what may quote it, is not among that."""
     fields: dict[str, Any] = {
         "method": record.route,
         "request_id": record.request_id,

@@ -14,7 +14,7 @@ class Right(StrEnum):
     """What a token allows beyond its own tenant's requests."""
 
     ADMIN = "admin"  # drain the server, flush its cache, abort any tenant's request
-    OBSERVE = "observe"  # see every tenant, and figures that tell of single requests, in load, step trace and settings
+    OBSERVE = "observe"  # see every tenant, and figures of single requests, in load, step trace and settings
     ACT_FOR_TENANTS = "act_for_tenants"  # name any tenant in the metadata
 
 

@@ -1,7 +1,7 @@
 """Which token is whose: one token for every call, or a file that names tenants, their tokens, rights and quotas.
 
 Tokens are found by their SHA-256. They are long and random, so a fast hash without salt keeps them secret: there are
-too many to try. The time of a lookup by this hash tells nothing either, because a client cannot choose a token whose
+too many to try. The time of a lookup by this hash reveals nothing either, because a client cannot choose a token whose
 hash begins like that of another.
 """
 
@@ -138,7 +138,7 @@ def read_tenants(path: Path, parts: int = 1) -> Tenants:
         return found
     except OSError as error:
         raise ConfigError(f"--tenants-file: cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # also those of TOML and UTF-8, which tell the place
+    except (ValueError, RecursionError) as error:  # also those of TOML and UTF-8, which name the place
         raise ConfigError(f"--tenants-file: {path}: {' '.join(str(error).split())}") from None
 
 

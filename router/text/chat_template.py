@@ -281,7 +281,7 @@ class _TemplateProcess:
 def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
     channel.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(0.1)  # the socket's end tells it to exit, and an exit code of its own says more than a kill
+        process.wait(0.1)  # the socket's end makes it exit, and an exit code of its own says more than a kill
     process.kill()
     process.wait()
 

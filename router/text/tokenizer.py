@@ -158,7 +158,7 @@ class Tokenizer:
 
 
 def _has_bytes(tokenizer: tokenizers.Tokenizer) -> bool:
-    """Whether llguidance can tell the bytes of tokens: their decoder is of one of two kinds."""
+    """Whether llguidance can find the bytes of tokens: their decoder is of one of two kinds."""
     if tokenizer.decoder is None:
         return False
     decoder = json.loads(tokenizer.decoder.__getstate__())

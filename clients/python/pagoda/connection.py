@@ -107,7 +107,7 @@ class Attempts:
 
     def _delay_after(self, error: PagodaError) -> float | None:
         if isinstance(error, Unavailable | Overloaded) and error.retry_after_s is not None:
-            # The server tells all that it refuses at once the same delay: they must not come back at once.
+            # The server suggests the same delay to all that it refuses at once: they must not come back at once.
             spread = 1 + SPREAD * self._jitter()
             return spread * error.retry_after_s if error.retry_after_s <= MAX_SUGGESTED_S else None
         if isinstance(error, Unavailable):

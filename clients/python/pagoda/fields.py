@@ -58,7 +58,7 @@ def wrong(field: str, description: str) -> InvalidArgument:
 
 
 def _complaint(field: Any, value: object, error: Exception) -> str:
-    """What is wrong with the value, in clearer words than protobuf's where those do not tell."""
+    """What is wrong with the value, in clearer words than protobuf's where those are unclear."""
     if isinstance(error, UnicodeEncodeError):
         return f"is not text: there is no valid character at position {error.start}"
     if isinstance(value, Mapping) and field.message_type is not None:

@@ -57,7 +57,7 @@ class HostCopies:
         """Start a plan's saves, then its loads. Call this for every plan, before anything else of it is launched.
 
         The current stream, which computes the steps, waits for the copies. They overlap with the step before, except
-        those of blocks that it uses. Return a function that tells their time once they are done.
+        those of blocks that it uses. Return a function that gives their time once they are done.
         """
         before, now = self._before, _all_launched_here(self._device)
         seconds = self._start(plan, before, now) if plan.saves or plan.loads else nothing_copied
@@ -136,7 +136,7 @@ def _all_launched_here(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _stop_watch(device: torch.device) -> Callable[[], Callable[[], float]]:
-    """Start a stop watch. Return a function that stops it and returns another one, which then tells the seconds."""
+    """Start a stop watch. Return a function that stops it and returns another one, which then gives the seconds."""
     if device.type != "cuda":
         started = time.perf_counter()
 

@@ -1,4 +1,4 @@
-// The engine at work: what GET /live tells, drawn. Nothing is asked for while the page is hidden or paused.
+// The engine at work: what GET /live sends, drawn. Nothing is asked for while the page is hidden or paused.
 
 import { events } from "./api.js";
 import { nameOf } from "./chat.js";
@@ -21,7 +21,7 @@ let colours = {};
 let drawn = 0; // when
 const isCalm = matchMedia("(prefers-reduced-motion: reduce)");
 
-// Watch until told otherwise. `hello` gets what the server tells of itself, null once it is gone; `onEngines` gets how
+// Watch until stopped. `hello` gets what the server says of itself, null once it is gone; `onEngines` gets how
 // many engines are ready.
 export function startLive({ hello, onEngines, onUnauthenticated }) {
   let controller = null;
@@ -100,7 +100,7 @@ function trouble(text) {
   if ($("trouble").textContent !== text) $("trouble").textContent = text;
 }
 
-// -- what the server tells --------------------------------------------------------------------------------------------
+// -- what the server sends --------------------------------------------------------------------------------------------
 
 function forget() {
   engines = new Map();
