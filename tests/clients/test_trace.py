@@ -212,10 +212,10 @@ def test_tokens_keep_coming_while_a_trace_is_taken(
 ) -> None:
     call = inference.Generate(request("go on", max_tokens=30_000))
     next(call)
-    next(call)  # the first step is in the trace once the second one has run
     for _ in range(20):
         parts = list(control.GetStepTrace(trace_pb2.GetStepTraceRequest(last_s=20.0)))
-        assert parts[-1].steps[-1].end_s > parts[-1].taken_at_s - 20.0
+        steps = [step for part in parts for step in part.steps]  # the last parts may hold moves alone
+        assert steps[-1].end_s > parts[-1].taken_at_s - 20.0
         next(call)
     call.cancel()
 
