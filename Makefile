@@ -136,7 +136,7 @@ bench: $(DEV)             ## one workload on Pagoda and every installed peer, th
 	@$(BIN)/python -m bench $(ARGS)
 
 compile-gate: $(DEV)      ## compile every GPU kernel for three generations, and compare with what was recorded
-	@TRITON_INTERPRET=0 $(BIN)/python -m pagoda_server.kernels.triton.compile_gate $(ARGS)
+	@TRITON_INTERPRET=0 $(BIN)/python -m tests.kernels.triton.compile_gate $(ARGS)
 
 bench-gpu: $(DEV)         ## kernels, decode steps, tests and server on this GPU, in under 10 minutes; ARGS="--out …"
 	@$(BIN)/python -m bench.gpu $(ARGS)

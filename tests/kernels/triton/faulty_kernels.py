@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda_server.kernels.triton.cases import Case
-from pagoda_server.kernels.triton.compile_gate import main
 from pagoda_server.kernels.triton.dependent_launch import await_previous, dependent_launch
+from tests.kernels.triton.cases import Case
+from tests.kernels.triton.compile_gate import main
 
 
 @triton.jit

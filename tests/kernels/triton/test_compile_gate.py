@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pagoda_server.kernels.triton.compile_gate import TABLE, Item, Outcome, violations
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.kernels.triton.launches import Compiled
+from tests.kernels.triton.compile_gate import TABLE, Item, Outcome, violations
 
 # A minute of compiling for GPUs other than this machine's, with the release of Triton that made the table.
 pytestmark = [
@@ -37,7 +37,7 @@ def python(cache: Path | None, *arguments: str) -> subprocess.CompletedProcess[s
 @pytest.mark.slow  # `make compile-gate` does the same
 @pytest.mark.parametrize("capability", ["80", "90", "100"])
 def test_every_kernel_compiles_as_recorded(capability: str) -> None:
-    result = python(None, "pagoda_server.kernels.triton.compile_gate", f"--only={capability}")
+    result = python(None, "tests.kernels.triton.compile_gate", f"--only={capability}")
     assert result.returncode == 0, result.stderr
 
 

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..linear import Linear
-from ..rope_and_store_kv import HeadNorms
-from ..row_sampling import Verified, allocate_sampled
-from .inputs import (
+from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.rope_and_store_kv import HeadNorms
+from pagoda_server.kernels.row_sampling import Verified, allocate_sampled
+from pagoda_server.kernels.triton.inputs import (
     LLAMA_1B,
     LLAMA_8B,
     SMOLLM2,
@@ -22,21 +22,21 @@ from .inputs import (
     random_pages,
     sampling_rows,
 )
-from .linear_fixed import fixed_config as fixed_product
-from .linear_quantized import (
+from pagoda_server.kernels.triton.linear_fixed import fixed_config as fixed_product
+from pagoda_server.kernels.triton.linear_quantized import (
     gated_linear_fp8_weight_triton,
     gated_linear_int8_weight_triton,
     kernel_config,
     linear_fp8_weight_triton,
     linear_int8_weight_triton,
 )
-from .paged_attention import paged_attention_triton
-from .paged_fixed import attend_parts
-from .product import Weight, multiply
-from .rms_norm import rms_norm_triton
-from .rope_and_store_kv import rope_and_store_kv_triton
-from .row_sampling import sample_rows_triton
-from .silu_and_mul import silu_and_mul_triton
+from pagoda_server.kernels.triton.paged_attention import paged_attention_triton
+from pagoda_server.kernels.triton.paged_fixed import attend_parts
+from pagoda_server.kernels.triton.product import Weight, multiply
+from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
+from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
+from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
+from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
 
 META = torch.device("meta")
 ROWS = 24  # not a multiple of 16, since compiled code must not depend on the number of rows

@@ -1,4 +1,4 @@
-"""`python -m pagoda_server.kernels.triton.compile_gate` compiles every kernel for each GPU generation, without a GPU.
+"""`python -m tests.kernels.triton.compile_gate` compiles every kernel for each GPU generation, without a GPU.
 
 It compares registers, spills, shared memory, the widest accesses and waits for matrix instructions with compiled.json.
 With another release of Triton than the one named there it only checks rules: no spills, shared memory within the limit,
@@ -18,9 +18,9 @@ from pathlib import Path
 
 import triton
 
-from .cases import Case, cases
-from .configs import IS_INTERPRETED
-from .launches import SHARED_LIMITS, Compiled, Launch, compile_launch, record
+from pagoda_server.kernels.triton.configs import IS_INTERPRETED
+from pagoda_server.kernels.triton.launches import SHARED_LIMITS, Compiled, Launch, compile_launch, record
+from tests.kernels.triton.cases import Case, cases
 
 TABLE = Path(__file__).with_name("compiled.json")
 NUM_PROCESSES = 2
