@@ -111,6 +111,6 @@ def _use(request: Message) -> None:
             params = validate_generate(request, LIMITS, "m")
             ids = params.prompt if isinstance(params.prompt, tuple) else (1, 2, 3)
             submit = to_submit(params, ids, check_prompt(params, len(ids), LIMITS), EOS_IDS, 1.5)
-            if not params.is_search:  # an engine that refuses a field ends its router's connection
-                received = Submit.FromString(submit.SerializeToString())
-                check_submit(received, LIMITS.vocab_size, LIMITS.max_model_len)
+            # An engine that refuses a field ends its router's connection.
+            received = Submit.FromString(submit.SerializeToString())
+            check_submit(received, LIMITS.vocab_size, LIMITS.max_model_len)
