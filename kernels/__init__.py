@@ -20,7 +20,7 @@ from .row_sampling import (
     allocate_rows,
     allocate_sampled,
 )
-from .sample import Draws, drop_untypical
+from .sample import Draws
 
 __all__ = [
     "MAX_TOP_LOGPROBS",
@@ -42,7 +42,6 @@ __all__ = [
     "allocate_sampled",
     "bytes_of_block",
     "copy_blocks",
-    "drop_untypical",
     "has_native",
     "has_native_int8_weight",
     "instruction_set",

@@ -122,25 +122,6 @@ def most_likely_allowed(logits: Tensor, rows: Tensor, token_masks: Tensor) -> Te
     return tokens.masked_fill_(~best.isfinite(), -1)
 
 
-def drop_untypical(logits: Tensor, temperature: Tensor, typical_p: Tensor) -> None:
-    """Keep the most typical tokens of each row, in place: the others become -inf (Meister et al., 2022).
-
-    logits       [rows, vocab] float32; broken rows stay broken
-    temperature  [rows] float32, positive
-    typical_p    [rows] float32, keep the tokens whose information content is closest to the distribution's entropy, the
-                 fewest whose probability reaches this. Tokens that are equally close are kept or dropped together
-    """
-    scaled = ((logits - logits.max(dim=-1, keepdim=True).values) / temperature[:, None]).double()
-    logprobs = scaled - row_sums(scaled.exp()).log()[:, None]
-    probabilities = logprobs.exp()
-    entropy = -row_sums(torch.where(probabilities > 0, probabilities * logprobs, 0.0))
-    distance, order = (logprobs + entropy[:, None]).abs().sort(dim=-1, stable=True)
-    mass = probabilities.gather(1, order).cumsum(dim=-1)
-    last = (mass < typical_p.double()[:, None]).sum(dim=-1, keepdim=True).clamp_(max=logits.shape[-1] - 1)
-    is_dropped = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, distance > distance.gather(1, last))
-    logits.masked_fill_(is_dropped, float("-inf"))
-
-
 def scale(logits: Tensor, best: Tensor, draws: Draws) -> Tensor:
     """[draws, vocab] float32: logits below the row's best, over the temperature. However low that is, the best is 0."""
     chosen = logits[draws.rows].float() - best[draws.rows, None].float()

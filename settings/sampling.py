@@ -70,13 +70,6 @@ class Sampling:
     min_p: float = field(
         default=0.0, metadata=_spec(Interval(0, 1), "Keep tokens at least this many times as likely as the best one.")
     )
-    typical_p: float = field(
-        default=1.0,
-        metadata=_spec(
-            Interval(0, 1, includes_low=False),
-            "Keep the tokens of the most typical information up to this probability.",
-        ),
-    )
     top_n_sigma: float = field(
         default=0.0,
         metadata=_spec(Interval(0, 100), "Keep tokens within so many standard deviations of the best; 0 keeps all."),

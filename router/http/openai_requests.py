@@ -40,6 +40,7 @@ _NEEDLESS = {  # fields that may only ask for what the server does anyway
     "function_call": ("none", "auto"),
     "suffix": ("",),
     "best_of": (1,),
+    "typical_p": (1, 1.0),
 }
 
 

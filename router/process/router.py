@@ -423,7 +423,6 @@ class Router:
             vocab_size=min(info.vocab_size for info in engines),
             kv_token_capacity=min(info.kv_cache.token_capacity for info in engines),
             hidden_size=min(info.hidden_size for info in engines),
-            takes_typical_p=all(not info.device.startswith("cuda") for info in engines),
         )
         self._inference.share(_weights_of_tenants(engines))
         if self._config.max_queued_tokens is None:

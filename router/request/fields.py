@@ -47,7 +47,6 @@ class Limits:
     max_n              sequences from one input
     max_readouts       inputs to embed, or continuations to score, in one call
     max_request_id     characters of a request's id
-    takes_typical_p    whether every engine can sample by typical_p
     other_name         another name that requests may give the model; empty: none
     recommended        sampling parameters of a request that leaves them out; those that it lacks change nothing
     """
@@ -79,7 +78,6 @@ class Limits:
     max_salt_bytes: int = MAX_SALT_BYTES
     max_priority: int = MAX_PRIORITY
     default_max_tokens: int | None = RouterSettings.default_max_tokens
-    takes_typical_p: bool = True
     other_name: str = ""
     recommended: inference_pb2.Sampling = field(default_factory=inference_pb2.Sampling)
 

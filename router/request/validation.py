@@ -414,6 +414,8 @@ def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb
     """Check sampling fields and fill in their defaults. Raises InvalidArgument."""
     if given.HasField("beam_search"):
         raise InvalidArgument("sampling.beam_search", "is set; beam search is in the Python client: Client.beam_search")
+    if given.HasField("typical_p") and given.typical_p != 1:
+        raise Unimplemented("sampling.typical_p")
     check_count(len(given.logit_bias), "sampling.logit_bias", limits.max_logit_bias)
     for id, bias in given.logit_bias.items():
         check_id(id, f"sampling.logit_bias[{id}]", limits.vocab_size)
@@ -422,14 +424,11 @@ def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb
     _check_bad_words(given.bad_words, limits)
     resolved = inference_pb2.Sampling(n=1, seed=secrets.randbits(64), **_DEFAULTS)
     resolved.MergeFrom(limits.recommended)
-    if not limits.takes_typical_p:
-        resolved.typical_p = _DEFAULTS["typical_p"]
     resolved.MergeFrom(given)
+    resolved.ClearField("typical_p")
     resolved.ClearField("bad_words")  # the engine knows nothing of text
     resolved.DiscardUnknownFields()  # a client may send megabytes of them, and this message goes to the engine
     _check_parameters(resolved)
-    if resolved.typical_p != _DEFAULTS["typical_p"] and not limits.takes_typical_p:
-        raise Unimplemented("sampling.typical_p")
     check_integer(resolved.n, "sampling.n", 1, limits.max_n)
     if resolved.top_k >= limits.vocab_size:
         resolved.top_k = 0  # both keep every token

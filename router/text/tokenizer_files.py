@@ -15,7 +15,7 @@ Json: TypeAlias = Mapping[str, Any]
 _MAX_ID = 1 << 32
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest known has 33 MB
 _MAX_TEMPLATE_BYTES = 1 << 20
-_TRUNCATIONS = ("top_k", "top_p", "min_p", "typical_p")
+_TRUNCATIONS = ("top_k", "top_p", "min_p")
 _REPETITION = ("repetition_penalty", "no_repeat_ngram_size")
 
 

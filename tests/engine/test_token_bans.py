@@ -1,18 +1,14 @@
-"""Repeated n-grams, bad words and untypical tokens are left out as transformers' own processors leave them out."""
+"""Repeated n-grams and bad words are left out as transformers' own processors leave them out."""
 
 from __future__ import annotations
 
-import math
 import random
 
 import numpy as np
 import pytest
 import torch
 
-from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
-from pagoda_server.engine.runners.cpu.sampler import Sampler
 from pagoda_server.engine.runners.sampling import NGRAMS_AT_ONCE, AllowedTokens, TokenBans, fill_mask, num_mask_words
-from pagoda_server.kernels import drop_untypical, load_backend
 
 VOCAB_SIZE = 40
 
@@ -74,45 +70,6 @@ def test_a_word_that_began_in_the_prompt_may_end() -> None:
 def test_bans_come_on_top_of_what_is_allowed() -> None:
     mask = TokenBans(1, ngram_size=1, bad_words=[[33], [100]], allowed=AllowedTokens([2, 3, 33, 39]))
     assert allowed_by(mask, [3]) == {2, 39}
-
-
-def test_typical_tokens_are_those_of_transformers() -> None:
-    transformers = pytest.importorskip("transformers")
-    rows = torch.randn(12, 500, generator=torch.Generator().manual_seed(2)) * 3
-    rows[:, 7] = float("-inf")
-    for mass, temperature in ((0.2, 1.0), (0.5, 0.6), (0.9, 2.0), (0.999, 1.0)):
-        kept = rows.clone()
-        drop_untypical(kept, torch.full((12,), temperature), torch.full((12,), mass))
-        theirs = transformers.TypicalLogitsWarper(mass)(torch.empty(12, 0), (rows / temperature).double())
-        assert torch.equal(kept > float("-inf"), theirs > float("-inf"))
-        assert torch.equal(kept[kept > float("-inf")], rows[kept > float("-inf")])
-
-
-def test_typical_sampling_may_leave_out_the_most_likely_token_and_mixes_with_other_rows() -> None:
-    """One token has a probability of 0.3, and 32 others 0.7 together: to see one of those is what one expects."""
-    sampler = Sampler(load_backend("cpu"), VOCAB_SIZE)
-    row = torch.full((VOCAB_SIZE,), float("-inf"))
-    row[0], row[1:33] = math.log(0.3 / (0.7 / 32)), 0.0
-
-    def sequence(id: int, **params: float) -> Sequence:
-        return Sequence(id, [1], Request(1), SamplingParams(**params))  # type: ignore[arg-type]
-
-    others = [sequence(0), sequence(1, temperature=1.0, seed=5)]
-    alone = [choice.token for choice in sampler.sample(others, row.expand(2, -1).clone())]
-    for seed in range(20):
-        seqs = [*others, sequence(2 + seed, temperature=1.0, typical_p=0.4, seed=seed)]
-        first, second, typical = (choice.token for choice in sampler.sample(seqs, row.expand(3, -1).clone()))
-        assert [first, second] == alone
-        assert 1 <= typical < 33
-
-
-def test_typical_sampling_leaves_broken_rows_broken() -> None:
-    rows = torch.zeros(3, VOCAB_SIZE)
-    rows[0, 3], rows[1, 3], rows[2] = float("nan"), float("inf"), float("-inf")
-    drop_untypical(rows, torch.ones(3), torch.full((3,), 0.5))
-    seqs = [Sequence(id, [1], Request(1), SamplingParams()) for id in range(3)]
-    choices = Sampler(load_backend("cpu"), VOCAB_SIZE).sample(seqs, rows)
-    assert [choice.token for choice in choices] == [-1] * 3
 
 
 def test_n_grams_of_a_long_prompt_are_taken_in_over_several_steps() -> None:

@@ -78,14 +78,11 @@ def test_a_model_without_a_recommended_temperature_is_drawn_as_llama_cpp_draws_i
     assert (penalised.temperature, penalised.top_k, penalised.repetition_penalty) == (alone.temperature, 40, 1.5)
 
 
-def test_typical_p_is_refused_where_an_engine_lacks_it_and_never_taken_from_the_model() -> None:
-    limits = dataclasses.replace(
-        LIMITS, takes_typical_p=False, recommended=inference_pb2.Sampling(typical_p=0.5, temperature=1)
-    )
-    assert params_of(limits).sampling.typical_p == 1
-    assert params_of(limits, sampling={"typical_p": 1}).sampling.typical_p == 1
-    with pytest.raises(Unimplemented, match=r"sampling\.typical_p"):
-        params_of(limits, sampling={"typical_p": 0.5})
+def test_typical_p_is_refused_and_never_sent_to_an_engine() -> None:
+    assert not params_of(LIMITS, sampling={"typical_p": 1}).sampling.HasField("typical_p")
+    for value in (0.5, 0, 1.5, "NaN"):
+        with pytest.raises(Unimplemented, match=r"sampling\.typical_p"):
+            params_of(LIMITS, sampling={"typical_p": value})
 
 
 def test_the_engine_gets_the_tokens_of_bad_words_and_not_their_text() -> None:
@@ -120,7 +117,7 @@ def test_smallest_request_gets_every_default() -> None:
     assert all(
         sampling.HasField(field.name)
         for field in sampling.DESCRIPTOR.fields
-        if field.has_presence and field.name != "beam_search"
+        if field.has_presence and field.name not in ("beam_search", "typical_p")
     )
 
 
@@ -217,7 +214,6 @@ BAD = [
             "repetition_penalty": (0, -1, 10.1, "NaN", "Infinity"),
             "presence_penalty": (-10.1, 10.1, "NaN"),
             "frequency_penalty": (-10.1, 10.1, "NaN"),
-            "typical_p": (0, 1.1, "NaN"),
             "no_repeat_ngram_size": (65,),
             "n": (0, 65, 10**6),
         }.items()

@@ -51,7 +51,6 @@ class GenerateOptions(ChatOptions, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
-    typical_p: float | None
     top_n_sigma: float | None
     repetition_penalty: float | None
     presence_penalty: float | None

@@ -51,7 +51,6 @@ export interface GenerateOptions extends ChatOptions, CallOptions {
   frequencyPenalty?: number | undefined;
   logitBias?: Readonly<Record<number, number>> | undefined;
   allowedTokenIds?: Iterable<number> | undefined;
-  typicalP?: number | undefined;
   noRepeatNgramSize?: number | undefined;
   badWords?: Iterable<string> | undefined;
   seed?: number | bigint | undefined;
@@ -137,7 +136,6 @@ export const FIELDS: Record<Exclude<keyof GenerateOptions, keyof ChatOptions | k
   frequencyPenalty: "sampling.frequency_penalty",
   logitBias: "sampling.logit_bias",
   allowedTokenIds: "sampling.allowed_token_ids",
-  typicalP: "sampling.typical_p",
   noRepeatNgramSize: "sampling.no_repeat_ngram_size",
   badWords: "sampling.bad_words",
   seed: "sampling.seed",

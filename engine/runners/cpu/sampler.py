@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels import Backend, Draws, LogitAdjustments, drop_untypical
+from ....kernels import Backend, Draws, LogitAdjustments
 from ....settings.sampling import PARAMETERS, Parameter
 from ...core.sequence import SamplingParams, Sequence, TokenMask
 from ...core.step import TokenLogprobs
@@ -121,8 +121,6 @@ class Sampler:
     def _sample_changed(self, rows: list[_Row], logits: Tensor) -> list[int]:
         """Chooses tokens after everything that changes the logits of these rows. The logits are overwritten."""
         self._ops.adjust_logits(logits, self._adjustments(rows))
-        if typical := [at for at, row in enumerate(rows) if row.takes_typical]:
-            self._drop_untypical(logits, typical, rows)
         draws = self._changed_draws.of([(at, row) for at, row in enumerate(rows) if row.draws])
         return _list(self._ops.sample(logits, draws))
 
@@ -161,7 +159,7 @@ class Sampler:
         return Choice(token)
 
     def _adjustments(self, rows: list[_Row]) -> LogitAdjustments:
-        """Everything that changes the logits of these rows, but for what typical_p drops."""
+        """Everything that changes the logits of these rows."""
         changes: dict[str, Tensor] = {}
         if penalised := [(at, row) for at, row in enumerate(rows) if row.seen is not None]:
             seen = [row.seen.follow(row.drafts) for _, row in penalised if row.seen is not None]
@@ -188,13 +186,6 @@ class Sampler:
         if masked := [at for at, row in enumerate(rows) if row.seq.token_mask is not None]:
             changes |= {"masked_rows": _integers(masked), "token_masks": self._masks([rows[at] for at in masked])}
         return replace(self._no_adjustments, **changes)
-
-    def _drop_untypical(self, logits: Tensor, typical: list[int], rows: list[_Row]) -> None:
-        params = [rows[at].seq.params for at in typical]
-        temperature = _numbers([each.temperature for each in params])
-        kept = logits[typical]
-        drop_untypical(kept, temperature, _numbers([each.typical_p for each in params]))
-        logits[typical] = kept
 
     def _masks(self, rows: list[_Row]) -> Tensor:
         return torch.from_numpy(np.stack([row.mask_words() for row in rows]))
@@ -257,7 +248,6 @@ class _Row:
 
     fault           why the sequence cannot be sampled; None: it can
     draws           its token is drawn at random; otherwise it is the most likely one
-    takes_typical   it is drawn among its typical tokens alone
     seen            the tokens that penalties apply to; None: it has no penalties
     bias_ids, bias  int64 and float32
     stop_ids        int64; banned while fewer than min_tokens tokens exist
@@ -274,7 +264,6 @@ class _Row:
         self.is_late = False
         self.fault = find_fault(params, vocab_size)
         self.draws = draws_at_random(params)
-        self.takes_typical = self.draws and params.typical_p < 1 and self.fault is None
         self.seen = _SeenTokens(seq) if params.has_penalties else None
         self.bias_ids = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
@@ -282,7 +271,7 @@ class _Row:
         self._words: np.ndarray | None = None
         self._num_words = num_mask_words(vocab_size)
 
-        self._always_changes = params.has_penalties or len(self.bias) > 0 or self.takes_typical
+        self._always_changes = params.has_penalties or len(self.bias) > 0
         holds_stops_back = params.min_tokens > 0 and len(self.stop_ids) > 0
         changes = self._always_changes or holds_stops_back or seq.token_mask is not None
         self.takes_mask = seq.token_mask is not None and self.fault is None

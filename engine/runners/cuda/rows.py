@@ -228,8 +228,6 @@ class _RowParameters:
             return f"logit_bias names {len(params.logit_bias)} tokens, the limit is {self._max_biases}"
         if (params.logprobs or 0) > MAX_TOP_LOGPROBS:
             return f"logprobs is {params.logprobs}, the limit is {MAX_TOP_LOGPROBS}"
-        if params.typical_p != 1:
-            return f"typical_p is {params.typical_p}; a CUDA device takes only 1"
         return find_fault(params, self._vocab_size)
 
     def write(self, new: list[tuple[int, Sequence]]) -> None:

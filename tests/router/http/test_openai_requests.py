@@ -36,7 +36,7 @@ def test_every_field_that_is_supported_arrives() -> None:
         model="m", temperature=0.5, top_p=0.9, n=2, stop=["a", "b"], seed=-1, max_completion_tokens=7, stream=True,
         stream_options={"include_usage": True}, frequency_penalty=0.25, presence_penalty=-0.5, logit_bias={"5": -100},
         logprobs=True, top_logprobs=3, top_k=4, min_p=0.125, top_n_sigma=1.5, repetition_penalty=1.5, min_tokens=2,
-        typical_p=0.75, no_repeat_ngram_size=3, bad_words=["x"],
+        typical_p=1, no_repeat_ngram_size=3, bad_words=["x"],
         ignore_eos=True, stop_token_ids=[9], allowed_token_ids=[1, 2], include_stop_in_output=True, special_tokens=True,
         priority=-3, cache_salt="s", chat_template_kwargs={"enable_thinking": False, "depth": [1, {"a": None}]},
     )  # fmt: skip
@@ -49,7 +49,7 @@ def test_every_field_that_is_supported_arrives() -> None:
         "sampling": {
             "temperature": 0.5, "top_p": 0.9, "n": 2, "seed": str((1 << 64) - 1), "frequency_penalty": 0.25,
             "presence_penalty": -0.5, "logit_bias": {"5": -100.0}, "top_k": 4, "min_p": 0.125, "top_n_sigma": 1.5,
-            "repetition_penalty": 1.5, "allowed_token_ids": [1, 2], "typical_p": 0.75, "no_repeat_ngram_size": 3,
+            "repetition_penalty": 1.5, "allowed_token_ids": [1, 2], "no_repeat_ngram_size": 3,
             "bad_words": ["x"],
         },
         "stopping": {
@@ -150,6 +150,7 @@ def test_a_prompt_is_a_text_or_token_ids(prompt: Any, ids: list[int] | None) -> 
         ({"echo": True}, "echo"),
         ({"best_of": 2}, "best_of"),
         ({"best_of": True}, "best_of"),
+        ({"typical_p": 0.9}, "typical_p"),
         ({"suffix": "x"}, "suffix"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url"),

@@ -565,8 +565,7 @@ type Sampling struct {
 	N *uint32 `protobuf:"varint,12,opt,name=n,proto3,oneof" json:"n,omitempty"`
 	// INVALID_ARGUMENT: the Python client searches, with Client.beam_search.
 	BeamSearch *BeamSearch `protobuf:"bytes,13,opt,name=beam_search,json=beamSearch,proto3" json:"beam_search,omitempty"`
-	// Keep the tokens whose information content is closest to the expected one, until their probability reaches p
-	// (locally typical sampling; Meister et al., 2022). Range (0, 1]; 1 keeps all. Default 1.
+	// UNIMPLEMENTED for any value but 1: min_p and top_n_sigma follow the shape of the distribution, too.
 	TypicalP *float32 `protobuf:"fixed32,14,opt,name=typical_p,json=typicalP,proto3,oneof" json:"typical_p,omitempty"`
 	// Choose no token that would repeat a sequence of this many tokens of prompt and output. At most 64; 0 allows all.
 	// Default 0.

@@ -304,8 +304,7 @@ export type Sampling = Message<"pagoda.v1.Sampling"> & {
   beamSearch?: BeamSearch | undefined;
 
   /**
-   * Keep the tokens whose information content is closest to the expected one, until their probability reaches p
-   * (locally typical sampling; Meister et al., 2022). Range (0, 1]; 1 keeps all. Default 1.
+   * UNIMPLEMENTED for any value but 1: min_p and top_n_sigma follow the shape of the distribution, too.
    *
    * @generated from field: optional float typical_p = 14;
    */
